@@ -1,0 +1,1 @@
+"""mtcli: text to a trained, evaluated and profiled large transformer."""

@@ -1,0 +1,1 @@
+"""Everything mtcli does; the commands are thin wrappers around it."""

@@ -1,0 +1,45 @@
+"""The one error a user sees: what is wrong with both numbers, then a hint, and an exit code."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Exit(IntEnum):
+    """Exit codes of every command."""
+
+    DONE = 0
+    FAILED = 1  # the work failed: a check did not hold, a run died
+    WRONG_INPUT = 2  # the user's input is wrong
+    INTERRUPTED = 130  # stopped by a signal, after saving
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong: `message` carries both numbers, `hint` names what would be right."""
+
+    message: str
+    hint: str = ""
+    field: str = ""  # the config field or flag, e.g. "parallel.tp"
+
+    def __str__(self) -> str:
+        where = f"{self.field}: " if self.field else ""
+        return f"error: {where}{self.message}" + (f"\n\nhint: {self.hint}" if self.hint else "")
+
+
+class MtcliError(Exception):
+    """Wrong input (exit 2) or failed work (exit 1), as a list of problems, all found at once."""
+
+    def __init__(self, *problems: Problem, code: Exit = Exit.WRONG_INPUT) -> None:
+        assert problems, "an error needs at least one problem"
+        super().__init__("\n\n".join(str(problem) for problem in problems))
+        self.problems = problems
+        self.code = code
+
+
+def wrong(message: str, hint: str = "", field: str = "") -> MtcliError:
+    """The error for one thing that is wrong with the user's input (exit 2)."""
+    return MtcliError(Problem(message, hint, field))
+
+
+def failed(message: str, hint: str = "") -> MtcliError:
+    """The error for work that was legal and did not succeed (exit 1)."""
+    return MtcliError(Problem(message, hint), code=Exit.FAILED)
