@@ -1,0 +1,180 @@
+"""Reading and writing run configs: TOML or a preset, overrides, all problems at once."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
+
+Table = dict[str, Any]
+
+
+def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run config of a TOML file or preset, with `section.field=value` overrides on top.
+
+    Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
+    join several fields, or need the world size, are `check.problems`.
+    """
+    config, problems = read_config(source, overrides)
+    if config is None or problems:
+        raise MtcliError(*problems)
+    return config
+
+
+def read_config(
+    source: str, overrides: Sequence[str] = ()
+) -> tuple[RunConfig | None, list[Problem]]:
+    """The config and its problems; illegal fields are left at their defaults, so that the rules
+    of `check.py` can still be applied to the rest. None where too little is left."""
+    return validate(with_overrides(read_table(source), overrides))
+
+
+def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
+    """As `read_config`, for a table that was already read."""
+    table, problems = _with_model_preset(table)
+    try:
+        return RunConfig.model_validate(table), problems
+    except ValidationError as error:
+        problems += [_problem(detail) for detail in error.errors()]
+        rest = table
+        for detail in error.errors():
+            rest = _without(rest, [str(key) for key in detail["loc"]])
+    try:
+        return RunConfig.model_validate(rest), problems
+    except ValidationError:
+        return None, problems
+
+
+def dump_toml(config: RunConfig) -> str:
+    """The config as TOML that `load_config` reads back to an equal config."""
+    import tomlkit
+
+    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets that ship with mtcli."""
+    folder = files("mtcli").joinpath("presets")
+    return tuple(sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if _is_toml(p.name)))
+
+
+def read_table(source: str) -> Table:
+    """The raw TOML table of a file or preset."""
+    if source in preset_names():
+        text = files("mtcli").joinpath("presets", f"{source}.toml").read_text()
+        return tomllib.loads(text)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.toml"  # a run folder
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "give a TOML file, a run folder, or a preset" + closest(source, preset_names())
+        raise wrong(f"there is no config file or preset named {source!r}", hint) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise wrong(f"{path} is not TOML: {error}", "see docs/config.md") from None
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
+
+
+def with_overrides(table: Table, overrides: Iterable[str]) -> Table:
+    """A copy of `table` with each `section.field=value` set; values are TOML, or plain text."""
+    problems = []
+    for item in overrides:
+        path, equals, text = item.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            hint = "write --set section.field=value, such as --set optimizer.lr=1e-3"
+            problems.append(Problem(f"--set {item!r} names no field and value", hint))
+            continue
+        try:
+            table = _with(table, keys, _value(text.strip()))
+        except TypeError:
+            problems.append(Problem(f"{path} is inside a field that holds a value", field=path))
+    if problems:
+        raise MtcliError(*problems)
+    return table
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A clause for a hint: the closest known name, or nothing where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
+    model = table.get("model")
+    if not isinstance(model, dict) or "preset" not in model:
+        return table, []
+    name, rest = model["preset"], {k: v for k, v in model.items() if k != "preset"}
+    if name in preset_names():
+        return table | {"model": read_table(name)["model"] | rest}, []
+    hint = "`mtcli plan --presets` lists them" + closest(str(name), preset_names())
+    return table | {"model": rest}, [
+        Problem(f"there is no preset {name!r}", hint, field="model.preset")
+    ]
+
+
+def _problem(detail: ErrorDetails) -> Problem:
+    path = [str(key) for key in detail["loc"]]
+    field = ".".join(path)
+    if detail["type"] == "extra_forbidden":
+        near = closest(path[-1], _fields_of(path[:-1]))
+        where = f"in [{'.'.join(path[:-1])}]" if path[1:] else "at the top level"
+        known = ", ".join(_fields_of(path[:-1]))
+        return Problem(
+            f"unknown key {path[-1]!r} {where}", (near[2:] if near else f"known: {known}"), field
+        )
+    if detail["type"] == "missing":
+        return Problem(
+            "this field is missing", f"add {path[-1]} to [{path[0]}] or name a preset", field
+        )
+    message = detail["msg"].replace("Input should be", f"{detail['input']!r} should be")
+    return Problem(message[0].lower() + message[1:], "see docs/config.md", field)
+
+
+def _fields_of(path: list[str]) -> tuple[str, ...]:
+    section: type[BaseModel] = RunConfig
+    for key in path:
+        annotation = section.model_fields[key].annotation if key in section.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ()
+        section = annotation
+    preset = ("preset",) if path == ["model"] else ()
+    return (*section.model_fields, *preset)
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _with(table: Table, keys: list[str], value: Any) -> Table:
+    if not isinstance(table, dict):
+        raise TypeError
+    if len(keys) > 1:
+        value = _with(table.get(keys[0], {}), keys[1:], value)
+    return table | {keys[0]: value}
+
+
+def _without(table: Table, keys: list[str]) -> Table:
+    if not isinstance(table, dict) or keys[0] not in table:
+        return table
+    if len(keys) == 1 or not isinstance(table[keys[0]], dict):
+        return {key: value for key, value in table.items() if key != keys[0]}
+    return table | {keys[0]: _without(table[keys[0]], keys[1:])}
+
+
+def _is_toml(name: str) -> bool:
+    return name.endswith(".toml")

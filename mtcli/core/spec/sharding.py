@@ -1,0 +1,103 @@
+"""How a parameter is cut over ranks: one description that five readers share.
+
+Initialisation, gradient reduction, the gradient norm, the checkpoint and the memory prediction all
+ask here. Facts are kept by canonical name and never on an nn.Parameter, whose attributes are lost
+in to_empty(), load_state_dict(assign=True) and deepcopy.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+from mtcli.core.spec.layout import ParallelLayout
+
+VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
+
+Init = Literal["normal", "residual", "ones", "zeros"]
+
+
+class Rectangle(NamedTuple):
+    """A block of a global tensor: where it starts and its size, per dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The block as an index into the global tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model, by canonical name; shapes are global and never padded.
+
+    `cut` names, per dimension, the mesh axis that cuts it evenly (None: not cut). `owner` is the
+    block that holds it, or "first" / "last" for the pipeline's ends. A vocabulary dimension is
+    padded on the ranks so that it cuts evenly: `padded` says which dimension that is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: tuple[str | None, ...]
+    init: Init
+    owner: int | Literal["first", "last"]
+    padded: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return prod(self.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it lives on the expert grid: one slice of the experts per ep rank."""
+        return "ep" in self.cut
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices and tables, not to biases and norms."""
+        return self.init in ("normal", "residual")
+
+    def local_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
+        """The shape that every rank allocates, padding included."""
+        return tuple(
+            -(-size // layout.size(axis)) if axis else size
+            for size, axis in zip(self._padded_shape(layout), self.cut, strict=True)
+        )
+
+    def rectangle(self, layout: ParallelLayout, rank: int) -> Rectangle:
+        """The part of the global tensor that a rank holds; without padding, so maybe empty."""
+        place, local = layout.place(rank), self.local_shape(layout)
+        start = [place[axis] * n if axis else 0 for n, axis in zip(local, self.cut, strict=True)]
+        start = [min(a, size) for a, size in zip(start, self.shape, strict=True)]
+        size = [min(n, s - a) for n, s, a in zip(local, self.shape, start, strict=True)]
+        return Rectangle(tuple(start), tuple(size))
+
+    def replicated_over(self, layout: ParallelLayout) -> tuple[str, ...]:
+        """Axes of its grid, pipeline aside, along which ranks hold the same elements."""
+        grid = layout.experts if self.is_expert else layout.attention
+        return tuple(axis for axis in grid.axes if axis != "pp" and axis not in self.cut)
+
+    def is_primary(self, layout: ParallelLayout, rank: int) -> bool:
+        """Whether this rank is the one that counts and saves these elements."""
+        place = layout.place(rank)
+        return all(place[axis] == 0 for axis in self.replicated_over(layout))
+
+    def gradient_axes(self, layout: ParallelLayout, sequence_parallel: bool) -> tuple[str, ...]:
+        """Axes over which a rank's gradient is a partial sum.
+
+        Data axes always are, since each rank sees other tokens. A parameter that tp does not cut
+        sees 1/tp of the tokens under sequence parallelism (arXiv:2205.05198, 4.2.2) and all of
+        them without.
+        """
+        axes = self.replicated_over(layout)
+        return axes if sequence_parallel else tuple(axis for axis in axes if axis != "tp")
+
+    def _padded_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
+        if self.padded is None:
+            return self.shape
+        axis = self.cut[self.padded]
+        multiple = VOCAB_MULTIPLE * (layout.size(axis) if axis else 1)
+        rows = -(-self.shape[self.padded] // multiple) * multiple
+        return (*self.shape[: self.padded], rows, *self.shape[self.padded + 1 :])
