@@ -1,0 +1,1 @@
+"""Evaluation: texts become requests, requests become packed batches, scores become metrics."""

@@ -1,0 +1,73 @@
+"""What a task hands over once its file is read, and the small things all tasks share."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mtcli.core.evaluate.requests import Request, Score
+from mtcli.core.spec.errors import MtcliError, wrong
+
+Report = dict[str, float | int | None]
+
+
+class Options(NamedTuple):
+    """What a run may change about a task."""
+
+    max_seq_len: int
+    limit: int | None = None  # items of each kind; None = all
+    overlap: int = 32  # tokens that wikitext103's windows advance by
+
+
+class Prepared(NamedTuple):
+    """A task ready to be scored: `report` takes one score per request, in request order."""
+
+    num_items: int
+    requests: list[Request]
+    report: Callable[[Sequence[Score]], Report]
+
+
+def find_file(path: Path, pattern: str) -> Path:
+    """`path`, or the one file in the folder `path` that matches `pattern`.
+
+    Raises MtcliError when there is none, or several.
+    """
+    if not path.exists():
+        raise wrong(f"{path} does not exist", "give the file, or the folder it is in", "--task")
+    if path.is_file():
+        return path
+    found = sorted(path.glob(pattern))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise wrong(
+            f"{path} holds {len(found)} files like {pattern}, 1 is needed",
+            f"name the file; found: {names}",
+            "--task",
+        )
+    return found[0]
+
+
+def read_text(path: Path) -> str:
+    """The file's text. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", field="--task") from error
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise bad_line(path, line, f"byte {raw[error.start]:#04x} is not UTF-8") from error
+    if not text.strip():
+        raise wrong(f"{path} is empty: {len(raw)} bytes, none of them text", field="--task")
+    return text.replace("\r\n", "\n")
+
+
+def bad_line(path: Path, line: int, what: str) -> MtcliError:
+    """The error for one line of a task's file."""
+    return wrong(f"{path}, line {line}: {what}", field="--task")
+
+
+def exp(nats: float) -> float:
+    """e ** nats, infinite where float64 overflows: a broken model still gets its report."""
+    return math.exp(nats) if nats < 709 else math.inf

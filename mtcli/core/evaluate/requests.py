@@ -1,0 +1,135 @@
+"""What evaluation asks of a model: the log-likelihood of a continuation after a context.
+
+Every task is a flat list of `Request`s and the model is one function, `Scorer.score`; nothing here
+knows how the model is split. Shapes: B rows, S slots in a row, N scored predictions.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtcli.core.spec.errors import wrong
+
+Ids = NDArray[np.int64]
+
+
+class ScoreBatch(NamedTuple):
+    """One forward pass. Several requests may share a row: then `mask` says who sees whom.
+
+    `rows` may name one slot several times with different targets: the first tokens of several
+    endings share the last slot of their context. S may exceed the model's longest sequence when a
+    mask is given; positions never do.
+    """
+
+    tokens: Tensor  # [B, S] int64
+    positions: Tensor  # [B, S] int64: position of each token in its own sequence
+    mask: Tensor | None  # [B, S, S] bool, True = may attend; None = plain causal
+    rows: Tensor  # [N] int64 into the flat [B*S] tokens: whose next-token prediction is scored
+    targets: Tensor  # [N] int64 target ids
+
+
+class Scorer(Protocol):
+    """A language model as evaluation sees it."""
+
+    max_seq_len: int
+    vocab_size: int
+
+    def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target [N] float32, and whether it is the argmax [N] bool.
+
+        The same on every rank.
+        """
+        ...
+
+
+class Request(NamedTuple):
+    """Score the last `num_targets` of `tokens` [n], each given all that is before it."""
+
+    tokens: Ids
+    num_targets: int
+
+
+class Score(NamedTuple):
+    """The sum of the targets' log-probabilities (nats), and whether all were the argmax."""
+
+    logprob: float
+    is_greedy: bool
+
+
+def request(context: Sequence[int], continuation: Sequence[int]) -> Request:
+    """The request for log P(continuation | context), both as token ids."""
+    tokens = np.fromiter((*context, *continuation), np.int64, len(context) + len(continuation))
+    return Request(tokens, len(continuation))
+
+
+def fit(requests: Sequence[Request], max_seq_len: int, vocab_size: int) -> list[Request]:
+    """The requests cut from the left to max_seq_len inputs, as lm-eval cuts them.
+
+    Raises MtcliError when a request scores nothing, has nothing to condition on, scores more
+    targets than the model has positions, or holds an id outside the vocabulary.
+    """
+    fitted = []
+    for index, (tokens, num_targets) in enumerate(requests):
+        _check(index, tokens, num_targets, max_seq_len, vocab_size)
+        fitted.append(Request(tokens[-(max_seq_len + 1) :], num_targets))
+    return fitted
+
+
+def _check(index: int, tokens: Ids, num_targets: int, max_seq_len: int, vocab_size: int) -> None:
+    if num_targets < 1:
+        raise wrong(
+            f"request {index} scores {num_targets} tokens", "its continuation must not be empty"
+        )
+    if len(tokens) <= num_targets:
+        raise wrong(
+            f"request {index} scores all of its {len(tokens)} tokens",
+            "the first token needs one before it: give the context a prefix token",
+        )
+    if num_targets > max_seq_len:
+        raise wrong(
+            f"request {index} scores {num_targets} tokens, the model reads {max_seq_len}",
+            "evaluate a model with a longer max_seq_len",
+        )
+    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+        outside = int(tokens.max()) if int(tokens.max()) >= vocab_size else int(tokens.min())
+        raise wrong(
+            f"request {index} holds token id {outside}, the model's vocab_size is {vocab_size}",
+            "use the tokenizer that the model was trained with",
+        )
+
+
+def overlapping_windows(tokens: Ids, window: int, overlap: int) -> list[Request]:
+    """Megatron-LM's windows: `window` inputs, advanced by `overlap`, each target scored once.
+
+    Window i starts at i * overlap. The first scores all of its targets, every later one its last
+    `overlap`, fewer at the end of the text. len(tokens) - 1 targets in all: nothing comes before
+    the first token (arXiv:1909.08053, appendix E.1).
+    """
+    assert 1 <= overlap <= window, (overlap, window)
+    num_targets = len(tokens) - 1
+    done = min(window, num_targets)
+    windows = [Request(tokens[: done + 1], done)] if done > 0 else []
+    while done < num_targets:
+        start = done + overlap - window
+        end = min(start + window, num_targets)
+        windows.append(Request(tokens[start : end + 1], end - done))
+        done = end
+    return windows
+
+
+def rolling_windows(tokens: Ids, prefix_id: int, max_seq_len: int) -> list[Request]:
+    """lm-eval's loglikelihood_rolling: disjoint targets, the first after `prefix_id`.
+
+    Every window but the first has max_seq_len inputs, so the last one looks back furthest.
+    """
+    tokens = np.concatenate([np.array([prefix_id], np.int64), tokens])
+    num_targets = len(tokens) - 1
+    windows = []
+    for done in range(0, num_targets, max_seq_len):
+        end = min(done + max_seq_len, num_targets)
+        start = max(0, end - max_seq_len)
+        windows.append(Request(tokens[start : end + 1], end - done))
+    return windows

@@ -1,0 +1,55 @@
+"""The scores of many requests, in their own order, whatever order they were computed in."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mtcli.core.evaluate.packing import Plan, batches, pack
+from mtcli.core.evaluate.requests import Request, Score, Scorer, fit
+from mtcli.core.spec.errors import failed
+
+# On 2 cores a forward of 2048 tokens was within 3 % of the best of 512 to 8192 (GPT-2 124M), and
+# the largest logits of an ending-only batch stay under 0.5 GB at a vocabulary of 50257.
+BATCH_TOKENS = 2048
+
+
+def score_requests(
+    scorer: Scorer, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS
+) -> list[Score]:
+    """One score per request, in request order. Raises as `fit` and `run` do."""
+    return run(scorer, plan(scorer, requests, batch_tokens))
+
+
+def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS) -> Plan:
+    """The requests cut to the scorer's context and packed. Raises as `fit` does."""
+    return pack(
+        fit(requests, scorer.max_seq_len, scorer.vocab_size), scorer.max_seq_len, batch_tokens
+    )
+
+
+def run(
+    scorer: Scorer, planned: Plan, progress: Callable[[int], object] = lambda done: None
+) -> list[Score]:
+    """One score per planned request; log-probabilities are summed in float64.
+
+    `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when
+    the model gives a log-probability that is not a number.
+    """
+    num_requests = len(planned.requests)
+    sums, greedy = np.zeros(num_requests), np.ones(num_requests, bool)
+    for batch, owners in batches(planned):
+        logprobs, is_argmax = scorer.score(batch)
+        np.add.at(sums, owners, logprobs.double().cpu().numpy())
+        np.logical_and.at(greedy, owners, is_argmax.cpu().numpy())
+        _refuse_nan(sums, owners)
+        progress(len(np.unique(owners)))
+    return [Score(float(sums[i]), bool(greedy[i])) for i in range(num_requests)]
+
+
+def _refuse_nan(sums: np.ndarray, owners: np.ndarray) -> None:
+    broken = owners[np.isnan(sums[owners])]
+    if len(broken):
+        raise failed(
+            f"the model gives a log-probability of nan in request {broken[0]} of {len(sums)}",
+            "its weights or activations are not finite: check the checkpoint, or evaluate in fp32",
+        )

@@ -1,0 +1,97 @@
+"""Tiny random transformers models, as the scorer under test's dependency and as the oracle."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+
+class TransformersScorer:
+    """`Scorer` over a transformers model: full logits, an additive 4D mask, eager attention."""
+
+    def __init__(self, model, max_seq_len):
+        self.model, self.max_seq_len = model.eval(), max_seq_len
+        self.vocab_size = model.config.vocab_size
+        self.slots = 0  # computed so far
+        self.masked = 0  # batches that needed a mask
+
+    @torch.no_grad()
+    def score(self, batch):
+        num_rows, width = batch.tokens.shape
+        self.slots += batch.tokens.numel()
+        self.masked += batch.mask is not None
+        assert int(batch.positions.max()) < self.max_seq_len
+        mask = torch.ones(width, width).tril().bool() if batch.mask is None else batch.mask
+        additive = torch.zeros(num_rows, 1, width, width)
+        additive.masked_fill_(~mask.expand(num_rows, width, width)[:, None], -1e30)
+        hidden = self.model.base_model(
+            batch.tokens, attention_mask=additive, position_ids=batch.positions, use_cache=False
+        ).last_hidden_state
+        logits = self.model.lm_head(hidden.flatten(0, 1)[batch.rows]).float()
+        logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        return logprobs, logits.argmax(-1) == batch.targets
+
+
+def gpt2(vocab_size=97, n_positions=24, width=32, layers=2):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=vocab_size, n_positions=n_positions, n_embd=width, n_layer=layers, n_head=2,
+        attn_implementation="eager", initializer_range=0.5, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+def llama(vocab_size=97, max_positions=24):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, max_position_embeddings=max_positions, hidden_size=32,
+        intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        attn_implementation="eager", initializer_range=0.5,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session", params=["gpt2", "llama"])
+def scorer(request):
+    """A scorer with 97 words and 24 positions, of each family."""
+    return TransformersScorer({"gpt2": gpt2, "llama": llama}[request.param](), 24)
+
+
+@pytest.fixture(scope="session")
+def real_scorer():
+    """A scorer with GPT-2's vocabulary and 128 positions."""
+    return TransformersScorer(gpt2(vocab_size=50257, n_positions=128, width=16), 128)
+
+
+@pytest.fixture(scope="session")
+def data():
+    """The folder of real test data."""
+    folder = os.environ.get("MTCLI_TEST_DATA")
+    if not folder:
+        pytest.skip("MTCLI_TEST_DATA names no folder with wikitext-103, lambada, race, gpt2-bpe")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def bpe(data):
+    """The real GPT-2 tokenizer, of the tokenizers library."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = data / "gpt2-bpe"
+    return ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """The oracle: one sequence at a time, plain causal, full log_softmax; no mask, no packing."""
+
+    @torch.no_grad()
+    def score(model, ids, num_targets):
+        logits = model(torch.tensor([ids[:-1]])).logits[0, -num_targets:].double()
+        targets = torch.tensor(ids[-num_targets:])
+        logprob = logits.log_softmax(-1)[torch.arange(num_targets), targets].sum().item()
+        return logprob, bool((logits.argmax(-1) == targets).all())
+
+    return score
