@@ -1,0 +1,1 @@
+"""The data rooms: text to tokens (`preprocess`), tokens to samples, samples to batches."""

@@ -1,0 +1,240 @@
+"""Tokenizers: one object, whatever the text was cut with; `tokenizers` is the truth for its ids.
+
+A specification is a `tokenizer.json`, a folder that holds one (or GPT-2's `vocab.json` and
+`merges.txt`), a Hugging Face name, or the word `bytes`. `encode` adds no special tokens. A special
+token's text inside a document gets what Hugging Face gives it: the special id, for tokenizers that
+come from there; ordinary bytes for our own (`bytes` and trained ones), whose end-of-document token
+is not listed as an added token and so cannot be written in a document.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from mtcli.core.spec.errors import MtcliError, wrong
+
+END_OF_DOCUMENT = "<|endoftext|>"
+# What families call it, where the folder's tokenizer_config.json does not say.
+END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt")
+KINDS = (
+    "a tokenizer.json, a folder with one or with vocab.json and merges.txt, a Hugging Face name, "
+    "or bytes"
+)
+
+
+class Tokenizer:
+    """Text to token ids and back, saved as the `tokenizer.json` that it was made from."""
+
+    def __init__(self, definition: str, config: dict[str, object] | None = None) -> None:
+        self.definition = definition  # the text of tokenizer.json
+        self.config = dict(config or {})  # tokenizer_config.json, where there is one
+        self.backend = _parse(definition)
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        self.eod_token = next((name for name in _end_names(self.config) if name in vocab), None)
+        self.eod_id: int | None = vocab[self.eod_token] if self.eod_token else None
+        self.is_bytes = all(vocab.get(c) == i for i, c in enumerate(_byte_letters())) and (
+            json.loads(definition)["model"].get("merges") == []
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, with no special tokens added."""
+        if self.is_bytes:
+            return list(text.encode())
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text, on all cores."""
+        if self.is_bytes:
+            return [list(text.encode()) for text in texts]
+        batch = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `tokenizer.json` and its config, which `load_tokenizer(folder)` reads; the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self.definition, encoding="utf-8")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
+        if self.eod_token:
+            config.setdefault("eos_token", self.eod_token)
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        return folder
+
+    @property
+    def sha256(self) -> str:
+        """Names the tokenizer: the hash of its definition."""
+        return hashlib.sha256(self.definition.encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, object]]]:
+        return Tokenizer, (self.definition, self.config)
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """The tokenizer that `spec` names.
+
+    Raises MtcliError where there is no such file, folder or name, or it cannot be read.
+    """
+    if spec == "bytes":
+        return byte_tokenizer()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _from_folder(path)
+    if path.is_file():
+        return _from_file(path)
+    text = str(spec)
+    if text.startswith("train:"):
+        raise wrong(
+            f"tokenizer {text} is trained on a corpus, and there is none here",
+            "only mtcli preprocess trains one; name the folder it wrote, PREFIX.tokenizer",
+        )
+    if text.count("/") > 1 or text[:1] in "./~" or text.endswith(".json"):
+        raise wrong(f"tokenizer {text}: no such file or folder", f"give {KINDS}")
+    return _from_hub(text)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 ids, one for each byte of UTF-8, and 256 for the end of a document."""
+    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    backend = HfTokenizer(models.BPE(vocab={**vocab, END_OF_DOCUMENT: 256}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend.to_str())
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` ids, with GPT-2's words, trained on `texts`.
+
+    Ids 0 to 255 are bytes in the alphabet's order, the last is the end of a document. A corpus that
+    is too small to fill the vocabulary gives a smaller one.
+    """
+    if vocab_size < 257:
+        raise wrong(
+            f"train:{vocab_size} is less than the 256 bytes and the end-of-document token = 257",
+            "train:8192 is a usual size for a small model",
+        )
+    backend = HfTokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    definition = json.loads(backend.to_str())
+    vocab = definition["model"]["vocab"]
+    vocab[END_OF_DOCUMENT] = len(vocab)
+    return Tokenizer(json.dumps(definition, ensure_ascii=False))
+
+
+def _parse(definition: str) -> HfTokenizer:
+    try:
+        return HfTokenizer.from_str(definition)
+    except Exception as error:  # tokenizers raises bare Exception for every malformed file
+        raise wrong(f"not a tokenizer definition: {error}", f"give {KINDS}") from None
+
+
+def _end_names(config: dict[str, object]) -> tuple[str, ...]:
+    """Names to look the end-of-document token up by: the configured one first."""
+    configured = config.get("eos_token")
+    if isinstance(configured, dict):  # older files store the AddedToken
+        configured = configured.get("content")
+    return (configured, *END_NAMES) if isinstance(configured, str) else END_NAMES
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's letter for each byte 0 to 255: itself where printable, else from U+0100 on."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in plain)
+    letters = {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return [letters.get(byte, chr(byte)) for byte in range(256)]
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    if (folder / "tokenizer.json").is_file():
+        return _from_file(folder / "tokenizer.json")
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return _from_gpt2_files(folder / "vocab.json", folder / "merges.txt")
+    raise wrong(
+        f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt",
+        f"give {KINDS}",
+    )
+
+
+def _from_file(path: Path) -> Tokenizer:
+    if path.suffix != ".json":
+        raise wrong(f"{path} is not a tokenizer.json", f"give {KINDS}")
+    try:
+        return Tokenizer(_read(path), _config_beside(path))
+    except MtcliError as error:
+        raise wrong(f"{path}: {error.problems[0].message}", error.problems[0].hint) from None
+
+
+def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
+    """GPT-2's byte-level BPE from OpenAI's two files (ids as transformers' GPT2Tokenizer)."""
+    try:
+        backend = HfTokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:  # as in _parse
+        raise wrong(f"{vocab} and {merges} are not a BPE vocabulary: {error}") from None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if backend.token_to_id(END_OF_DOCUMENT) is not None:
+        backend.add_special_tokens([END_OF_DOCUMENT])
+    return Tokenizer(backend.to_str(), _config_beside(vocab))
+
+
+def _config_beside(path: Path) -> dict[str, object]:
+    config = path.with_name("tokenizer_config.json")
+    if not config.is_file():
+        return {}
+    try:
+        loaded = json.loads(_read(config))
+    except ValueError as error:
+        raise wrong(f"{config} is not JSON: {error}") from None
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise wrong(f"{path} cannot be read: {error}") from None
+
+
+def _from_hub(name: str) -> Tokenizer:
+    """From the hub where it answers, else from the local cache."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        files = {file.rfilename for file in HfApi().model_info(name, timeout=5).siblings or ()}
+        reason = "it holds no tokenizer.json"
+    except Exception as error:  # no network, no such name or a refusal: many kinds of error
+        files, reason = None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+    def get(file: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(name, file, local_files_only=files is None))
+        except (OSError, ValueError):
+            return None
+
+    found = {
+        file: path for file in HUB_FILES if (files is None or file in files) and (path := get(file))
+    }
+    if "tokenizer.json" in found:
+        return _from_file(found["tokenizer.json"])
+    if "vocab.json" in found and "merges.txt" in found:
+        return _from_gpt2_files(found["vocab.json"], found["merges.txt"])
+    raise wrong(
+        f"tokenizer {name}: neither a file or folder here, nor had from Hugging Face: {reason}",
+        f"give {KINDS}",
+    )
