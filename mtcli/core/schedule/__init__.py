@@ -1,0 +1,1 @@
+"""Pipeline schedules as torch-free data: planned, simulated, executed and profiled alike."""

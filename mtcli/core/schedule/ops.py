@@ -1,0 +1,64 @@
+"""One unit of pipeline work, what it needs, and an order of such units per pipeline rank.
+
+A schedule is data with three readers: the plan simulates it, training executes it and the profile
+draws it. Nobody writes sends and receives down: a need that sits on another rank *is* the transfer.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Op(NamedTuple):
+    """The forward F or backward B of one micro-batch through one stage.
+
+    A split backward is I, the gradient of the stage's input, which the stage before waits for, and
+    W, the gradient of its weights, which nobody waits for (arXiv:2401.10241, section 2).
+    """
+
+    kind: Kind
+    micro_batch: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}.{self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ops of each pipeline rank in the order it runs them, and the rank that holds a stage."""
+
+    ops: tuple[tuple[Op, ...], ...]
+    rank_of_stage: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ops)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks: pp * vpp."""
+        return len(self.rank_of_stage)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that pass through every stage."""
+        return sum(op.kind == "F" and op.stage == 0 for op in self.ops[self.rank_of_stage[0]])
+
+
+def needs(op: Op, num_stages: int) -> tuple[Op, ...]:
+    """The ops whose results `op` reads.
+
+    F reads the F of the stage before. B and I read their own F, and the gradient that the stage
+    after produced by an op of the same kind: a schedule splits every backward or none. W reads what
+    its own I left.
+    """
+    kind, micro_batch, stage = op
+    if kind == "F":
+        return (Op("F", micro_batch, stage - 1),) if stage > 0 else ()
+    if kind == "W":
+        return (Op("I", micro_batch, stage),)
+    own = Op("F", micro_batch, stage)
+    return (own, Op(kind, micro_batch, stage + 1)) if stage + 1 < num_stages else (own,)
