@@ -1,0 +1,63 @@
+"""The entry point: runs the app and turns every error into `error:` and `hint:` lines on stderr.
+
+Exit codes are `spec.errors.Exit`. No traceback reaches a user who did not set MTCLI_TRACEBACK=1.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from mtcli.core.spec.errors import Exit, MtcliError, Problem
+
+
+def main() -> None:
+    """Runs `mtcli` on the process's arguments and exits with its code."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader left, as `| head` does; nothing more can be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or Exit.FAILED
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line, or shows the help where it is empty; returns the exit code."""
+    from mtcli.cli import app
+
+    try:
+        code = app(list(arguments) or ["--help"], prog_name="mtcli", standalone_mode=False)
+        return code or Exit.DONE  # a number where the command raised typer.Exit
+    except MtcliError as error:
+        return _fail(str(error), error.code)
+    except typer.TyperException as error:
+        return _fail(_usage(error), Exit.WRONG_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        return Exit.INTERRUPTED
+    except Exception as error:
+        if os.environ.get("MTCLI_TRACEBACK") == "1":
+            raise
+        return _fail(_unexpected(error), Exit.FAILED)
+
+
+def _fail(text: str, code: Exit) -> Exit:
+    sys.stderr.write(text + "\n")
+    return code
+
+
+def _usage(error: typer.TyperException) -> str:
+    """A wrong command line (an unknown flag, a missing argument) in the words of our errors."""
+    message = error.format_message().rstrip(".")  # all that Typer raises for usage have it, and ctx
+    command = error.ctx.command_path if error.ctx else "mtcli"
+    return str(Problem(message[0].lower() + message[1:], f"`{command} --help` shows its usage"))
+
+
+def _unexpected(error: Exception) -> str:
+    what = f"unexpected {type(error).__name__}: {error}".splitlines()[0]
+    return str(Problem(what, "set MTCLI_TRACEBACK=1 to see where it came from"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One thin file per subcommand: parse, one call into core, print."""
