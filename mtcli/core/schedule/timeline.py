@@ -1,0 +1,131 @@
+"""When each op of a schedule runs: simulated by plan, measured by profile, drawn as text."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mtcli.core.schedule.ops import Kind, Op, Schedule, needs
+
+Seconds = Mapping[Kind, float] | Callable[[Op], float]
+
+DRAWN_RANKS = 32  # a deeper pipeline is drawn by evenly chosen ranks
+
+
+class Span(NamedTuple):
+    """One op on one pipeline rank, in seconds since the step began."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of a step, each rank's in the order it ran them."""
+
+    spans: tuple[Span, ...]
+    num_ranks: int
+
+    @property
+    def end(self) -> float:
+        """Seconds from the start of the step to the end of its last op."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Seconds that each rank spends in its ops."""
+        busy = [0.0] * self.num_ranks
+        for span in self.spans:
+            busy[span.rank] += span.end - span.start
+        return tuple(busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle over busy time, summed over ranks: the paper's ratio to the ideal time.
+
+        (p - 1) / m for equal stages under 1F1B (arXiv:2104.04473, section 2.2.1).
+        """
+        busy = sum(self.busy_seconds)
+        return (self.end * self.num_ranks - busy) / busy if busy else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Idle time as a share of the wall clock: (p - 1) / (m + p - 1) under 1F1B."""
+        return self.bubble_fraction / (1.0 + self.bubble_fraction)
+
+
+def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> Timeline:
+    """The timeline of ranks that run their ops in order, each as soon as its needs are there.
+
+    `seconds` gives an op's length by kind, or by op. A need on another rank takes `hop_seconds`
+    more to arrive, during which neither rank is busy.
+    """
+    length = seconds if callable(seconds) else lambda op: seconds[op.kind]
+    clock = [0.0] * schedule.num_ranks
+    places = [0] * schedule.num_ranks
+    ends: dict[Op, float] = {}
+    waiting: dict[Op, int] = {}  # an op that did not run yet, and the rank that stands before it
+    spans: list[list[Span]] = [[] for _ in schedule.ops]
+    ranks = list(range(schedule.num_ranks))
+    while ranks:
+        rank = ranks.pop()
+        for op in schedule.ops[rank][places[rank] :]:
+            start = clock[rank]
+            for need in needs(op, schedule.num_stages):
+                if need not in ends:
+                    waiting[need] = rank
+                    break
+                hop = hop_seconds if schedule.rank_of_stage[need.stage] != rank else 0.0
+                start = max(start, ends[need] + hop)
+            else:
+                clock[rank] = ends[op] = start + length(op)
+                places[rank] += 1
+                spans[rank].append(Span(rank, op, start, clock[rank]))
+                if op in waiting:
+                    ranks.append(waiting.pop(op))
+                continue
+            break
+    assert not waiting, f"the schedule deadlocks: {waiting}"
+    return Timeline(tuple(span for row in spans for span in row), schedule.num_ranks)
+
+
+def draw(timeline: Timeline, width: int = 100) -> str:
+    """The timeline as text, a row per rank, no line longer than `width`.
+
+    A cell shows the op that fills most of it: the last digit of the micro-batch for a forward, the
+    letter a to j in its place for a backward, w for a weight half, a dot for nothing.
+    """
+    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in timeline.spans:
+        rows[span.rank].append(span)
+    step = -(-timeline.num_ranks // DRAWN_RANKS)
+    label = len(f"rank {timeline.num_ranks - 1} ")
+    cells = width - label
+    lines = [
+        f"{f'rank {rank}':<{label}}{_row(rows[rank], timeline.end, cells)}"
+        for rank in range(0, timeline.num_ranks, step)
+    ]
+    ruler = f"{'':<{label}}0{f'{timeline.end:.4g} s':>{cells - 1}}"
+    legend = "forward 0-9, backward a-j, weight gradient w, idle ."
+    return "\n".join([*lines, ruler, f"{'':<{label}}{legend}"[:width]])
+
+
+def _row(spans: list[Span], end: float, cells: int) -> str:
+    row, best = ["."] * cells, [0.5 * end / cells] * cells
+    for span in spans:
+        first = int(span.start / end * cells)
+        last = min(cells - 1, int(span.end / end * cells))
+        for cell in range(first, last + 1):
+            low, high = cell * end / cells, (cell + 1) * end / cells
+            covered = min(high, span.end) - max(low, span.start)
+            if covered > best[cell]:
+                row[cell], best[cell] = _letter(span.op), covered
+    return "".join(row)
+
+
+def _letter(op: Op) -> str:
+    if op.kind == "W":
+        return "w"
+    digit = op.micro_batch % 10
+    return str(digit) if op.kind == "F" else "abcdefghij"[digit]
