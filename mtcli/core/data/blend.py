@@ -1,0 +1,116 @@
+"""Blends and splits of datasets, in Megatron's words and in Megatron's order."""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from mtcli.core.spec.errors import wrong
+
+Which = Literal["train", "valid", "test"]
+SPLITS: tuple[Which, ...] = ("train", "valid", "test")
+# Each weighted dataset is built this much longer than its share, as Megatron's
+# mid_level_dataset_surplus: rounding may ask a few samples more of it.
+SURPLUS = 0.005
+CHUNK = 1 << 16  # picks turned into arrays at a time
+
+
+class Blend(NamedTuple):
+    """Datasets by prefix, and their normalised weights where the words gave any."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(words: Sequence[str]) -> Blend:
+    """The blend that `words` name: all prefixes, or pairs of (weight, prefix).
+
+    An odd number of words is all prefixes. An even number is pairs if every first of a pair is a
+    number, prefixes if none is. Raises MtcliError for a mixture, and for weights that cannot be.
+    """
+    if not words:
+        raise wrong("no data paths", 'give prefixes, or weights and prefixes: ["0.7", "a"]')
+    firsts = [_number(word) for word in words[::2]]
+    numbers = sum(first is not None for first in firsts)
+    if len(words) % 2 or numbers == 0:
+        return Blend(tuple(words), None)
+    if numbers < len(firsts):
+        raise wrong(
+            f"{numbers} of {len(firsts)} pairs begin with a weight: {' '.join(words)}",
+            "give every prefix a weight before it, or none",
+        )
+    weights = [first for first in firsts if first is not None]
+    if min(weights) < 0 or not 0 < sum(weights) < math.inf:
+        raise wrong(f"weights {weights} are not all >= 0 with a sum > 0")
+    return Blend(tuple(words[1::2]), tuple(normalised(weights)))
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """The shares of train, valid and test, normalised: "969,30,1", padded with zeros to three."""
+    try:
+        shares = [float(word) for word in re.findall(r"[.0-9]+", text)]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or sum(shares) <= 0 or re.search(r"-\s*[.0-9]|[a-zA-Z]", text):
+        raise wrong(
+            f'split "{text}" is not up to three numbers >= 0 with a sum > 0',
+            '"969,30,1" gives 96.9 % to train, 3 % to valid, 0.1 % to test',
+        )
+    train, valid, test = normalised(shares + [0.0] * (3 - len(shares)))
+    return train, valid, test
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """`weights` over their sum, in float64 and numpy's order of summing, as Megatron's."""
+    array = np.array(weights, dtype=np.float64)
+    return (array / np.sum(array)).tolist()
+
+
+def split_range(split: str, which: Which, count: int) -> tuple[int, int]:
+    """The half-open range of `count` sequences that belongs to `which`."""
+    bounds = list(accumulate((0.0, *parse_split(split))))
+    owner = SPLITS.index(which)
+    low, high = (int(round(bounds[i] * float(count))) for i in (owner, owner + 1))
+    return low, high
+
+
+def shares_of(size: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
+    """How many of `size` samples each dataset gives: ceil(ceil(size * w) * (1 + surplus))."""
+    return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
+
+
+def blend_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which dataset gives each of `size` samples (int16), and which of its own (int64).
+
+    Sample i goes to the dataset that is furthest behind its share: argmax of w * max(i, 1) - drawn,
+    the first where equal. Each pick depends on all before it, so this is a loop: about a million
+    picks per second from two datasets, 0.4 from 32.
+    """
+    if len(weights) > np.iinfo(np.int16).max:
+        raise wrong(f"{len(weights)} datasets in a blend, and at most 32767 have a number")
+    weights = normalised(weights)
+    drawn = [0] * len(weights)
+    owner, sample = np.empty(size, np.int16), np.empty(size, np.int64)
+    for start in range(0, size, CHUNK):
+        steps = range(start, min(start + CHUNK, size))
+        picks = [_pick(max(step, 1), weights, drawn) for step in steps]
+        owner[start : start + CHUNK], sample[start : start + CHUNK] = zip(*picks, strict=True)
+    return owner, sample
+
+
+def _pick(step: int, weights: list[float], drawn: list[int]) -> tuple[int, int]:
+    """The dataset furthest behind its share, and which of its samples it gives; counts the draw."""
+    behind = [weight * step - count for weight, count in zip(weights, drawn, strict=True)]
+    owner = behind.index(max(behind))
+    drawn[owner] += 1
+    return owner, drawn[owner] - 1
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,0 +1,38 @@
+"""`PREFIX.json`: what preprocess says of the tokens it wrote."""
+
+import json
+from pathlib import Path
+
+from mtcli.core.data.indexed import with_suffix
+from mtcli.core.spec.errors import wrong
+
+
+def describe(prefix: str | Path) -> dict[str, object] | None:
+    """What `PREFIX.json` says, or None where there is none (data from another tool).
+
+    Raises MtcliError where it is not what preprocess writes.
+    """
+    path = with_suffix(prefix, ".json")
+    if not path.is_file():
+        return None
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise wrong(
+            f"{path} is not JSON: {error}", "write it again with mtcli preprocess"
+        ) from None
+    if not isinstance(facts, dict):
+        raise wrong(f"{path} holds no object", "write it again with mtcli preprocess")
+    return facts
+
+
+def max_token_id(prefix: str | Path) -> int | None:
+    """The largest token id in the data at `prefix`, where `PREFIX.json` has it."""
+    value = (describe(prefix) or {}).get("max_token_id")
+    return value if isinstance(value, int) else None
+
+
+def tokenizer_folder(prefix: str | Path) -> Path | None:
+    """The folder of the tokenizer that made the data at `prefix`, where preprocess left one."""
+    folder = with_suffix(prefix, ".tokenizer")
+    return folder if (folder / "tokenizer.json").is_file() else None

@@ -1,0 +1,203 @@
+"""Megatron's indexed dataset: tokens in `PREFIX.bin`, their boundaries in `PREFIX.idx`.
+
+`.idx`, little-endian: magic (9 bytes), uint64 version 1, uint8 dtype code, uint64 S sequences,
+uint64 D = documents + 1, then int32 lengths [S] in tokens, int64 pointers [S] in bytes and int64
+document boundaries [D] in sequences, from 0 to S. `.bin` is the sequences back to back, no header.
+"""
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mtcli.core.spec.errors import MtcliError, wrong
+
+MAGIC = b"MMIDIDX\0\0"
+OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
+HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+SUFFIXES = (".bin", ".idx")  # the index last: a reader that finds it finds the tokens
+CHUNK = 1 << 20  # sequences looked at or written at a time: 24 MB
+
+
+class Indexed:
+    """A dataset on disk, memory-mapped, with every number in its index checked.
+
+    `tokens` [num_tokens] in the file's dtype; `lengths` int32 [S] in tokens; `pointers` int64 [S]
+    in bytes; `documents` int64 [D]. Raises MtcliError for a missing file and for any index that
+    does not describe its `.bin` exactly.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        self.idx, self.bin = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
+        for path in (self.idx, self.bin):
+            if not path.is_file():
+                raise wrong(
+                    f"no file {path}",
+                    "data paths name the prefix of a .bin and .idx pair, as preprocess writes them",
+                )
+        self.dtype, num_sequences, num_boundaries = self._header()
+        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
+        lengths, pointers, documents = (
+            self._slice(int(start), dtype, count)
+            for start, dtype, count in zip(
+                ends,
+                ("<i4", "<i8", "<i8"),
+                (num_sequences, num_sequences, num_boundaries),
+                strict=False,
+            )
+        )
+        self.lengths, self.pointers, self.documents = lengths, pointers, documents
+        self.num_tokens = self._check()
+        self.tokens = _map(self.bin, self.dtype, 0, self.num_tokens)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        """The tokens of one sequence [length], a view of the file."""
+        start = int(self.pointers[sequence]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[sequence])]
+
+    def _header(self) -> tuple[np.dtype, int, int]:
+        """The dtype, S and D, once the file has exactly the size they say."""
+        size = self.idx.stat().st_size
+        with open(self.idx, "rb") as file:
+            head = file.read(HEADER.size)
+        if head.startswith(OLD_MAGIC):
+            raise self._refuse("is fairseq's old format (magic TNTIDX), not Megatron's MMIDIDX")
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise self._refuse(f"does not start with Megatron's header of {HEADER.size} bytes")
+        _, version, code, num_sequences, num_boundaries = HEADER.unpack(head)
+        if version != 1:
+            raise self._refuse(f"has version {version}, not 1")
+        dtype = np.dtype(DTYPES.get(code, "V1"))
+        if dtype.kind not in "iu":
+            kind = "no number that we know" if dtype.kind == "V" else f"{dtype}, which no token is"
+            raise self._refuse(f"has dtype code {code}: {kind}")
+        wanted = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        if size == wanted + num_sequences > wanted:
+            raise self._refuse("has a mode for every sequence: multimodal data, which is not text")
+        if size != wanted:
+            raise self._refuse(
+                f"is {size} bytes, and {num_sequences} sequences and {num_boundaries} boundaries "
+                f"take {wanted}"
+            )
+        return dtype, num_sequences, num_boundaries
+
+    def _slice(self, start: int, dtype: str, count: int) -> np.ndarray:
+        return _map(self.idx, np.dtype(dtype), start, count)
+
+    def _check(self) -> int:
+        """The number of tokens, once every length, pointer and boundary is proven."""
+        total, itemsize = 0, self.dtype.itemsize
+        for at in range(0, len(self.lengths), CHUNK):
+            lengths = self.lengths[at : at + CHUNK].astype(np.int64)
+            if lengths.min() < 0:
+                raise self._refuse(f"has a sequence of {lengths.min()} tokens")
+            ends = total + np.cumsum(lengths)
+            if not np.array_equal(self.pointers[at : at + CHUNK], (ends - lengths) * itemsize):
+                raise self._refuse("has pointers that are not the sum of the lengths before them")
+            total = int(ends[-1])
+        size = self.bin.stat().st_size
+        if size != total * itemsize:
+            fits = [n for n in (1, 2, 4, 8) if total and size == n * total]
+            guess = f": {fits[0]} bytes each, from a tool with another dtype table" if fits else ""
+            raise wrong(
+                f"{self.bin} is {size} bytes, and its index says {total} tokens of {itemsize} "
+                f"bytes = {total * itemsize}{guess}",
+                "copy or write the pair again",
+            )
+        self._check_documents()
+        return total
+
+    def _check_documents(self) -> None:
+        bounds, count = self.documents, len(self.lengths)
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != count:
+            raise self._refuse(f"has document boundaries that do not run from 0 to {count}")
+        for at in range(0, len(bounds), CHUNK):
+            if (np.diff(bounds[at : at + CHUNK + 1]) < 0).any():
+                raise self._refuse("has document boundaries that go backwards")
+
+    def _refuse(self, why: str) -> MtcliError:
+        return wrong(f"{self.idx} {why}", "write it again with mtcli preprocess")
+
+
+def with_suffix(prefix: str | Path, suffix: str) -> Path:
+    """`prefix` plus `suffix`; unlike Path.with_suffix it keeps dots that the prefix holds."""
+    return Path(f"{prefix}{suffix}")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Megatron's choice: uint16 below 65500 ids, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def write_dataset(
+    prefix: str | Path, sequences: Iterable[Sequence[int] | np.ndarray], dtype: np.dtype
+) -> None:
+    """Write `sequences`, a document each, as `PREFIX.bin` and `.idx`, both under their final names.
+
+    Raises MtcliError for a token that `dtype` cannot hold. Only the lengths are kept in memory.
+    """
+    lengths, limits = [], np.iinfo(dtype)
+    asides = {
+        with_suffix(prefix, suffix): with_suffix(prefix, f"{suffix}.aside") for suffix in SUFFIXES
+    }
+    aside_bin, aside_idx = asides.values()
+    try:
+        with open(aside_bin, "wb") as file:
+            for sequence in sequences:
+                tokens = np.asarray(sequence, np.int64)
+                if len(tokens) and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+                    raise wrong(
+                        f"tokens {tokens.min()} to {tokens.max()} do not fit in {np.dtype(dtype)}, "
+                        f"which ends at {limits.max}"
+                    )
+                file.write(tokens.astype(dtype).tobytes())
+                lengths.append(len(tokens))
+            file.flush()
+            os.fsync(file.fileno())
+        write_index(aside_idx, dtype, np.array(lengths, np.int32))
+        for path, aside in asides.items():
+            aside.replace(path)
+    finally:
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)
+
+
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
+    """Write an `.idx` of one sequence per document, in bounded memory, and sync it.
+
+    `lengths` int32 [S] may be a memory map of the spilled lengths.
+    """
+    count = len(lengths)
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, CODES[np.dtype(dtype)], count, count + 1))
+        for at in range(0, count, CHUNK):
+            file.write(np.asarray(lengths[at : at + CHUNK], "<i4").tobytes())
+        for pointers in _pointers(lengths, np.dtype(dtype).itemsize):
+            file.write(pointers.tobytes())
+        for at in range(0, count + 1, CHUNK):
+            file.write(np.arange(at, min(at + CHUNK, count + 1), dtype="<i8").tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
+    total = 0
+    for at in range(0, len(lengths), CHUNK):
+        part = lengths[at : at + CHUNK].astype("<i8")
+        ends = total + np.cumsum(part)
+        yield (ends - part) * itemsize
+        total = int(ends[-1])
+
+
+def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    if count == 0:  # mmap refuses to map nothing
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", offset, (count,)).view(np.ndarray)

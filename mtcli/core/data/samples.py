@@ -1,0 +1,83 @@
+"""Which tokens make which sample: Megatron's document, sample and shuffle indices, in numpy.
+
+The sequences of a split are laid end to end, E times over and shuffled; sample k of that stream
+starts at token k * seq_len and is seq_len + 1 tokens long, so that neighbours share one token. The
+shuffle index then says in which order samples are taken. Equal, number by number, to
+megatron-core's GPTDataset (which builds the sample index in C++).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+FINAL_EPOCH_THRESHOLD = 0.80  # a last epoch of which less is needed is shuffled on its own
+CHUNK = 1 << 20  # rows of the sample index found at a time
+
+
+class Samples(NamedTuple):
+    """The three indices of one dataset and split.
+
+    `documents` int32 [E * sequences]: the stream, as sequence numbers. `rows` int32 or int64
+    [N + 1, 2]: (position in `documents`, offset in that sequence) of token k * seq_len. `order`
+    uint32 or int64 [N]: the sample in row `order[i]` comes i-th.
+    """
+
+    documents: np.ndarray
+    rows: np.ndarray
+    order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def build_samples(
+    lengths: np.ndarray, owned: range, num_samples: int | None, seq_len: int, seed: int
+) -> Samples:
+    """The indices for `num_samples` samples (None: one epoch) of the sequences `owned`.
+
+    `lengths` int32 [S] in tokens. As many epochs are used as `num_samples * seq_len + 1` tokens
+    need. The order depends on `num_samples` only through that number of epochs E, and on whether
+    less than 80 % of the last one is needed.
+    """
+    per_epoch = int(lengths[owned.start : owned.stop].sum(dtype=np.int64))
+    assert per_epoch > 0, f"sequences {owned} hold no token"
+    epochs = 1 if num_samples is None else -(-(num_samples * seq_len + 1) // per_epoch)
+    before_last = ((epochs - 1) * per_epoch - 1) // seq_len
+    apart = epochs > 1 and num_samples - before_last < int(
+        FINAL_EPOCH_THRESHOLD * ((per_epoch - 1) // seq_len)
+    )
+    random = np.random.RandomState(seed)
+    stream = [epochs - 1, 1] if apart else [epochs]
+    documents = np.concatenate([_shuffled(np.tile(_sequences(owned), n), random) for n in stream])
+    total = (epochs * per_epoch - 1) // seq_len
+    rows = _rows(lengths[documents], total, seq_len)
+    parts = [(0, before_last), (before_last, total)] if apart else [(0, total)]
+    dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
+    order = np.concatenate([_shuffled(np.arange(*part, dtype=dtype), random) for part in parts])
+    return Samples(documents, rows, order)
+
+
+def _sequences(owned: range) -> np.ndarray:
+    return np.arange(owned.start, owned.stop, dtype=np.int32)
+
+
+def _shuffled(array: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+    random.shuffle(array)
+    return array
+
+
+def _rows(lengths: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
+    """(position, offset) of every token k * seq_len, k = 0..num_samples, in the stream.
+
+    `lengths` [P] are those of the stream's sequences, in order.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    wide = max(len(lengths), int(lengths.max())) > np.iinfo(np.int32).max
+    rows = np.empty((num_samples + 1, 2), np.int64 if wide else np.int32)
+    for start in range(0, num_samples + 1, CHUNK):
+        tokens = np.arange(start, min(start + CHUNK, num_samples + 1), dtype=np.int64) * seq_len
+        position = np.searchsorted(ends, tokens, side="right")
+        rows[start : start + CHUNK, 0] = position
+        rows[start : start + CHUNK, 1] = tokens - (ends[position] - lengths[position])
+    rows[0] = 0  # even where the stream begins with empty sequences
+    return rows
