@@ -1,0 +1,1 @@
+"""The transformer: what one pipeline stage computes on one micro-batch."""

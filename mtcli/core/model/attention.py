@@ -1,0 +1,71 @@
+"""Self-attention over this rank's heads; grouped queries, causal or masked.
+
+b sequences of s tokens, T = b * s; h query heads and g key-value groups of this rank, r = h / g.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.tp import ColumnLinear, RowLinear
+from mtcli.core.spec.config import ModelConfig
+from mtcli.kernels.random import keep_mask, stream_key
+
+
+class Attention(nn.Module):
+    """Query, key and value projection, scaled dot products, output projection."""
+
+    def __init__(self, layer: int, model: ModelConfig, build: Build, seed: int) -> None:
+        super().__init__()
+        name = f"blocks.{layer}.attention"
+        self.qkv = ColumnLinear(f"{name}.qkv", build)
+        self.out = RowLinear(f"{name}.out", build)
+        self.layer, self.head_dim = layer, model.head_dim
+        self.queries_per_group = model.num_heads // model.num_kv_heads
+        self.num_heads = model.num_heads
+        self.drop = model.attention_dropout
+        self.drop_key = stream_key(seed, "dropout", f"{name}.probabilities")
+        self.tp_rank = build.groups.tp.rank
+
+    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """x_TD [T/tp, D] -> [T/tp, D]."""
+        return self.out(self.mix(self.qkv(x_TD), inputs))
+
+    def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
+        """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""
+        b, s = inputs.shape
+        r, d = self.queries_per_group, self.head_dim
+        # split, not slices: its backward is one concatenation instead of three padded sums
+        q, k, v = qkv_TF.view(b, s, -1, r + 2, d).split([r, 1, 1], 3)
+        q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
+        if inputs.rotation is not None:
+            q, k = inputs.rotation(q), inputs.rotation(k)
+        if inputs.cache is not None:
+            k, v = inputs.cache.extend(self.layer, k, v)
+        mixed = self._attend(q, k, v, inputs)
+        return mixed.transpose(1, 2).reshape(b * s, -1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        grouped = self.queries_per_group > 1
+        mask = None if inputs.mask is None else inputs.mask[:, None]
+        causal = mask is None and q.shape[2] == k.shape[2]  # a cached step sees all it is given
+        if self.drop > 0.0 and inputs.numbers is not None:
+            return self._attend_with_dropout(q, k, v, inputs.numbers)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
+
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
+        """Causal attention with probabilities dropped by (query token, head, key position)."""
+        r, s = self.queries_per_group, q.shape[2]
+        k, v = k.repeat_interleave(r, 1), v.repeat_interleave(r, 1)
+        scores = (q @ k.transpose(-1, -2)).float() * self.head_dim**-0.5
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+        heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]
+        rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]
+        index = rows[..., None] * s + torch.arange(s, device=q.device)
+        keep = keep_mask(self.drop_key, index, self.drop).to(v.dtype).div_(1.0 - self.drop)
+        return (probabilities.to(v.dtype) * keep) @ v

@@ -1,0 +1,52 @@
+"""Initial weights: each element a function of (seed, parameter name, global index) only."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mtcli.core.parallel.groups import Groups
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model import parameters
+from mtcli.core.spec.sharding import Parameter, Rectangle
+from mtcli.kernels.random import BLOCK, normal, stream_key
+
+
+@torch.no_grad()
+def initialise(stage: nn.Module, model: ModelConfig, groups: Groups, seed: int) -> None:
+    """Fills a stage's parameters with this rank's slices of the global initial weights."""
+    table = parameters(model)
+    for name, parameter in stage.named_parameters():
+        described = table[name]
+        box = described.rectangle(groups.layout, groups.rank)
+        parameter.zero_()  # rows that pad the vocabulary stay zero
+        values = initial_values(described, model, box, seed)
+        parameter[tuple(slice(n) for n in box.size)] = values.to(parameter)
+
+
+def initial_values(described: Parameter, model: ModelConfig, box: Rectangle, seed: int) -> Tensor:
+    """A rectangle of a parameter's initial value, float32.
+
+    Matrices are N(0, init_std), those before a residual add over sqrt(2 * num_layers)
+    (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0.
+    """
+    if described.init in ("ones", "zeros"):
+        return torch.full(box.size, float(described.init == "ones"))
+    scale = 1.0 / math.sqrt(2.0 * model.num_layers) if described.init == "residual" else 1.0
+    key = stream_key(seed, "init", described.name)
+    return _normal_box(key, described.shape, box, 0).mul_(model.init_std * scale)
+
+
+def _normal_box(key: int, shape: tuple[int, ...], box: Rectangle, offset: int) -> Tensor:
+    """A rectangle of the tensor whose element i (row-major, from `offset`) is normal number i."""
+    (start, *starts), (size, *sizes) = box
+    inner = math.prod(shape[1:])
+    whole = tuple(sizes) == shape[1:]
+    if whole or inner < BLOCK:  # contiguous, or rows so short that generating all is cheaper
+        rows = normal(key, offset + start * inner, size * inner).view(size, *shape[1:])
+        return rows[(slice(None), *Rectangle(tuple(starts), tuple(sizes)).slices)]
+    rest = Rectangle(tuple(starts), tuple(sizes))
+    parts = [
+        _normal_box(key, shape[1:], rest, offset + i * inner) for i in range(start, start + size)
+    ]
+    return torch.stack(parts) if parts else torch.empty(box.size)

@@ -1,0 +1,56 @@
+"""What a stage is given besides activations: the tokens of a micro-batch and where they stand."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtcli.core.model.rope import Rotation, rotation
+from mtcli.core.spec.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens seen so far, by layer, for generation."""
+
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends [b, heads, s, head_dim] keys and values; returns those of all tokens so far."""
+        if layer in self.layers:
+            old_k, old_v = self.layers[layer]
+            k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
+        self.layers[layer] = (k, v)
+        return k, v
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One micro-batch of b sequences of s tokens; T = b * s tokens, sequence by sequence.
+
+    `numbers` are the tokens' global numbers, sample * seq_len + position over the whole run: the
+    index of every dropout mask. None means no dropout.
+    """
+
+    tokens: Tensor  # [b, s] int64
+    positions: Tensor  # [b, s] int64
+    labels: Tensor | None = None  # [b, s] int64
+    numbers: Tensor | None = None  # [b, s] int64
+    mask: Tensor | None = None  # [b, s, s] bool, True may attend; None is causal
+    rotation: Rotation | None = None
+    cache: Cache | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(b, s)."""
+        return self.tokens.shape[0], self.tokens.shape[1]
+
+
+def make_inputs(model: ModelConfig, dtype: torch.dtype, tokens: Tensor, **others: Any) -> Inputs:
+    """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation."""
+    positions = others.pop("positions", None)
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    turns = rotation(model, positions, dtype) if model.position == "rope" else None
+    return Inputs(tokens, positions, rotation=turns, **others)

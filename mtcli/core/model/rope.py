@@ -1,0 +1,43 @@
+"""Rotary positions (arXiv:2104.09864), half-split as in Hugging Face's Llama."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.spec.config import ModelConfig, RopeScaling
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of a micro-batch's positions, [b, 1, s, head_dim] in the model's dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x_bhsd: Tensor) -> Tensor:
+        """x rotated: dimension i turns with dimension i + head_dim / 2."""
+        low, high = x_bhsd.chunk(2, -1)
+        return x_bhsd * self.cos + torch.cat([-high, low], -1) * self.sin
+
+
+def rotation(model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation of each position, with angles in float32 as Hugging Face's are."""
+    angles = positions_bs[:, None, :, None].float() * frequencies(model, positions_bs.device)
+    angles = torch.cat([angles, angles], -1)
+    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def frequencies(model: ModelConfig, device: torch.device) -> Tensor:
+    """Radians per position of each pair of dimensions; float32 [head_dim / 2]."""
+    exponents = torch.arange(0, model.head_dim, 2, device=device).float() / model.head_dim
+    plain = 1.0 / model.rope_theta**exponents
+    return plain if model.rope_scaling is None else _scaled(plain, model.rope_scaling)
+
+
+def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3's scaling: long wavelengths divided by the factor, short kept, blended between."""
+    turns = scaling.original_max_seq_len * plain / (2.0 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - blend) * plain / scaling.factor + blend * plain

@@ -1,0 +1,120 @@
+"""A pipeline stage: some of the model's blocks, with the embedding or the head at the ends.
+
+Modules are named so that `named_parameters()` gives the canonical names of spec/model.py. T tokens
+of a micro-batch, D hidden; x_TD is [T/tp, D] under sequence parallelism.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mtcli.core.model.attention import Attention
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.layers import Dropout, Norm
+from mtcli.core.model.mlp import GatedMlp, Mlp
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.tp import VocabEmbedding
+from mtcli.core.spec.config import ModelConfig
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, arXiv:1909.08053, figure 7b)."""
+
+    def __init__(
+        self, layer: int, model: ModelConfig, build: Build, seed: int, recompute: str
+    ) -> None:
+        super().__init__()
+        name = f"blocks.{layer}"
+        gated = model.activation == "swiglu"
+        self.attention_norm = Norm(f"{name}.attention_norm", model, build)
+        self.attention = Attention(layer, model, build, seed)
+        self.mlp_norm = Norm(f"{name}.mlp_norm", model, build)
+        self.mlp = (GatedMlp if gated else Mlp)(f"{name}.mlp", model, build)
+        self.attention_dropout = Dropout(f"{name}.attention", model.dropout, seed)
+        self.mlp_dropout = Dropout(f"{name}.mlp", model.dropout, seed)
+        self.recompute = recompute
+
+    def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+        """x_TD -> x_TD; with recompute = "full" only the input is kept for the backward pass."""
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return cast(Tensor, _recomputed(self._run, x_TD, inputs, numbers_T))
+        return self._run(x_TD, inputs, numbers_T)
+
+    def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+        y_TD = self._attention(self.attention_norm(x_TD), inputs)
+        x_TD = x_TD + self.attention_dropout(y_TD, numbers_T)
+        y_TD = self.mlp(self.mlp_norm(x_TD))
+        return x_TD + self.mlp_dropout(y_TD, numbers_T)
+
+    def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """With recompute = "selective" scores and probabilities are computed twice."""
+        if self.recompute == "selective" and torch.is_grad_enabled():
+            qkv = self.attention.qkv(x_TD)
+            return self.attention.out(_recomputed(self.attention.mix, qkv, inputs))
+        return self.attention(x_TD, inputs)
+
+
+class Stage(nn.Module):
+    """Some blocks of the model; the first stage embeds tokens, the last makes losses."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        build: Build,
+        layers: range,
+        *,
+        seed: int = 0,
+        recompute: str = "none",
+    ) -> None:
+        super().__init__()
+        self.is_first, self.is_last = layers.start == 0, layers.stop == model.num_layers
+        self.model, self.build = model, build
+        tied = model.tie_embeddings
+        if self.is_first or (self.is_last and tied):
+            self.embedding = VocabEmbedding("embedding", build)
+        if self.is_first and model.position == "learned":
+            self.position_embedding = nn.Module()
+            self.position_embedding.weight = build.parameter("position_embedding.weight")
+        self.embedding_dropout = Dropout("embedding", model.dropout, seed)
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(i, model, build, seed, recompute) for i in layers}
+        )
+        if self.is_last:
+            self.final_norm = Norm("final_norm", model, build)
+            if not tied:
+                self.head = VocabEmbedding("head", build)
+
+    @property
+    def output_table(self) -> VocabEmbedding:
+        """The table whose rows make the logits (last stage)."""
+        return self.embedding if self.model.tie_embeddings else self.head
+
+    def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
+        """The previous stage's activations (None on the first) -> this stage's."""
+        numbers_T = (
+            None if inputs.numbers is None else self.build.my_tokens(inputs.numbers.flatten())
+        )
+        if x_TD is None:
+            x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
+        for block in self.blocks.values():
+            x_TD = block(x_TD, inputs, numbers_T)
+        return self.final_norm(x_TD) if self.is_last else x_TD
+
+    def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """The cross entropy of each label [T] (last stage)."""
+        assert inputs.labels is not None, "losses need labels"
+        return self.output_table.losses(x_TD, inputs.labels.flatten())
+
+    def _embed(self, inputs: Inputs) -> Tensor:
+        x_TD = self.embedding(inputs.tokens.flatten())
+        if self.model.position == "learned":
+            positions_T = self.build.my_tokens(inputs.positions.flatten())
+            x_TD = x_TD + nn.functional.embedding(positions_T, self.position_embedding.weight)
+        return x_TD
+
+
+def _recomputed(function, *arguments):  # type: ignore[no-untyped-def]
+    """Runs without keeping activations. Dropout is a function of its index, so no random state."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

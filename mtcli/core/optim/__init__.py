@@ -1,0 +1,1 @@
+"""Update rules and learning-rate curves."""

@@ -1,0 +1,1 @@
+"""One file per parallel axis, over process groups (groups.py) and collectives (collectives.py)."""

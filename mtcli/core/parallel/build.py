@@ -1,0 +1,40 @@
+"""Making a rank's parameters: empty tensors of the shapes that the parameter table gives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mtcli.core.parallel.groups import Groups
+from mtcli.core.spec.sharding import Parameter
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a module needs to make its parameters: their table, this rank's groups and the dtype.
+
+    With `sequence_parallel`, what lies between the tensor parallel regions holds 1/tp of the
+    tokens [T/tp, D]; without, all of them [T, D] on every tp rank.
+    """
+
+    table: Mapping[str, Parameter]
+    groups: Groups
+    dtype: torch.dtype
+    sequence_parallel: bool = True
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """An uninitialised parameter of this rank's local shape, padding included."""
+        shape = self.table[name].local_shape(self.groups.layout)
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.groups.device))
+
+    def optional(self, name: str) -> nn.Parameter | None:
+        """The parameter, or None where the model has none of that name, such as a bias."""
+        return self.parameter(name) if name in self.table else None
+
+    def my_tokens(self, x: Tensor) -> Tensor:
+        """This rank's part of dim 0 of something that every tp rank holds whole: [T] -> [T/tp]."""
+        if not self.sequence_parallel:
+            return x
+        tp = self.groups.tp
+        return x.tensor_split(tp.size)[tp.rank] if tp.size > 1 else x

@@ -1,0 +1,88 @@
+"""Collectives: plain ones, and differentiable ones that are each other's transposes.
+
+All cut and gather dim 0. An axis of one rank is the identity. Sums are done in the tensor's own
+dtype; callers that need float32 sums cast first (gradient buckets are float32 always).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtcli.core.parallel.groups import Axis
+
+# torch 2.13 renames two collectives and deprecates the old names, which are all that 2.11 has.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or `op`) over the axis, in place; x on every rank."""
+    if axis.size > 1:
+        dist.all_reduce(x, op=op, group=axis.group)
+    return x
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """[N, ...] on each of n ranks -> [n * N, ...] in rank order."""
+    if axis.size == 1:
+        return x
+    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    _gather_into(out, x.contiguous(), group=axis.group)
+    return out
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """[n * N, ...] on each of n ranks -> the sum's [N, ...] of this rank."""
+    if axis.size == 1:
+        return x
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    _scatter_from(out, x.contiguous(), group=axis.group)
+    return out
+
+
+def gather_objects(value: object, axis: Axis) -> list[object]:
+    """Every rank's value, in rank order, on every rank. Also a barrier."""
+    if axis.size == 1:
+        return [value]
+    values: list[object] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def _identity(x: Tensor, axis: Axis) -> Tensor:
+    return x
+
+
+def _summed(x: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(x.clone() if axis.size > 1 else x, axis)
+
+
+def _differentiable(forward: Callable, backward: Callable) -> Callable[[Tensor, Axis], Tensor]:
+    """A collective is linear, so its gradient is its transpose, itself a collective."""
+
+    class Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+            ctx.axis = axis
+            return forward(x, axis).view_as(x) if forward is _identity else forward(x, axis)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return backward(grad, ctx.axis), None
+
+    def apply(x: Tensor, axis: Axis) -> Tensor:
+        return x if axis.size == 1 else Collective.apply(x, axis)
+
+    return apply
+
+
+# fmt: off
+#                              forward         backward          x on each of n ranks -> result
+copy_in     = _differentiable(_identity,       _summed)        # [T, D]   -> same   (Megatron's f)
+sum_out     = _differentiable(_summed,         _identity)      # [T, D]   -> sum    (Megatron's g)
+gather_in   = _differentiable(all_gather,      reduce_scatter) # [T/n, D] -> [T, D]
+scatter_out = _differentiable(reduce_scatter,  all_gather)     # [T, D]   -> summed [T/n, D]
+# fmt: on

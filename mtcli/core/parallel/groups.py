@@ -1,0 +1,105 @@
+"""Process groups by axis, made once at bring-up from a ParallelLayout.
+
+An `Axis` of size 1 has no process group and its collectives are the identity, so callers never ask
+how large an axis is.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mtcli.core.spec.layout import ParallelLayout
+
+# Every set of axes along which something is exchanged. Pipeline hops use one group per direction,
+# because on NCCL a forward and a backward hop on one communicator can wait for each other.
+AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "data": ("cp", "dp"),
+    "tokens": ("tp", "cp", "dp"),
+    "pp_forward": ("pp",),
+    "pp_backward": ("pp",),
+}
+
+
+class Axis(NamedTuple):
+    """The ranks this rank exchanges with along some axes, itself included, in grid order."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int  # this rank's place in `ranks`
+    group: dist.ProcessGroup | None  # None where there is nobody to talk to
+
+    @property
+    def size(self) -> int:
+        """The number of ranks along the axis."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where this rank is, and its process groups by axis."""
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    axes: dict[str, Axis]
+
+    @property
+    def tp(self) -> Axis:
+        """Tensor parallel ranks: the same tokens, other heads and columns."""
+        return self.axes["tp"]
+
+    @property
+    def world(self) -> Axis:
+        """Every rank."""
+        return self.axes["world"]
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return self.layout.place(self.rank)["pp"]
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's share of each global batch."""
+        return self.layout.place(self.rank)["dp"]
+
+    def over(self, axes: tuple[str, ...]) -> Axis:
+        """The group along a set of axes."""
+        wanted = set(axes)
+        return next(self.axes[name] for name, own in AXES.items() if set(own) == wanted)
+
+
+def make_groups(
+    layout: ParallelLayout, rank: int, device: torch.device, timeout: float = 600.0
+) -> Groups:
+    """The process groups of a rank. Collective: every rank calls it with the same layout."""
+    axes = {
+        name: _axis(name, layout.attention.groups(*own), rank, timeout)
+        for name, own in AXES.items()
+    }
+    everyone = tuple(range(layout.world))
+    whole = dist.group.WORLD if layout.world > 1 else None
+    axes["world"] = Axis("world", everyone, rank, whole)
+    axes["ends"] = _axis("ends", _pipeline_ends(layout), rank, timeout)
+    return Groups(layout, rank, device, axes)
+
+
+def _axis(name: str, groups: list[list[int]], rank: int, timeout: float) -> Axis:
+    mine, handle = (rank,), None
+    for ranks in groups:  # every rank takes part in making every group, in the same order
+        if len(ranks) == 1:
+            continue
+        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout), group_desc=name)
+        if rank in ranks:
+            mine, handle = tuple(ranks), made
+    return Axis(name, mine, mine.index(rank), handle)
+
+
+def _pipeline_ends(layout: ParallelLayout) -> list[list[int]]:
+    """The first and last rank of each pipeline: they hold the two copies of a tied embedding."""
+    return [[pipe[0], pipe[-1]] for pipe in layout.attention.groups("pp") if len(pipe) > 1]

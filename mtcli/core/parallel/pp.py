@@ -1,0 +1,237 @@
+"""Pipeline parallelism: runs this rank's ops of a Schedule, whatever the schedule.
+
+A need that sits on another rank is the send and the receive. pp = 1 is gradient accumulation by the
+same code. T tokens, D hidden: a hop carries x_TD as the stage holds it; without sequence
+parallelism, where every tp rank holds the same [T, D], each sends 1/tp of it and the receivers
+gather (PTD-P's scatter/gather, arXiv:2104.04473, section 4.1).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtcli.core.parallel.collectives import all_gather
+from mtcli.core.parallel.groups import Groups
+from mtcli.core.schedule.ops import Op, Schedule, needs
+
+I = TypeVar("I")
+
+
+class StageModule(Protocol[I]):
+    """One stage of the model, as the pipeline sees it; I is what it reads besides activations."""
+
+    def __call__(self, x_TD: Tensor | None, inputs: I) -> Tensor:
+        """The stage's activations."""
+
+    def losses(self, x_TD: Tensor, inputs: I) -> Tensor:
+        """The last stage's loss of each token."""
+
+
+class OpSpan(NamedTuple):
+    """When an op ran on this rank, in seconds of perf_counter; waiting for others is not in it."""
+
+    op: Op
+    start: float
+    end: float
+
+
+class Wire(NamedTuple):
+    """How activations travel: [tokens, columns] of a dtype, and whether all tp ranks hold them all."""
+
+    dtype: torch.dtype
+    columns: int
+    same_on_tp: bool
+
+
+class Pipeline(Generic[I]):
+    """Executes the ops of this rank in the schedule's order."""
+
+    def __init__(
+        self, stages: dict[int, StageModule[I]], schedule: Schedule, groups: Groups, wire: Wire
+    ) -> None:
+        self.stages, self.schedule = stages, schedule
+        self.ops = schedule.ops[groups.pp_rank]
+        self.hops = _Hops(schedule, groups, wire)
+        self.spans: list[OpSpan] = []
+
+    def train_step(
+        self,
+        load: Callable[[int], I],
+        tokens: int,
+        scale: float,
+        before_last_backward: Callable[[int], None],
+    ) -> float:
+        """Forward and backward of every micro-batch; returns the sum of this rank's losses.
+
+        `load(m)` gives micro-batch m, of `tokens` tokens. Gradients are those of scale * (sum of
+        losses).
+        `before_last_backward(stage)` is called when no later op adds to the stage's gradients.
+        """
+        run = _Step(self, load, tokens, scale)
+        left = {stage: sum(op[::2] == ("B", stage) for op in self.ops) for stage in self.stages}
+        for op in self.ops:
+            if op.kind == "F":
+                run.forward(op)
+                continue
+            left[op.stage] -= 1
+            if left[op.stage] == 0:
+                before_last_backward(op.stage)
+            run.backward(op)
+        self.hops.wait()
+        self.spans = run.spans
+        return run.total_loss()
+
+    @torch.no_grad()
+    def forward(self, load: Callable[[int], I], tokens: int) -> list[Tensor]:
+        """Forwards alone; the last stage's activations of each micro-batch, on its rank only."""
+        run = _Step(self, load, tokens, 0.0)
+        outputs = [y for op in self.ops if (y := run.infer(op)) is not None]
+        self.hops.wait()
+        self.spans = run.spans
+        return outputs
+
+
+class _Step(Generic[I]):
+    """The state of one pass over the schedule: activations and gradients in flight."""
+
+    def __init__(
+        self, pipeline: Pipeline[I], load: Callable[[int], I], tokens: int, scale: float
+    ) -> None:
+        self.stages, self.hops, self.scale = pipeline.stages, pipeline.hops, scale
+        self.last_stage = pipeline.schedule.num_stages - 1
+        self.load, self.tokens = load, tokens
+        self.loaded: dict[int, I] = {}
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.losses: list[Tensor] = []
+        self.spans: list[OpSpan] = []
+
+    def forward(self, op: Op) -> None:
+        """F: activations in, activations (or the loss) out, both kept for B."""
+        x = self._activations(op)
+        if x is not None:
+            x.requires_grad_()
+        start, inputs = perf_counter(), self._inputs(op.micro_batch)
+        y = self.stages[op.stage](x, inputs)
+        if op.stage == self.last_stage:
+            y = self.stages[op.stage].losses(y, inputs).sum()
+            self.losses.append(y.detach())
+            y = y * self.scale
+        else:
+            self.hops.send(op, y.detach())
+        self.saved[op.micro_batch, op.stage] = (x, y)
+        self.spans.append(OpSpan(op, start, perf_counter()))
+
+    def backward(self, op: Op) -> None:
+        """B: the gradient of the output in, of the input out; parameters' gradients on the way."""
+        gradient = None
+        if op.stage < self.last_stage:
+            gradient = self.hops.receive(needs(op, self.last_stage + 1)[1], self.tokens)
+        x, y = self.saved.pop((op.micro_batch, op.stage))
+        start = perf_counter()
+        torch.autograd.backward(y, gradient)
+        if x is not None:
+            assert x.grad is not None, f"{op} left no gradient for the stage before"
+            self.hops.send(op, x.grad)
+        self.spans.append(OpSpan(op, start, perf_counter()))
+
+    def infer(self, op: Op) -> Tensor | None:
+        """F without a backward to come; returns the last stage's activations."""
+        x = self._activations(op)
+        start = perf_counter()
+        y = self.stages[op.stage](x, self._inputs(op.micro_batch))
+        self.spans.append(OpSpan(op, start, perf_counter()))
+        if op.stage == self.last_stage:
+            return y
+        self.hops.send(op, y)
+        return None
+
+    def total_loss(self) -> float:
+        """The sum of the losses of every micro-batch, 0 on ranks without the last stage."""
+        return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
+
+    def _activations(self, op: Op) -> Tensor | None:
+        if op.stage == 0:
+            return None
+        return self.hops.receive(needs(op, self.last_stage + 1)[0], self.tokens)
+
+    def _inputs(self, micro_batch: int) -> I:
+        if micro_batch not in self.loaded:
+            self.loaded[micro_batch] = self.load(micro_batch)
+        return self.loaded[micro_batch]
+
+
+class _Hops:
+    """Results that travel between stages: handed over on this rank, or sent and received.
+
+    A receiver takes messages in the order in which the sender's ops produce them and keeps those
+    that come early, so any schedule without a deadlock works over first-in first-out channels.
+    """
+
+    def __init__(self, schedule: Schedule, groups: Groups, wire: Wire) -> None:
+        self.schedule, self.wire, self.tp = schedule, wire, groups.tp
+        self.axes = {"F": groups.axes["pp_forward"], "B": groups.axes["pp_backward"]}
+        self.me, self.device = groups.pp_rank, groups.device
+        self.early: dict[Op, Tensor] = {}
+        self.sending: list[tuple[dist.Work, Tensor]] = []
+        self.coming: dict[tuple[str, int], deque[Op]] = {}
+
+    def send(self, op: Op, x: Tensor) -> None:
+        """Gives an op's result to the op that needs it."""
+        peer = self._receiver(op)
+        if peer == self.me:
+            self.early[op] = x
+            return
+        axis = self.axes[op.kind]
+        part = self._my_part(x)
+        work = dist.isend(part, axis.ranks[peer], group=axis.group)
+        self.sending = [(w, kept) for w, kept in self.sending if not w.is_completed()]
+        self.sending.append((work, part))
+
+    def receive(self, op: Op, tokens: int) -> Tensor:
+        """The result of an op, once it is there."""
+        sender = self.schedule.rank_of_stage[op.stage]
+        if sender != self.me and not self.coming.get((op.kind, sender)):
+            self.coming[op.kind, sender] = deque(self._sent_by(sender, op.kind))
+        while op not in self.early:
+            arriving = self.coming[op.kind, sender].popleft()
+            self.early[arriving] = self._receive(arriving, sender, tokens)
+        return self.early.pop(op)
+
+    def wait(self) -> None:
+        """Returns when everything sent has left."""
+        for work, _ in self.sending:
+            work.wait()
+        self.sending = []
+        assert not self.early, f"results nobody took: {[str(op) for op in self.early]}"
+
+    def _receive(self, op: Op, sender: int, tokens: int) -> Tensor:
+        axis, wire = self.axes[op.kind], self.wire
+        if not wire.same_on_tp:
+            shape = (tokens // self.tp.size, wire.columns)
+            part = torch.empty(shape, dtype=wire.dtype, device=self.device)
+            dist.recv(part, axis.ranks[sender], group=axis.group)
+            return part
+        size = -(-tokens * wire.columns // self.tp.size)
+        part = torch.empty(size, dtype=wire.dtype, device=self.device)
+        dist.recv(part, axis.ranks[sender], group=axis.group)
+        return all_gather(part, self.tp)[: tokens * wire.columns].view(tokens, wire.columns)
+
+    def _my_part(self, x: Tensor) -> Tensor:
+        if not self.wire.same_on_tp:
+            return x.contiguous()
+        flat, size = x.flatten(), -(-x.numel() // self.tp.size)
+        part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]
+        return torch.nn.functional.pad(part, (0, size - len(part))).contiguous()
+
+    def _receiver(self, op: Op) -> int:
+        return self.schedule.rank_of_stage[op.stage + (1 if op.kind == "F" else -1)]
+
+    def _sent_by(self, sender: int, kind: str) -> list[Op]:
+        end = len(self.schedule.rank_of_stage) - 1 if kind == "F" else 0
+        sent = [op for op in self.schedule.ops[sender] if op.kind == kind and op.stage != end]
+        return [op for op in sent if self._receiver(op) == self.me]

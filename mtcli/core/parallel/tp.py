@@ -1,0 +1,151 @@
+"""One-dimensional tensor parallelism: Megatron-LM's linear layers, embedding, head and loss.
+
+T tokens of a micro-batch, D hidden, F a layer's inner width, V vocabulary. Between the layers a
+rank holds x_TD as [T/tp, D] under sequence parallelism (arXiv:2205.05198, section 4.2.2) and as
+[T, D] without (arXiv:1909.08053, section 3).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    copy_in,
+    gather_in,
+    scatter_out,
+    sum_out,
+)
+from mtcli.kernels.cross_entropy import (
+    cross_entropy_backward_,
+    exp_and_target_,
+    row_max,
+)
+
+
+class ColumnLinear(nn.Module):
+    """y = x W^T + b with the rows of W split over tp: each rank computes its own slice of y.
+
+    x_TD [T/tp, D] -> y_TF [T, F/tp]. Pair it with RowLinear; nothing is exchanged between.
+    The weight may have several leading dimensions [..., D]; y has them flattened.
+    """
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+        self.tp = build.groups.tp
+        self.enter = gather_in if build.sequence_parallel else copy_in
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Returns this rank's columns of y."""
+        bias = None if self.bias is None else self.bias.flatten()
+        return F.linear(self.enter(x_TD, self.tp), self.weight.flatten(0, -2), bias)
+
+
+class RowLinear(nn.Module):
+    """y = x W^T + b with the columns of W split over tp: partial products are summed.
+
+    x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum.
+    """
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+        self.tp = build.groups.tp
+        self.leave = scatter_out if build.sequence_parallel else sum_out
+
+    def forward(self, x_TF: Tensor) -> Tensor:
+        """Returns the summed output."""
+        y_TD = self.leave(F.linear(x_TF, self.weight), self.tp)
+        return y_TD if self.bias is None else y_TD + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """A token table with its rows split over tp; the same table makes the logits.
+
+    Rank k holds rows [k * V/tp, (k+1) * V/tp) of the padded vocabulary.
+    """
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        self.tp = build.groups.tp
+        layout = build.groups.layout
+        box = build.table[f"{name}.weight"].rectangle(layout, build.groups.rank)
+        self.first, self.valid = box.start[0], box.size[0]
+        self.leave = scatter_out if build.sequence_parallel else sum_out
+        self.enter = gather_in if build.sequence_parallel else copy_in
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """ids [T] -> x_TD [T/tp, D]; ids of other ranks' rows count as zero in the sum."""
+        local = tokens_T - self.first
+        elsewhere = (local < 0) | (local >= self.valid)
+        x_TD = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.leave(x_TD.masked_fill(elsewhere[:, None], 0.0), self.tp)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """x_TD [T/tp, D] -> logits_TV [T, V/tp], padding columns included."""
+        return F.linear(self.enter(x_TD, self.tp), self.weight)
+
+    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
+        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
+        return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self)
+
+    @torch.no_grad()
+    def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probability [N], whether the target is the argmax [N]) from `logits`."""
+        best, best_id = logits_NV[:, : self.valid].max(-1) if self.valid else _nothing(logits_NV)
+        pairs = all_gather(torch.stack([best.double(), best_id + self.first], 0)[None], self.tp)
+        winner = pairs[:, 0].argmax(0)  # the first of equal maxima, which has the lowest id
+        argmax = pairs[winner, 1, torch.arange(len(winner))].long()
+        losses = _VocabCrossEntropy.apply(logits_NV, targets_N, self)
+        return -losses, argmax == targets_N
+
+    @torch.no_grad()
+    def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
+        """The logits of every rank [N, V], without padding."""
+        parts = all_gather(logits_NV.T.contiguous(), self.tp)  # padded rows are all at the end
+        return parts.T[:, :vocab_size]
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Cross entropy over a vocabulary split over tp (arXiv:1909.08053, section 3).
+
+    Exchanges 3 numbers per token instead of V: the maximum, the sum of exponentials and the
+    target's logit. The logits' memory is overwritten by their exponentials and then by their
+    gradient, so no second [T, V] tensor exists.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocab: VocabEmbedding) -> Tensor:
+        """Returns the losses [T]."""
+        real = logits_TV.detach()[:, : vocab.valid]
+        top_T = all_reduce(row_max(real), vocab.tp, dist.ReduceOp.MAX)
+        local_T = labels_T - vocab.first
+        owned_T = (local_T >= 0) & (local_T < vocab.valid)
+        local_T = local_T.masked_fill(~owned_T, 0)
+        logits = logits_TV.detach()
+        exps, sums_T, target_T = exp_and_target_(logits, top_T, local_T, vocab.valid)
+        target_T = target_T.masked_fill(~owned_T, 0.0)
+        sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), vocab.tp)
+        ctx.save_for_backward(exps, sums_T, local_T, owned_T)
+        return sums_T.log() - target_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        """(softmax - onehot) * grad."""
+        exps, sums_T, local_T, owned_T = ctx.saved_tensors
+        return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
+
+
+def _nothing(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The best of no columns, for a rank whose vocabulary shard is all padding."""
+    rows = logits_NV.shape[:1]
+    return logits_NV.new_full(rows, float("-inf")), torch.zeros(rows, dtype=torch.long)

@@ -1,0 +1,1 @@
+"""One file per operation: reference, Triton kernel, wrapper, in that order."""

@@ -1,0 +1,60 @@
+"""Random numbers as a pure function of (key, index), so that no layout can change them.
+
+SplitMix64 (Steele et al., OOPSLA 2014): number i of a stream is a mix of key + (i + 1) * golden
+ratio, so any rank computes any slice without drawing the rest. Integer arithmetic is exact, so
+dropout masks are bit-identical everywhere; normals are bit-identical on one kind of device, because
+they are always computed in whole blocks of the same size, aligned to the global index.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+BLOCK = 32768  # normals per block: at most torch's grain size, so threads never split one
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def stream_key(seed: int, *names: str | int) -> int:
+    """A 64-bit key (signed) for the stream of a seed and a name, such as a parameter's."""
+    text = "\0".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
+
+
+def random_bits(key: int, index: Tensor) -> Tensor:
+    """64 random bits for each int64 index; same shape, int64."""
+    x = (index + 1) * _GOLDEN + key
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def keep_mask(key: int, index: Tensor, drop: float) -> Tensor:
+    """A bool per index that is False with probability `drop` (to 2**-32)."""
+    return _shift(random_bits(key, index), 32) >= round(drop * 2**32)
+
+
+def normal(key: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """Standard normals number start .. start + count - 1 of a stream; float32 [count]."""
+    first, last = start // BLOCK, -(-(start + count) // BLOCK)
+    blocks = [_normal_block(key, block, device) for block in range(first, last)]
+    return torch.cat(blocks)[start - first * BLOCK :][:count]
+
+
+def _normal_block(key: int, block: int, device: torch.device | str) -> Tensor:
+    """One block by the Box-Muller transform: half the numbers are cosines, half are sines."""
+    half = BLOCK // 2
+    bits = random_bits(key, torch.arange(block * half, (block + 1) * half, device=device))
+    # 32 bits each; +0.5 keeps the logarithm's argument in (0, 1), so |normal| < 6.8
+    high, low = _shift(bits, 32).float(), (bits & 0xFFFFFFFF).float()
+    radius = high.add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = low.mul_(2.0 * math.pi * 2.0**-32)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical (unsigned) right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
