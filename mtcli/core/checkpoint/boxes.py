@@ -1,0 +1,104 @@
+"""Boxes of C-ordered tensors in files: only the bytes that are needed are read."""
+
+import os
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.tensorfile import damaged
+from mtcli.core.spec.sharding import Rectangle
+
+# A run of at least this many bytes is read by itself; shorter ones are read with the gaps between
+# them where the gaps are no longer than GAP_RATIO runs, in windows of WINDOW_BYTES.
+RUN_BYTES = 256 << 10
+GAP_RATIO = 16
+WINDOW_BYTES = 16 << 20
+
+
+def intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
+    """The part of two rectangles of one tensor that they share, or None."""
+    start = tuple(map(max, a.start, b.start))
+    ends = [min(p + n, q + m) for p, n, q, m in zip(a.start, a.size, b.start, b.size, strict=True)]
+    size = tuple(end - at for end, at in zip(ends, start, strict=True))
+    return Rectangle(start, size) if all(n > 0 for n in size) else None
+
+
+def read_box(path: Path, offset: int, shape: tuple[int, ...], box: Rectangle, into: Tensor) -> None:
+    """Fills `into` [box.size] with a box of the tensor `shape` stored at a byte of a file.
+
+    `into` may have any strides; its dtype is that of the stored tensor.
+    """
+    if prod(box.size) == 0:
+        return
+    direct = into.is_contiguous()
+    out = into if direct else torch.empty(box.size, dtype=into.dtype)
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise damaged(path, f"it cannot be opened ({error.strerror})") from None
+    try:
+        _read_runs(file, path, offset, _Cut(shape, box, into.element_size()), out)
+    finally:
+        os.close(file)
+    if not direct:
+        into.copy_(out)
+
+
+class _Cut:
+    """A box as runs: for each outer index, `rows` runs of `run` elements, `stride` apart."""
+
+    def __init__(self, shape: tuple[int, ...], box: Rectangle, item: int) -> None:
+        dim = len(shape)  # the run spans dims dim.. of the box
+        while dim > 0 and (dim == len(shape) or box.size[dim] == shape[dim]):
+            dim -= 1
+        self.item, self.run = item, prod(box.size[dim:])
+        self.rows = box.size[dim - 1] if dim else 1
+        self.stride = prod(shape[dim:])
+        strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+        first = sum(a * s for a, s in zip(box.start, strides, strict=True))
+        outer = [range(n) for n in box.size[: dim - 1]] if dim else []
+        self.starts = [
+            first + sum(i * s for i, s in zip(index, strides, strict=False))
+            for index in product(*outer)
+        ]
+
+
+def _read_runs(file: int, path: Path, offset: int, cut: _Cut, out: Tensor) -> None:
+    blocks = out.view(-1).view(len(cut.starts), cut.rows, cut.run)
+    run_bytes, stride_bytes = cut.run * cut.item, cut.stride * cut.item
+    alone = run_bytes >= RUN_BYTES or stride_bytes > (GAP_RATIO + 1) * run_bytes
+    for start, block in zip(cut.starts, blocks, strict=True):
+        at = offset + start * cut.item
+        if cut.rows == 1 or cut.run == cut.stride:
+            _read_exactly(file, path, at, block.view(-1))
+        elif alone:
+            for row in range(cut.rows):
+                _read_exactly(file, path, at + row * stride_bytes, block[row])
+        else:
+            _read_windows(file, path, at, cut, block)
+
+
+def _read_windows(file: int, path: Path, at: int, cut: _Cut, block: Tensor) -> None:
+    rows = max(1, WINDOW_BYTES // (cut.stride * cut.item))
+    window = torch.empty(min(rows, cut.rows) * cut.stride, dtype=block.dtype)
+    for first in range(0, cut.rows, rows):
+        count = min(rows, cut.rows - first)
+        span = (count - 1) * cut.stride + cut.run
+        _read_exactly(file, path, at + first * cut.stride * cut.item, window[:span])
+        block[first : first + count].copy_(window.as_strided((count, cut.run), (cut.stride, 1)))
+
+
+def _read_exactly(file: int, path: Path, at: int, into: Tensor) -> None:
+    view = memoryview(into.view(torch.uint8).numpy())
+    done = 0
+    while done < len(view):
+        try:
+            got = os.preadv(file, [view[done:]], at + done)
+        except OSError as error:
+            raise damaged(path, f"byte {at + done} cannot be read ({error.strerror})") from None
+        if got == 0:
+            raise damaged(path, f"it ends at byte {at + done} and {at + len(view)} are needed")
+        done += got

@@ -1,0 +1,194 @@
+"""A checkpoint to read: named global tensors, whichever files and rectangles they are kept in.
+
+Ours and Hugging Face's are the same thing: every tensor is an assembly of regions, each of them a
+stored tensor seen in another shape and order of dimensions.
+"""
+
+import difflib
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.boxes import intersection, read_box
+from mtcli.core.checkpoint.dtypes import dtype_of_code
+from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
+from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
+from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.model import parameters
+from mtcli.core.spec.sharding import Rectangle
+
+HASH_THREADS = 2
+
+
+class Region(NamedTuple):
+    """A stored tensor as a rectangle of a global one.
+
+    The tensor `key` of `file`, of a dtype code and a shape, is seen as shape `view`; dimension d of
+    the rectangle, which starts at `start`, is dimension axes[d] of the view.
+    """
+
+    file: str
+    key: str
+    code: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    axes: tuple[int, ...]
+    start: tuple[int, ...]
+
+    @property
+    def box(self) -> Rectangle:
+        """The rectangle of the global tensor."""
+        return Rectangle(self.start, tuple(self.view[axis] for axis in self.axes))
+
+
+class Stored(NamedTuple):
+    """A global tensor: its dtype and shape, and the regions that tile it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Named global tensors of a model, and of its optimizer as `optimizer.<kind>/<name>`."""
+
+    folder: Path
+    model: ModelConfig
+    config: RunConfig | None
+    step: int
+    extra: dict[str, Any]
+    tensors: dict[str, Stored]
+    files: dict[str, FileRecord]
+    tokenizer_folder: Path | None
+    world: int = 1
+    _headers: dict[str, dict[str, Entry]] = field(default_factory=dict, repr=False)
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The global shape of a tensor."""
+        return self._stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self._stored(name).dtype
+
+    def read(self, name: str, box: Rectangle | None = None) -> Tensor:
+        """The elements of a tensor in a box [box.size], or all of them; only they are read.
+
+        Raises MtcliError where the tensor is unknown or a file is damaged.
+        """
+        stored = self._stored(name)
+        box = box or Rectangle((0,) * len(stored.shape), stored.shape)
+        if not _is_inside(box, stored.shape):
+            raise wrong(f"{name} has the shape {stored.shape} and the box {box} is not in it")
+        out = torch.empty(box.size, dtype=stored.dtype)
+        for region in stored.regions:
+            if shared := intersection(region.box, box):
+                target = tuple(
+                    slice(a - b, a - b + n)
+                    for a, b, n in zip(shared.start, box.start, shared.size, strict=True)
+                )
+                self._read_region(region, shared, out[target])
+        return out
+
+    def verify_hashes(self, part: int = 0, parts: int = 1) -> None:
+        """Reads a share of the files, so that `parts` ranks together read each once, and checks
+        their hashes. Hugging Face folders have none.
+
+        Raises MtcliError that names the first damaged file.
+        """
+        for name in sorted(self.files)[part::parts]:
+            _verify(self.folder / name, self.files[name])
+
+    def check_headers(self) -> None:
+        """Raises MtcliError where a file's header does not agree with what is expected of it."""
+        for stored in self.tensors.values():
+            for region in stored.regions:
+                self._entry(region)
+
+    def require_model(self, model: ModelConfig) -> None:
+        """Raises MtcliError with every parameter of `model` that is not here in its shape."""
+        problems = []
+        for name, parameter in parameters(model).items():
+            if name not in self.tensors:
+                problems.append(Problem(f"{self.folder} has no tensor {name}"))
+            elif self.tensors[name].shape != parameter.shape:
+                shape = self.tensors[name].shape
+                message = f"{name} is {shape} in {self.folder} and {parameter.shape} in the model"
+                problems.append(Problem(message))
+        if problems:
+            hint = "the checkpoint is of another model; compare its config.toml with yours"
+            raise MtcliError(*problems[:8], problems[-1]._replace(hint=hint))
+
+    def _stored(self, name: str) -> Stored:
+        if name not in self.tensors:
+            near = difflib.get_close_matches(name, self.tensors, n=1)
+            raise wrong(f"{self.folder} has no tensor {name!r}", f"near: {near[0]}" if near else "")
+        return self.tensors[name]
+
+    def _read_region(self, region: Region, shared: Rectangle, out: Tensor) -> None:
+        entry = self._entry(region)
+        start, size = [0] * len(region.view), [0] * len(region.view)
+        for d, axis in enumerate(region.axes):
+            start[axis], size[axis] = shared.start[d] - region.start[d], shared.size[d]
+        order = [region.axes.index(axis) for axis in range(len(region.axes))]
+        into = out.permute(order)
+        box = Rectangle(tuple(start), tuple(size))
+        stored = dtype_of_code(entry.code)
+        if stored == out.dtype:
+            read_box(self.folder / region.file, entry.offset, region.view, box, into)
+        else:
+            plain = torch.empty(box.size, dtype=stored)
+            read_box(self.folder / region.file, entry.offset, region.view, box, plain)
+            into.copy_(plain)
+
+    def _entry(self, region: Region) -> Entry:
+        path = self.folder / region.file
+        if region.file not in self._headers:
+            self._headers[region.file] = read_header(path)
+        entry = self._headers[region.file].get(region.key)
+        if entry is None:
+            raise damaged(path, f"it has no tensor {region.key}")
+        if (entry.code, entry.shape) != (region.code, region.shape):
+            what = f"{region.key} is {entry.code} {list(entry.shape)}"
+            raise damaged(path, f"{what} and should be {region.code} {list(region.shape)}")
+        return entry
+
+
+def _is_inside(box: Rectangle, shape: tuple[int, ...]) -> bool:
+    if not len(box.start) == len(box.size) == len(shape):
+        return False
+    return all(
+        min(a, n) >= 0 and a + n <= size
+        for a, n, size in zip(box.start, box.size, shape, strict=True)
+    )
+
+
+def _verify(path: Path, record: FileRecord) -> None:
+    blocks = range(0, record.bytes, BLOCK_BYTES)
+    if len(blocks) != len(record.sha256):
+        raise damaged(path, f"it has {len(blocks)} blocks and {len(record.sha256)} hashes")
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        digests = pool.map(lambda at: _block_digest(path, at), blocks)
+        for at, digest, expected in zip(blocks, digests, record.sha256, strict=True):
+            if digest != expected:
+                raise damaged(path, f"the bytes from {at} do not have the hash of the manifest")
+
+
+def _block_digest(path: Path, at: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(at)
+            return hashlib.sha256(file.read(BLOCK_BYTES)).hexdigest()
+    except OSError as error:
+        raise damaged(path, f"it cannot be read ({error.strerror})") from None

@@ -1,0 +1,162 @@
+"""The manifest of a checkpoint folder: names, global shapes, the rectangles and where they are.
+
+A manifest is read as untrusted: names may not leave the folder, and the pieces of every tensor must
+tile it, each element exactly once.
+"""
+
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mtcli.core.checkpoint.tensorfile import damaged
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.sharding import Rectangle
+
+NAME = "manifest.json"
+FORMAT = "mtcli-checkpoint"
+VERSION = 1
+BLOCK_BYTES = 16 << 20  # of hashing and writing
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_CELLS = 1 << 24  # of the grid that proves that pieces tile a tensor
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Counts = Annotated[tuple[Count, ...], Field(max_length=16)]
+_PART = r"[^/\\\x00.][^/\\\x00]*"
+FileName = Annotated[str, Field(pattern=rf"^{_PART}(/{_PART})?$")]  # cannot leave the folder
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Record(BaseModel):
+    """A frozen part of the manifest that refuses unknown keys and guesses no types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class FileRecord(Record):
+    """A file of the checkpoint."""
+
+    bytes: Count
+    """its size"""
+    sha256: list[Digest]
+    """of each BLOCK_BYTES of it in turn"""
+
+
+class PieceRecord(Record):
+    """A rectangle of a tensor: the whole of one tensor of one file."""
+
+    file: FileName
+    key: str
+    start: Counts
+    size: Counts
+
+    @property
+    def box(self) -> Rectangle:
+        """The rectangle of the global tensor."""
+        return Rectangle(self.start, self.size)
+
+
+class TensorRecord(Record):
+    """A global tensor and the pieces that tile it."""
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    shape: Counts
+    pieces: list[PieceRecord]
+
+
+class Manifest(Record):
+    """What a checkpoint folder holds."""
+
+    format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
+    version: Literal[1] = 1
+    step: Count
+    """optimizer steps done"""
+    world: Annotated[int, Field(ge=1)]
+    """ranks that wrote it; config.toml says their layout"""
+    extra: dict[str, Any]
+    """what the writer wanted to keep: consumed samples, random state, ..."""
+    tensors: dict[str, TensorRecord]
+    files: dict[FileName, FileRecord]
+    """every file but this one"""
+
+    def to_bytes(self) -> bytes:
+        """The manifest as the JSON of its file."""
+        return self.model_dump_json().encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder, with every file there and of the right size.
+
+    Raises MtcliError that names the file: missing, damaged, or of a newer version.
+    """
+    path = folder / NAME
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "is it a checkpoint?") from None
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise damaged(path, f"it has more than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
+    check_pieces(path, manifest)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raises MtcliError that names the first file that is missing or of another size."""
+    for name, record in manifest.files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise damaged(path, f"it cannot be opened ({error.strerror})") from None
+        if size != record.bytes:
+            raise damaged(path, f"it has {size} bytes and the manifest says {record.bytes}")
+
+
+def check_pieces(path: Path, manifest: Manifest) -> None:
+    """Raises MtcliError where the pieces of a tensor do not tile it, or name no known file."""
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            if piece.file not in manifest.files:
+                raise damaged(path, f"{name} is in {piece.file}, which it does not list")
+        if fault := tiling_fault(tensor.shape, [piece.box for piece in tensor.pieces]):
+            raise damaged(path, f"the pieces of {name} {fault}")
+
+
+def tiling_fault(shape: tuple[int, ...], boxes: list[Rectangle]) -> str:
+    """What is wrong with boxes that should cover every element of a tensor once; "" if nothing."""
+    for box in boxes:
+        if not len(box.start) == len(box.size) == len(shape):
+            return f"do not have the {len(shape)} dimensions of its shape"
+        if any(a + n > size for a, n, size in zip(box.start, box.size, shape, strict=True)):
+            return f"leave its shape {list(shape)}: start {box.start}, size {box.size}"
+    if sum(prod(box.size) for box in boxes) != prod(shape):
+        return f"hold {sum(prod(box.size) for box in boxes)} of its {prod(shape)} elements"
+    return "" if len(boxes) < 2 else _overlap(boxes)
+
+
+def _overlap(boxes: list[Rectangle]) -> str:
+    starts = np.array([box.start for box in boxes], dtype=np.int64)
+    ends = starts + np.array([box.size for box in boxes], dtype=np.int64)
+    edges = [np.unique(np.concatenate([a, b])) for a, b in zip(starts.T, ends.T, strict=True)]
+    if prod(len(edge) for edge in edges) > MAX_CELLS:
+        return f"are cut in more than {MAX_CELLS} ways"
+    cells = np.zeros([len(edge) for edge in edges], dtype=bool)
+    for start, end in zip(starts, ends, strict=True):
+        index = tuple(
+            slice(*np.searchsorted(edge, (a, b)))
+            for edge, a, b in zip(edges, start, end, strict=True)
+        )
+        if cells[index].any():
+            return f"overlap at {start.tolist()}"
+        cells[index] = True
+    return ""

@@ -1,0 +1,83 @@
+"""Opening a checkpoint: a folder of ours, a run folder, or a Hugging Face folder."""
+
+from pathlib import Path
+
+from mtcli.core.checkpoint import manifest as manifests
+from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
+from mtcli.core.checkpoint.dtypes import CODES, DTYPES
+from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
+from mtcli.core.checkpoint.names import CHECKPOINTS, CONFIG, TOKENIZER, step_folders
+from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.spec.load import load_config
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a folder: one of ours, the newest of a run folder, or Hugging Face's.
+
+    Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
+    run is refused, and the error offers the one before it.
+    """
+    if (path / manifests.NAME).exists():
+        return _open_ours(path)
+    for root in (path / CHECKPOINTS, path):
+        if steps := step_folders(root):
+            return _open_newest(steps)
+    if not path.is_dir():
+        raise wrong(
+            f"there is no folder {path}", "give a checkpoint, a run or a Hugging Face folder"
+        )
+    hint = f"a checkpoint has a {manifests.NAME}, a run has {CHECKPOINTS}/step-..., "
+    raise wrong(f"{path} holds no checkpoint", hint + "a Hugging Face folder has a config.json")
+
+
+def _open_newest(steps: list[Path]) -> Checkpoint:
+    try:
+        return _open_ours(steps[-1])
+    except MtcliError as error:
+        for earlier in reversed(steps[:-1]):
+            if _opens(earlier):
+                offer = f"the checkpoint before it is whole: {earlier}"
+                raise MtcliError(*(p._replace(hint=offer) for p in error.problems)) from None
+        raise
+
+
+def _opens(folder: Path) -> bool:
+    try:
+        _open_ours(folder)
+    except MtcliError:
+        return False
+    return True
+
+
+def _open_ours(folder: Path) -> Checkpoint:
+    manifest = read_manifest(folder)
+    config = load_config(str(folder / CONFIG))
+    checkpoint = Checkpoint(
+        folder=folder,
+        model=config.model,
+        config=config,
+        step=manifest.step,
+        extra=manifest.extra,
+        tensors={name: _stored(record) for name, record in manifest.tensors.items()},
+        files=manifest.files,
+        tokenizer_folder=folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None,
+        world=manifest.world,
+    )
+    checkpoint.check_headers()
+    return checkpoint
+
+
+def _stored(record: TensorRecord) -> Stored:
+    regions = (
+        Region(
+            file=piece.file,
+            key=piece.key,
+            code=CODES[record.dtype],
+            shape=piece.size,
+            view=piece.size,
+            axes=tuple(range(len(piece.size))),
+            start=piece.start,
+        )
+        for piece in record.pieces
+    )
+    return Stored(DTYPES[record.dtype], record.shape, tuple(regions))

@@ -1,0 +1,159 @@
+"""Writing tensor files at the disk's speed: bytes are gathered into aligned blocks, and each block
+is hashed and written past the page cache while the next one is filled.
+
+Buffered writes of a fresh file were measured at 0.35 of the disk (first touch of page-cache
+memory), direct ones at the disk's own rate. A file system without direct I/O gets ordinary writes.
+"""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
+from mtcli.core.checkpoint.tensorfile import Planned, encode_header
+
+DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has none
+ALIGNMENT = 4096  # of direct writes: a multiple of every device's block
+THREADS = 2  # sha256 runs at 2 GB/s a thread, the disk at 2.4
+
+
+def write_tensors(
+    path: Path,
+    plan: list[Planned],
+    tensors: Iterable[Tensor],
+    metadata: dict[str, str],
+) -> FileRecord:
+    """Writes and fsyncs a safetensors file of planned tensors, in order.
+
+    `tensors` may be a generator: at most one of them is held at a time. Returns the file's size and
+    hashes. Raises OSError as the system does (disk full).
+    """
+    with BlockWriter(path) as writer:
+        writer.write(torch.frombuffer(bytearray(encode_header(plan, metadata)), dtype=torch.uint8))
+        for planned, tensor in zip(plan, tensors, strict=True):
+            assert tuple(tensor.shape) == planned.shape, (planned, tensor.shape)
+            writer.write(_bytes(tensor))
+    return writer.record()
+
+
+class BlockWriter:
+    """A file that is written front to back in hashed, aligned blocks, THREADS of them at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct(path), 0o644)
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._blocks = [_aligned_block() for _ in range(THREADS + 1)]
+        self._busy: list[Future[str] | None] = [None] * len(self._blocks)
+        self._digests: list[Future[str]] = []
+
+    def __enter__(self) -> "BlockWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            os.close(self._file)
+
+    def write(self, data: Tensor) -> None:
+        """Appends the bytes of a uint8 tensor [n]."""
+        done = 0
+        while done < len(data):
+            index, at = len(self._digests) % len(self._blocks), self.size % BLOCK_BYTES
+            if at == 0:
+                self._wait(index)
+            part = data[done : done + BLOCK_BYTES - at]
+            self._blocks[index][at : at + len(part)].copy_(part)
+            done += len(part)
+            self.size += len(part)
+            if self.size % BLOCK_BYTES == 0:
+                self._submit(index, BLOCK_BYTES)
+
+    def record(self) -> FileRecord:
+        """The size and hashes of what was written."""
+        return FileRecord(bytes=self.size, sha256=[digest.result() for digest in self._digests])
+
+    def _wait(self, index: int) -> None:
+        if (busy := self._busy[index]) is not None:
+            busy.result()
+
+    def _submit(self, index: int, count: int) -> None:
+        offset = len(self._digests) * BLOCK_BYTES
+        future = self._pool.submit(self._put, self._blocks[index], count, offset)
+        self._busy[index] = future
+        self._digests.append(future)
+
+    def _put(self, block: Tensor, count: int, offset: int) -> str:
+        padded = -(-count // ALIGNMENT) * ALIGNMENT  # the last block; truncated at the end
+        view = memoryview(block.numpy())
+        done = 0
+        while done < padded:
+            try:
+                done += os.pwrite(self._file, view[done:padded], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _drop_direct(self._file):
+                    raise
+        return hashlib.sha256(view[:count]).hexdigest()
+
+    def _finish(self) -> None:
+        if rest := self.size % BLOCK_BYTES:
+            self._submit(len(self._digests) % len(self._blocks), rest)
+        for digest in self._digests:
+            digest.result()
+        os.ftruncate(self._file, self.size)
+        os.fsync(self._file)
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Writes and fsyncs a small file; returns its size and hashes."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    return FileRecord(bytes=len(data), sha256=[hashlib.sha256(b).hexdigest() for b in blocks])
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _aligned_block() -> Tensor:
+    return torch.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=torch.uint8)
+
+
+def _direct(path: Path) -> int:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | DIRECT, 0o644))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+    return DIRECT
+
+
+def _drop_direct(file: int) -> bool:
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~DIRECT)
+    return bool(flags & DIRECT)
