@@ -1,0 +1,154 @@
+"""Every preset against what its source prints, counted without `spec.model`.
+
+Oracles: transformers' own classes on the meta device for released models, and the formula of
+Narayanan 2021 (arXiv:2104.04473, section 5.1) for the GPTs of the papers.
+"""
+
+import math
+from importlib.resources import files
+
+import pytest
+
+from mtcli.core.spec.check import problems
+from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.load import dump_toml, load_config, preset_names, validate
+from mtcli.core.spec.model import count_active, count_parameters
+
+# fmt: off
+RELEASED = {  # parameters of the released checkpoints, to the unit
+    "gpt2-124m":           124_439_808,
+    "gpt2-345m":           354_823_168,
+    "gpt2-355m":           354_823_168,
+    "gpt2-774m":           774_030_080,
+    "gpt2-1.5b":         1_557_611_200,
+    "llama-2-7b":        6_738_415_616,
+    "llama-3.1-8b":      8_030_261_248,
+    "llama-3.1-70b":    70_553_706_496,
+    "llama-3.1-405b":  405_853_388_800,
+    "tinyllama-1.1b":    1_100_048_384,
+    "mixtral-8x7b":     46_702_792_704,
+    "mixtral-8x22b":   140_620_634_112,
+    "qwen2-57b-a14b":   57_408_658_944,
+}
+PRINTED = {  # layers, hidden size, billions as the paper prints them
+    "megatron-1.2b":    ( 40,  1536, "1.2"),
+    "megatron-2.5b":    ( 54,  1920, "2.5"),
+    "megatron-4.2b":    ( 64,  2304, "4.2"),
+    "megatron-8.3b":    ( 72,  3072, "8.3"),
+    "narayanan-1.7b":   ( 24,  2304, "1.7"),
+    "narayanan-3.6b":   ( 30,  3072, "3.6"),
+    "narayanan-7.5b":   ( 36,  4096, "7.5"),
+    "narayanan-18.4b":  ( 40,  6144, "18.4"),
+    "narayanan-39.1b":  ( 48,  8192, "39.1"),
+    "narayanan-76.1b":  ( 60, 10240, "76.1"),
+    "narayanan-145.6b": ( 80, 12288, "145.6"),
+    "narayanan-310.1b": ( 96, 16384, "310.1"),
+    "narayanan-529.6b": (105, 20480, "529.6"),
+    "narayanan-1t":     (128, 25600, "1008.0"),
+    "gpt3-175b":        ( 96, 12288, "174.6"),
+    "mt-nlg-530b":      (105, 20480, "530"),
+}
+GPUS = {  # the numbers of devices that the papers ran on
+    "megatron-1.2b": 64, "megatron-2.5b": 128, "megatron-4.2b": 256, "megatron-8.3b": 512,
+    "narayanan-1.7b": 32, "narayanan-3.6b": 64, "narayanan-7.5b": 128, "narayanan-18.4b": 256,
+    "narayanan-39.1b": 512, "narayanan-76.1b": 1024, "narayanan-145.6b": 1536,
+    "narayanan-310.1b": 1920, "narayanan-529.6b": 2520, "narayanan-1t": 3072,
+    "gpt3-175b": 384, "mt-nlg-530b": 2240, "llama-3.1-405b": 8192,
+    "mixtral-8x7b": 64, "mixtral-8x22b": 128, "qwen2-57b-a14b": 64,
+}
+ACTIVE = {"mixtral-8x7b": "12.9", "mixtral-8x22b": "39.2", "qwen2-57b-a14b": "14.2"}
+# fmt: on
+
+
+def test_every_preset_is_held_to_a_published_count():
+    assert set(preset_names()) == {*RELEASED, *PRINTED, "tiny"}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_model_has_the_parameters_of_its_checkpoint_and_of_transformers(name):
+    model = load_config(name).model
+    assert count_parameters(model) == RELEASED[name] == _count_by_transformers(model)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_paper_s_gpt_has_the_parameters_that_the_paper_prints(name):
+    model = load_config(name).model
+    layers, hidden, printed = PRINTED[name]
+    assert (model.num_layers, model.hidden_size) == (layers, hidden)
+    tables = (model.vocab_size + model.max_seq_len) / (12 * layers * hidden)
+    formula = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + tables)
+    final_norm = 2 * hidden  # the one thing that the formula leaves out
+    assert count_parameters(model) == round(formula) + final_norm
+    decimals = len(printed.partition(".")[2])
+    assert f"{count_parameters(model) / 1e9:.{decimals}f}" == printed
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_mixture_of_experts_has_its_published_active_parameters(name):
+    assert f"{count_active(load_config(name).model) / 1e9:.1f}" == ACTIVE[name]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_breaks_no_rule_on_the_devices_it_was_published_with(name):
+    config = load_config(name)
+    p = config.parallel
+    fewest = math.lcm(p.tp * p.cp * p.pp, p.ep * p.etp * p.pp)
+    assert problems(config, fewest) == []
+    assert problems(config, GPUS.get(name, fewest)) == []
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_reads_back_from_its_own_dump(name):
+    import tomllib
+
+    config = load_config(name)
+    assert validate(tomllib.loads(dump_toml(config))) == (config, [])
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_states_its_source_in_its_first_line(name):
+    text = files("mtcli").joinpath("presets", f"{name}.toml").read_text()
+    assert text.startswith("# ")
+    assert name == "tiny" or "arXiv:" in text or "released" in text or "v0.1" in text
+
+
+def test_a_run_can_take_a_model_from_a_preset_and_change_one_size():
+    table = {"model": {"preset": "gpt2-345m", "vocab_size": 51200}}
+    config, found = validate(table)
+    assert found == []
+    assert isinstance(config, RunConfig)
+    assert config.model == load_config("gpt2-345m", ["model.vocab_size=51200"]).model
+
+
+def _count_by_transformers(model: ModelConfig) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(_hugging_face(model))
+    return sum(p.numel() for p in built.parameters())  # a tied head is the same Parameter
+
+
+def _hugging_face(m: ModelConfig):
+    from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2MoeConfig
+
+    if m.architecture == "gpt":
+        return GPT2Config(
+            vocab_size=m.vocab_size, n_positions=m.max_seq_len, n_embd=m.hidden_size,
+            n_layer=m.num_layers, n_head=m.num_heads,
+        )  # fmt: skip
+    common = {
+        "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
+        "intermediate_size": m.ffn_hidden_size, "num_hidden_layers": m.num_layers,
+        "num_attention_heads": m.num_heads, "num_key_value_heads": m.num_kv_heads,
+    }  # fmt: skip
+    experts = {"num_experts_per_tok": m.top_k, "tie_word_embeddings": False}
+    if m.architecture == "mixtral":
+        return MixtralConfig(**common, **experts, num_local_experts=m.num_experts)
+    if m.architecture == "qwen2-moe":
+        return Qwen2MoeConfig(
+            **common, **experts, num_experts=m.num_experts,
+            moe_intermediate_size=m.moe_ffn_hidden_size,
+            shared_expert_intermediate_size=m.shared_expert_ffn_hidden_size,
+        )  # fmt: skip
+    return LlamaConfig(**common, tie_word_embeddings=False)
