@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.evaluate.requests import Ids, Request, request
+from mtcli.core.spec.errors import wrong
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,24 @@ class Encoder:
         if ids and ids[0] == self.prefix_id:
             return request(ids[:1], ids[1:])
         return request([self.prefix_id], ids)
+
+
+def encoder_for(tokenizer: Tokenizer) -> Encoder:
+    """The encoder that lm-eval's Hugging Face backend would make of `tokenizer`.
+
+    The prefix is the beginning-of-sequence token where there is one, else the end-of-document one.
+    Raises MtcliError when the tokenizer has neither.
+    """
+    vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
+    added = tokenizer.backend.encode("", add_special_tokens=True).ids[:1]  # Llama's template: <s>
+    named = tokenizer.config.get("bos_token")
+    name = named.get("content") if isinstance(named, dict) else named
+    prefix_id = vocab[name] if name in vocab else next(iter(added), tokenizer.eod_id)
+    if prefix_id is None:
+        raise wrong(
+            f"the tokenizer has {len(vocab)} tokens, and none that begins or ends a text",
+            "name its eos_token or bos_token in tokenizer_config.json",
+            "--tokenizer",
+        )
+    # Whether texts start with it is in tokenizer.json alone: transformers 5 heeds no add_bos_token.
+    return Encoder(tokenizer.encode, prefix_id, tokenizer.decode([prefix_id]), added == [prefix_id])

@@ -9,6 +9,7 @@ from mtcli.core.evaluate.requests import Request, Score
 from mtcli.core.spec.errors import MtcliError, wrong
 
 Report = dict[str, float | int | None]
+Progress = Callable[[int], object]  # told how many more requests are done
 
 
 class Options(NamedTuple):
@@ -16,7 +17,7 @@ class Options(NamedTuple):
 
     max_seq_len: int
     limit: int | None = None  # items of each kind; None = all
-    overlap: int = 32  # tokens that wikitext103's windows advance by
+    overlap: int | None = None  # tokens that wikitext103's windows advance by; None = at most 32
 
 
 class Prepared(NamedTuple):
@@ -32,8 +33,6 @@ def find_file(path: Path, pattern: str) -> Path:
 
     Raises MtcliError when there is none, or several.
     """
-    if not path.exists():
-        raise wrong(f"{path} does not exist", "give the file, or the folder it is in", "--task")
     if path.is_file():
         return path
     found = sorted(path.glob(pattern))

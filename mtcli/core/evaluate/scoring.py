@@ -1,10 +1,11 @@
 """The scores of many requests, in their own order, whatever order they were computed in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from mtcli.core.evaluate.packing import Plan, batches, pack
+from mtcli.core.evaluate.prepared import Progress
 from mtcli.core.evaluate.requests import Request, Score, Scorer, fit
 from mtcli.core.spec.errors import failed
 
@@ -27,9 +28,7 @@ def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int = BATCH_
     )
 
 
-def run(
-    scorer: Scorer, planned: Plan, progress: Callable[[int], object] = lambda done: None
-) -> list[Score]:
+def run(scorer: Scorer, planned: Plan, progress: Progress = lambda done: None) -> list[Score]:
     """One score per planned request; log-probabilities are summed in float64.
 
     `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when

@@ -5,7 +5,6 @@ the model is asked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from mtcli.core.evaluate.prepared import Options, Prepared
 from mtcli.core.evaluate.race import prepare_race
 from mtcli.core.evaluate.wikitext import prepare_wikitext
 from mtcli.core.spec.errors import MtcliError, Problem
+from mtcli.core.spec.load import closest
 
 HARNESS_PREFIX = "lm_eval:"  # lm_eval:NAME and lm_eval:FILE.yaml run lm-evaluation-harness tasks
 
@@ -96,11 +96,13 @@ def _problem(spec: str) -> Problem | None:
         named = name.removeprefix(HARNESS_PREFIX)
         return None if named else Problem(f"{spec} names no task", _usage(), "--task")
     if name not in TASKS:
-        close = get_close_matches(name, TASKS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else _usage()
-        return Problem(f"unknown task {name!r}", hint, "--task")
+        hint = f"the tasks are {_usage()}{closest(name, TASKS)}"
+        return Problem(f"there is no task {name!r}", hint, "--task")
     if not path:
         return Problem(f"{spec} has no path", f"{name}=PATH", "--task")
+    if not Path(path).exists():
+        hint = "give the file, or the folder it is in"
+        return Problem(f"{name}: {path} does not exist", hint, "--task")
     return None
 
 

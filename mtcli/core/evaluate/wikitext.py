@@ -16,10 +16,11 @@ import numpy as np
 
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.prepared import Options, Prepared, Report, exp, find_file, read_text
-from mtcli.core.evaluate.requests import Score, overlapping_windows, rolling_windows
+from mtcli.core.evaluate.requests import Request, Score, overlapping_windows, rolling_windows
 from mtcli.core.spec.errors import wrong
 
 MAX_WINDOW = 1024  # inputs per window, or the model's context where that is shorter
+OVERLAP = 32  # tokens that a window advances by
 
 # In this order, as in Megatron-LM and lm-eval. Their first rule after the possessive (contraction
 # before a digit) is written so that it never matches; leaving it out gives their numbers.
@@ -57,39 +58,39 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: Options) -> Prepared
     Raises MtcliError for an unreadable file, an overlap outside 1..window, or fewer than 2 tokens.
     """
     window = min(MAX_WINDOW, options.max_seq_len)
-    if not 1 <= options.overlap <= window:
+    overlap = min(OVERLAP, window) if options.overlap is None else options.overlap
+    if not 1 <= overlap <= window:
         raise wrong(
-            f"overlap {options.overlap} is not between 1 and the window of {window} tokens",
-            "the paper advances by 32",
+            f"overlap {overlap} is not between 1 and the window of {window} tokens",
+            f"the paper advances by {OVERLAP}",
             "--overlap",
         )
-    text = read_text(find_file(path, "*test*.tokens"))
+    file = find_file(path, "*test*.tokens")
+    text = read_text(file)
     original = text.strip().split(" ")[: options.limit]
     tokens = encoder.plain(detokenise(" ".join(original)))
     if len(tokens) < 2:
-        raise wrong(f"{path} gives {len(tokens)} tokens, at least 2 are needed", field="--task")
-    overlapping = overlapping_windows(tokens, window, options.overlap)
+        raise wrong(f"{file} gives {len(tokens)} tokens, at least 2 are needed", field="--task")
+    overlapping = overlapping_windows(tokens, window, overlap)
     pages = split_pages(text if options.limit is None else " ".join(original))
-    rolling = [
-        request
-        for page in pages
-        for request in rolling_windows(
-            np.array(encoder.text(detokenise(page)), np.int64),
-            encoder.prefix_id,
-            options.max_seq_len,
-        )
-    ]
+    rolling = _rolling(pages, encoder, options.max_seq_len)
     counts = Counts(
         num_tokens=len(tokens),
         num_original_tokens=len(original),
         window=window,
-        overlap=options.overlap,
+        overlap=overlap,
         num_windows=len(overlapping),
         num_words=sum(len(re.split(r"\s+", page)) for page in pages),
         num_bytes=sum(len(page.encode()) for page in pages),
         num_pages=len(pages),
     )
     return Prepared(len(original), overlapping + rolling, partial(report_wikitext, counts))
+
+
+def _rolling(pages: Sequence[str], encoder: Encoder, max_seq_len: int) -> list[Request]:
+    texts = (np.array(encoder.text(detokenise(page)), np.int64) for page in pages)
+    windows = (rolling_windows(ids, encoder.prefix_id, max_seq_len) for ids in texts)
+    return [window for page in windows for window in page]
 
 
 def detokenise(text: str) -> str:

@@ -1,0 +1,152 @@
+"""lm-evaluation-harness on our models: an `LM` of theirs whose scores are computed by packing.
+
+Needs the `eval` extra. Their tasks decide prompts and metrics; the token conventions are lm-eval's
+own (`TemplateLM` calls our `Encoder`), and only the scoring of token ids is ours.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+
+from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.prepared import Progress, Report
+from mtcli.core.evaluate.requests import Request, Score, Scorer, request, rolling_windows
+from mtcli.core.evaluate.scoring import BATCH_TOKENS, plan, run
+from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.spec.load import closest
+
+BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
+
+
+class HarnessModel(TemplateLM):
+    """A `Scorer` and its tokenizer as lm-eval's tasks see a model.
+
+    Every rank of a model-parallel run makes one, sees the same requests and reports rank 0.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        encoder: Encoder,
+        batch_tokens: int = BATCH_TOKENS,
+        progress: Progress = lambda done: None,
+    ) -> None:
+        super().__init__()
+        self.scorer, self.encoder = scorer, encoder
+        self.batch_tokens, self.progress = batch_tokens, progress
+
+    @property
+    def eot_token_id(self) -> int:
+        """What stands before an empty context: lm-eval reads it as `prefix_token_id` too."""
+        return self.encoder.prefix_id
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
+    ) -> list[int]:
+        """The ids of `string`; with the tokenizer's own prefix unless that is turned off."""
+        if add_special_tokens is False:
+            return list(self.encoder.encode(string))
+        return self.encoder.text(string)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        **kwargs: object,
+    ) -> list[tuple[float, bool]]:
+        return [
+            (score.logprob, score.is_greedy)
+            for score in self._score([request(context, ids) for _, context, ids in requests])
+        ]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-likelihood of each text, alone, in disjoint windows (`rolling_windows`)."""
+        windows = [
+            rolling_windows(
+                np.array(self.tok_encode(one.args[0]), np.int64),
+                self.encoder.prefix_id,
+                self.scorer.max_seq_len,
+            )
+            for one in requests
+        ]
+        scores = iter(self._score([window for document in windows for window in document]))
+        return [sum(next(scores).logprob for _ in document) for document in windows]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Refused: evaluation here scores given continuations.
+
+        Raises MtcliError (exit 2).
+        """
+        raise wrong(
+            f"the task asks for {len(requests)} generated texts, and mtcli eval scores given ones",
+            "choose a task whose output_type is loglikelihood, multiple_choice or "
+            "loglikelihood_rolling",
+            "--task",
+        )
+
+    def _score(self, requests: list[Request]) -> list[Score]:
+        return run(self.scorer, plan(self.scorer, requests, self.batch_tokens), self.progress)
+
+
+def evaluate_harness(name: str, model: HarnessModel, limit: int | None) -> Report:
+    """lm-eval's metrics for the task, group or tag `name`, or for the one in a YAML file.
+
+    A metric of a member of a group is "member.metric". Raises MtcliError for a name that lm-eval
+    does not know, and (exit 1) where its data cannot be had.
+    """
+    manager, name = _find(name)
+    try:
+        results = simple_evaluate(
+            model,
+            tasks=[name],
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP_ITERS,
+            log_samples=False,
+        )
+    except (OSError, ValueError) as error:  # datasets raises both for data it cannot find
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise failed(
+            f"lm-eval cannot run the task {name}: {reason}",
+            "its data comes from the Hugging Face hub: check the network, or fill the cache once",
+        ) from error
+    return {} if results is None else _flatten(name, results)  # None: not the printing rank
+
+
+def _find(name: str) -> tuple[TaskManager, str]:
+    """The manager that knows the task, and what it calls it."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name)
+        if not path.is_file():
+            raise wrong(f"{name} does not exist", "give a task's YAML file, or its name", "--task")
+        found = re.search(r"^(?:task|group):\s*['\"]?([^'\"\s#]+)", path.read_text(), re.MULTILINE)
+        if found is None:
+            raise wrong(f"{name} names 0 tasks", "it must have a line `task: NAME`", "--task")
+        folder = str(path.resolve().parent)
+        return TaskManager(include_path=folder, include_defaults=False), found[1]
+    manager = TaskManager()
+    if name not in manager.all_tasks:
+        raise wrong(
+            f"lm-eval has {len(manager.all_tasks)} tasks, and none is called {name!r}",
+            f"`lm-eval ls tasks` lists them{closest(name, manager.all_tasks)}",
+            "--task",
+        )
+    return manager, name
+
+
+def _flatten(name: str, results: dict[str, dict]) -> Report:
+    report: Report = {}
+    for task, metrics in results["results"].items():
+        for key, value in metrics.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                metric = key.removesuffix(",none")
+                report[metric if task == name else f"{task}.{metric}"] = value
+    counts = results.get("n-samples", {}).values()
+    return report | {"total": sum(count["effective"] for count in counts)}

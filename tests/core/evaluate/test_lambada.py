@@ -1,0 +1,77 @@
+"""lambada: strict last words, against transformers on real passages."""
+
+import json
+import math
+
+import pytest
+
+from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.lambada import split_last
+from mtcli.core.evaluate.prepared import Options
+from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.scoring import score_requests
+from mtcli.core.evaluate.tasks import TASKS
+from mtcli.core.spec.errors import MtcliError
+
+prepare = TASKS["lambada"].prepare
+ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
+
+
+def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, alone):
+    file = data / "lambada" / "lambada_test.jsonl"
+    encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
+    prepared = prepare(file, encoder, Options(max_seq_len=128, limit=40))
+    scores = score_requests(real_scorer, prepared.requests)
+    report, nll, correct = prepared.report(scores), 0.0, 0
+    for line in file.read_text(encoding="utf-8").splitlines()[:40]:
+        text = json.loads(line)["text"]
+        word = text.split()[-1]
+        prefix = bpe.encode(text[: text.rfind(word)].strip()).ids
+        target = bpe.encode(" " + word).ids
+        logprob, is_greedy = alone(real_scorer.model, (prefix + target)[-129:], len(target))
+        nll, correct = nll - logprob, correct + is_greedy
+    assert report["total"] == prepared.num_items == 40
+    assert report["correct"] == correct and report["accuracy"] == correct / 40
+    assert report["perplexity"] == pytest.approx(math.exp(nll / 40), rel=1e-4)
+
+
+def test_every_real_passage_is_read_and_split_in_tokens_as_words(data, bpe):
+    encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
+    prepared = prepare(data / "lambada", encoder, Options(max_seq_len=1024))
+    assert prepared.num_items == len(prepared.requests) == 5153
+    lines = (data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
+    for line, request in zip(lines, prepared.requests, strict=True):
+        target = bpe.encode(" " + json.loads(line)["text"].split()[-1]).ids
+        assert request.tokens[-request.num_targets :].tolist() == target
+
+
+def test_the_last_word_is_the_last_between_spaces():
+    assert split_last('He said "do it," and\n did.\n') == ('He said "do it," and', "did.")
+    assert split_last("go and go") == ("go and", "go")
+    assert split_last("alone") == ("", "alone")
+
+
+def test_accuracy_and_perplexity_are_of_whole_words(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "a b"}\n\n{"text": "c d", "more": 1}\n')
+    prepared = prepare(tmp_path, ENCODER, Options(max_seq_len=9))
+    report = prepared.report([Score(-1.0, True), Score(-3.0, False)])
+    assert report["perplexity"] == pytest.approx(math.exp(2.0))
+    assert (report["accuracy"], report["correct"], report["total"]) == (0.5, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "not JSON: Expecting property name enclosed in double quotes at column 2"),
+        ("[1]", 'no "text", which must be a string with at least one word'),
+        ('{"txt": "a b"}', 'no "text", which must be a string with at least one word'),
+        ('{"text": " "}', 'no "text", which must be a string with at least one word'),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line(tmp_path, line, message):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "a b"}\n' + line + "\n")
+    with pytest.raises(MtcliError) as caught:
+        prepare(file, ENCODER, Options(max_seq_len=9))
+    assert caught.value.problems[0].message == f"{file}, line 2: {message}"
