@@ -66,6 +66,12 @@ def real_scorer():
 
 
 @pytest.fixture(scope="session")
+def byte_scorer():
+    """A scorer with the byte tokenizer's vocabulary and 48 positions."""
+    return TransformersScorer(gpt2(vocab_size=257, n_positions=48), 48)
+
+
+@pytest.fixture(scope="session")
 def data():
     """The folder of real test data."""
     folder = os.environ.get("MTCLI_TEST_DATA")

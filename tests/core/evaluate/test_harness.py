@@ -1,0 +1,161 @@
+"""lm-eval's own evaluator gives the same results through our model as through its backend."""
+
+import json
+
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from mtcli.core.evaluate.encode import encoder_for
+from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness
+from mtcli.core.evaluate.jobs import make_jobs
+from mtcli.core.evaluate.prepared import Options
+from mtcli.core.evaluate.tasks import TaskSpec, parse_tasks
+from mtcli.core.spec.errors import MtcliError
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {file}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: {target}
+{more}
+"""
+CHOICE = "doc_to_choice: choices\nmetric_list: [{metric: acc}, {metric: acc_norm}]"
+ROLLING = "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]"
+GENERATE = "generation_kwargs: {until: ['.']}\nmetric_list: [{metric: exact_match}]"
+KINDS = {
+    "multiple_choice": ("answer", CHOICE),
+    "loglikelihood_rolling": ('"{{long}}"', ROLLING),
+    "generate_until": ('"{{question}}"', GENERATE),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A byte-level tokenizer of 257 ids as ours and as transformers'."""
+    from transformers import PreTrainedTokenizerFast
+
+    from mtcli.core.data.tokenize import END_OF_DOCUMENT, byte_tokenizer
+
+    ours = byte_tokenizer()
+    return ours, PreTrainedTokenizerFast(tokenizer_object=ours.backend, eos_token=END_OF_DOCUMENT)
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """No hub, and a cache of its own."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def task_file(tmp_path, offline):
+    rows = [
+        {
+            "question": f"Which of the {i} is it?",
+            "choices": [f"the {'abcd'[k]}{'xyz' * (k + i % 3)}" for k in range(4)],
+            "answer": i % 4,
+            "long": f"Some text number {i} " * (1 + i * 2),
+        }
+        for i in range(8)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+
+    def write(kind):
+        target, more = KINDS[kind]
+        file = tmp_path / "tasks" / f"{kind}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        text = TASK.format(name=f"tiny_{kind}", file=data, kind=kind, target=target, more=more)
+        file.write_text(text)
+        return file
+
+    return write
+
+
+@pytest.mark.parametrize("kind", ["multiple_choice", "loglikelihood_rolling"])
+def test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend(
+    kind, task_file, byte_scorer, tokenizer
+):
+    file = task_file(kind)
+    ours, theirs = tokenizer
+    (job,) = make_jobs(
+        parse_tasks([f"lm_eval:{file}"]), byte_scorer, encoder_for(ours), Options(48, limit=6)
+    )
+    done = []
+    report = job.run(done.append)
+    manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+    backend = HFLM(pretrained=byte_scorer.model, tokenizer=theirs, max_length=48, batch_size=2)
+    expected = simple_evaluate(
+        backend, tasks=[f"tiny_{kind}"], task_manager=manager, limit=6, log_samples=False
+    )["results"][f"tiny_{kind}"]
+    metrics = {k.removesuffix(",none"): v for k, v in expected.items() if isinstance(v, float)}
+    assert metrics
+    for name, value in metrics.items():
+        assert report[name] == pytest.approx(value, rel=1e-5), name
+    assert report["total"] == 6 and sum(done) >= 6
+
+
+def test_a_task_that_generates_text_is_refused(task_file, byte_scorer, tokenizer):
+    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]))
+    with pytest.raises(MtcliError) as caught:
+        evaluate_harness(str(task_file("generate_until")), model, limit=2)
+    assert caught.value.problems[0].message == (
+        "the task asks for 2 generated texts, and mtcli eval scores given ones"
+    )
+
+
+def test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused(
+    tmp_path, byte_scorer, tokenizer
+):
+    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]))
+    (tmp_path / "nameless.yaml").write_text("dataset_path: json\n")
+    for name, message, hint in (
+        ("hellaswagg", "none is called 'hellaswagg'", "did you mean 'hellaswag'?"),
+        (f"{tmp_path}/no.yaml", f"{tmp_path}/no.yaml does not exist", "YAML"),
+        (f"{tmp_path}/nameless.yaml", f"{tmp_path}/nameless.yaml names 0 tasks", "task: NAME"),
+    ):
+        with pytest.raises(MtcliError) as caught:
+            evaluate_harness(name, model, limit=None)
+        assert message in caught.value.problems[0].message
+        assert hint in caught.value.problems[0].hint
+
+
+def test_a_task_whose_data_is_not_there_fails(task_file, byte_scorer, tokenizer, tmp_path):
+    file = task_file("multiple_choice")
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(MtcliError) as caught:
+        evaluate_harness(str(file), HarnessModel(byte_scorer, encoder_for(tokenizer[0])), limit=2)
+    assert "lm-eval cannot run the task tiny_multiple_choice: " in caught.value.problems[0].message
+    assert caught.value.code == 1
+
+
+def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, tokenizer):
+    monkeypatch.setattr("mtcli.core.evaluate.jobs.find_spec", lambda name: None)
+    with pytest.raises(MtcliError) as caught:
+        make_jobs(
+            [TaskSpec("lm_eval:x", None)], byte_scorer, encoder_for(tokenizer[0]), Options(48)
+        )
+    assert caught.value.problems[0].message == (
+        "lm_eval:x needs lm-evaluation-harness, which is not installed"
+    )
+    assert caught.value.problems[0].hint == "pip install 'mtcli[eval]'"
+
+
+def test_a_job_says_what_it_will_do_and_does_it(tmp_path, byte_scorer, tokenizer):
+    file = tmp_path / "passages.jsonl"
+    file.write_text('{"text": "a passage that ends here"}\n{"text": "and another one there"}\n')
+    (job,) = make_jobs(
+        parse_tasks([f"lambada={file}"]), byte_scorer, encoder_for(tokenizer[0]), Options(48)
+    )
+    done = []
+    report = job.run(done.append)
+    assert job.num_requests == sum(done) == report["total"] == 2
+    # 23 and 20 bytes are read: one row each, padded to the longer
+    assert job.summary == (
+        "2 items, 2 requests, 46 tokens in 1 forward passes (43 without sharing)"
+    )
