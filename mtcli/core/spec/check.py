@@ -40,12 +40,13 @@ def _world_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     p, m = config.parallel, config.model
-    if m.num_experts == 0 and p.ep * p.etp > 1:
-        yield Problem(
-            f"ep={p.ep} etp={p.etp} cut experts, and num_experts=0",
-            "set parallel.ep and parallel.etp to 1, or model.num_experts",
-            "parallel.ep",
-        )
+    if m.num_experts == 0:
+        if p.ep * p.etp > 1:
+            yield Problem(
+                f"ep={p.ep} etp={p.etp} cut experts, and num_experts=0",
+                "set parallel.ep and parallel.etp to 1, or model.num_experts",
+                "parallel.ep",
+            )
         return
     if world % (p.pp * p.ep * p.etp):
         yield Problem(

@@ -1,0 +1,168 @@
+"""The cross-field rules: each says both numbers, a way out, and where; all speak at once."""
+
+import pytest
+
+from mtcli.core.spec.check import (
+    RULES,
+    data_parallel_size,
+    divisors,
+    listing,
+    problems,
+    require,
+)
+from mtcli.core.spec.errors import Exit, MtcliError
+from mtcli.core.spec.load import load_config
+
+GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
+MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
+# fmt: off
+BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
+    "_heads": (
+        ["model.num_kv_heads=3"], 1, "model.num_kv_heads",
+        "num_kv_heads=3 does not divide num_heads=8", "1, 2, 4 or 8"),
+    "_experts_are_whole": (
+        ["model.num_experts=4", "model.top_k=5"], 1, "model.top_k",
+        "top_k=5 of num_experts=4 experts", "1 to 4"),
+    "_world_divides": (
+        ["parallel.tp=2", "parallel.pp=2"], 6, "parallel",
+        "tp*cp*pp = 2*1*2 = 4 does not divide the world of 6 ranks",
+        "run 4 or 8 ranks (--nproc), or choose tp*cp*pp among 1, 2, 3 or 6"),
+    "_experts_fit": (
+        [*MOE, "parallel.ep=8"], 12, "parallel.ep",
+        "ep*etp*pp = 8*1*1 does not divide the world of 12 ranks",
+        "choose ep*etp among 1, 2, 3, 4, 6 or 12"),
+    "_tensor_parallel_divides": (
+        ["parallel.tp=3"], 3, "parallel.tp",
+        "tp=3 does not divide num_kv_heads=8", "1, 2, 4 or 8"),
+    "_sequence_divides": (
+        ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"], 8, "parallel.tp",
+        "tp=8 does not divide the tokens of a micro-batch=12", "1, 2, 3, 4, 6 or 12"),
+    "_layers_fill_stages": (
+        ["parallel.pp=5"], 5, "parallel.pp",
+        "pp*vpp=5*1=5 does not divide num_layers=12",
+        "choose pp*vpp among 1, 2, 3, 4, 6 or 12, or set parallel.stage_layers"),
+    "_schedule_fits": (
+        ["parallel.pp=2", "parallel.vpp=2"], 2, "parallel.schedule",
+        "vpp=2 with schedule='1f1b'",
+        "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1"),
+    "_batch_divides": (
+        ["batch.micro_batch_size=3", "batch.global_batch_size=16"], 2, "batch.global_batch_size",
+        "micro_batch_size*dp = 3*2 = 6 does not divide global_batch_size=16",
+        "global_batch_size 12 or 18"),
+    "_sequence_fits": (
+        ["batch.seq_len=512"], 1, "batch.seq_len",
+        "seq_len=512 exceeds the learned positions, max_seq_len=256",
+        "batch.seq_len of at most 256"),
+    "_curve_fits": (
+        ["optimizer.warmup_steps=300", "train.steps=200"], 1, "optimizer.warmup_steps",
+        "warmup_steps=300 is more than train.steps=200", "0 to 200"),
+}
+ALSO = {  # further branches of the same rules
+    "odd heads cannot turn": (
+        ["model.position=rope", "model.head_dim=33"], 1, "model.head_dim",
+        "head_dim=33 is odd and rotary positions turn pairs", "32 or 34"),
+    "experts without a router's choice": (
+        ["model.num_experts=4"], 1, "model.top_k", "top_k=0 of num_experts=4 experts", "1 to 4"),
+    "a choice without experts": (
+        ["model.top_k=2"], 1, "model.top_k",
+        "top_k=2 of num_experts=0 experts", "0 where there are no experts"),
+    "a world smaller than a model": (
+        ["parallel.tp=4"], 2, "parallel",
+        "tp*cp*pp = 4*1*1 = 4 does not divide the world of 2 ranks",
+        "run 4 ranks (--nproc), or choose tp*cp*pp among 1 or 2"),
+    "expert axes of a dense model": (
+        ["parallel.ep=2"], 2, "parallel.ep",
+        "ep=2 etp=1 cut experts, and num_experts=0",
+        "set parallel.ep and parallel.etp to 1, or model.num_experts"),
+    "experts that ep does not divide": (
+        [*MOE, "parallel.ep=3"], 3, "parallel.ep",
+        "ep=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "an expert's width that etp does not divide": (
+        [*MOE, "parallel.etp=5"], 5, "parallel.etp",
+        "etp=5 does not divide moe_ffn_hidden_size=96", "1, 2, 3, 4, 6, 8, 12 or 16"),
+    "an MLP that tp does not divide": (
+        ["parallel.tp=4", "model.ffn_hidden_size=90"], 4, "parallel.tp",
+        "tp=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
+    "a shared expert that tp does not divide": (
+        [*MOE, "parallel.tp=4", "model.shared_expert_ffn_hidden_size=90"], 4, "parallel.tp",
+        "tp=4 does not divide shared_expert_ffn_hidden_size=90",
+        "1, 2, 3, 5, 6, 9, 10 or 15"),
+    "stages that were not all given": (
+        ["parallel.pp=2", "parallel.stage_layers=[6, 5]"], 2, "parallel.stage_layers",
+        "stage_layers has 2 stages of 11 layers, and the run has pp*vpp=2 stages of num_layers=12",
+        "give 2 numbers that sum to 12"),
+    "an interleaved schedule of one chunk": (
+        ["parallel.pp=2", "parallel.schedule=interleaved"], 2, "parallel.schedule",
+        "vpp=1 with schedule='interleaved'",
+        "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1"),
+    "a batch smaller than one micro-batch each": (
+        ["batch.global_batch_size=1"], 1, "batch.global_batch_size",
+        "micro_batch_size*dp = 8*1 = 8 does not divide global_batch_size=1",
+        "global_batch_size 8"),
+    "a floor above the peak": (
+        ["optimizer.lr=1e-4", "optimizer.min_lr=1e-3"], 1, "optimizer.min_lr",
+        "min_lr=0.001 is above lr=0.0001", "0 to 0.0001"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", [*BROKEN, *ALSO])
+def test_a_broken_rule_says_both_numbers_and_what_would_be_legal(case):
+    overrides, world, field, message, hint = (BROKEN | ALSO)[case]
+    found = problems(load_config("tiny", [*GPT, *overrides]), world)
+    assert (message, hint, field) in [tuple(problem) for problem in found]
+
+
+def test_every_rule_has_a_case_here_that_only_it_reports():
+    assert [rule.__name__ for rule in RULES if rule.__name__ not in BROKEN] == []
+    for rule in RULES:
+        overrides, world, _, message, _ = BROKEN[rule.__name__]
+        config = load_config("tiny", [*GPT, *overrides])
+        assert message in [problem.message for problem in rule(config, world)]
+
+
+def test_a_legal_config_has_no_problems():
+    plain = ["parallel.tp=2", "parallel.pp=2"]
+    interleaved = ["parallel.pp=4", "parallel.vpp=3", "parallel.schedule=interleaved"]
+    folded = [*MOE, "parallel.ep=4", "parallel.etp=2"]
+    for overrides in (plain, interleaved, folded):
+        config = load_config("tiny", [*GPT, "batch.micro_batch_size=1", *overrides])
+        assert problems(config, 16) == []
+        require(config, 16)
+
+
+def test_no_sequence_parallelism_asks_nothing_of_the_tokens():
+    overrides = ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"]
+    config = load_config("tiny", [*GPT, *overrides, "parallel.sequence_parallel=false"])
+    assert problems(config, 8) == []
+
+
+def test_all_broken_rules_are_raised_together_with_exit_code_2():
+    config = load_config(
+        "tiny", [*GPT, "parallel.tp=3", "parallel.pp=5", "batch.seq_len=512", "optimizer.lr=0"]
+    )
+    with pytest.raises(MtcliError) as caught:
+        require(config, 16)
+    assert caught.value.code == Exit.WRONG_INPUT
+    assert [problem.field for problem in caught.value.problems] == [
+        "parallel",
+        "parallel.tp",
+        "parallel.tp",
+        "parallel.tp",
+        "parallel.pp",
+        "batch.seq_len",
+        "optimizer.min_lr",
+    ]
+    assert str(caught.value).count("\n\nhint: ") == 7
+
+
+def test_data_parallel_is_what_the_other_axes_leave():
+    config = load_config("tiny", ["parallel.tp=2", "parallel.cp=3", "parallel.pp=2"])
+    assert data_parallel_size(config, 48) == 4
+    assert data_parallel_size(config, 5) == 1  # never 0: other rules are still applied
+
+
+def test_long_lists_keep_their_ends():
+    assert listing([1]) == "1"
+    assert listing([1, 2]) == "1 or 2"
+    assert listing(divisors(720)) == "1, 2, 3, 4, 5, 6, 8, 9, ... or 720"

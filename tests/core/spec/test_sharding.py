@@ -1,0 +1,130 @@
+"""What ranks hold: slices tile every tensor on any layout, and gradients are partial sums."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model import parameters
+from mtcli.core.spec.sharding import Parameter, Rectangle
+
+GPT = ModelConfig(num_layers=1, hidden_size=32, num_heads=4, vocab_size=301, max_seq_len=8)
+LLAMA = ModelConfig(
+    architecture="llama", num_layers=1, hidden_size=32, num_heads=8, num_kv_heads=4,
+    ffn_hidden_size=24, vocab_size=700, max_seq_len=8,
+)  # fmt: skip
+QWEN = ModelConfig(
+    architecture="qwen2-moe", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=4,
+    ffn_hidden_size=8, moe_ffn_hidden_size=8, shared_expert_ffn_hidden_size=8, num_experts=8,
+    top_k=2, vocab_size=260, max_seq_len=8,
+)  # fmt: skip
+
+
+@st.composite
+def runs(draw):
+    """A model and a layout that divides its heads, widths and experts."""
+    model = draw(st.sampled_from([GPT, LLAMA, QWEN]))
+    tp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2, 4]))
+    stage = tp * cp * dp
+    ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if stage % n == 0])) if model is QWEN else 1
+    etp = draw(st.sampled_from([n for n in (1, 2, 4) if stage // ep % n == 0]))
+    etp = etp if model is QWEN else 1
+    return model, ParallelLayout(stage, tp=tp, cp=cp, ep=ep, etp=etp)
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs())
+def test_the_primary_slices_tile_every_tensor_exactly_once(run):
+    model, layout = run
+    for parameter in parameters(model).values():
+        held = np.zeros(parameter.shape, dtype=int)
+        for rank in range(layout.world):
+            if parameter.is_primary(layout, rank):
+                held[parameter.rectangle(layout, rank).slices] += 1
+        assert (held == 1).all(), parameter.name
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs())
+def test_ranks_apart_only_along_replicated_axes_hold_the_same_slice(run):
+    model, layout = run
+    for parameter in parameters(model).values():
+        grid = layout.experts if parameter.is_expert else layout.attention
+        for group in grid.groups(*parameter.replicated_over(layout)):
+            slices = {parameter.rectangle(layout, rank) for rank in group}
+            assert len(slices) == 1, parameter.name
+            assert sum(parameter.is_primary(layout, rank) for rank in group) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs())
+def test_a_rank_allocates_at_least_its_slice_and_only_vocabularies_are_padded(run):
+    model, layout = run
+    for parameter in parameters(model).values():
+        local = parameter.local_shape(layout)
+        for rank in range(layout.world):
+            size = parameter.rectangle(layout, rank).size
+            if parameter.padded is None:
+                assert size == local, parameter.name
+            else:
+                assert size[1:] == local[1:]
+                assert size[0] <= local[0]
+                assert local[0] % 128 == 0
+
+
+def test_a_padded_vocabulary_leaves_the_last_ranks_short_or_empty():
+    embedding = parameters(GPT)["embedding.weight"]  # 301 rows over 4 ranks of 128
+    layout = ParallelLayout(4, tp=4)
+    assert embedding.local_shape(layout) == (128, 32)
+    rows = [embedding.rectangle(layout, rank) for rank in range(4)]
+    assert [(r.start[0], r.size[0]) for r in rows] == [(0, 128), (128, 128), (256, 45), (301, 0)]
+
+
+@pytest.mark.parametrize("tp, rows", [(1, 50304), (2, 25216), (8, 6400)])
+def test_gpt_2_s_vocabulary_is_padded_as_megatron_pads_it(tp, rows):
+    # to a multiple of 128 * tp: 50304, 50432 and, at tp = 8, the paper's 51200 (arXiv:1909.08053)
+    embedding = Parameter("e", (50257, 4), ("tp", None), "normal", "first", padded=0)
+    assert embedding.local_shape(ParallelLayout(tp, tp=tp)) == (rows, 4)
+
+
+def test_a_head_is_never_split_and_gate_and_up_are_cut_alike():
+    layout = ParallelLayout(2, tp=2)
+    qkv = parameters(LLAMA)["blocks.0.attention.qkv.weight"]
+    assert qkv.shape == (4, 4, 4, 32)  # kv heads, 2 queries + key + value, head dim, hidden
+    assert qkv.rectangle(layout, 1) == Rectangle((2, 0, 0, 0), (2, 4, 4, 32))
+    gate_up = parameters(LLAMA)["blocks.0.mlp.gate_up.weight"]
+    assert gate_up.rectangle(layout, 1) == Rectangle((0, 12, 0), (2, 12, 32))
+    out = parameters(LLAMA)["blocks.0.attention.out.weight"]
+    assert out.rectangle(layout, 1) == Rectangle((0, 16), (32, 16))
+
+
+def test_a_gradient_is_partial_over_data_and_under_sequence_parallelism_over_tp():
+    layout = ParallelLayout(8, tp=2, cp=2)
+    norm = parameters(LLAMA)["final_norm.weight"]
+    matrix = parameters(LLAMA)["blocks.0.mlp.down.weight"]
+    assert set(norm.gradient_axes(layout, sequence_parallel=True)) == {"tp", "cp", "dp"}
+    assert set(norm.gradient_axes(layout, sequence_parallel=False)) == {"cp", "dp"}
+    for sequence_parallel in (True, False):
+        assert set(matrix.gradient_axes(layout, sequence_parallel)) == {"cp", "dp"}
+
+
+def test_an_expert_s_gradient_is_partial_over_expert_data_only():
+    layout = ParallelLayout(16, tp=2, ep=4, etp=2)
+    expert = parameters(QWEN)["blocks.0.mlp.experts.down.weight"]
+    router = parameters(QWEN)["blocks.0.mlp.router.weight"]
+    assert expert.is_expert and not router.is_expert
+    assert expert.gradient_axes(layout, sequence_parallel=True) == ("edp",)
+    assert set(router.gradient_axes(layout, sequence_parallel=True)) == {"tp", "cp", "dp"}
+
+
+def test_weight_decay_spares_biases_and_norms():
+    spared = {name for name, p in parameters(GPT).items() if not p.decays}
+    assert spared == {name for name in parameters(GPT) if name.endswith("bias") or "norm" in name}
+
+
+def test_a_rectangle_is_an_index_into_the_global_tensor():
+    tensor = np.arange(24).reshape(4, 6)
+    block = Rectangle((1, 2), (2, 3))
+    assert tensor[block.slices].tolist() == [[8, 9, 10], [14, 15, 16]]
