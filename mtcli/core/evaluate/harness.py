@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.prepared import Progress, Report
 from mtcli.core.evaluate.requests import Request, Score, Scorer, request, rolling_windows
-from mtcli.core.evaluate.scoring import BATCH_TOKENS, plan, run
+from mtcli.core.evaluate.scoring import plan, run
 from mtcli.core.spec.errors import failed, wrong
 from mtcli.core.spec.load import closest
 
@@ -34,7 +34,7 @@ class HarnessModel(TemplateLM):
         self,
         scorer: Scorer,
         encoder: Encoder,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int,
         progress: Progress = lambda done: None,
     ) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.prepared import Options, Progress, Report
 from mtcli.core.evaluate.requests import Scorer
-from mtcli.core.evaluate.scoring import BATCH_TOKENS, plan, run
+from mtcli.core.evaluate.scoring import plan, run
 from mtcli.core.evaluate.tasks import HARNESS_PREFIX, TASKS, TaskSpec
 from mtcli.core.spec.errors import wrong
 
@@ -26,7 +26,7 @@ def make_jobs(
     scorer: Scorer,
     encoder: Encoder,
     options: Options,
-    batch_tokens: int = BATCH_TOKENS,
+    batch_tokens: int,
 ) -> list[Job]:
     """One job per task, files read and requests packed.
 

@@ -5,13 +5,15 @@ knows how the model is split. Shapes: B rows, S slots in a row, N scored predict
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mtcli.core.spec.errors import wrong
+
+if TYPE_CHECKING:  # tasks are read and checked before torch is loaded
+    from torch import Tensor
 
 Ids = NDArray[np.int64]
 
@@ -24,11 +26,11 @@ class ScoreBatch(NamedTuple):
     mask is given; positions never do.
     """
 
-    tokens: Tensor  # [B, S] int64
-    positions: Tensor  # [B, S] int64: position of each token in its own sequence
-    mask: Tensor | None  # [B, S, S] bool, True = may attend; None = plain causal
-    rows: Tensor  # [N] int64 into the flat [B*S] tokens: whose next-token prediction is scored
-    targets: Tensor  # [N] int64 target ids
+    tokens: "Tensor"  # [B, S] int64
+    positions: "Tensor"  # [B, S] int64: position of each token in its own sequence
+    mask: "Tensor | None"  # [B, S, S] bool, True = may attend; None = plain causal
+    rows: "Tensor"  # [N] int64 into the flat [B*S] tokens: whose next-token prediction is scored
+    targets: "Tensor"  # [N] int64 target ids
 
 
 class Scorer(Protocol):
@@ -37,7 +39,7 @@ class Scorer(Protocol):
     max_seq_len: int
     vocab_size: int
 
-    def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
+    def score(self, batch: ScoreBatch) -> "tuple[Tensor, Tensor]":
         """Log-probability of each target [N] float32, and whether it is the argmax [N] bool.
 
         The same on every rank.

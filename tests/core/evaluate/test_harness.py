@@ -84,7 +84,7 @@ def test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend(
     file = task_file(kind)
     ours, theirs = tokenizer
     (job,) = make_jobs(
-        parse_tasks([f"lm_eval:{file}"]), byte_scorer, encoder_for(ours), Options(48, limit=6)
+        parse_tasks([f"lm_eval:{file}"]), byte_scorer, encoder_for(ours), Options(48, limit=6), 64
     )
     done = []
     report = job.run(done.append)
@@ -101,7 +101,7 @@ def test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend(
 
 
 def test_a_task_that_generates_text_is_refused(task_file, byte_scorer, tokenizer):
-    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]))
+    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]), 64)
     with pytest.raises(MtcliError) as caught:
         evaluate_harness(str(task_file("generate_until")), model, limit=2)
     assert caught.value.problems[0].message == (
@@ -112,7 +112,7 @@ def test_a_task_that_generates_text_is_refused(task_file, byte_scorer, tokenizer
 def test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused(
     tmp_path, byte_scorer, tokenizer
 ):
-    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]))
+    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]), 64)
     (tmp_path / "nameless.yaml").write_text("dataset_path: json\n")
     for name, message, hint in (
         ("hellaswagg", "none is called 'hellaswagg'", "did you mean 'hellaswag'?"),
@@ -129,7 +129,9 @@ def test_a_task_whose_data_is_not_there_fails(task_file, byte_scorer, tokenizer,
     file = task_file("multiple_choice")
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(MtcliError) as caught:
-        evaluate_harness(str(file), HarnessModel(byte_scorer, encoder_for(tokenizer[0])), limit=2)
+        evaluate_harness(
+            str(file), HarnessModel(byte_scorer, encoder_for(tokenizer[0]), 64), limit=2
+        )
     assert "lm-eval cannot run the task tiny_multiple_choice: " in caught.value.problems[0].message
     assert caught.value.code == 1
 
@@ -138,7 +140,7 @@ def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, toke
     monkeypatch.setattr("mtcli.core.evaluate.jobs.find_spec", lambda name: None)
     with pytest.raises(MtcliError) as caught:
         make_jobs(
-            [TaskSpec("lm_eval:x", None)], byte_scorer, encoder_for(tokenizer[0]), Options(48)
+            [TaskSpec("lm_eval:x", None)], byte_scorer, encoder_for(tokenizer[0]), Options(48), 64
         )
     assert caught.value.problems[0].message == (
         "lm_eval:x needs lm-evaluation-harness, which is not installed"
@@ -150,7 +152,7 @@ def test_a_job_says_what_it_will_do_and_does_it(tmp_path, byte_scorer, tokenizer
     file = tmp_path / "passages.jsonl"
     file.write_text('{"text": "a passage that ends here"}\n{"text": "and another one there"}\n')
     (job,) = make_jobs(
-        parse_tasks([f"lambada={file}"]), byte_scorer, encoder_for(tokenizer[0]), Options(48)
+        parse_tasks([f"lambada={file}"]), byte_scorer, encoder_for(tokenizer[0]), Options(48), 64
     )
     done = []
     report = job.run(done.append)

@@ -21,7 +21,7 @@ def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, 
     file = data / "lambada" / "lambada_test.jsonl"
     encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
     prepared = prepare(file, encoder, Options(max_seq_len=128, limit=40))
-    scores = score_requests(real_scorer, prepared.requests)
+    scores = score_requests(real_scorer, prepared.requests, 1024)
     report, nll, correct = prepared.report(scores), 0.0, 0
     for line in file.read_text(encoding="utf-8").splitlines()[:40]:
         text = json.loads(line)["text"]

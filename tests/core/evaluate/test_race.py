@@ -51,7 +51,7 @@ def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, re
 
     encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
     prepared = prepare(data / "race", encoder, Options(max_seq_len=128, limit=6))
-    scores = score_requests(real_scorer, prepared.requests)
+    scores = score_requests(real_scorer, prepared.requests, 1024)
     backend = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
     theirs = HFLM(pretrained=real_scorer.model, tokenizer=backend, max_length=128, batch_size=4)
     right, instances = {}, []

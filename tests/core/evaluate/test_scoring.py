@@ -59,7 +59,7 @@ def test_greedy_needs_the_argmax_at_every_target(scorer, alone):
     wrong_last = [*best[:2], (best[2] + 1) % 97]
     wrong_first = [(best[0] + 1) % 97, *best[1:]]
     requests = [request(context, c) for c in (best, wrong_last, wrong_first, best[:1])]
-    assert [s.is_greedy for s in score_requests(scorer, requests)] == [True, False, False, True]
+    assert [s.is_greedy for s in score_requests(scorer, requests, 64)] == [True, False, False, True]
 
 
 @settings(max_examples=40, deadline=None)
@@ -122,7 +122,7 @@ def test_progress_counts_every_request_once(scorer):
 
 
 def test_no_requests_give_no_scores(scorer):
-    assert score_requests(scorer, []) == []
+    assert score_requests(scorer, [], 64) == []
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ class _Broken:
 
 def test_a_model_that_is_not_a_number_fails_and_says_where():
     with pytest.raises(MtcliError) as caught:
-        score_requests(_Broken(), [Request(np.array([1, 2]), 1), Request(np.array([3, 4]), 1)])
+        score_requests(_Broken(), [Request(np.array([1, 2]), 1), Request(np.array([3, 4]), 1)], 64)
     assert caught.value.problems[0].message == (
         "the model gives a log-probability of nan in request 1 of 2"
     )

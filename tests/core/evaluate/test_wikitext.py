@@ -61,7 +61,7 @@ def test_the_real_text_is_detokenised_and_counted_as_lm_eval_does(real, bpe):
 def test_real_text_has_the_perplexities_of_transformers(real, bpe, real_scorer, alone):
     options = Options(max_seq_len=128, limit=500, overlap=60)
     prepared = prepare(real, encoder(bpe), options)
-    report = prepared.report(score_requests(real_scorer, prepared.requests))
+    report = prepared.report(score_requests(real_scorer, prepared.requests, 1024))
     text = " ".join(real.read_text(encoding="utf-8").strip().split(" ")[:500])
     whole = bpe.encode(preprocess_wikitext.wikitext_detokenizer({"page": text})).ids
     nll, done = 0.0, 0
