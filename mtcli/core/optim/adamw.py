@@ -51,6 +51,12 @@ class AdamW:
             if master is not self.named[name]:
                 self.named[name].copy_(master)
 
+    @torch.no_grad()
+    def reset_masters(self) -> None:
+        """Takes the masters from the parameters, after other weights were loaded."""
+        for name, master in self.masters.items():
+            master.copy_(self.named[name])
+
     def state(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint holds besides the weights: `<kind>/<name>`.
 

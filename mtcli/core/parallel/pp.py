@@ -19,16 +19,16 @@ from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.schedule.ops import Op, Schedule, needs
 
-I = TypeVar("I")
+Given = TypeVar("Given")
 
 
-class StageModule(Protocol[I]):
-    """One stage of the model, as the pipeline sees it; I is what it reads besides activations."""
+class StageModule(Protocol[Given]):
+    """One stage of the model; Given is what it reads besides activations."""
 
-    def __call__(self, x_TD: Tensor | None, inputs: I) -> Tensor:
+    def __call__(self, x_TD: Tensor | None, inputs: Given) -> Tensor:
         """The stage's activations."""
 
-    def losses(self, x_TD: Tensor, inputs: I) -> Tensor:
+    def losses(self, x_TD: Tensor, inputs: Given) -> Tensor:
         """The last stage's loss of each token."""
 
 
@@ -41,18 +41,18 @@ class OpSpan(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How activations travel: [tokens, columns] of a dtype, and whether all tp ranks hold them all."""
+    """How activations travel: dtype, columns, and whether tp ranks hold the same ones."""
 
     dtype: torch.dtype
     columns: int
     same_on_tp: bool
 
 
-class Pipeline(Generic[I]):
+class Pipeline(Generic[Given]):
     """Executes the ops of this rank in the schedule's order."""
 
     def __init__(
-        self, stages: dict[int, StageModule[I]], schedule: Schedule, groups: Groups, wire: Wire
+        self, stages: dict[int, StageModule[Given]], schedule: Schedule, groups: Groups, wire: Wire
     ) -> None:
         self.stages, self.schedule = stages, schedule
         self.ops = schedule.ops[groups.pp_rank]
@@ -61,7 +61,7 @@ class Pipeline(Generic[I]):
 
     def train_step(
         self,
-        load: Callable[[int], I],
+        load: Callable[[int], Given],
         tokens: int,
         scale: float,
         before_last_backward: Callable[[int], None],
@@ -87,7 +87,7 @@ class Pipeline(Generic[I]):
         return run.total_loss()
 
     @torch.no_grad()
-    def forward(self, load: Callable[[int], I], tokens: int) -> list[Tensor]:
+    def forward(self, load: Callable[[int], Given], tokens: int) -> list[Tensor]:
         """Forwards alone; the last stage's activations of each micro-batch, on its rank only."""
         run = _Step(self, load, tokens, 0.0)
         outputs = [y for op in self.ops if (y := run.infer(op)) is not None]
@@ -96,16 +96,16 @@ class Pipeline(Generic[I]):
         return outputs
 
 
-class _Step(Generic[I]):
+class _Step(Generic[Given]):
     """The state of one pass over the schedule: activations and gradients in flight."""
 
     def __init__(
-        self, pipeline: Pipeline[I], load: Callable[[int], I], tokens: int, scale: float
+        self, pipeline: Pipeline[Given], load: Callable[[int], Given], tokens: int, scale: float
     ) -> None:
         self.stages, self.hops, self.scale = pipeline.stages, pipeline.hops, scale
         self.last_stage = pipeline.schedule.num_stages - 1
         self.load, self.tokens = load, tokens
-        self.loaded: dict[int, I] = {}
+        self.loaded: dict[int, Given] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.losses: list[Tensor] = []
         self.spans: list[OpSpan] = []
@@ -159,7 +159,7 @@ class _Step(Generic[I]):
             return None
         return self.hops.receive(needs(op, self.last_stage + 1)[0], self.tokens)
 
-    def _inputs(self, micro_batch: int) -> I:
+    def _inputs(self, micro_batch: int) -> Given:
         if micro_batch not in self.loaded:
             self.loaded[micro_batch] = self.load(micro_batch)
         return self.loaded[micro_batch]

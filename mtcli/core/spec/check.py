@@ -201,3 +201,24 @@ def _divides(field: str, size: int, of: str, number: int) -> Iterator[Problem]:
         short = field.removeprefix("parallel.")
         legal = [d for d in divisors(number) if d <= 4 * size]
         yield Problem(f"{short}={size} does not divide {name}={number}", listing(legal), field)
+
+
+def require_trainable(config: RunConfig) -> None:
+    """Raises MtcliError for what can be planned and not yet trained."""
+    p = config.parallel
+    untrained = {
+        "parallel.cp": p.cp > 1,
+        "parallel.ep": p.ep > 1,
+        "parallel.etp": p.etp > 1,
+        "parallel.tp_mode": p.tp_mode == "2d",
+        "parallel.zero": p.zero > 0,
+        "parallel.schedule": p.schedule == "zero_bubble",
+        "model.num_experts": config.model.num_experts > 0,
+    }
+    problems = [
+        Problem("this can be planned and not yet trained", "see docs/architecture.md", field)
+        for field, chosen in untrained.items()
+        if chosen
+    ]
+    if problems:
+        raise MtcliError(*problems)

@@ -23,7 +23,12 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
     join several fields, or need the world size, are `check.problems`.
     """
-    config, problems = read_config(source, overrides)
+    return config_of(read_table(source), overrides)
+
+
+def config_of(table: Table, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_config`, for a table of sections."""
+    config, problems = validate(with_overrides(table, overrides))
     if config is None or problems:
         raise MtcliError(*problems)
     return config

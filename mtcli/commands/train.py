@@ -1,0 +1,43 @@
+"""`mtcli train`: pre-train or fine-tune, on one process or on every rank of a launcher."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mtcli.commands.options import ConfigFile, Nproc, Overrides
+
+Resume = Annotated[
+    bool, typer.Option("--resume", help="go on from the newest checkpoint of train.output")
+]
+Init = Annotated[
+    str | None,
+    typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
+]
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides,
+    nproc: Nproc = 1,
+    resume: Resume = False,
+    init: Init = None,
+) -> None:
+    """Train or fine-tune a model from a config; a run folder comes out."""
+    from mtcli.core.runtime import bring_up, environment_world, launch
+    from mtcli.core.spec import check
+    from mtcli.core.spec.load import load_config
+
+    run = load_config(config, overrides)
+    world = environment_world()
+    check.require(run, world or nproc)
+    check.require_trainable(run)
+    if world is None:
+        launch(nproc, sys.argv[1:])
+        return
+    with bring_up(run.train.device, run.train.timeout, run.train.matmul) as runtime:
+        from mtcli.core.train import train as train_run  # imports torch: after the checks
+
+        finished = train_run(run, runtime, resume=resume, init=init)
+    if not finished:
+        raise KeyboardInterrupt

@@ -1,0 +1,202 @@
+"""A model on this rank: its stages, their weights, and forward passes for evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
+from mtcli.core.evaluate.requests import ScoreBatch
+from mtcli.core.model.inputs import Cache, Inputs, make_inputs
+from mtcli.core.model.transformer import Stage
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Groups, make_groups
+from mtcli.core.parallel.pp import Pipeline, Wire
+from mtcli.core.runtime import Runtime
+from mtcli.core.schedule.generators import forward_only
+from mtcli.core.spec import check
+from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.load import config_of
+from mtcli.core.spec.model import parameters, stage_layers
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_stages(config: RunConfig, groups: Groups) -> dict[int, Stage]:
+    """This rank's stages, uninitialised, by stage number.
+
+    A tied embedding that is first and last stage of one rank is one parameter.
+    """
+    parallel, layout = config.parallel, groups.layout
+    build = Build(
+        table=parameters(config.model),
+        groups=groups,
+        dtype=DTYPES[config.train.precision],
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    layers = stage_layers(config.model, layout, parallel.stage_layers)
+    stages = {
+        index: Stage(
+            config.model, build, layers[index], seed=config.seed, recompute=parallel.recompute
+        )
+        for index in layout.stages(groups.pp_rank)
+    }
+    first, last = stages.get(0), stages.get(layout.num_stages - 1)
+    if first and last and first is not last and config.model.tie_embeddings:
+        last.embedding = first.embedding
+    return stages
+
+
+def wire_of(config: RunConfig) -> Wire:
+    """How this config's activations travel between stages."""
+    dtype = DTYPES[config.train.precision]
+    return Wire(dtype, config.model.hidden_size, not config.parallel.sequence_parallel)
+
+
+@torch.no_grad()
+def load_weights(stages: dict[int, Stage], checkpoint: Checkpoint, groups: Groups) -> None:
+    """Fills the stages with this rank's slices of a checkpoint, whatever layout wrote it."""
+    model = next(iter(stages.values())).model
+    checkpoint.require_model(model)
+    table = parameters(model)
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            box = table[name].rectangle(groups.layout, groups.rank)
+            parameter.zero_()  # rows that pad the vocabulary
+            parameter[tuple(slice(n) for n in box.size)] = checkpoint.read(name, box).to(parameter)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model ready for forward passes on this rank; the same answers come out on every rank."""
+
+    config: RunConfig
+    groups: Groups
+    stages: dict[int, Stage]
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest context of the model."""
+        return self.config.model.max_seq_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows, without padding."""
+        return self.config.model.vocab_size
+
+    def forward(self, inputs: list[Inputs]) -> list[Tensor]:
+        """Last activations [b * s, D] of micro-batches of one shape; on the last stage's ranks."""
+        layout = self.groups.layout
+        schedule = forward_only(layout.pp, len(inputs), layout.vpp)
+        pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(self.config))
+        b, s = inputs[0].shape
+        return pipeline.forward(inputs.__getitem__, b * s)
+
+    @torch.no_grad()
+    def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
+        """(log-probability of each target [N] float32, whether it is the argmax [N] bool).
+
+        Data parallel ranks score different rows of the batch.
+        """
+        b, s = batch.tokens.shape
+        dp, dp_rank = self.groups.layout.dp, self.groups.dp_rank
+        mine = torch.arange(b).tensor_split(dp)[dp_rank]
+        found = torch.zeros(2, len(batch.rows))
+        if len(mine):
+            owned = (batch.rows // s >= mine[0]) & (batch.rows // s <= mine[-1])
+            share = ScoreBatch(
+                batch.tokens[mine],
+                batch.positions[mine],
+                None if batch.mask is None else batch.mask[mine],
+                batch.rows[owned] - mine[0] * s,
+                batch.targets[owned],
+            )
+            found[:, owned] = self._score(share)
+        all_reduce(found, self.groups.world)
+        return found[0], found[1] > 0.5
+
+    def next_logits(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """The logits [b, V] that follow the last token of each sequence, on every rank."""
+        b, s = tokens.shape
+        inputs = self._inputs(tokens, positions=positions, cache=cache)
+        outputs = self.forward([inputs])
+        logits = torch.zeros(b, self.vocab_size, device=self.groups.device)
+        if outputs:
+            last = outputs[0].view(b, s, -1)[:, -1]
+            table = self._last_stage().output_table
+            logits = table.all_logits(table.logits(last), self.vocab_size).float()
+        return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
+
+    def _score(self, batch: ScoreBatch) -> Tensor:
+        """[2, N]: log-probabilities and whether greedy; zeros on ranks without the last stage."""
+        b = len(batch.tokens)
+        device, parts = self.groups.device, self.groups.layout.pp
+        size = b // parts if b % parts == 0 else b
+        outputs = self.forward([self._score_inputs(batch, i, size) for i in range(0, b, size)])
+        if not outputs:
+            return torch.zeros(2, len(batch.rows))
+        table = self._last_stage().output_table
+        logits = table.logits(torch.cat(outputs)[batch.rows.to(device)])
+        logprobs, greedy = table.score(logits, batch.targets.to(device))
+        found = torch.stack([logprobs.float(), greedy.float()]).cpu()
+        return found * float(self.groups.tp.rank == 0)  # one rank of each replica answers
+
+    def _score_inputs(self, batch: ScoreBatch, start: int, size: int) -> Inputs:
+        rows = slice(start, start + size)
+        mask = None if batch.mask is None else batch.mask[rows]
+        return self._inputs(batch.tokens[rows], positions=batch.positions[rows], mask=mask)
+
+    def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:
+        device = self.groups.device
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in others.items()}
+        dtype = DTYPES[self.config.train.precision]
+        return make_inputs(self.config.model, dtype, tokens.to(device), **moved)
+
+    def _last_stage(self) -> Stage:
+        return self.stages[self.groups.layout.num_stages - 1]
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A checkpoint opened for evaluation or generation."""
+
+    scorer: Engine
+    tokenizer: Tokenizer | None
+    checkpoint: Checkpoint
+
+
+def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenModel:
+    """Our checkpoint, a run folder or a Hugging Face folder, on any layout.
+
+    `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
+    in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout.
+    """
+    checkpoint = open_checkpoint(Path(path))
+    config = evaluation_config(checkpoint.model, overrides, runtime.world)
+    check.require(config, runtime.world)
+    layout = ParallelLayout.of(config.parallel, runtime.world)
+    groups = make_groups(layout, runtime.rank, runtime.device, config.train.timeout)
+    stages = build_stages(config, groups)
+    load_weights(stages, checkpoint, groups)
+    for stage in stages.values():
+        stage.requires_grad_(False)
+    folder = checkpoint.tokenizer_folder
+    tokenizer = None if folder is None else load_tokenizer(folder)
+    return OpenModel(Engine(config, groups, stages), tokenizer, checkpoint)
+
+
+def evaluation_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
+    """A config for forward passes of any shape: no sequence parallelism, one sequence a rank."""
+    base = {
+        "model": model.model_dump(exclude_none=True),
+        "parallel": {"sequence_parallel": False},
+        "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
+    }
+    return config_of(base, overrides)

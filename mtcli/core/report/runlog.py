@@ -1,0 +1,115 @@
+"""A run's own records: the numbers before it starts, the progress line, metrics.jsonl, trackers."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from tqdm import tqdm
+
+from mtcli.core.report.trackers import open_trackers
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.load import dump_toml
+from mtcli.core.spec.model import count_parameters, forward_flops
+
+
+class RunLog:
+    """Rank 0's records; the same calls on other ranks say nothing."""
+
+    def __init__(self, config: RunConfig, speaks: bool, step: int, peak_flops: float) -> None:
+        self.config, self.speaks, self.first_step = config, speaks, step
+        self.peak = peak_flops
+        self.folder = Path(config.train.output)
+        self.bar: Any = None
+        self.last_saved: Path | None = None
+        self.trackers: list[Any] = []
+
+    def begin(self, world: int, rank_bytes: int, resumed_from: str) -> None:
+        """Says what is about to be done, in numbers, and opens the files."""
+        self.flops_per_second = self.peak * world
+        if not self.speaks:
+            return
+        config, batch = self.config, self.config.batch
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+        self.metrics = _truncated(self.folder / "metrics.jsonl", self.first_step)
+        self.trackers = open_trackers(config)
+        p = config.parallel
+        rows = {
+            "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
+            "layout": f"{world} ranks: tp={p.tp} pp={p.pp} dp={world // (p.tp * p.cp * p.pp)}",
+            "step": f"{batch.global_batch_size * batch.seq_len:,} tokens, {config.train.precision}",
+            "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
+            "from": resumed_from,
+            "output": str(self.folder),
+        }
+        for name, text in rows.items():
+            typer.echo(f"{name:<7}{text}")
+        self.bar = tqdm(
+            total=config.train.steps, initial=self.first_step, unit="step", file=sys.stderr
+        )
+
+    def step(self, step: Any, consumed: int, valid_loss: float | None) -> None:
+        """Records a step."""
+        if not self.speaks:
+            return
+        batch = self.config.batch
+        tokens = batch.global_batch_size * batch.seq_len
+        flops = 3.0 * forward_flops(self.config.model, batch.seq_len) * tokens
+        row = {
+            "step": step.step,
+            "consumed_samples": consumed,
+            "loss": step.loss,
+            "lr": step.lr,
+            "grad_norm": step.grad_norm,
+            "step_seconds": step.seconds,
+            "tokens_per_second": tokens / step.seconds,
+            "mfu": flops / step.seconds / self.flops_per_second,
+        }
+        if valid_loss is not None:
+            row["valid_loss"] = valid_loss
+        self.metrics.write(json.dumps(row) + "\n")
+        self.metrics.flush()
+        self.bar.update(1)
+        if step.step % self.config.train.log_every == 0:
+            self.bar.set_postfix_str(_line(row), refresh=False)
+            for tracker in self.trackers:
+                tracker.log({k: v for k, v in row.items() if k != "step"}, step=step.step)
+
+    def saved(self, path: Path) -> None:
+        """Notes a checkpoint."""
+        self.last_saved = path
+
+    def end(self) -> None:
+        """Closes the files and names what was written last."""
+        if not self.speaks:
+            return
+        self.bar.close()
+        self.metrics.close()
+        for tracker in self.trackers:
+            tracker.finish()
+        typer.echo(f"wrote {self.last_saved or self.folder}")
+
+
+def _line(row: dict[str, Any]) -> str:
+    text = f"loss {row['loss']:.4f} lr {row['lr']:.2e} {row['tokens_per_second']:,.0f} tok/s"
+    text += f" mfu {100 * row['mfu']:.1f}%"
+    return text + (f" valid {row['valid_loss']:.4f}" if "valid_loss" in row else "")
+
+
+def _truncated(path: Path, step: int) -> Any:
+    """The metrics file opened for appending, without the steps that will be run again."""
+    kept = []
+    if path.exists() and step:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _is_before(line, step)]
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
+
+
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return False  # the last line of a killed run

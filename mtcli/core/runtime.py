@@ -1,0 +1,253 @@
+"""Bring-up: which rank this process is, its device and threads, and starting workers.
+
+Understands the environments of torchrun (and of `accelerate launch` and our own `--nproc`, which
+set the same variables) and of Slurm. Imports torch only inside functions: a launcher decides on
+allocator settings before torch is loaded.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mtcli.core.spec.errors import Exit, MtcliError, Problem, wrong
+
+if TYPE_CHECKING:
+    import torch
+
+# glibc gives freed blocks back to the system and faults them in again at the next step; keeping
+# them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read once, at exec.
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process among its peers."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: "torch.device"
+
+
+def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The world size where a launcher has set one; None in a process started by hand."""
+    ranks = _ranks(environ)
+    return ranks[1] if ranks else None
+
+
+def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
+    """Runs `mtcli <arguments>` in nproc workers and returns when all are done.
+
+    With one worker this process becomes it. Raises MtcliError with the first failure's own words.
+    """
+    settings = {name: value for name, value in ALLOCATOR.items() if name not in os.environ}
+    command = [sys.executable, "-m", "mtcli", *arguments]
+    if nproc == 1 and max_restarts == 0:
+        os.execve(sys.executable, command, os.environ | settings | _RANK_ZERO)
+    os.environ.update(settings | {LAUNCHED: "1"})
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    _run_workers(nproc, command, max_restarts)
+
+
+@contextmanager
+def bring_up(device: str, timeout: float, matmul: str = "fast") -> Iterator[Runtime]:
+    """This process's Runtime, with process groups up; they are taken down at the end.
+
+    An error inside is handed to our launcher, which reports the first one, once.
+    """
+    try:
+        runtime = _start(device, timeout, matmul)
+        yield runtime
+    except (Exception, KeyboardInterrupt) as error:
+        if LAUNCHED in os.environ:
+            _hand_over(error)
+        raise
+    finally:
+        _stop()
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class StopSignal:
+    """Remembers SIGINT and SIGTERM, so that a run can stop after its step and save.
+
+    A second signal stops at once.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+_RANK_ZERO = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+}
+
+
+def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    """(rank, world, local rank, local world) from a launcher's variables."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        defaults = ("0", "1", environ["RANK"], environ["WORLD_SIZE"])
+        values = [environ.get(n, d) for n, d in zip(names, defaults, strict=True)]
+    elif "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        tasks = environ["SLURM_NTASKS"]
+        per_node = environ.get("SLURM_NTASKS_PER_NODE", tasks)
+        values = [environ["SLURM_PROCID"], tasks, environ.get("SLURM_LOCALID", "0"), per_node]
+    else:
+        return None
+    rank, world, local_rank, local_world = (int(value) for value in values)
+    return rank, world, local_rank, local_world
+
+
+def _start(device: str, timeout: float, matmul: str) -> Runtime:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    rank, world, local_rank, local_world = _ranks(os.environ) or (0, 1, 0, 1)
+    where = _device(device, local_rank)
+    if where.type == "cpu":
+        torch.set_num_threads(max(1, cores() // local_world))
+    else:
+        torch.cuda.set_device(where)
+    _set_matmul(matmul)
+    if world > 1:
+        if "MASTER_ADDR" not in os.environ:  # Slurm names hosts, torchrun sets these two
+            first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+            os.environ |= {"MASTER_ADDR": first, "MASTER_PORT": "29531"}
+        backend = "nccl" if where.type == "cuda" else "gloo"
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit)
+    return Runtime(rank, world, local_rank, local_world, where)
+
+
+def _device(name: str, local_rank: int) -> "torch.device":
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise wrong("there is no CUDA device here", "--device cpu", "device")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        message = f"local rank {local_rank} has no GPU: this machine has {count}"
+        raise wrong(message, f"--nproc {count} at most, or --device cpu", "device")
+    return torch.device("cuda", local_rank)
+
+
+def _set_matmul(matmul: str) -> None:
+    """Takes the quicker fp32 product on CPU where it is as accurate as fp32.
+
+    torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
+    MKL's speed on AMD; with AMX it may round to bfloat16. So the error decides, not the name.
+    """
+    import torch
+
+    if matmul == "strict":
+        return
+    torch.set_float32_matmul_precision("medium")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(192, 192, generator=generator) for _ in range(2))
+    for x, y in ((a, b), (a, b.T), (a.T, b)):
+        exact = x.double() @ y.double()
+        error = ((x @ y).double() - exact).norm() / exact.norm()
+        if error > 2e-6:  # 8 times what float32 sums of 192 products show, 1/1000 of bfloat16's
+            torch.set_float32_matmul_precision("highest")
+            return
+
+
+def _stop() -> None:
+    torch = sys.modules.get("torch")
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        torch.distributed.destroy_process_group()
+
+
+def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"mtcli-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except SignalException:
+        raise KeyboardInterrupt from None
+    except ChildFailedError as error:
+        raise _first_failure(error) from None
+
+
+def _first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
+    codes = {failure.exitcode for failure in error.failures.values()}
+    if Exit.INTERRUPTED in codes:
+        return KeyboardInterrupt()
+    rank, failure = error.get_first_failure()
+    told = failure.message if isinstance(failure.message, dict) else {}
+    if "problems" in told.get("extraInfo", {}):
+        problems = [Problem(*problem) for problem in told["extraInfo"]["problems"]]
+        return MtcliError(*problems, code=Exit(told["extraInfo"]["code"]))
+    cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
+    hint = "the last good checkpoint is kept: run the same command with --resume"
+    return MtcliError(Problem(f"rank {rank} failed: {cause}", hint), code=Exit.FAILED)
+
+
+def _hand_over(error: BaseException) -> None:
+    """Leaves the error in the file that the launcher reads, and ends this worker quietly."""
+    code = error.code if isinstance(error, MtcliError) else Exit.FAILED
+    extra: dict[str, Any] = {"timestamp": str(int(time.time())), "code": int(code)}
+    if isinstance(error, MtcliError):
+        extra["problems"] = [list(problem) for problem in error.problems]
+    elif isinstance(error, KeyboardInterrupt):
+        os._exit(Exit.INTERRUPTED)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+    if os.environ.get("MTCLI_TRACEBACK"):
+        traceback.print_exception(error)
+    os._exit(code)

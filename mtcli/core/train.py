@@ -1,0 +1,123 @@
+"""`mtcli train`: the loop. Reads top to bottom as a run goes."""
+
+from pathlib import Path
+
+import torch
+
+from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import save
+from mtcli.core.data.describe import tokenizer_folder
+from mtcli.core.feed import open_feed
+from mtcli.core.measure import peak_flops
+from mtcli.core.parallel.collectives import all_reduce, gather_objects
+from mtcli.core.report.runlog import RunLog
+from mtcli.core.runtime import Runtime, StopSignal
+from mtcli.core.saving import pieces
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.load import dump_toml
+from mtcli.core.trainer import Trainer
+
+
+def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None) -> bool:
+    """Trains to train.steps; returns False where a signal stopped it, after saving.
+
+    `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
+    layout wrote it. `init` takes the weights of a checkpoint or Hugging Face folder at step 0.
+    """
+    stop = StopSignal()
+    trainer = Trainer(config, runtime)
+    checkpoint = _start(trainer, resume, init)
+    feed = open_feed(config, trainer.groups)
+    valid = open_feed(config, trainer.groups, validation=True) if config.train.eval_every else None
+    log = RunLog(config, runtime.rank == 0, trainer.step, peak_flops(config, runtime))
+    source = f"{checkpoint.folder}, step {checkpoint.step}" if checkpoint else "the seed"
+    log.begin(runtime.world, trainer.state_bytes(), source)
+    while trainer.step < config.train.steps:
+        step = trainer.train_step(feed)
+        valid_loss = None
+        if valid and step.step % config.train.eval_every == 0:
+            valid_loss = trainer.evaluate(valid)
+        log.step(step, trainer.consumed_samples, valid_loss)
+        stopped = _any_rank(trainer, stop.received > 0)
+        if stopped or _saves_at(config, step.step):
+            log.saved(_save(trainer))
+        if stopped:
+            break
+    feed.close()
+    log.end()
+    return trainer.step >= config.train.steps
+
+
+def _start(trainer: Trainer, resume: bool, init: str | None) -> Checkpoint | None:
+    """Weights from the run's newest checkpoint, from another model's, or from the seed."""
+    output = Path(trainer.config.train.output)
+    there = (output / "checkpoints").is_dir() and any((output / "checkpoints").glob("step-*[0-9]"))
+    if there and not resume:
+        hint = "--resume goes on from it; or set train.output to another folder"
+        raise wrong(f"{output} already holds a run", hint, "train.output")
+    if there:
+        checkpoint = open_checkpoint(output)
+        _require_same_run(trainer.config, checkpoint)
+        trainer.resume(checkpoint)
+        return checkpoint
+    if init:
+        checkpoint = open_checkpoint(Path(init))
+        trainer.load_weights(checkpoint)
+        return checkpoint
+    trainer.initialise()
+    return None
+
+
+def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """A resumed run may change its layout, precision and length, not its model or data order."""
+    before = checkpoint.config
+    if before is None:
+        return
+    fixed = {
+        "seed": (before.seed, config.seed),
+        "batch.seq_len": (before.batch.seq_len, config.batch.seq_len),
+        "batch.global_batch_size": (
+            before.batch.global_batch_size,
+            config.batch.global_batch_size,
+        ),
+    }
+    shapes = before.model.model_dump(), config.model.model_dump()
+    fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
+    for field, (old, new) in fixed.items():
+        if old != new:
+            hint = f"set it back to {old}, or train from it with --init into another output"
+            raise wrong(f"{field} is {new}, and the run was trained with {old}", hint, field)
+
+
+def _saves_at(config: RunConfig, step: int) -> bool:
+    every = config.train.save_every
+    return step == config.train.steps or (every > 0 and step % every == 0)
+
+
+def _save(trainer: Trainer) -> Path:
+    config = trainer.config
+    return save(
+        Path(config.train.output) / "checkpoints",
+        trainer.step,
+        pieces(trainer),
+        rank=trainer.groups.rank,
+        gather=lambda value: gather_objects(value, trainer.groups.world),
+        extra={"consumed_samples": trainer.consumed_samples},
+        config_toml=dump_toml(config),
+        tokenizer=_tokenizer(config),
+        keep=config.train.keep,
+    )
+
+
+def _tokenizer(config: RunConfig) -> Path | None:
+    """The folder of the tokenizer that made the training data, where preprocess left one."""
+    prefixes = [word for word in config.data.train if tokenizer_folder(word)]
+    return tokenizer_folder(prefixes[0]) if prefixes else None
+
+
+def _any_rank(trainer: Trainer, flag: bool) -> bool:
+    """Whether the flag is set on any rank: all leave the loop after the same step."""
+    sums = torch.tensor([float(flag)], device=trainer.groups.device)
+    return all_reduce(sums, trainer.groups.world).item() > 0.0

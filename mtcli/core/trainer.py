@@ -1,0 +1,151 @@
+"""One training step, as data flows: batch, forward, backward, reduce, clip, update.
+
+The same code runs one process and thousands: what is cut over ranks is decided by the layout, and
+this file only names what happens to a step.
+"""
+
+import math
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.engine import build_stages, load_weights, wire_of
+from mtcli.core.feed import Feed
+from mtcli.core.model.init import initialise
+from mtcli.core.optim.adamw import AdamW
+from mtcli.core.optim.lr import learning_rate
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.dp import Gradients
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.pp import Pipeline
+from mtcli.core.runtime import Runtime
+from mtcli.core.saving import load_optimizer
+from mtcli.core.schedule.generators import forward_only, schedule_for
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.errors import failed
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model import parameters
+
+
+class Step(NamedTuple):
+    """What one step did."""
+
+    step: int
+    loss: float  # mean over the global batch's tokens, nats
+    lr: float
+    grad_norm: float  # before clipping
+    seconds: float
+
+
+class Trainer:
+    """The state of a run on this rank: weights, gradients, optimizer and the step they are at."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime) -> None:
+        self.config = config
+        self.layout = ParallelLayout.of(config.parallel, runtime.world)
+        timeout = config.train.timeout
+        self.groups = make_groups(self.layout, runtime.rank, runtime.device, timeout)
+        self.stages = build_stages(config, self.groups)
+        self.table = parameters(config.model)
+        self.gradients = Gradients(
+            self.stages,
+            self.table,
+            self.groups,
+            sequence_parallel=config.parallel.sequence_parallel,
+            bucket_bytes=config.parallel.bucket_mib * 2**20,
+        )
+        named = {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
+        self.optimizer = AdamW(named, self.table, config.optimizer)
+        b, p = config.batch, config.parallel
+        self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
+        schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
+        self.pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(config))
+        self.step = 0
+
+    def initialise(self) -> None:
+        """Fills the weights from the config's seed."""
+        for stage in self.stages.values():
+            initialise(stage, self.config.model, self.groups, self.config.seed)
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        """Takes the weights of any checkpoint of this model and starts at step 0."""
+        load_weights(self.stages, checkpoint, self.groups)
+        self.optimizer.reset_masters()
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Takes weights, optimizer and step of a run's checkpoint, whatever layout wrote it."""
+        load_weights(self.stages, checkpoint, self.groups)
+        load_optimizer(self.optimizer, checkpoint, self.table, self.groups)
+        self.step = checkpoint.step
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's weights, gradients, masters and moments."""
+        weights = {id(p): p for stage in self.stages.values() for p in stage.parameters()}
+        tensors = [*weights.values(), *self.optimizer.state().values()]
+        tensors += [bucket.flat for bucket in self.gradients.buckets]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Sequences trained on so far: with the seed, all that the next batch depends on."""
+        return self.step * self.config.batch.global_batch_size
+
+    def train_step(self, feed: Feed) -> Step:
+        """One optimizer step on the next global batch.
+
+        Raises MtcliError (exit 1) where the loss or the gradient is not finite, before the update.
+        """
+        config, start = self.config, perf_counter()
+        batch = config.batch
+        load = feed.step(self.step)
+        self.gradients.begin()
+        loss_sum = self.pipeline.train_step(
+            load,
+            tokens=batch.micro_batch_size * batch.seq_len,
+            scale=1.0 / (batch.global_batch_size * batch.seq_len),
+            before_last_backward=self.gradients.arm,
+        )
+        self.gradients.finish()
+        loss, norm = self._global(loss_sum, self.gradients.square_sum())
+        if not math.isfinite(loss + norm):
+            raise failed(
+                f"step {self.step + 1}: loss {loss}, gradient norm {norm}",
+                "the last checkpoint is kept; lower optimizer.lr or look at the batch",
+            )
+        clip = config.optimizer.clip
+        if clip and norm > clip:
+            self.gradients.scale_(clip / norm)
+        self.step += 1
+        lr = learning_rate(config.optimizer, self.step, config.train.steps)
+        self.optimizer.step(self.gradients.views, lr)
+        return Step(self.step, loss, lr, norm, perf_counter() - start)
+
+    @torch.no_grad()
+    def evaluate(self, feed: Feed) -> float:
+        """The mean loss over train.eval_batches global batches of the validation data."""
+        batch, steps = self.config.batch, self.config.train.eval_batches
+        schedule = forward_only(self.layout.pp, self.micro_batches, self.layout.vpp)
+        pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(self.config))
+        total = 0.0
+        for step in range(steps):
+            load = feed.step(step, training=False)
+            outputs = pipeline.forward(load, batch.micro_batch_size * batch.seq_len)
+            last = self.stages.get(self.layout.num_stages - 1)
+            for micro_batch, x_TD in enumerate(outputs):
+                assert last is not None, "outputs come from the last stage"
+                total += float(last.losses(x_TD, load(micro_batch)).double().sum())
+        loss, _ = self._global(total, 0.0)
+        return loss / steps
+
+    def _global(self, loss_sum: float, square_sum: float) -> tuple[float, float]:
+        """(mean loss of the global batch, gradient norm), the same on every rank.
+
+        Each tp rank of the last stage has the same losses, so one of them speaks.
+        """
+        mine = loss_sum if self.groups.tp.rank == 0 else 0.0
+        sums = torch.tensor([mine, square_sum], dtype=torch.float64, device=self.groups.device)
+        loss, squares = all_reduce(sums, self.groups.world).tolist()
+        batch = self.config.batch
+        return loss / (batch.global_batch_size * batch.seq_len), math.sqrt(squares)
