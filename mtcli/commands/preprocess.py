@@ -1,0 +1,96 @@
+"""`mtcli preprocess`: text to the tokens that training reads."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mtcli.commands.options import JsonOut, write_json
+
+
+def preprocess(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files, folders and globs of .txt, .jsonl (also .gz .zst .xz .bz2) and .parquet; "
+            "- for standard input; stdlib for the running Python's standard library.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx, .json, .tokenizer/.")
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="A tokenizer.json, a folder with one or with vocab.json and merges.txt, "
+            "a Hugging Face name, bytes, or train:N for a new byte-level BPE of N ids."
+        ),
+    ],
+    text_key: Annotated[
+        str, typer.Option(help="The key of JSON lines, or the column of Parquet, with the text.")
+    ] = "text",
+    split_on: Annotated[
+        Literal["blank"] | None,
+        typer.Option(help="blank: a .txt holds a document per block between blank lines."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that encode.", show_default="one per core")
+    ] = None,
+    append_eod: Annotated[
+        bool | None,
+        typer.Option(
+            "--append-eod/--no-append-eod",
+            help="End every document with the tokenizer's end-of-document token.",
+            show_default="where it has one",
+        ),
+    ] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")] = False,
+    json_out: JsonOut = None,
+) -> None:
+    """Turn text into token files that Megatron and mtcli train read."""
+    from mtcli.core.data.pool import default_workers
+    from mtcli.core.data.preprocess import preprocess as run
+    from mtcli.core.data.request import Request
+
+    request = Request(
+        inputs=tuple(inputs),
+        output=output,
+        tokenizer=tokenizer,
+        text_key=text_key,
+        split_on_blank=split_on == "blank",
+        workers=default_workers() if workers is None else workers,
+        append_eod=append_eod,
+        skip_bad=skip_bad,
+        resume=resume,
+        force=force,
+    )
+    report = run(request, lambda line: typer.echo(line, err=True))
+    _show(report, json_out)
+
+
+def _show(report: dict[str, object], json_out: str | None) -> None:
+    """The report as JSON where asked for, and as a table; last the names of what was written."""
+    if json_out is not None:
+        write_json(report, json_out)
+    if json_out == "-":
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
+        table.add_row(name.replace("_", " "), f"{report[name]:,}")
+    for kind, count in report["skipped"].items():
+        table.add_row(f"skipped: {kind}", f"{count:,}")
+    table.add_row("vocabulary", f"{report['tokenizer']['vocab_size']:,}")
+    table.add_row("seconds", f"{report['seconds']:.2f}")
+    table.add_row("tokens/s", f"{report['tokens_per_second']:,.0f}")
+    Console().print(table)
+    typer.echo("\n".join(report["outputs"]))

@@ -1,0 +1,126 @@
+"""Worker processes that do blocks of work and hand their results back in order."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Generic, TypeVar
+
+from mtcli.core.spec.errors import Exit, MtcliError, Problem, failed
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Pool(Generic[Item, Result]):
+    """`workers` processes that each run `work(item)`, one item at a time.
+
+    Items are taken from their iterable only when a worker is free, so a lazy one bounds what is in
+    flight. Workers are forked on Linux (no start-up cost, `work` is inherited), else spawned.
+    """
+
+    def __init__(self, work: Callable[[Item], Result], workers: int) -> None:
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        forked = context.get_start_method() == "fork"
+        self._ends: list[Connection] = []
+        self._processes = []
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            # A forked child inherits our ends: it closes them, or it would never see us die.
+            inherited = [*self._ends, ours] if forked else []
+            process = context.Process(target=_serve, args=(work, theirs, inherited), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> "Pool[Item, Result]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end, process in zip(self._ends, self._processes, strict=True):
+            process.terminate()
+            end.close()
+        for process in self._processes:
+            process.join()
+
+    def map(self, items: Iterable[Item]) -> Iterator[Result]:
+        """`work` of every item, in the order of the items.
+
+        The first item that fails, in that order, raises its error here. Raises MtcliError where a
+        worker dies.
+        """
+        numbered = enumerate(items)
+        free, busy, done = list(self._ends), {}, {}
+        following, more = 0, True
+        while True:
+            while free and more:
+                number, item = next(numbered, (None, None))
+                more = number is not None
+                if more:
+                    end = free.pop()
+                    self._send(end, item)
+                    busy[end] = number
+            if not busy:
+                return
+            for end in wait(list(busy)):
+                done[busy.pop(end)] = self._receive(end)
+                free.append(end)
+            while following in done:
+                yield _opened(done.pop(following))
+                following += 1
+
+    def _send(self, end: Connection, item: Item) -> None:
+        try:
+            end.send(item)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._died(end) from None
+
+    def _receive(self, end: Connection) -> tuple[object, tuple[tuple[Problem, ...], Exit] | None]:
+        try:
+            return end.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._died(end) from None
+
+    def _died(self, end: Connection) -> MtcliError:
+        process = self._processes[self._ends.index(end)]
+        process.join()
+        code = process.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return failed(
+            f"worker process {process.pid} died with {how}",
+            "signal 9 is most often the system short of memory: try fewer --workers, and --resume",
+        )
+
+
+def default_workers() -> int:
+    """As many as there are cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _serve(work: Callable[[Item], Result], end: Connection, inherited: list[Connection]) -> None:
+    """A worker's life: until the other end closes, or it is terminated."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in inherited:
+        other.close()
+    while True:
+        try:
+            item = end.recv()
+        except EOFError:
+            return
+        try:
+            answer = (work(item), None)
+        except MtcliError as error:
+            answer = (None, (error.problems, error.code))
+        end.send(answer)
+
+
+def _opened(answer: tuple[Result, tuple[tuple[Problem, ...], Exit] | None]) -> Result:
+    result, error = answer
+    if error is not None:
+        problems, code = error
+        raise MtcliError(*problems, code=code)
+    return result

@@ -1,0 +1,246 @@
+"""Text to tokens on all cores: the same bytes for any number of workers, and after any kill.
+
+The corpus is cut into blocks; workers encode blocks into part files; this process appends the parts
+in order. Memory holds a block per worker and a file buffer, whatever the corpus.
+"""
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mtcli.core.data.corpus import Block, Source, cut
+from mtcli.core.data.documents import Reading, Text, read_documents
+from mtcli.core.data.encoders import SAMPLE_BYTES, is_cuttable, make_encode
+from mtcli.core.data.indexed import token_dtype, with_suffix
+from mtcli.core.data.pool import Pool
+from mtcli.core.data.request import Request, done_before, fingerprint, named_sources
+from mtcli.core.data.stdin import spool
+from mtcli.core.data.tokenize import Tokenizer, load_tokenizer, train_tokenizer
+from mtcli.core.data.work import Counts, Job, encode_block
+from mtcli.core.data.workspace import FINAL, Workspace
+from mtcli.core.spec.errors import failed, wrong
+
+TRAIN_BYTES = 64 << 20  # of the corpus, evenly spread, that a new tokenizer is trained on
+
+Say = Callable[[str], None]
+
+
+def preprocess(request: Request, say: Say) -> dict[str, object]:
+    """Write PREFIX.bin, .idx, .json and .tokenizer/; what they hold, and how long it took.
+
+    `say` is told what will be done before it is. Raises MtcliError for input that is wrong (file
+    and line), outputs that exist, an empty corpus, a full disk and a worker that died.
+    """
+    began = time.perf_counter()
+    sources = named_sources(request)
+    name = fingerprint(request, sources)
+    facts = done_before(request, name)
+    if facts is None:
+        facts = _in_workspace(request, sources, name, say)
+    else:
+        say(f"{request.output} is complete: nothing to do")
+    seconds = time.perf_counter() - began
+    return {
+        **facts,
+        "workers": request.workers,
+        "seconds": seconds,
+        "tokens_per_second": facts["tokens"] / seconds,
+        "outputs": [str(with_suffix(request.output, suffix)) for suffix in FINAL],
+    }
+
+
+def _in_workspace(
+    request: Request, sources: list[Source], name: str, say: Say
+) -> dict[str, object]:
+    """The facts of a run that leaves its workspace only where it can be resumed."""
+    try:
+        request.output.parent.mkdir(parents=True, exist_ok=True)
+        space = Workspace(request.output, name, request.resume)
+    except OSError as error:
+        raise wrong(f"{request.output} cannot be written: {error}") from None
+    finished = False
+    try:
+        facts = _run(request, sources, space, say)
+        finished = True
+    except OSError as error:
+        raise failed(f"{space.folder}: {error}", "free space, then --resume") from None
+    finally:
+        if not finished:
+            space.leave(resumable=not request.from_stdin)
+    return facts
+
+
+def _run(request: Request, sources: list[Source], space: Workspace, say: Say) -> dict[str, object]:
+    if space.is_finished:
+        space.publish()
+        return json.loads(with_suffix(request.output, ".json").read_text(encoding="utf-8"))
+    parts = space.folder / "parts"
+    parts.mkdir(exist_ok=True)
+    corpus: Iterable[Source] = sources
+    if request.from_stdin:
+        corpus = spool(sys.stdin.buffer, request.split_on_blank, _made(space.folder / "spool"))
+    first = list(islice(iter(corpus), 1))
+    rest = corpus if request.from_stdin else corpus[1:]
+    tokenizer = _tokenizer(request, sources, space)
+    job, encoder = _job(request, tokenizer, first, parts)
+    size = sum(source.size for source in sources)
+    say(_plan(request, len(sources), size, tokenizer, encoder))
+    if space.resumed_at:
+        say(f"going on after {space.counts.documents:,} documents")
+    blocks = islice(cut(chain(first, rest), request.split_on_blank), space.resumed_at, None)
+    _encode_all(request, job, blocks, space, size)
+    if space.counts.documents == 0:
+        skipped = sum(space.counts.skipped.values())
+        raise wrong(
+            f"no document in {', '.join(request.inputs)}: {skipped} bad ones were left out and "
+            f"{space.counts.empty_documents} hold no text",
+            "is this the right input, and the right --text-key?",
+        )
+    facts = _facts(request, tokenizer, job, space.counts, fingerprint(request, sources))
+    return space.finish(facts, job.dtype)
+
+
+def _encode_all(
+    request: Request, job: Job, blocks: Iterator[Block], space: Workspace, size: int
+) -> None:
+    """Encode `blocks` on all workers and append them in order, with a line of progress."""
+    issued: deque[Block] = deque()
+
+    def remembered() -> Iterator[Block]:
+        for block in blocks:
+            issued.append(block)
+            yield block
+
+    # A worker gets the job once; processes start before the progress bar starts its thread.
+    with (
+        Pool(_Encode(job), request.workers) as pool,
+        tqdm(total=size or None, unit="B", unit_scale=True, file=sys.stderr) as bar,
+    ):
+        began, before = time.perf_counter(), space.counts.tokens
+        for counts in pool.map(remembered()):
+            block = issued.popleft()
+            space.append(*job.part(block.number), counts)
+            if request.from_stdin:
+                _remove_read(block)
+            bar.update(block.size)
+            speed = (space.counts.tokens - before) / (time.perf_counter() - began)
+            bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+
+
+class _Encode:
+    """`encode_block` of one job: a class, so that it can be sent to a spawned worker."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __call__(self, block: Block) -> Counts:
+        return encode_block(self.job, block)
+
+
+def _remove_read(block: Block) -> None:
+    for piece in block.pieces:
+        if piece.stop == piece.source.size:
+            Path(piece.source.path).unlink()
+
+
+def _tokenizer(request: Request, sources: list[Source], space: Workspace) -> Tokenizer:
+    """Loaded, or trained; a resumed run takes the one it began with."""
+    folder = space.folder / "tokenizer"
+    if space.resumed_at:
+        return load_tokenizer(folder)
+    if request.train_size is None:
+        tokenizer = load_tokenizer(request.tokenizer)
+    else:
+        tokenizer = train_tokenizer(_spread(request, sources), request.train_size)
+    tokenizer.save(folder)
+    return tokenizer
+
+
+def _spread(request: Request, sources: list[Source]) -> Iterator[str]:
+    """At most TRAIN_BYTES of the corpus: every k-th block, and of these what can be read."""
+    every = -(-sum(source.size for source in sources) // TRAIN_BYTES)
+    reading = Reading(request.text_key, request.split_on_blank, cuttable=True)
+    left = TRAIN_BYTES
+    for block in cut(sources, request.split_on_blank):
+        pieces = block.pieces if block.number % max(every, 1) == 0 else ()
+        for item in chain.from_iterable(read_documents(piece, reading) for piece in pieces):
+            if left > 0 and isinstance(item, Text):
+                left -= item.size
+                yield item.text
+
+
+def _job(
+    request: Request, tokenizer: Tokenizer, first: list[Source], parts: Path
+) -> tuple[Job, str]:
+    """What workers do, with the encoder that is proven on the corpus's beginning; its name."""
+    append = tokenizer.eod_id is not None if request.append_eod is None else request.append_eod
+    if append and tokenizer.eod_id is None:
+        raise wrong(
+            f"tokenizer {request.tokenizer} has no end-of-document token to append",
+            "--no-append-eod",
+        )
+    reading = Reading(request.text_key, request.split_on_blank, is_cuttable(tokenizer))
+    encoder, encode = make_encode(tokenizer, _sample(first, reading))
+    dtype = token_dtype(tokenizer.vocab_size)
+    return Job(encode, reading, dtype, tokenizer.eod_id, append, request.skip_bad, parts), encoder
+
+
+def _sample(first: list[Source], reading: Reading) -> str:
+    """The corpus's first readable text, some 64 kB."""
+    text = ""
+    for block in islice(cut(first, reading.blank), 1):
+        for item in read_documents(block.pieces[0], reading):
+            if len(text) >= SAMPLE_BYTES:
+                break
+            if isinstance(item, Text):
+                text += item.text[:SAMPLE_BYTES]
+    return text
+
+
+def _plan(request: Request, files: int, size: int, tokenizer: Tokenizer, encoder: str) -> str:
+    what = "standard input" if request.from_stdin else f"{files:,} files of {size / 1e6:,.1f} MB"
+    bits = 8 * token_dtype(tokenizer.vocab_size).itemsize
+    return (
+        f"{what} -> {request.output}.bin in tokens of {bits} bits; tokenizer {request.tokenizer} "
+        f"of {tokenizer.vocab_size:,} ids by {encoder}; {request.workers} workers"
+    )
+
+
+def _facts(
+    request: Request, tokenizer: Tokenizer, job: Job, counts: Counts, name: str
+) -> dict[str, object]:
+    """What PREFIX.json says, but for the hashes."""
+    return {
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+        "text_bytes": counts.text_bytes,
+        "empty_documents": counts.empty_documents,
+        "skipped": dict(sorted(counts.skipped.items())),
+        "eod_in_text": counts.eod_in_text,
+        "max_token_id": counts.max_token_id,
+        "dtype": job.dtype.name,
+        "append_eod": job.append_eod,
+        "inputs": list(request.inputs),
+        "text_key": request.text_key,
+        "split_on": "blank" if request.split_on_blank else None,
+        "tokenizer": {
+            "spec": request.tokenizer,
+            "folder": with_suffix(request.output, ".tokenizer").name,
+            "vocab_size": tokenizer.vocab_size,
+            "eod_id": tokenizer.eod_id,
+            "eod_token": tokenizer.eod_token,
+            "sha256": tokenizer.sha256,
+        },
+        "fingerprint": name,
+    }
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder

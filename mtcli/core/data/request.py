@@ -1,0 +1,96 @@
+"""What the user asks of preprocess, and whether it was done before."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Source, find_sources
+from mtcli.core.data.describe import describe
+from mtcli.core.data.indexed import with_suffix
+from mtcli.core.spec.errors import wrong
+
+
+class Request(NamedTuple):
+    """What the user asks of preprocess; the flags of the command, by their names."""
+
+    inputs: tuple[str, ...]
+    output: Path
+    tokenizer: str
+    text_key: str = "text"
+    split_on_blank: bool = False
+    workers: int = 1
+    append_eod: bool | None = None  # None: where the tokenizer has an end of document
+    skip_bad: bool = False
+    resume: bool = False
+    force: bool = False
+
+    @property
+    def from_stdin(self) -> bool:
+        """Whether the corpus comes once, from standard input."""
+        return STDIN in self.inputs
+
+    @property
+    def train_size(self) -> int | None:
+        """The vocabulary of the tokenizer to train (`train:N`), or None to load one."""
+        if not self.tokenizer.startswith("train:"):
+            return None
+        size = self.tokenizer.removeprefix("train:")
+        if not size.isdecimal():
+            raise wrong(f"tokenizer {self.tokenizer} is not train: and a number", "train:8192")
+        return int(size)
+
+
+def named_sources(request: Request) -> list[Source]:
+    """The files to read; none for standard input. Raises MtcliError for all that cannot be."""
+    if request.workers < 1:
+        raise wrong(f"{request.workers} workers cannot do anything", "give at least 1", "--workers")
+    if not request.inputs:
+        raise wrong("no input", "give files, folders, globs, - or stdlib")
+    if not request.from_stdin:
+        return find_sources(request.inputs)
+    if len(request.inputs) > 1:
+        raise wrong(
+            f"standard input and {len(request.inputs) - 1} more inputs cannot be mixed",
+            "give - alone, or files alone",
+        )
+    if request.resume or request.train_size is not None:
+        what = "--resume" if request.resume else request.tokenizer
+        raise wrong(f"{what} reads the input twice, and standard input comes once", "give a file")
+    return []
+
+
+def fingerprint(request: Request, sources: Sequence[Source]) -> str:
+    """Names a run: equal for two requests that must write the same bytes."""
+    files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
+    options = (request.tokenizer, request.text_key, request.split_on_blank, request.append_eod)
+    text = json.dumps([files, options, BLOCK_BYTES])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def done_before(request: Request, name: str) -> dict[str, object] | None:
+    """What an earlier run says of the outputs where `--resume` finds them complete, else None.
+
+    Raises MtcliError where outputs are in the way.
+    """
+    made = _existing(request.output, (".bin", ".idx", ".json"))
+    if not made or request.force:
+        return None
+    if request.resume and with_suffix(request.output, ".idx") in made:
+        facts = describe(request.output) or {}
+        if facts.get("fingerprint") == name:
+            return facts
+        raise wrong(
+            f"{request.output} was made from other inputs or options",
+            "--force to replace it, or another --output",
+        )
+    if request.resume and with_suffix(request.output, ".partial").is_dir():
+        return None
+    names = ", ".join(map(str, made))
+    raise wrong(f"{len(made)} outputs exist: {names}", "--force to replace them")
+
+
+def _existing(prefix: Path, suffixes: Iterable[str]) -> list[Path]:
+    return [path for suffix in suffixes if (path := with_suffix(prefix, suffix)).exists()]

@@ -1,0 +1,212 @@
+"""The folder a run writes in, so that a killed one goes on and nothing half-written has a name.
+
+`PREFIX.partial/` holds the tokens so far, their lengths spilled as int32, and a journal whose every
+line says how much of both is whole. The final names appear only when all is written and synced.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from mtcli.core.data.indexed import with_suffix, write_index
+from mtcli.core.data.work import Counts
+from mtcli.core.spec.errors import failed, wrong
+
+READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
+COMMIT_SECONDS = 1.0  # at most this much work is done again after a crash of the machine
+COPY_BYTES = 4 << 20
+FINAL = (".tokenizer", ".bin", ".json", ".idx")  # the index last: it says that the rest is there
+
+
+class Workspace:
+    """The tokens of the first `blocks` blocks, and what they hold in `counts`."""
+
+    def __init__(self, prefix: Path, fingerprint: str, resume: bool) -> None:
+        """Open or begin. Raises MtcliError where another run writes here, or began otherwise."""
+        self.prefix, self.folder = prefix, with_suffix(prefix, ".partial")
+        self.blocks, self.counts = 0, Counts()
+        self._hash, self._committed = hashlib.sha256(), time.monotonic()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        self._journal = self.folder / "journal.jsonl"
+        kept = self._last_line(fingerprint) if resume else None
+        if kept is None:
+            self._begin(fingerprint)
+        self._tokens, self._lengths = (
+            open(self.folder / name, "ab")  # noqa: SIM115 (close() does)
+            for name in ("tokens.bin", "lengths.i32")
+        )
+        if kept is not None and not self.is_finished:
+            self._take_up(kept)
+        self.resumed_at = self.blocks
+
+    def close(self) -> None:
+        """Close the files; the folder stays for a later run."""
+        for file in (self._tokens, self._lengths, self._lock):
+            file.close()
+
+    def leave(self, resumable: bool) -> None:
+        """Close after a failure; the folder stays only where a later run can go on from it."""
+        if not resumable or self.blocks == 0:
+            self.remove()
+            return
+        with suppress(OSError):  # a full disk: the journal's last line still holds
+            self.commit()
+        self.close()
+
+    def remove(self) -> None:
+        """Close, and leave nothing."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def append(self, tokens: Path, lengths: Path, counts: Counts) -> None:
+        """Add the next block from its part files, which are removed."""
+        for part, whole, seen in (
+            (tokens, self._tokens, self._hash),
+            (lengths, self._lengths, None),
+        ):
+            with open(part, "rb") as file:
+                while data := file.read(COPY_BYTES):
+                    whole.write(data)
+                    if seen is not None:
+                        seen.update(data)
+            part.unlink()
+        self.blocks += 1
+        self.counts.add(counts)
+        if time.monotonic() - self._committed >= COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Make all that was appended safe, and say so in the journal."""
+        for file in (self._tokens, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+        state = {
+            "blocks": self.blocks,
+            "token_bytes": self._tokens.tell(),
+            "length_bytes": self._lengths.tell(),
+            "counts": asdict(self.counts),
+        }
+        self._write_line(state)
+        self._committed = time.monotonic()
+
+    def finish(self, facts: dict[str, object], dtype: np.dtype) -> dict[str, object]:
+        """Write index and facts, then give everything its final name; the facts with hashes."""
+        self.commit()
+        lengths_path = self.folder / "lengths.i32"
+        index = self.folder / "index.idx"
+        write_index(index, dtype, np.memmap(lengths_path, "<i4", "r"))
+        facts = {**facts, "sha256": {"bin": self._hash.hexdigest(), "idx": _file_hash(index)}}
+        with open(self.folder / "facts.json", "w", encoding="utf-8") as file:
+            file.write(json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        ready = self.folder / "ready"
+        ready.mkdir(exist_ok=True)
+        for name in READY:
+            (self.folder / name).replace(ready / name)
+        self._write_line({"finished": True})
+        self.publish()
+        return facts
+
+    def publish(self) -> None:
+        """Move what is finished to its final names; does the rest of an interrupted publish too."""
+        if (self.folder / "ready" / "tokens.bin").exists():  # never beside an older index
+            with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
+        for suffix, name in zip(FINAL, READY, strict=True):
+            made, final = self.folder / "ready" / name, with_suffix(self.prefix, suffix)
+            if made.exists():
+                if final.is_dir():
+                    shutil.rmtree(final)
+                made.replace(final)
+        self.remove()
+        _sync_folder(self.prefix.parent)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether only the moves to the final names are left to do."""
+        return self._lines()[-1:] == [{"finished": True}]
+
+    def _begin(self, fingerprint: str) -> None:
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+        self._write_line({"fingerprint": fingerprint})
+
+    def _last_line(self, fingerprint: str) -> dict[str, object] | None:
+        lines = self._lines()
+        if not lines:
+            return None
+        if lines[0] != {"fingerprint": fingerprint}:
+            raise wrong(
+                f"{self.folder} was begun with other inputs or options",
+                "give the same ones, or leave --resume out to start over",
+            )
+        return next((line for line in reversed(lines) if "blocks" in line), {"blocks": 0})
+
+    def _take_up(self, kept: dict) -> None:
+        """Cut both files to what the journal vouches for, and count and hash that again."""
+        self.blocks = kept["blocks"]
+        counts = kept.get("counts", {})
+        self.counts = Counts(**{**counts, "skipped": Counter(counts.get("skipped", {}))})
+        for file, size in (
+            (self._tokens, kept.get("token_bytes", 0)),
+            (self._lengths, kept.get("length_bytes", 0)),
+        ):
+            if file.tell() < size:
+                raise failed(
+                    f"{file.name} is {file.tell()} bytes, and its journal says {size}",
+                    "leave --resume out to start over",
+                )
+            file.truncate(size)
+            file.seek(size)
+        with open(self._tokens.name, "rb") as tokens:
+            while data := tokens.read(COPY_BYTES):
+                self._hash.update(data)
+
+    def _lines(self) -> list[dict[str, object]]:
+        """The journal's whole lines; a last one that was cut by a crash does not count."""
+        if not self._journal.is_file():
+            return []
+        whole = self._journal.read_text(encoding="utf-8").split("\n")[:-1]
+        return [json.loads(line) for line in whole]
+
+    def _write_line(self, line: dict[str, object]) -> None:
+        with open(self._journal, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _locked(self) -> object:
+        lock = open(self.folder / "lock", "w")  # noqa: SIM115 (held until close())
+        try:
+            # lockf, not flock: workers forked later must not hold it when we are killed.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise wrong(f"another run is writing {self.prefix}", "wait for it, or end it") from None
+        return lock
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
