@@ -1,0 +1,175 @@
+"""The house: which room may import which, what is torch-free, and how long things may be.
+
+Read from the syntax trees, so an import inside a function counts as well; docs/architecture.md
+draws the same arrows.
+"""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic and tokenizers
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "mtcli").rglob("*.py"))
+TORCH_FREE = ("spec", "schedule", "cost")
+LONGEST_FILE, LONGEST_FUNCTION = 300, 50  # lines; ruff counts parameters and branches
+
+# What each room may import of the others, besides its own; core's other rooms share one floor.
+SPEC = {"spec"}
+MODEL_SIDE = {"spec", "schedule", "parallel", "kernels"}
+ARROWS = {
+    "spec": set(),
+    "schedule": SPEC,
+    "cost": {"spec", "schedule"},
+    "kernels": set(),
+    "parallel": {"spec", "schedule", "kernels"},
+    "sync": {"spec", "parallel", "kernels"},
+    "model": MODEL_SIDE,
+    "optim": MODEL_SIDE | {"sync"},
+    "commands": {"core", "commands", *TORCH_FREE},
+    "core": {"core", "kernels", "model", "parallel", "sync", "optim", *TORCH_FREE},
+    "cli": {"commands", "spec"},
+}
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room(module):
+    """The room of one of our modules: a row of ARROWS."""
+    parts = module.split(".")
+    if parts[:2] == ["mtcli", "core"]:
+        return parts[2] if len(parts) > 2 and parts[2] in ARROWS else "core"
+    return parts[1] if len(parts) > 1 and parts[1] in ARROWS else "cli"
+
+
+def imports(path, module_level=False):
+    """The modules that a file imports, `from a import b` being a.b where that is a module."""
+    tree = ast.parse(path.read_text())
+    nodes = _at_module_level(tree) if module_level else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+
+
+def _at_module_level(tree):
+    for node in tree.body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from node.body
+
+
+MODULES = {module_name(path) for path in SOURCES}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_follow_the_arrows(path):
+    here = room(module_name(path))
+    for imported in imports(path):
+        if imported.split(".")[0] == "mtcli" and imported != "mtcli":
+            there = room(imported)
+            assert there == here or there in ARROWS[here], f"{here} imports {imported}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_the_torch_free_zone_names_no_torch(path):
+    heavy = {"torch", "transformers", "accelerate", "triton", "lm_eval"}
+    if room(module_name(path)) in TORCH_FREE:
+        assert not heavy & {name.split(".")[0] for name in imports(path)}
+
+
+def test_importing_the_whole_torch_free_zone_loads_no_torch():
+    zone = [name for name in sorted(MODULES) if room(name) in TORCH_FREE]
+    assert len(zone) > 10
+    code = f"import {', '.join(zone)}, sys; print('torch' in sys.modules, 'triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_kernels_import_only_torch_and_triton(path):
+    if room(module_name(path)) == "kernels":
+        outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
+        assert outside <= {"torch", "triton", "mtcli"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_a_command_module_is_light_until_it_runs(path):
+    if room(module_name(path)) in ("commands", "cli"):
+        outside = set(imports(path, module_level=True))
+        ours = {name for name in outside if name.split(".")[0] == "mtcli"}
+        others = {name.split(".")[0] for name in outside - ours} - sys.stdlib_module_names
+        assert others <= {"typer"}
+        assert all(room(n) in ("commands", "cli") or n == "mtcli.core.spec.errors" for n in ours)
+
+
+def test_no_module_imports_itself_around_a_circle():
+    graph = {
+        module_name(path): {n for n in imports(path, module_level=True) if n in MODULES}
+        for path in SOURCES
+    }
+    settled: set[str] = set()
+    while ready := {n for n, needs in graph.items() if n not in settled and needs <= settled}:
+        settled |= ready
+    assert sorted(set(graph) - settled) == []
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    always = {_distribution(item) for item in project["dependencies"]}
+    extras = {
+        _distribution(item)
+        for name, items in project["optional-dependencies"].items()
+        for item in items
+        if name != "test"
+    }
+    for path in SOURCES:
+        for level, declared in ((True, always), (False, always | extras)):
+            outside = {name.split(".")[0] for name in imports(path, module_level=level)}
+            outside -= sys.stdlib_module_names | {"mtcli"} | BROUGHT
+            assert outside <= declared, f"{path} imports {sorted(outside - declared)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_files_and_functions_keep_to_the_budgets(path):
+    text = path.read_text()
+    assert text.count("\n") <= LONGEST_FILE
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            flags = (
+                node.body[0].lineno - node.lineno if room(module_name(path)) == "commands" else 0
+            )
+            length = node.end_lineno - node.lineno + 1 - flags  # a command's signature is its help
+            assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"
+
+
+def test_files_are_named_after_ideas():
+    names = {path.stem for path in SOURCES}
+    assert not names & {"utils", "util", "helpers", "misc", "common"}
+
+
+def test_test_files_have_distinct_names():
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_every_folder_of_the_package_is_a_package():
+    folders = {path.parent for path in SOURCES}
+    assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []
+
+
+def _distribution(requirement):
+    """The module name of a requirement such as `lm-eval>=0.4` or `mtcli[data]`."""
+    name = requirement.split(">")[0].split("=")[0].split("[")[0].strip()
+    return name.replace("-", "_").lower()
