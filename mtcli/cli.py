@@ -24,7 +24,10 @@ class Command(NamedTuple):
     help: str
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {
+    "generate": Command("mtcli.commands.generate:generate", "Sample text from a checkpoint."),
+    "train": Command("mtcli.commands.train:train", "Train or fine-tune a model from a config."),
+}
 
 
 class LazyGroup(TyperGroup):

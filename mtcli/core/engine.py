@@ -22,6 +22,7 @@ from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.spec import check
 from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
 from mtcli.core.spec.model import parameters, stage_layers
@@ -170,6 +171,13 @@ class OpenModel:
     scorer: Engine
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises MtcliError where the checkpoint has none."""
+        if self.tokenizer is None:
+            hint = "copy its tokenizer.json there, or pass --tokenizer where the command takes it"
+            raise wrong(f"{self.checkpoint.folder} holds no tokenizer", hint)
+        return self.tokenizer
 
 
 def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenModel:

@@ -1,0 +1,58 @@
+"""`mtcli generate`: sample text from a checkpoint."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, write_json
+
+Prompt = Annotated[
+    list[str], typer.Option("--prompt", help="text to go on from; may be given several times")
+]
+
+
+def generate(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="ours, a run folder, or a Hugging Face one")
+    ],
+    overrides: Overrides,
+    prompt: Prompt,
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="keep the k likeliest; 0 keeps all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="keep the likeliest that reach p together")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    nproc: Nproc = 1,
+    device: Device = "auto",
+    json_out: JsonOut = None,
+) -> None:
+    """Sample text from a checkpoint, on any layout."""
+    from mtcli.core.runtime import bring_up, environment_world, launch
+    from mtcli.core.spec.errors import wrong
+
+    if top_p == 0.0:
+        raise wrong("top_p=0 keeps no token", "above 0 and at most 1; 1 cuts nothing", "--top-p")
+    if environment_world() is None:
+        launch(nproc, sys.argv[1:])
+        return
+    with bring_up(device, timeout=600.0) as runtime:
+        from mtcli.core.engine import open_model
+        from mtcli.core.generate import Sampling
+        from mtcli.core.generate import generate as generate_tokens
+
+        model = open_model(checkpoint, overrides, runtime)
+        tokenizer = model.require_tokenizer()
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        found = []
+        for text in prompt:
+            ids = tokenizer.encode(text)
+            new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, tokenizer.eod_id))
+            found.append({"prompt": text, "text": tokenizer.decode(new), "num_tokens": len(new)})
+        if runtime.rank == 0 and json_out:
+            write_json({"checkpoint": checkpoint, "generated": found}, json_out)
+        elif runtime.rank == 0:
+            for one in found:
+                typer.echo(f"{one['prompt']}{one['text']}")
