@@ -126,19 +126,18 @@ def test_no_module_imports_itself_around_a_circle():
 
 
 def test_every_package_that_is_imported_is_declared():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    always = {_distribution(item) for item in project["dependencies"]}
-    extras = {
-        _distribution(item)
-        for name, items in project["optional-dependencies"].items()
-        for item in items
-        if name != "test"
+    always, extras = _declared()
+    for path in SOURCES:
+        assert _outside(imports(path)) <= always | extras, path
+
+
+def test_a_module_that_needs_an_extra_is_imported_only_inside_functions():
+    always, _ = _declared()
+    needing = {
+        module_name(path) for path in SOURCES if _outside(imports(path, module_level=True)) - always
     }
     for path in SOURCES:
-        for level, declared in ((True, always), (False, always | extras)):
-            outside = {name.split(".")[0] for name in imports(path, module_level=level)}
-            outside -= sys.stdlib_module_names | {"mtcli"} | BROUGHT
-            assert outside <= declared, f"{path} imports {sorted(outside - declared)}"
+        assert not needing & set(imports(path, module_level=True)), path
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
@@ -167,6 +166,23 @@ def test_test_files_have_distinct_names():
 def test_every_folder_of_the_package_is_a_package():
     folders = {path.parent for path in SOURCES}
     assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []
+
+
+def _outside(names):
+    """The packages among them that are neither ours nor Python's."""
+    return {n.split(".")[0] for n in names} - sys.stdlib_module_names - BROUGHT - {"mtcli"}
+
+
+def _declared():
+    """The packages of pyproject.toml: those always installed, and those of the extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [
+        item
+        for name, items in project["optional-dependencies"].items()
+        if name != "test"
+        for item in items
+    ]
+    return ({_distribution(item) for item in items} for items in (project["dependencies"], extras))
 
 
 def _distribution(requirement):
