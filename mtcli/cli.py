@@ -18,15 +18,20 @@ if TYPE_CHECKING:  # typer keeps its copy of click under a private name
 
 
 class Command(NamedTuple):
-    """Where a subcommand lives (`module:function`) and the first line of its docstring."""
+    """Where a subcommand lives (`module:function`) and how its docstring begins."""
 
     target: str
     help: str
 
 
 COMMANDS: dict[str, Command] = {
-    "generate": Command("mtcli.commands.generate:generate", "Sample text from a checkpoint."),
-    "train": Command("mtcli.commands.train:train", "Train or fine-tune a model from a config."),
+    name: Command(f"mtcli.commands.{name}:{name}", purpose)
+    for name, purpose in (
+        ("preprocess", "Turn text into token files"),
+        ("train", "Train or fine-tune a model from a config"),
+        ("eval", "Evaluate a checkpoint on WikiText-103, LAMBADA, RACE"),
+        ("generate", "Sample text from a checkpoint"),
+    )
 }
 
 
