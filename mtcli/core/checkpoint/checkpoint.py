@@ -68,7 +68,8 @@ class Checkpoint:
     files: dict[str, FileRecord]
     tokenizer_folder: Path | None
     world: int = 1
-    _headers: dict[str, dict[str, Entry]] = field(default_factory=dict, repr=False)
+    headers: dict[str, dict[str, Entry]] = field(default_factory=dict, repr=False)
+    """of the files, read when they are first needed"""
 
     def names(self) -> list[str]:
         """The names of all tensors."""
@@ -154,9 +155,9 @@ class Checkpoint:
 
     def _entry(self, region: Region) -> Entry:
         path = self.folder / region.file
-        if region.file not in self._headers:
-            self._headers[region.file] = read_header(path)
-        entry = self._headers[region.file].get(region.key)
+        if region.file not in self.headers:
+            self.headers[region.file] = read_header(path)
+        entry = self.headers[region.file].get(region.key)
         if entry is None:
             raise damaged(path, f"it has no tensor {region.key}")
         if (entry.code, entry.shape) != (region.code, region.shape):

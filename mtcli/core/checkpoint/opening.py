@@ -5,6 +5,8 @@ from pathlib import Path
 from mtcli.core.checkpoint import manifest as manifests
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
 from mtcli.core.checkpoint.dtypes import CODES, DTYPES
+from mtcli.core.checkpoint.hf import CONFIG as HF_CONFIG
+from mtcli.core.checkpoint.hf import open_hf
 from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
 from mtcli.core.checkpoint.names import CHECKPOINTS, CONFIG, TOKENIZER, step_folders
 from mtcli.core.spec.errors import MtcliError, wrong
@@ -19,6 +21,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if (path / manifests.NAME).exists():
         return _open_ours(path)
+    if (path / HF_CONFIG).exists():
+        return open_hf(path)
     for root in (path / CHECKPOINTS, path):
         if steps := step_folders(root):
             return _open_newest(steps)

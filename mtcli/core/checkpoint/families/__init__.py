@@ -1,0 +1,1 @@
+"""Hugging Face families, one declarative file each; `registry.py` lists them."""

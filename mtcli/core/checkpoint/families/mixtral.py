@@ -1,0 +1,31 @@
+"""Mixtral: Mistral with experts in place of its MLP."""
+
+from dataclasses import replace
+
+from mtcli.core.checkpoint.families.family import Field
+from mtcli.core.checkpoint.families.llama import ATTENTION, CONSTANTS, SIZES
+from mtcli.core.checkpoint.families.mistral import MISTRAL, read_windowed
+from mtcli.core.checkpoint.families.rules import expert, expert_gate_and_up, same
+
+MIXTRAL = replace(
+    MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    read_more=read_windowed,
+    fields=(
+        *SIZES,
+        Field("moe_ffn_hidden_size", "intermediate_size"),
+        Field("num_experts", "num_local_experts"),
+        Field("top_k", "num_experts_per_tok"),
+    ),
+    constants=CONSTANTS | {"architecture": "mixtral", "normalize_top_k": True},
+    inner=ATTENTION
+    | {
+        "mlp.router.weight": same("block_sparse_moe.gate.weight"),
+        "mlp.experts.gate_up.weight": expert_gate_and_up(
+            "block_sparse_moe.experts.{expert}.w1.weight",
+            "block_sparse_moe.experts.{expert}.w3.weight",
+        ),
+        "mlp.experts.down.weight": expert("block_sparse_moe.experts.{expert}.w2.weight"),
+    },
+)

@@ -1,0 +1,19 @@
+"""Qwen2 and Qwen2.5: Llama with biases on query, key and value."""
+
+from dataclasses import replace
+
+from mtcli.core.checkpoint.families.family import Demand
+from mtcli.core.checkpoint.families.llama import ATTENTION, CONSTANTS, LLAMA, MLP
+from mtcli.core.checkpoint.families.rules import separate_qkv
+
+QKV_BIAS = {"attention.qkv.bias": separate_qkv("self_attn.{}_proj.bias")}
+NO_WINDOW = Demand("use_sliding_window", (False, None))
+
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    constants=CONSTANTS | {"qkv_bias": True},
+    demands=(NO_WINDOW,),
+    inner=ATTENTION | QKV_BIAS | MLP,
+)

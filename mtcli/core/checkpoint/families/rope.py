@@ -1,0 +1,49 @@
+"""Rotary positions in config.json: `rope_theta` and `rope_scaling` up to transformers 4, both of
+them in `rope_parameters` since 5. The older form is written: every version reads it.
+"""
+
+from typing import Any
+
+from mtcli.core.checkpoint.families.family import Table
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.errors import wrong
+
+NAMES = {  # of RopeScaling's fields in config.json
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+
+
+def read_rope(theirs: Table) -> Table:
+    """rope_theta and rope_scaling; raises MtcliError for a scaling other than llama3's."""
+    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise wrong(f"rope_scaling is {given!r}, which is not a table", "null or a table")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise wrong(f"rope_type={kind!r} cannot be represented", "'default' or 'llama3'")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        part = given["partial_rotary_factor"]
+        raise wrong(f"partial_rotary_factor={part} cannot be represented", "1.0")
+    theta = given.get("rope_theta", theirs.get("rope_theta", 10000.0))
+    scaling = None
+    if kind == "llama3":
+        scaling = {ours: _number(given, name) for ours, name in NAMES.items()}
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def write_rope(model: ModelConfig) -> Table:
+    """The fields rope_theta and rope_scaling of config.json."""
+    scaling = None
+    if model.rope_scaling is not None:
+        given = model.rope_scaling.model_dump()
+        scaling = {"rope_type": "llama3"} | {NAMES[ours]: n for ours, n in given.items()}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+
+def _number(given: Table, name: str) -> Any:
+    if name not in given:
+        raise wrong(f"rope_scaling of type 'llama3' has no {name}", "add it to config.json")
+    return given[name]

@@ -1,0 +1,159 @@
+"""Hugging Face folders read as checkpoints: names and shapes are translated, nothing is copied."""
+
+import re
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mtcli.core.checkpoint.boxes import read_box
+from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
+from mtcli.core.checkpoint.dtypes import dtype_of_code
+from mtcli.core.checkpoint.families.family import Family, Part
+from mtcli.core.checkpoint.hfconfig import family_in, model_of, read_json
+from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.model import parameters
+from mtcli.core.spec.sharding import Parameter, Rectangle
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
+TOKENIZER_FILES = (
+    *TOKENIZERS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+MAX_LISTED = 5  # names in an error
+
+
+class Place(NamedTuple):
+    """Where a tensor is: its file, its name in it, and its entry there."""
+
+    file: str
+    key: str
+    entry: Entry
+
+
+Found = dict[str, Place]  # by tensor name, with the family's prefix
+
+
+def open_hf(folder: Path) -> Checkpoint:
+    """The checkpoint in a Hugging Face folder.
+
+    Raises MtcliError for a model we cannot represent, for damaged or missing files, and for
+    tensors that are missing, unknown or of another shape.
+    """
+    table = read_json(folder / CONFIG)
+    family, model = family_in(table, folder / CONFIG), model_of(table, folder / CONFIG)
+    found, headers = _find_tensors(folder)
+    found = _with_base(found, family)
+    tensors, used = {}, set()
+    for name, parameter in parameters(model).items():
+        parts = family.parts(parameter, model)
+        tensors[name] = _stored(folder, parameter, parts, found)
+        used.update(part.name for part in parts)
+    checkpoint = Checkpoint(
+        folder=folder,
+        model=model,
+        config=None,
+        step=0,
+        extra={},
+        tensors=tensors,
+        files={},
+        tokenizer_folder=folder if any((folder / n).is_file() for n in TOKENIZERS) else None,
+        headers=headers,
+    )
+    _refuse_unknown(checkpoint, family, {n: at for n, at in found.items() if n not in used})
+    return checkpoint
+
+
+def _find_tensors(folder: Path) -> tuple[Found, dict[str, dict[str, Entry]]]:
+    """Every tensor of the folder and its file, and the headers of the files."""
+    if (folder / INDEX).exists():
+        files = _index(folder)
+    elif (folder / SINGLE).exists():
+        files = dict.fromkeys(read_header(folder / SINGLE), SINGLE)
+    else:
+        hint = "convert it with transformers: save_pretrained(...) writes safetensors"
+        pickled = [p.name for p in sorted(folder.glob("*.bin"))][:1]
+        has = f"only {pickled[0]}, a pickle that is never loaded" if pickled else "neither"
+        raise wrong(f"{folder} should hold {SINGLE} or {INDEX} and has {has}", hint)
+    headers = {file: read_header(folder / file) for file in dict.fromkeys(files.values())}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise damaged(folder / INDEX, f"it says that {name} is in {file}, which has no such")
+    found = {name: Place(file, name, headers[file][name]) for name, file in files.items()}
+    return found, headers
+
+
+def _index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise damaged(path, "it has no weight_map")
+    for name, file in files.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\x00.][^/\\\x00]*", file):
+            raise damaged(path, f"{name} is in {file!r}, which is not a file of its folder")
+    return files
+
+
+def _with_base(found: Found, family: Family) -> Found:
+    if any(name.startswith(family.base) for name in found):
+        return found
+    return {name if name == HEAD else family.base + name: at for name, at in found.items()}
+
+
+def _stored(folder: Path, parameter: Parameter, parts: list[Part], found: Found) -> Stored:
+    missing = [part.name for part in parts if part.name not in found]
+    if missing:
+        message = f"{folder} has no tensor {missing[0]}, which {parameter.name} is made of"
+        raise wrong(message, "is the folder complete?")
+    regions, dtypes = [], []
+    for part in parts:
+        file, key, entry = found[part.name]
+        if entry.shape != part.shape:
+            message = f"{key} is {list(entry.shape)} in {folder / file}"
+            raise wrong(f"{message} and {list(part.shape)} by its {CONFIG}", "is it of this model?")
+        dtype = dtype_of_code(entry.code)
+        if dtype is None:
+            message = f"{key} is {entry.code} in {folder / file}, which cannot be loaded"
+            raise wrong(message, "F64, F32, BF16 or F16; quantised weights are not read")
+        dtypes.append(dtype)
+        regions.append(Region(file, key, entry.code, entry.shape, part.view, part.axes, part.start))
+    return Stored(reduce(torch.promote_types, dtypes), parameter.shape, tuple(regions))
+
+
+def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Found) -> None:
+    if HEAD in rest and checkpoint.model.tie_embeddings:
+        _require_tied(checkpoint, rest.pop(HEAD))
+    ignored = re.compile("|".join(family.ignored))
+    unknown = [at.key for name, at in rest.items() if not ignored.fullmatch(name)]
+    if unknown:
+        more = f" and {len(unknown) - MAX_LISTED} more" if len(unknown) > MAX_LISTED else ""
+        names = ", ".join(unknown[:MAX_LISTED]) + more
+        message = f"{checkpoint.folder} has tensors that {family.model_type} does not: {names}"
+        raise wrong(message, "nothing is left out silently; is model_type right?")
+
+
+def _require_tied(checkpoint: Checkpoint, at: Place) -> None:
+    """A stored copy of a tied head must be the embedding: else the model is not what it says."""
+    embedding = checkpoint.read("embedding.weight")
+    path = checkpoint.folder / at.file
+    same = at.entry.shape == embedding.shape and dtype_of_code(at.entry.code) == embedding.dtype
+    if same:
+        head = torch.empty_like(embedding)
+        whole = Rectangle((0, 0), at.entry.shape)
+        read_box(path, at.entry.offset, at.entry.shape, whole, head)
+        same = torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
+    if not same:
+        hint = f"set tie_word_embeddings to false in its {CONFIG}, or remove {HEAD}"
+        raise wrong(f"{path} holds a {HEAD} that differs from the embedding it is tied to", hint)

@@ -1,0 +1,160 @@
+"""config.json of a Hugging Face folder: to our ModelConfig and from it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mtcli.core.checkpoint.families.family import Demand, Family, Field, Table
+from mtcli.core.checkpoint.families.registry import BY_TYPE, FAMILIES
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
+
+NAME = "config.json"
+MAX_BYTES = 16 << 20
+# Fields that training alone reads: a family that lacks them still represents the model.
+TRAINING = {"architecture", "dropout", "attention_dropout", "init_std"}
+
+
+def read_json(path: Path) -> Table:
+    """The JSON object in a file; raises MtcliError where there is none."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
+    try:
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"{path} is not JSON: {error}", "use another copy") from None
+    if not isinstance(table, dict):
+        raise wrong(f"{path} is not a JSON object", "use another copy")
+    return table
+
+
+def family_in(table: Table, path: Path) -> Family:
+    """The family that a config.json names; raises MtcliError that lists those we know."""
+    kind = table.get("model_type")
+    if not isinstance(kind, str) or kind not in BY_TYPE:
+        raise wrong(f"{path}: model_type={kind!r} is not supported", f"one of {', '.join(BY_TYPE)}")
+    return BY_TYPE[kind]
+
+
+def model_of(table: Table, path: Path) -> ModelConfig:
+    """The ModelConfig of a config.json. Raises MtcliError with everything that it cannot say."""
+    family = family_in(table, path)
+    problems = [p for demand in family.demands if (p := _unmet(demand, table))]
+    values: Table = dict(family.constants)
+    for field in family.fields:
+        problems += _read_field(field, table, values)
+    try:
+        values |= family.read_more(table)
+    except MtcliError as error:
+        problems += error.problems
+    if problems:
+        raise MtcliError(*(_at(path, problem) for problem in problems))
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise MtcliError(*(_fault(path, family, detail) for detail in error.errors())) from None
+
+
+def config_from_hf(folder: Path) -> ModelConfig:
+    """The ModelConfig of a Hugging Face folder, from its config.json."""
+    return model_of(read_json(folder / NAME), folder / NAME)
+
+
+def config_to_hf(model: ModelConfig, family: Family) -> Table:
+    """The config.json of a model of a family, without what belongs to its tensors and tokenizer."""
+    table: Table = {"architectures": [family.architecture], "model_type": family.model_type}
+    for field in family.fields:
+        value = getattr(model, field.ours)
+        if field.values is not None:
+            value = next((t for t, ours in field.values.items() if ours == value), value)
+        table[field.theirs] = value
+    for demand in family.demands:
+        if demand.values[0] is not None:
+            table[demand.theirs] = demand.values[0]
+    return table | family.write_more(model)
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The first family whose config.json says everything about a model.
+
+    Raises MtcliError that names what the nearest family cannot say.
+    """
+    differences = {}
+    for family in FAMILIES:
+        differences[family.model_type] = lost = _lost(model, family)
+        if not lost:
+            return family
+    near = min(differences, key=lambda kind: len(differences[kind]))
+    message = f"no Hugging Face family has this model: {near} cannot have "
+    raise wrong(message + ", ".join(differences[near]), f"the families are {', '.join(BY_TYPE)}")
+
+
+def says_the_same(model: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two models compute the same function of the same tensors."""
+    return _function(model) == _function(other)
+
+
+def _lost(model: ModelConfig, family: Family) -> list[str]:
+    table = config_to_hf(model, family)
+    try:
+        back = _function(model_of(table, Path(NAME)))
+    except MtcliError as error:
+        return [problem.message for problem in error.problems]
+    ours = _function(model)
+    return [f"{name}={ours[name]!r}" for name in ours if ours[name] != back[name]]
+
+
+def _function(model: ModelConfig) -> Table:
+    values = model.model_dump(exclude=TRAINING)
+    if model.num_experts:
+        values.pop("ffn_hidden_size")  # every MLP is experts
+    else:
+        for name in ("top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size"):
+            values.pop(name)
+        values.pop("shared_expert_gate")
+        values.pop("normalize_top_k")
+    if model.position != "rope":
+        values.pop("rope_theta")
+    return values
+
+
+def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:
+    value = table.get(field.theirs)
+    if value is None:
+        if field.default is not None:
+            values.setdefault(field.ours, field.default)
+        return []
+    if field.values is not None:
+        if not isinstance(value, str) or value not in field.values:
+            known = ", ".join(field.values)
+            return [Problem(f"{field.theirs}={value!r} is not supported", f"one of {known}")]
+        value = field.values[value]
+    values[field.ours] = value
+    return []
+
+
+def _unmet(demand: Demand, table: Table) -> Problem | None:
+    value = table.get(demand.theirs)
+    if value in demand.values:
+        return None
+    known = " or ".join(str(value) for value in demand.values if value is not None)
+    return Problem(f"{demand.theirs}={value!r} cannot be represented", f"only {known} can")
+
+
+def _at(path: Path, problem: Problem) -> Problem:
+    return problem._replace(message=f"{path}: {problem.message}")
+
+
+def _fault(path: Path, family: Family, detail: Any) -> Problem:
+    ours = str(detail["loc"][0]) if detail["loc"] else ""
+    theirs = next((field.theirs for field in family.fields if field.ours == ours), ours)
+    if detail["type"] == "missing":
+        return Problem(f"{path} has no {theirs}", "is it the config.json of the weights?")
+    return Problem(f"{path}: {theirs}={detail['input']!r}: {detail['msg']}", "see docs/shard.md")
