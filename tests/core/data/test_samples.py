@@ -1,0 +1,93 @@
+"""The three indices against megatron-core's GPTDataset, number by number."""
+
+import numpy as np
+import pytest
+
+from mtcli.core.data.batches import Batches
+from mtcli.core.data.indexed import Indexed
+from mtcli.core.data.samples import build_samples
+
+
+class Tokens:
+    """What GPTDataset asks of a tokenizer."""
+
+    eod, pad, vocab_size, unique_identifiers = 0, -1, None, {"class": "Tokens"}
+
+
+def megatron(prefix, owned, num_samples, seq_len, seed):
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_len,
+        split="1,0,0",
+        tokenizer=Tokens(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=f"{prefix}.megatron",
+    )
+    indices = np.arange(owned.start, owned.stop, dtype=np.int32)
+    return GPTDataset(IndexedDataset(prefix), prefix, indices, num_samples, Split.train, config)
+
+
+CASES = [
+    # documents, longest, samples, seq_len, seed: E = 1, exactly fits, last epoch apart or not
+    (40, 50, 10, 16, 1),
+    (40, 50, None, 16, 2),
+    (40, 50, 70, 16, 3),
+    (40, 50, 110, 16, 4),
+    (3, 5, 1000, 7, 5),
+    (1, 400, 17, 128, 6),
+    (200, 3, 333, 33, 1234),
+    (40, 50, 61, 16, 7),
+]
+
+
+@pytest.mark.parametrize(("count", "longest", "num_samples", "seq_len", "seed"), CASES)
+def test_indices_are_megatrons(make_dataset, count, longest, num_samples, seq_len, seed):
+    prefix, _ = make_dataset(count=count, longest=longest, seed=seed)
+    owned = range(count // 5, count)
+    theirs = megatron(prefix, owned, num_samples, seq_len, seed)
+    ours = build_samples(Indexed(prefix).lengths, owned, num_samples, seq_len, seed)
+    for mine, other in zip(
+        ours, (theirs.document_index, theirs.sample_index, theirs.shuffle_index), strict=True
+    ):
+        assert mine.dtype == other.dtype
+        assert np.array_equal(mine, other)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_indices_are_megatrons_for_random_sizes(make_dataset, seed):
+    random = np.random.default_rng(seed)
+    count, longest = int(random.integers(1, 60)), int(random.integers(2, 90))
+    num_samples, seq_len = int(random.integers(1, 400)), int(random.integers(2, 70))
+    prefix, _ = make_dataset(count=count, longest=longest, seed=seed)
+    theirs = megatron(prefix, range(count), num_samples, seq_len, seed)
+    ours = build_samples(Indexed(prefix).lengths, range(count), num_samples, seq_len, seed)
+    assert np.array_equal(ours.documents, theirs.document_index)
+    assert np.array_equal(ours.rows, theirs.sample_index)
+    assert np.array_equal(ours.order, theirs.shuffle_index)
+
+
+def test_batches_hold_the_tokens_of_megatrons_items(make_dataset):
+    prefix, _ = make_dataset(count=60, longest=80)
+    theirs = megatron(prefix, range(60), 200, 32, 5)
+    ours = Batches([prefix], "1,0,0", "train", 200, 32, 5).batch(0, 200)
+    for i in range(200):
+        item = theirs[i]
+        assert np.array_equal(ours[i, :-1], item["tokens"].numpy())
+        assert np.array_equal(ours[i, 1:], item["labels"].numpy())
+
+
+def test_empty_sequences_are_stepped_over():
+    lengths = np.array([0, 5, 0, 0, 6, 0], np.int32)
+    samples = build_samples(lengths, range(6), 2, 4, seed=3)
+    stream = np.concatenate([np.full(lengths[d], d) for d in samples.documents])
+    starts = np.concatenate([[0], np.cumsum(lengths[samples.documents])])
+    for k, (position, offset) in enumerate(samples.rows.tolist()):
+        assert starts[position] + offset == 4 * k
+        assert k == 0 or samples.documents[position] == stream[4 * k]
