@@ -108,7 +108,7 @@ def _lost(model: ModelConfig, family: Family) -> list[str]:
     except MtcliError as error:
         return [problem.message for problem in error.problems]
     ours = _function(model)
-    return [f"{name}={ours[name]!r}" for name in ours if ours[name] != back[name]]
+    return [f"{name}={ours[name]!r}" for name in ours if ours[name] != back.get(name)]
 
 
 def _function(model: ModelConfig) -> Table:

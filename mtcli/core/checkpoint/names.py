@@ -6,6 +6,7 @@ from pathlib import Path
 CHECKPOINTS = "checkpoints"  # of a run folder
 CONFIG = "config.toml"
 TOKENIZER = "tokenizer"
+HUGGINGFACE = "huggingface"  # the config.json that converted weights came with
 PARTIAL = ".partial"  # a folder being written, or left by a run that was killed
 OPTIMIZER = "optimizer."  # tensors "optimizer.<kind>/<parameter>"
 

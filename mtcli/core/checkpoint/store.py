@@ -6,12 +6,14 @@ manifest comes last. A save that fails on any rank fails on all, and leaves what
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.aside import replace_folder
 from mtcli.core.checkpoint.dtypes import code_of, dtype_name
 from mtcli.core.checkpoint.manifest import (
     NAME,
@@ -30,8 +32,9 @@ from mtcli.core.checkpoint.names import (
     step_name,
 )
 from mtcli.core.checkpoint.tensorfile import Planned
-from mtcli.core.checkpoint.writer import sync_folder, write_bytes, write_tensors
+from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.errors import MtcliError, failed
+from mtcli.core.spec.sharding import Rectangle
 
 Gather = Callable[[object], list[Any]]
 
@@ -45,11 +48,20 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Outline(NamedTuple):
+    """A piece without its elements: its place in a global tensor of a dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    box: Rectangle
+    shape: tuple[int, ...]
+
+
 class Written(NamedTuple):
-    """What a rank wrote: its files, and its pieces as (name, dtype, global shape, record)."""
+    """What a rank wrote: its files, and each piece with where it is."""
 
     files: dict[str, FileRecord]
-    pieces: list[tuple[str, str, tuple[int, ...], PieceRecord]]
+    pieces: list[tuple[Outline, PieceRecord]]
 
 
 class About(NamedTuple):
@@ -80,11 +92,15 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     on every rank where any could not write; the checkpoints that were there remain.
     """
     partial, final = root / (step_name(step) + PARTIAL), root / step_name(step)
-    about = About(step, extra, config_toml, tokenizer_files(tokenizer))
+
+    def finish(written: list[Written]) -> None:
+        commit(partial, written, About(step, extra, config_toml, tokenizer_files(tokenizer)))
+        replace_folder(partial, final)
+
     try:
         _together(gather, rank == 0, lambda: prepare(partial))
         written = _together(gather, True, lambda: write_pieces(partial, rank, pieces))
-        _together(gather, rank == 0, lambda: commit(partial, final, written, about))
+        _together(gather, rank == 0, lambda: finish(written))
     except MtcliError:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -104,27 +120,36 @@ def prepare(partial: Path) -> None:
 
 def write_pieces(folder: Path, rank: int, pieces: list[Piece]) -> Written:
     """Writes a rank's file in `folder`; none where the rank owns nothing."""
-    pieces = sorted(
-        (piece for piece in pieces if piece.tensor.numel()),
-        key=lambda piece: -piece.tensor.element_size(),  # so that all are aligned to their size
-    )
-    if not pieces:
+    full = [piece for piece in pieces if piece.tensor.numel()]
+    full.sort(key=lambda piece: -piece.tensor.element_size())  # all aligned to their item's size
+    outlines = [
+        Outline(p.name, p.tensor.dtype, Rectangle(p.start, tuple(p.tensor.shape)), p.shape)
+        for p in full
+    ]
+    return write_outlined(folder, rank, outlines, (piece.tensor for piece in full))
+
+
+def write_outlined(
+    folder: Path, rank: int, outlines: list[Outline], tensors: Iterable[Tensor]
+) -> Written:
+    """As `write_pieces`, of tensors that may be made one at a time, in the outlines' order."""
+    if not outlines:
         return Written({}, [])
-    name, keys = rank_file(rank), _keys([piece.name for piece in pieces])
+    file, keys = rank_file(rank), _keys([outline.name for outline in outlines])
     plan = [
-        Planned(key, code_of(piece.tensor.dtype), tuple(piece.tensor.shape))
-        for key, piece in zip(keys, pieces, strict=True)
+        Planned(key, code_of(outline.dtype), outline.box.size)
+        for key, outline in zip(keys, outlines, strict=True)
     ]
-    record = write_tensors(folder / name, plan, (piece.tensor for piece in pieces), {})
-    found = [
-        (piece.name, dtype_name(piece.tensor.dtype), piece.shape, _record(name, key, piece))
-        for key, piece in zip(keys, pieces, strict=True)
+    record = write_tensors(folder / file, plan, tensors, {})
+    pieces = [
+        PieceRecord(file=file, key=key, start=outline.box.start, size=outline.box.size)
+        for key, outline in zip(keys, outlines, strict=True)
     ]
-    return Written({name: record}, found)
+    return Written({file: record}, list(zip(outlines, pieces, strict=True)))
 
 
-def commit(partial: Path, final: Path, written: list[Written], about: About) -> None:
-    """Adds the small files and the manifest to `partial`, makes it durable, and renames it."""
+def commit(partial: Path, written: list[Written], about: About) -> None:
+    """Adds the small files and, last, the manifest to a folder that holds the ranks' files."""
     files = {name: record for part in written for name, record in part.files.items()}
     files[CONFIG] = write_bytes(partial / CONFIG, about.config_toml.encode())
     for name, source in sorted(about.attached.items()):
@@ -139,19 +164,6 @@ def commit(partial: Path, final: Path, written: list[Written], about: About) -> 
     )
     check_pieces(partial / NAME, manifest)
     write_bytes(partial / NAME, manifest.to_bytes())
-    for folder in {(partial / name).parent for name in files}:
-        sync_folder(folder)
-    replace_folder(partial, final)
-
-
-def replace_folder(partial: Path, final: Path) -> None:
-    """Renames a finished folder to its name, over one that may be there."""
-    old = final.with_name(final.name + ".old" + PARTIAL)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def tokenizer_files(folder: Path | None) -> dict[str, Path]:
@@ -171,23 +183,17 @@ def _keys(names: list[str]) -> list[str]:
     return keys
 
 
-def _record(file: str, key: str, piece: Piece) -> PieceRecord:
-    return PieceRecord(file=file, key=key, start=piece.start, size=tuple(piece.tensor.shape))
-
-
 def _tensors(written: list[Written]) -> dict[str, TensorRecord]:
-    kinds: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     pieces: dict[str, list[PieceRecord]] = {}
-    for part in written:
-        for name, dtype, shape, record in part.pieces:
-            kinds.setdefault(name, set()).add((dtype, tuple(shape)))
-            pieces.setdefault(name, []).append(record)
-    for name, kind in kinds.items():
-        if len(kind) != 1:
-            raise failed(f"ranks do not agree on the dtype and shape of {name}: {sorted(kind)}")
+    for outline, piece in (pair for part in written for pair in part.pieces):
+        kind = (dtype_name(outline.dtype), outline.shape)
+        if kinds.setdefault(outline.name, kind) != kind:
+            raise failed(f"{outline.name} is {kind} on one rank and {kinds[outline.name]} before")
+        pieces.setdefault(outline.name, []).append(piece)
     return {
         name: TensorRecord.model_validate({"dtype": dtype, "shape": shape, "pieces": pieces[name]})
-        for name, ((dtype, shape),) in kinds.items()
+        for name, (dtype, shape) in kinds.items()
     }
 
 

@@ -1,0 +1,57 @@
+"""Writing a folder aside and renaming it, so that nothing half-written has the final name."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mtcli.core.checkpoint import manifest, names
+from mtcli.core.checkpoint.writer import sync_folder
+from mtcli.core.spec.errors import failed, wrong
+
+
+@contextmanager
+def written_aside(final: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
+    """Gives a folder to write in; at the end it is made durable and gets its name.
+
+    With `force` it replaces a checkpoint of that name. After a failure nothing is left of it.
+    Raises MtcliError where the name is taken (exit 2), or the disk too small or failing (exit 1).
+    """
+    require_free(final, force)
+    partial = final.with_name(final.name + names.PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if needed_bytes > free:
+            message = f"{final} takes {needed_bytes} bytes and the disk has {free} free"
+            raise failed(message, "free some space, or write elsewhere")
+        yield partial
+        replace_folder(partial, final)
+    except OSError as error:
+        message = f"{final} was not written: {error.strerror or error}"
+        raise failed(message, "is the disk full or read-only?") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_free(final: Path, force: bool) -> None:
+    """Raises MtcliError where something has the name already that may not be replaced."""
+    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+        return
+    if not force:
+        raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
+    if not any((final / name).is_file() for name in (manifest.NAME, "config.json")):
+        raise wrong(f"{final} is not a checkpoint, and --force replaces nothing else")
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Renames a finished folder to its name, over one that may be there."""
+    for folder in (path for path in (partial, *partial.iterdir()) if path.is_dir()):
+        sync_folder(folder)
+    old = final.with_name(final.name + ".old" + names.PARTIAL)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)

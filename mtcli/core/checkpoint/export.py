@@ -1,0 +1,146 @@
+"""Writing a complete Hugging Face folder: config, generation config, tokenizer, weights, index."""
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint import hfconfig
+from mtcli.core.checkpoint.aside import written_aside
+from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.convert import Options, original_config, tokenizer_files
+from mtcli.core.checkpoint.dtypes import CODE_BYTES, code_of, dtype_name
+from mtcli.core.checkpoint.families.family import Family, Part, Table
+from mtcli.core.checkpoint.families.registry import BY_TYPE
+from mtcli.core.checkpoint.hf import GENERATION, INDEX, SINGLE
+from mtcli.core.checkpoint.tensorfile import Planned
+from mtcli.core.checkpoint.writer import write_bytes, write_tensors
+from mtcli.core.spec.model import parameters
+
+MAX_SHARD_BYTES = 5_000_000_000  # as the hub's tools
+
+
+class Export(NamedTuple):
+    """A Hugging Face tensor to write: what it is made of, and in which dtype."""
+
+    parameter: str
+    part: Part
+    dtype: torch.dtype
+
+    @property
+    def planned(self) -> Planned:
+        """Its entry of a file's header."""
+        return Planned(self.part.name, code_of(self.dtype), self.part.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Its size in a file."""
+        return prod(self.part.shape) * self.dtype.itemsize
+
+
+def to_hf(source: Checkpoint, final: Path, max_shard_bytes: int, options: Options) -> None:
+    """Writes the weights of `source` as a Hugging Face folder that transformers loads.
+
+    Tensors go to shards in order, each of at most `max_shard_bytes` or one tensor. Raises
+    MtcliError for a model that no family has.
+    """
+    source.require_model(source.model)
+    original = original_config(source)
+    family = _family(source, original)
+    exports = _exports(source, family, options)
+    shards = _shards(exports, max_shard_bytes)
+    with written_aside(final, sum(e.bytes for e in exports), options.force) as partial:
+        for name, shard in shards.items():
+            tensors = _read_all(source, shard, options)
+            plan = [export.planned for export in shard]
+            write_tensors(partial / name, plan, tensors, {"format": "pt"})
+        if len(shards) > 1:
+            _write_json(partial / INDEX, _index(shards))
+        for name, path in tokenizer_files(source, "").items():
+            write_bytes(partial / name, path.read_bytes())
+        _write_configs(partial, source, family, original, exports[0].dtype)
+
+
+def _family(source: Checkpoint, original: Path | None) -> Family:
+    if original is None:
+        return hfconfig.family_of(source.model)
+    return BY_TYPE[hfconfig.read_json(original)["model_type"]]
+
+
+def _exports(source: Checkpoint, family: Family, options: Options) -> list[Export]:
+    return [
+        Export(name, part, options.dtype or source.dtype(name))
+        for name, parameter in parameters(source.model).items()
+        for part in family.parts(parameter, source.model)
+    ]
+
+
+def _shards(exports: list[Export], limit: int) -> dict[str, list[Export]]:
+    groups: list[list[Export]] = [[]]
+    size = 0
+    for export in exports:
+        if groups[-1] and size + export.bytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(export)
+        size += export.bytes
+    for group in groups:
+        group.sort(key=lambda export: -CODE_BYTES[export.planned.code])  # all stay aligned
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    total = len(groups)
+    return {f"model-{i:05d}-of-{total:05d}.safetensors": g for i, g in enumerate(groups, start=1)}
+
+
+def _read_all(source: Checkpoint, exports: list[Export], options: Options) -> Iterator[Tensor]:
+    for parameter, part, dtype in exports:
+        block = source.read(parameter, part.box)
+        view = block.permute([part.axes.index(axis) for axis in range(len(part.axes))])
+        yield view.reshape(part.shape).to(dtype)
+        options.progress(prod(part.shape) * dtype.itemsize)
+
+
+def _index(shards: dict[str, list[Export]]) -> Table:
+    files = {export.part.name: name for name, shard in shards.items() for export in shard}
+    total = sum(export.bytes for shard in shards.values() for export in shard)
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+
+
+def _write_configs(
+    folder: Path, source: Checkpoint, family: Family, original: Path | None, dtype: torch.dtype
+) -> None:
+    """config.json and generation_config.json: the originals where the weights came with them."""
+    tokens = _token_ids(source)
+    if original is None:
+        table = hfconfig.config_to_hf(source.model, family) | tokens
+    else:
+        table = hfconfig.read_json(original)
+    names = {"torch_dtype", "dtype"} & set(table) or {"torch_dtype"}
+    if original is not None and all(table.get(name) == dtype_name(dtype) for name in names):
+        write_bytes(folder / hfconfig.NAME, original.read_bytes())
+    else:
+        _write_json(folder / hfconfig.NAME, table | dict.fromkeys(names, dtype_name(dtype)))
+    generation = original.with_name(GENERATION) if original is not None else None
+    if generation is not None and generation.is_file():
+        write_bytes(folder / GENERATION, generation.read_bytes())
+    else:
+        kept = {name: table.get(name) for name in tokens}
+        _write_json(folder / GENERATION, {"_from_model_config": True} | kept)
+
+
+def _token_ids(source: Checkpoint) -> Table:
+    """The ids that begin and end a text: the end-of-document token, or none."""
+    if source.tokenizer_folder is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    from mtcli.core.data.tokenize import load_tokenizer
+
+    end = load_tokenizer(source.tokenizer_folder).eod_id
+    return {"bos_token_id": end, "eos_token_id": end}
+
+
+def _write_json(path: Path, table: Table) -> None:
+    write_bytes(path, (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode())
