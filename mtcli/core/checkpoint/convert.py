@@ -79,10 +79,7 @@ def to_mtcli(
     """
     config = output_config(source, parallel, world)
     ranks = [
-        [
-            Outline(c.name, _dtype(source, c.name, options), c.box, source.shape(c.name))
-            for c in cuts
-        ]
+        [_outline(source, cut, options) for cut in cuts]
         for cuts in cuts_of(source, source.names(), config, world)
     ]
     attached = tokenizer_files(source, f"{TOKENIZER}/") | _originals(source)
