@@ -165,7 +165,7 @@ def _blank_separated(chunk: bytes, first_line: int) -> Iterator[Text | Bad]:
     except UnicodeDecodeError:
         yield from _blank_separated_bytes(chunk, first_line)
         return
-    for part in BLANK_LINES.split(f"\n{text}\n\n"):
+    for part in BLANK_LINES.split(f"\n\n{text}\n\n"):
         if part:
             yield Text(part, len(part.encode()))
 

@@ -1,6 +1,6 @@
 """Text to token arrays, as fast as can be proven right."""
 
-import re
+import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -46,16 +46,18 @@ def is_cuttable(tokenizer: Tokenizer) -> bool:
     """Whether long texts may be encoded in parts (`documents._safe_cut`) with the same ids."""
     if tokenizer.is_bytes:
         return True
-    backend = tokenizer.backend
-    words = re.search(
-        r'"pre_tokenizer":\s*\{"type":\s*"ByteLevel",[^}]*"use_regex":\s*true', tokenizer.definition
+    definition = json.loads(tokenizer.definition)
+    words = definition.get("pre_tokenizer") or {}
+    return (
+        words.get("type") == "ByteLevel"
+        and words.get("use_regex", True)
+        and not words.get("add_prefix_space")
+        and not definition.get("normalizer")
+        and not any(
+            token.lstrip or token.rstrip or "\n" in token.content
+            for token in tokenizer.backend.get_added_tokens_decoder().values()
+        )
     )
-    plain = all(
-        not (token.lstrip or token.rstrip or "\n" in token.content)
-        for token in backend.get_added_tokens_decoder().values()
-    )
-    no_prefix = '"add_prefix_space":true' not in tokenizer.definition.replace(" ", "")
-    return bool(words) and plain and no_prefix and backend.normalizer is None
 
 
 def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:

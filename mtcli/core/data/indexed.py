@@ -20,7 +20,7 @@ HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 SUFFIXES = (".bin", ".idx")  # the index last: a reader that finds it finds the tokens
-CHUNK = 1 << 20  # sequences looked at or written at a time: 24 MB
+CHUNK = 1 << 16  # sequences looked at or written at a time: 1.5 MB
 
 
 class Indexed:

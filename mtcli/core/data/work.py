@@ -1,9 +1,7 @@
 """What one worker does: a block of text in, a file of tokens and a file of lengths out."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +25,19 @@ class Counts:
     empty_documents: int = 0
     eod_in_text: int = 0  # end-of-document ids that came from the text itself
     max_token_id: int = -1
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: "Counts") -> None:
         """Count `other` too."""
         for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_token_id = max(self.max_token_id, other.max_token_id)
-        self.skipped.update(other.skipped)
+        for kind, count in other.skipped.items():
+            self.skip(kind, count)
+
+    def skip(self, kind: str, count: int = 1) -> None:
+        """Count documents that were left out for a fault of this kind."""
+        self.skipped[kind] = self.skipped.get(kind, 0) + count
 
 
 class Job(NamedTuple):
@@ -82,7 +85,7 @@ def _documents(job: Job, block: Block, counts: Counts) -> Iterator[Text]:
                 counts.text_bytes += item.size
                 yield item
             elif job.skip_bad:
-                counts.skipped[item.kind] += 1
+                counts.skip(item.kind)
             else:
                 raise _bad_document(piece, item)
 
@@ -100,9 +103,11 @@ def _group(documents: Iterator[Text]) -> list[Text]:
     """The next documents of about GROUP_BYTES together; empty at the end."""
     group: list[Text] = []
     size = 0
-    while size < GROUP_BYTES and (taken := list(islice(documents, 1))):
-        group += taken
-        size += taken[0].size
+    for text in documents:
+        group.append(text)
+        size += text.size
+        if size >= GROUP_BYTES:
+            break
     return group
 
 

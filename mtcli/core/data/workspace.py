@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -56,11 +55,12 @@ class Workspace:
 
     def leave(self, resumable: bool) -> None:
         """Close after a failure; the folder stays only where a later run can go on from it."""
-        if not resumable or self.blocks == 0:
+        if not resumable or self.counts.documents == 0:
             self.remove()
             return
-        with suppress(OSError):  # a full disk: the journal's last line still holds
-            self.commit()
+        if not self.is_finished:  # else the tokens have moved, and publishing is what is left
+            with suppress(OSError):  # a full disk: the journal's last line still holds
+                self.commit()
         self.close()
 
     def remove(self) -> None:
@@ -158,8 +158,7 @@ class Workspace:
     def _take_up(self, kept: dict) -> None:
         """Cut both files to what the journal vouches for, and count and hash that again."""
         self.blocks = kept["blocks"]
-        counts = kept.get("counts", {})
-        self.counts = Counts(**{**counts, "skipped": Counter(counts.get("skipped", {}))})
+        self.counts = Counts(**kept.get("counts", {}))
         for file, size in (
             (self._tokens, kept.get("token_bytes", 0)),
             (self._lengths, kept.get("length_bytes", 0)),

@@ -104,7 +104,9 @@ def megatron_blend(words, split, sizes, seq_len, seed, cache):
 def test_a_blend_is_megatrons_token_by_token(make_dataset, tmp_path, weights):
     made = [make_dataset(f"d{i}", 60 + 10 * i, 70, seed=i) for i in range(3)]
     prefixes = [prefix for prefix, _ in made]
-    words = prefixes if weights is None else [w for p in zip(weights, prefixes, strict=True) for w in p]
+    words = (
+        prefixes if weights is None else [w for p in zip(weights, prefixes, strict=True) for w in p]
+    )
     sizes = [100, 20, 10] if weights is None else [300, 40, 10]
     theirs = megatron_blend(words, "80,10,10", sizes, 24, 99, tmp_path)
     for which, size, other in zip(SPLITS, sizes, theirs, strict=True):

@@ -1,6 +1,8 @@
 """`.bin` and `.idx` against megatron-core's own reader and builder, and against nonsense."""
 
 import struct
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,7 +55,7 @@ def test_the_bytes_of_an_index_are_megatrons(make_dataset, tmp_path):
         builder.add_document(torch.tensor(document), [len(document)])
     builder.finalize(str(tmp_path / "theirs.idx"))
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"theirs{suffix}").read_bytes() == open(prefix + suffix, "rb").read()
+        assert (tmp_path / f"theirs{suffix}").read_bytes() == Path(prefix + suffix).read_bytes()
 
 
 def test_vocabularies_get_megatrons_dtype():
@@ -62,16 +64,18 @@ def test_vocabularies_get_megatrons_dtype():
 
 
 def test_a_token_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path):
-    with pytest.raises(MtcliError, match="tokens 7 to 65536 do not fit in uint16, which ends at 65535"):
+    with pytest.raises(
+        MtcliError, match="tokens 7 to 65536 do not fit in uint16, which ends at 65535"
+    ):
         write_dataset(tmp_path / "x", [[7, 65536]], np.dtype("<u2"))
     assert list(tmp_path.iterdir()) == []
 
 
 def _mutated(prefix, change):
-    path = f"{prefix}.idx"
-    data = bytearray(open(path, "rb").read())
+    path = Path(f"{prefix}.idx")
+    data = bytearray(path.read_bytes())
     change(data)
-    open(path, "wb").write(data)
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,9 @@ def test_tokens_that_are_cut_short_are_refused(make_dataset):
         Indexed(prefix)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     start=st.binary(max_size=60),
     header=st.booleans(),
@@ -134,7 +140,5 @@ def test_random_bytes_are_an_error_or_a_dataset(tmp_path, start, header, counts)
     head = HEAD.pack(b"MMIDIDX\0\0", 1, counts[2], counts[0], counts[1]) if header else b""
     (tmp_path / "x.idx").write_bytes(head + start)
     (tmp_path / "x.bin").write_bytes(b"1234")
-    try:
-        assert Indexed(tmp_path / "x").num_tokens * 2 <= 8
-    except MtcliError:
-        pass
+    with suppress(MtcliError):
+        assert Indexed(tmp_path / "x").num_tokens <= 4
