@@ -28,9 +28,11 @@ COMMANDS: dict[str, Command] = {
     name: Command(f"mtcli.commands.{name}:{name}", purpose)
     for name, purpose in (
         ("preprocess", "Turn text into token files"),
+        ("plan", "Check a run config; predict its memory, step time and bubble"),
         ("train", "Train or fine-tune a model from a config"),
         ("eval", "Evaluate a checkpoint on WikiText-103, LAMBADA, RACE"),
         ("generate", "Sample text from a checkpoint"),
+        ("shard", "Convert and reshard checkpoints"),
     )
 }
 
