@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv as it needs it.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint bench gpu
+
+demo: .venv/installed
+	$(BIN)/python scripts/demo.py
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: .venv/installed-test
+	$(BIN)/python benchmarks/run.py
+
+# What needs a GPU: the kernels' and the engines' tests on one. They are skipped without.
+gpu: .venv/installed-test
+	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "this machine shows torch no GPU"'
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# Stamps, so that nothing is installed twice. The demo needs less than the tests.
+.venv/installed: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) -e '.[data,report]'
+	touch $@
+
+.venv/installed-test: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) -e '.[test]'
+	touch $@ .venv/installed
+
+.venv/made:
+	$(PYTHON) -m venv .venv
+	touch $@
