@@ -48,6 +48,15 @@ class Schedule:
         return sum(op.kind == "F" and op.stage == 0 for op in self.ops[self.rank_of_stage[0]])
 
 
+# What an op reads: ops of the same micro-batch, as (kind, stages further on).
+READS: dict[Kind, tuple[tuple[Kind, int], ...]] = {
+    "F": (("F", -1),),
+    "B": (("F", 0), ("B", 1)),
+    "I": (("F", 0), ("I", 1)),
+    "W": (("I", 0),),
+}
+
+
 def needs(op: Op, num_stages: int) -> tuple[Op, ...]:
     """The ops whose results `op` reads.
 
@@ -55,10 +64,8 @@ def needs(op: Op, num_stages: int) -> tuple[Op, ...]:
     after produced by an op of the same kind: a schedule splits every backward or none. W reads what
     its own I left.
     """
-    kind, micro_batch, stage = op
-    if kind == "F":
-        return (Op("F", micro_batch, stage - 1),) if stage > 0 else ()
-    if kind == "W":
-        return (Op("I", micro_batch, stage),)
-    own = Op("F", micro_batch, stage)
-    return (own, Op(kind, micro_batch, stage + 1)) if stage + 1 < num_stages else (own,)
+    return tuple(
+        Op(kind, op.micro_batch, op.stage + step)
+        for kind, step in READS[op.kind]
+        if 0 <= op.stage + step < num_stages
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtcli.core.schedule.ops import Kind, Op, Schedule, needs
+from mtcli.core.schedule.ops import READS, Kind, Op, Schedule
 
 Seconds = Mapping[Kind, float] | Callable[[Op], float]
 
@@ -62,32 +62,50 @@ def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> 
     more to arrive, during which neither rank is busy.
     """
     length = seconds if callable(seconds) else lambda op: seconds[op.kind]
-    clock = [0.0] * schedule.num_ranks
-    places = [0] * schedule.num_ranks
-    ends: dict[Op, float] = {}
-    waiting: dict[Op, int] = {}  # an op that did not run yet, and the rank that stands before it
+    clock, places = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
+    ends: dict[tuple[Kind, int, int], float] = {}
+    waiting: dict[tuple[Kind, int, int], int] = {}  # an op to come, and the rank that needs it
     spans: list[list[Span]] = [[] for _ in schedule.ops]
     ranks = list(range(schedule.num_ranks))
     while ranks:
         rank = ranks.pop()
         for op in schedule.ops[rank][places[rank] :]:
-            start = clock[rank]
-            for need in needs(op, schedule.num_stages):
-                if need not in ends:
-                    waiting[need] = rank
-                    break
-                hop = hop_seconds if schedule.rank_of_stage[need.stage] != rank else 0.0
-                start = max(start, ends[need] + hop)
-            else:
-                clock[rank] = ends[op] = start + length(op)
-                places[rank] += 1
-                spans[rank].append(Span(rank, op, start, clock[rank]))
-                if op in waiting:
-                    ranks.append(waiting.pop(op))
-                continue
-            break
+            start, missing = _arrival(op, rank, schedule, ends, hop_seconds)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            start = max(start, clock[rank])
+            clock[rank] = ends[op] = start + length(op)
+            spans[rank].append(Span(rank, op, start, clock[rank]))
+            if op in waiting:
+                ranks.append(waiting.pop(op))
+        places[rank] = len(spans[rank])
     assert not waiting, f"the schedule deadlocks: {waiting}"
     return Timeline(tuple(span for row in spans for span in row), schedule.num_ranks)
+
+
+def _arrival(
+    op: Op,
+    rank: int,
+    schedule: Schedule,
+    ends: dict[tuple[Kind, int, int], float],
+    hop_seconds: float,
+) -> tuple[float, tuple[Kind, int, int] | None]:
+    """When the last of an op's needs is on its rank, or the one that did not run yet.
+
+    `ops.needs`, written out: this is the planner's innermost loop.
+    """
+    arrived, rank_of_stage = 0.0, schedule.rank_of_stage
+    for kind, step in READS[op[0]]:
+        stage = op[2] + step
+        if not 0 <= stage < len(rank_of_stage):
+            continue
+        need = (kind, op[1], stage)
+        if need not in ends:
+            return 0.0, need
+        hop = hop_seconds if rank_of_stage[stage] != rank else 0.0
+        arrived = max(arrived, ends[need] + hop)
+    return arrived, None
 
 
 def draw(timeline: Timeline, width: int = 100) -> str:

@@ -1,0 +1,177 @@
+"""`mtcli plan`: what would this run cost? Needs no GPU and never imports torch."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtcli.commands.options import JsonOut, Overrides, write_json
+
+if TYPE_CHECKING:
+    from mtcli.core.cost.answer import Answer
+
+Fixed = Annotated[
+    list[str],
+    typer.Option(
+        "--fix",
+        metavar="SECTION.FIELD=VALUE",
+        default_factory=list,
+        show_default=False,
+        help="search with this field as it is, such as parallel.tp=8; may be given several times",
+    ),
+]
+
+
+def plan(
+    overrides: Overrides,
+    fixed: Fixed,
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or a preset's name"),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="devices; a bare preset is then searched [fewest]")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="kind of device, such as a100-80gb, h100 or cpu [h100 with --gpus]"),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="search every legal layout and show the best K")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="sequences of a step")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")] = False,
+    draw: Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="write the timeline as a picture")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="write the config of the best layout")
+    ] = None,
+    presets: Annotated[bool, typer.Option("--presets", help="list the presets")] = False,
+    validate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="score the predictor on published runs")
+    ] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Check a run config; predict its memory, step time and bubble; search better layouts.
+
+    Exit codes: 2 where the config is illegal, with every problem; 1 where it does not fit.
+    """
+    from mtcli.core.spec.errors import MtcliError, wrong
+
+    if presets:
+        return _list_presets(json_out)
+    if validate:
+        return _validate(validate, json_out)
+    if config is None:
+        raise wrong("CONFIG is missing", "a TOML file or a preset; --presets lists them", "CONFIG")
+    sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
+    wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
+    try:
+        from mtcli.core.cost.answer import answer
+        from mtcli.core.cost.request import read_request
+
+        request = read_request(config, wanted, fixed, gpus, device)
+        found = answer(request, top)
+    except MtcliError as error:
+        if json_out:
+            from mtcli.core.cost.report import refusal
+
+            write_json(refusal(error.problems), json_out)
+        raise
+    _show(found, json_out, ranks, draw)
+    if plot:
+        from mtcli.core.cost.plot import save_timeline
+
+        save_timeline(found.drawing, found.title, plot)
+        typer.echo(f"wrote {plot}", err=True)
+    if output:
+        found.save_config(output)
+        typer.echo(f"wrote {output}", err=True)
+    found.require_fit()
+
+
+def _show(found: "Answer", json_out: str | None, ranks: bool, draw: bool) -> None:
+    from mtcli.core.cost.ranks import rank_groups, rank_places
+
+    layout = found.prediction.work.layout
+    if json_out:
+        data = found.as_json()
+        if ranks:
+            data |= {"ranks": rank_places(layout), "groups": rank_groups(layout)}
+        write_json(data, json_out)
+        if json_out == "-":
+            return
+    _table(found.title, ("", ""), found.summary())
+    if found.candidates:
+        _table(found.search_title, found.candidate_columns(), found.candidate_rows())
+    if draw:
+        from mtcli.core.schedule.timeline import draw as draw_timeline
+
+        typer.echo(draw_timeline(found.drawing))
+    if ranks:
+        _show_ranks(rank_places(layout), rank_groups(layout))
+
+
+def _show_ranks(
+    places: list[dict[str, dict[str, int]]], groups: dict[str, dict[str, list[list[int]]]]
+) -> None:
+    grids = list(groups)
+    columns = ["rank", *(axis for grid in grids for axis in groups[grid])]
+    rows = [
+        [rank, *(place[grid][axis] for grid in grids for axis in groups[grid])]
+        for rank, place in enumerate(places)
+    ]
+    _table(
+        "Ranks on the attention grid, and on the expert grid",
+        columns,
+        [[str(cell) for cell in row] for row in rows],
+    )
+    for grid in grids:
+        for axis, members in groups[grid].items():
+            typer.echo(f"{grid} {axis}: {' '.join(str(group) for group in members)}")
+
+
+def _validate(path: str, json_out: str | None) -> None:
+    from mtcli.core.cost.validate import read_records, score, summarize, summary_rows
+
+    records, left_out = read_records(path)
+    for line in left_out:
+        typer.echo(f"left out record {line}", err=True)
+    data = summarize(score(records)) | {"left_out": left_out}
+    if json_out:
+        write_json(data, json_out)
+    if json_out != "-":
+        columns = ("source", "runs", "median error", "median |error|", "rank correlation")
+        _table("Predicted against published step times", columns, summary_rows(data))
+
+
+def _list_presets(json_out: str | None) -> None:
+    from mtcli.core.spec.load import load_config, preset_names
+    from mtcli.core.spec.model import count_active, count_parameters
+
+    models = {name: load_config(name).model for name in preset_names()}
+    counts = {name: (count_parameters(m), count_active(m)) for name, m in models.items()}
+    if json_out:
+        write_json(
+            [{"name": n, "parameters": a, "active": b} for n, (a, b) in counts.items()], json_out
+        )
+    if json_out != "-":
+        rows = [[name, f"{a:,}", f"{b:,}"] for name, (a, b) in counts.items()]
+        _table("Presets", ("name", "parameters", "active"), rows)
+
+
+def _table(title: str, columns: "list[str] | tuple[str, ...]", rows: object) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=any(columns), box=None)
+    for column in columns:
+        table.add_column(column)
+    assert isinstance(rows, list)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

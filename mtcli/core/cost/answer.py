@@ -1,0 +1,132 @@
+"""The answer to a request: one prediction, the candidates of a search, and whether it fits."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtcli.core.cost.predict import Prediction, predict_workload
+from mtcli.core.cost.report import Json, as_json, describe, gib, summary
+from mtcli.core.cost.request import Request, rule_problems
+from mtcli.core.cost.search import Found, apply, search
+from mtcli.core.cost.workload import Workload
+from mtcli.core.schedule.timeline import Timeline
+from mtcli.core.spec.check import problems as broken_rules
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.errors import MtcliError, failed, wrong
+from mtcli.core.spec.load import dump_toml
+
+DEFAULT_TOP = 5
+DRAWN_MICRO_BATCHES = 4  # times pp: what a drawing shows of a longer step
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plan of one config: its cost, and the candidates where a search was asked for."""
+
+    config: RunConfig
+    prediction: Prediction
+    candidates: tuple[Prediction, ...] = ()
+    search_title: str = ""
+
+    @property
+    def title(self) -> str:
+        """What is planned, in one line."""
+        work, device = self.prediction.work, self.prediction.device
+        return f"{work.layout.world} x {device.name}, {work.precision}: {describe(self.prediction)}"
+
+    @property
+    def drawing(self) -> Timeline:
+        """The simulated timeline, of the step's first micro-batches where it has many."""
+        few = min(self.prediction.work.num_micro_batches, self.shown_micro_batches)
+        return self.prediction.timeline(few)
+
+    @property
+    def shown_micro_batches(self) -> int:
+        """The most micro-batches that a drawing shows."""
+        return DRAWN_MICRO_BATCHES * self.prediction.work.layout.pp
+
+    def as_json(self) -> Json:
+        """The JSON contract of `mtcli plan --json`."""
+        return as_json(self.prediction, self.candidates)
+
+    def summary(self) -> list[list[str]]:
+        """Rows of the summary table."""
+        return [list(row) for row in summary(self.prediction)]
+
+    def candidate_columns(self) -> list[str]:
+        """Headings of the candidates' table."""
+        return ["", "layout", "step", "MFU", "memory", "bubble", "communication", "slower"]
+
+    def candidate_rows(self) -> list[list[str]]:
+        """A row per candidate: its cost, where its time goes, and how far it is from the best."""
+        first = self.candidates[0].step_seconds
+        rows = []
+        for place, one in enumerate(self.candidates, start=1):
+            sent = sum(one.communication_seconds.values()) / one.step_seconds
+            slower = f"{one.step_seconds / first - 1:.1%}" if place > 1 else ""
+            figures = [f"{one.step_seconds:.4g} s", f"{one.mfu:.1%}", gib(one.memory.total)]
+            shares = [f"{one.bubble_fraction:.1%}", f"{sent:.1%}", slower]
+            rows.append([str(place), describe(one), *figures, *shares])
+        return rows
+
+    def save_config(self, target: str) -> None:
+        """Writes the config as TOML that `mtcli train` takes; aside, synced, then renamed.
+
+        Raises MtcliError where the folder is not there or the file cannot be written.
+        """
+        path = Path(target)
+        if not path.parent.is_dir():
+            raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", "--output")
+        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(dump_toml(self.config))
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            hint = "name another file"
+            raise failed(f"{target} cannot be written: {error.strerror}", hint) from None
+
+    def require_fit(self) -> None:
+        """Raises MtcliError (exit 1) with both numbers where the plan does not fit."""
+        p = self.prediction
+        if not p.fits:
+            need, have = gib(p.memory.total), gib(p.device.memory_bytes)
+            hint = "raise tp or pp, shard with zero, recompute, or cut the micro-batch; or --top 5"
+            raise failed(f"a rank needs {need} and {p.device.name} has {have}", hint)
+
+
+def answer(request: Request, top: int | None) -> Answer:
+    """The plan of a request: a prediction, or a search where one was asked for.
+
+    Raises MtcliError with every problem of an illegal request, and where a search finds no layout.
+    """
+    config = request.config
+    if top is None and not request.wants_search:
+        if problems := rule_problems(request):
+            raise MtcliError(*problems)
+        assert config is not None, "a config without problems exists"
+        work = Workload.of(config, request.world)
+        return Answer(config, predict_workload(work, request.device))
+    if request.problems or config is None:
+        raise MtcliError(*request.problems)
+    found = search(config, request.world, request.device, top or DEFAULT_TOP, request.pinned)
+    return _best(config, request, found)
+
+
+def _best(config: RunConfig, request: Request, found: Found) -> Answer:
+    if found.best:
+        predictions = tuple(candidate.prediction for candidate in found.best)
+        title = f"Best {len(predictions)} of {found.tried:,} layouts"
+        title += f", {found.too_large:,} faster ones do not fit" if found.too_large else ""
+        return Answer(found.best[0].config, predictions[0], predictions, title)
+    if found.nearest:  # legal, and too large: say by how much
+        prediction = predict_workload(found.nearest, request.device)
+        return Answer(apply(config, found.nearest), prediction, (), "")
+    if problems := broken_rules(config, request.world):
+        raise MtcliError(*problems)
+    batch, world = config.batch.global_batch_size, request.world
+    hint = "choose a global batch that the data ranks divide, or fewer pinned fields"
+    raise wrong(f"no layout of {world} ranks divides global_batch_size={batch}", hint, "--gpus")

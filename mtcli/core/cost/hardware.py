@@ -1,0 +1,169 @@
+"""Devices by name: peak rates, memory and links, each number with its source.
+
+Rates are dense (no structured sparsity; fp32 is not TF32), links are per GPU and one way, in
+bytes/s. `sustained` is the share of the datasheet's matrix rate that a large GEMM reaches at the
+board's power limit.
+"""
+
+import os
+import time
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.load import closest
+
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
+
+
+@dataclass(frozen=True, eq=False)  # a device is itself, and so may key a cache
+class Device:
+    """One accelerator and the links that join it to others."""
+
+    name: str
+    flops: dict[str, float]  # FLOP/s by precision
+    sustained: float
+    memory_bytes: float
+    memory_bandwidth: float  # bytes/s
+    processors: int  # streaming multiprocessors, or cores
+    node_size: int  # GPUs that share the fast link
+    link_bandwidth: float  # within a node: NVLink, or PCIe where there is none
+    network_bandwidth: float  # between nodes: InfiniBand or Ethernet
+    reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
+    source: str = ""
+
+    def peak(self, precision: str) -> float:
+        """Matrix FLOP/s in a precision; one the device lacks runs in the next wider it has."""
+        for name in _WIDER[precision]:
+            if name in self.flops:
+                return self.flops[name]
+        raise AssertionError(f"{self.name} has no rate for {precision}")
+
+
+_WIDER = {
+    "fp64": ("fp64", "fp32"),
+    "fp32": ("fp32",),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "bf16", "fp32"),
+    "fp8": ("fp8", "bf16", "fp32"),
+    "nvfp4": ("nvfp4", "fp8", "bf16", "fp32"),
+}
+
+
+def _gpu(
+    name: str,
+    tflops: dict[str, float],
+    board: tuple[float, float, float, int],
+    links: tuple[int, float, float],
+    source: str,
+) -> Device:
+    """Board: sustained share, GiB, GB/s, processors. Links: node size, GB/s inside and between."""
+    sustained, gib, bandwidth, processors = board
+    node_size, link, network = links
+    return Device(
+        name=name,
+        flops={precision: rate * TERA for precision, rate in tflops.items()},
+        sustained=sustained,
+        memory_bytes=gib * GIB,
+        memory_bandwidth=bandwidth * GIGA,
+        processors=processors,
+        node_size=node_size,
+        link_bandwidth=link * GIGA,
+        network_bandwidth=network * GIGA,
+        source=source,
+    )
+
+
+_HOPPER = {"fp64": 67.0, "fp32": 67.0, "bf16": 989.4, "fp8": 1978.9}
+_B200 = {"fp64": 37.0, "fp32": 80.0, "bf16": 2250.0, "fp8": 4500.0, "nvfp4": 9000.0}
+_B300 = {"fp64": 1.2, "fp32": 80.0, "bf16": 2250.0, "fp8": 4500.0, "nvfp4": 13500.0}
+_GB200 = {"fp64": 40.0, "fp32": 80.0, "bf16": 2500.0, "fp8": 5000.0, "nvfp4": 10000.0}
+_GB300 = {"fp64": 1.3, "fp32": 80.0, "bf16": 2500.0, "fp8": 5000.0, "nvfp4": 15000.0}
+
+# fmt: off
+GPUS = {device.name: device for device in (
+    _gpu("v100-32gb", {"fp64": 7.8, "fp32": 15.7, "fp16": 125.0}, (0.75, 32, 900, 80),
+         (16, 150.0, 6.25), "NVIDIA V100 datasheet; DGX-2: NVSwitch, 8 x 100 Gb/s for 16 GPUs"),
+    _gpu("a100-40gb", {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0}, (0.88, 40, 1555, 108),
+         (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
+    _gpu("a100-80gb", {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0}, (0.88, 80, 2039, 108),
+         (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
+    _gpu("h100", _HOPPER, (0.75, 80, 3352, 132), (8, 450.0, 50.0),
+         "NVIDIA H100 SXM datasheet; NVLink4 900 GB/s both ways; NDR 400 Gb/s a GPU"),
+    _gpu("h200", _HOPPER, (0.79, 141, 4800, 132), (8, 450.0, 50.0),
+         "NVIDIA H200 datasheet; 769-798 TFLOP/s measured at 8192^3 in bf16"),
+    _gpu("b200", _B200, (0.75, 180, 8000, 148), (8, 900.0, 50.0),
+         "NVIDIA DGX B200 datasheet; NVLink5 1.8 TB/s both ways; NDR 400 Gb/s a GPU"),
+    _gpu("b300", _B300, (0.75, 270, 8000, 148), (8, 900.0, 100.0),
+         "NVIDIA DGX B300 datasheet; NVLink5 1.8 TB/s both ways; XDR 800 Gb/s a GPU"),
+    _gpu("gb200", _GB200, (0.75, 186, 8000, 152), (72, 900.0, 50.0),
+         "NVIDIA GB200 NVL72 datasheet; 72 GPUs in one NVLink domain; NDR 400 Gb/s a GPU"),
+    _gpu("gb300", _GB300, (0.75, 279, 8000, 152), (72, 900.0, 100.0),
+         "NVIDIA GB300 NVL72 datasheet; 72 GPUs in one NVLink domain; XDR 800 Gb/s a GPU"),
+    _gpu("rtx-5000", {"fp32": 11.2, "fp16": 89.2}, (0.75, 16, 448, 48), (4, 12.0, 1.75),
+         "Quadro RTX 5000 datasheet; PCIe 3 x16; TACC Frontera: FDR 56 Gb/s for 4 GPUs"),
+)}
+# fmt: on
+
+NAMES = (*GPUS, "cpu")
+
+
+def device_named(name: str) -> Device:
+    """The device of that name; `cpu` is this machine, measured now.
+
+    Raises MtcliError with the known names for any other.
+    """
+    if name == "cpu":
+        return measure_cpu()
+    if name in GPUS:
+        return GPUS[name]
+    hint = f"one of {', '.join(NAMES)}{closest(name, NAMES)}"
+    raise wrong(f"there is no device named {name!r}", hint, "--device")
+
+
+def shared(device: Device, world: int) -> Device:
+    """One rank's part of a machine whose processes share it; an accelerator is a rank's own."""
+    if device.name != "cpu":
+        return device
+    return replace(
+        device,
+        flops={name: rate / world for name, rate in device.flops.items()},
+        memory_bytes=device.memory_bytes / world,
+        memory_bandwidth=device.memory_bandwidth / world,
+    )
+
+
+@cache
+def measure_cpu() -> Device:
+    """This machine as one device: numpy's matrix and copy rates with all threads, best of 5.
+
+    Takes about 0.1 s. gloo over loopback is taken as 1.5 GB/s (2 processes, all-reduce of 67 MB).
+    """
+    import numpy as np
+
+    side, rows = 1024, 4_000_000
+    a = np.ones((side, side), dtype=np.float32)
+    source, target = np.ones(rows, dtype=np.float32), np.empty(rows, dtype=np.float32)
+    gemm = min(_seconds(lambda: a @ a) for _ in range(5))
+    copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(5))
+    rate = 2.0 * side**3 / gemm
+    return Device(
+        name="cpu",
+        flops={"fp64": rate / 2, "fp32": rate},
+        sustained=1.0,
+        memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        memory_bandwidth=2.0 * 4 * rows / copy,
+        processors=os.cpu_count() or 1,
+        node_size=os.cpu_count() or 1,
+        link_bandwidth=1.5 * GIGA,
+        network_bandwidth=0.125 * GIGA,
+        reserved_bytes=0.25 * GIB,
+        source="measured here: numpy float32 matmul and copy",
+    )
+
+
+def _seconds(work: object) -> float:
+    assert callable(work)
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,42 @@
+"""The few constants of the time model, each one a physical share or latency.
+
+They were fitted once, together, on published runs (docs/plan.md says which and how well they hold);
+there is none per source, model or row.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Physics:
+    """What separates a step from the datasheet's rates."""
+
+    gemm: float = 0.85
+    """of the sustained matrix rate, reached by a large product inside a training step"""
+    narrow_gemm: float = 0.75
+    """the same for 8- and 4-bit products, which also rescale their inputs"""
+    fill: float = 256.0
+    """inner dimension at which a product's prologue costs as much as its work"""
+    attention: float = 0.6
+    """of the sustained rate, reached by flash attention"""
+    unfused_attention: float = 0.35
+    """the same for the batched products around a written-out softmax"""
+    memory: float = 0.75
+    """of the memory bandwidth, reached by element-wise kernels"""
+    traffic: float = 1.5
+    """memory traffic of element-wise work over that of perfectly fused kernels"""
+    link: float = 0.7
+    """of a link's bandwidth, reached by collectives and hops"""
+    latency: float = 8e-6
+    """seconds of a collective per step of its ring, at most `latency_steps` of them"""
+    launch: float = 5e-6
+    """seconds between kernels that the host can keep up"""
+    tensor_overlap: float = 0.3
+    """of tensor and expert parallel communication, hidden behind products"""
+    data_overlap: float = 0.8
+    """of the backward pass, usable to hide data parallel communication"""
+    step_overhead: float = 0.02
+    """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
+
+
+PHYSICS = Physics()

@@ -1,0 +1,121 @@
+"""What a step takes: bytes, seconds, FLOPs and shares, from the objects that train.
+
+The schedule is simulated with the time of each stage's forward and backward; data parallel traffic
+and the optimizer follow. MFU counts 3 forward passes with the full square of attention, whatever is
+computed (arXiv:2205.05198, appendix A); HFU adds what is computed again.
+"""
+
+from dataclasses import dataclass
+
+from mtcli.core.cost.hardware import Device, device_named, shared
+from mtcli.core.cost.kernels import Pass
+from mtcli.core.cost.memory import Memory, memory
+from mtcli.core.cost.physics import PHYSICS, Physics
+from mtcli.core.cost.step import Costs, pipeline_seconds, simulated, step_costs
+from mtcli.core.cost.workload import Workload
+from mtcli.core.schedule.timeline import Timeline
+from mtcli.core.spec.check import require
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.model import forward_flops
+
+FLOP_CONVENTION = "3x forward, full attention"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The cost of one step of a workload on one kind of device."""
+
+    work: Workload
+    device: Device
+    memory: Memory
+    costs: Costs
+    step_seconds: float
+    bubble_fraction: float  # idle over busy time, (pp - 1) / m for 1F1B
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that holds most stays within the device's memory."""
+        return self.memory.total <= self.device.memory_bytes
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens of the global batch per second and device."""
+        tokens = self.work.global_batch_size * self.work.seq_len
+        return tokens / self.step_seconds / self.work.layout.world
+
+    @property
+    def model_flops_per_gpu(self) -> float:
+        """FLOP/s per device that the model needs, by FLOP_CONVENTION."""
+        return 3 * self._forward_flops_per_second
+
+    @property
+    def hardware_flops_per_gpu(self) -> float:
+        """FLOP/s per device with what is computed again."""
+        return (3 + recomputed_share(self.work)) * self._forward_flops_per_second
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, of the peak in the products' precision."""
+        return self.model_flops_per_gpu / self.device.peak(self.work.sizes.gemm)
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation."""
+        return self.hardware_flops_per_gpu / self.device.peak(self.work.sizes.gemm)
+
+    @property
+    def communication_seconds(self) -> dict[str, float]:
+        """Seconds a rank spends per step on each axis, hidden or not."""
+        work, costs = self.work, self.costs
+        blocks = work.num_micro_batches * max(
+            work.layers_of_rank(pp_rank) for pp_rank in range(work.layout.pp)
+        )
+        again = 1.0 if work.recompute == "full" else 0.0
+
+        def total(one: Pass) -> float:
+            return blocks * ((1 + again) * one.forward + one.backward)
+
+        hops = 2.0 * work.num_micro_batches * work.layout.vpp
+        return {
+            "tp": total(costs.tensor),
+            "cp": total(costs.context),
+            "ep": total(costs.expert),
+            "pp": hops * costs.hop,
+            "dp": costs.gradients + total(costs.sharded),
+        }
+
+    @property
+    def _forward_flops_per_second(self) -> float:
+        return forward_flops(self.work.model, self.work.seq_len) * self.tokens_per_second_per_gpu
+
+    def timeline(self, num_micro_batches: int | None = None) -> Timeline:
+        """The simulated pipeline of the step, or of fewer micro-batches of it."""
+        return simulated(self.work, self.costs, num_micro_batches or self.work.num_micro_batches)
+
+
+def predict(config: RunConfig, world: int, device: str) -> Prediction:
+    """The cost of a run config's step on `world` devices of that name.
+
+    Raises MtcliError with every rule that the config breaks, or for an unknown device.
+    """
+    require(config, world)
+    return predict_workload(Workload.of(config, world), shared(device_named(device), world))
+
+
+def predict_workload(work: Workload, device: Device, physics: Physics = PHYSICS) -> Prediction:
+    """The cost of a workload's step."""
+    costs = step_costs(work, device, physics)
+    pipeline, bubble = pipeline_seconds(work, costs)
+    step = pipeline + costs.gradients_exposed + costs.optimizer + physics.step_overhead
+    return Prediction(work, device, memory(work, device), costs, step, bubble)
+
+
+def recomputed_share(work: Workload) -> float:
+    """Forward passes that the backward pass computes again: all but the head, or attention."""
+    m = work.model
+    whole = forward_flops(m, work.seq_len)
+    if work.recompute == "full":
+        return 1 - 2 * m.vocab_size * m.hidden_size / whole
+    if work.recompute == "selective":
+        return 4 * work.seq_len * m.num_heads * m.head_dim * m.num_layers / whole
+    return 0.0

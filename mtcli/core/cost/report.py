@@ -1,0 +1,128 @@
+"""A prediction as data: the JSON contract of `mtcli plan --json`, and rows for its tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mtcli.core.cost.memory import rank_elements
+from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction
+from mtcli.core.spec.errors import Problem
+from mtcli.core.spec.model import count_active, count_parameters
+
+Json = dict[str, Any]
+GIB = 2**30
+
+KEYS = (
+    "layout",
+    "parameters",
+    "memory_bytes",
+    "fits",
+    "step_seconds",
+    "tokens_per_second_per_gpu",
+    "model_tflops_per_gpu",
+    "hardware_tflops_per_gpu",
+    "mfu",
+    "hfu",
+    "bubble_fraction",
+    "communication_seconds",
+)
+
+
+def refusal(problems: Sequence[Problem]) -> Json:
+    """The JSON of a request that is wrong: every problem, and null for what cannot be told."""
+    told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in problems]
+    return {"ok": False, "problems": told, **dict.fromkeys(KEYS), "candidates": []}
+
+
+def as_json(prediction: Prediction, candidates: Sequence[Prediction] = ()) -> Json:
+    """The JSON of a plan; `candidates` are the layouts a search found, best first."""
+    found = [_figures(candidate) for candidate in candidates]
+    return {"ok": True, "problems": [], **_figures(prediction), "candidates": found}
+
+
+def layout_of(prediction: Prediction) -> Json:
+    """Every size that says how the step is cut."""
+    work, layout = prediction.work, prediction.work.layout
+    axes = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+    return {
+        "world": layout.world,
+        **{axis: layout.size(axis) for axis in axes},
+        "vpp": layout.vpp,
+        "schedule": work.schedule_name,
+        "zero": work.zero,
+        "recompute": work.recompute,
+        "sequence_parallel": work.sequence_parallel,
+        "micro_batch_size": work.micro_batch_size,
+        "num_micro_batches": work.num_micro_batches,
+        "global_batch_size": work.global_batch_size,
+        "seq_len": work.seq_len,
+        "precision": work.precision,
+        "stage_layers": list(work.layers_of_stage),
+    }
+
+
+def summary(prediction: Prediction) -> list[tuple[str, str]]:
+    """Rows of the summary table: what, and how much."""
+    work, m, p = prediction.work, prediction.work.model, prediction
+    tokens = work.global_batch_size * work.seq_len
+    exposed = {axis: s for axis, s in p.communication_seconds.items() if s > 0}
+    memory = [(name, gib(value)) for name, value in p.memory.as_dict().items() if name != "total"]
+    return [
+        ("parameters", f"{count_parameters(m):,} ({count_active(m):,} active)"),
+        ("layout", describe(p)),
+        ("step", f"{tokens:,} tokens, {work.num_micro_batches} micro-batches per data rank"),
+        ("bytes per rank", f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"),
+        ("", ", ".join(f"{name} {value}" for name, value in memory)),
+        ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
+        ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
+        ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%}"),
+        ("pipeline bubble", f"{p.bubble_fraction:.1%} of the ideal time"),
+        (
+            "communication",
+            ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in exposed.items()) or "none",
+        ),
+    ]
+
+
+def describe(prediction: Prediction) -> str:
+    """The layout in one line, axes of size 1 left out."""
+    layout = layout_of(prediction)
+    axes = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+    sizes = [f"{axis}={layout[axis]}" for axis in axes if layout[axis] > 1] or ["one rank"]
+    sizes.append(f"micro-batch {layout['micro_batch_size']}")
+    if layout["pp"] > 1:
+        sizes.append(layout["schedule"])
+    if layout["zero"]:
+        sizes.append(f"zero={layout['zero']}")
+    if layout["recompute"] != "none":
+        sizes.append(f"recompute {layout['recompute']}")
+    return " ".join(sizes)
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB, or in MiB where that is less than a tenth of one."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def _figures(p: Prediction) -> Json:
+    model = p.work.model
+    most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
+    return {
+        "layout": layout_of(p),
+        "parameters": {
+            "total": count_parameters(model),
+            "active": count_active(model),
+            "max_per_rank": most,
+        },
+        "memory_bytes": p.memory.as_dict(),
+        "fits": p.fits,
+        "step_seconds": p.step_seconds,
+        "tokens_per_second_per_gpu": p.tokens_per_second_per_gpu,
+        "model_tflops_per_gpu": p.model_flops_per_gpu / 1e12,
+        "hardware_tflops_per_gpu": p.hardware_flops_per_gpu / 1e12,
+        "mfu": p.mfu,
+        "hfu": p.hfu,
+        "bubble_fraction": p.bubble_fraction,
+        "communication_seconds": p.communication_seconds,
+        "device": p.device.name,
+        "flop_convention": FLOP_CONVENTION,
+    }

@@ -1,0 +1,183 @@
+"""Seconds of the parts of a step, and of its pipeline: the schedule simulated with them."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mtcli.core.cost.communication import (
+    context_parallel,
+    expert_parallel,
+    gradient_seconds,
+    hop_seconds,
+    sharded_block,
+    tensor_parallel,
+)
+from mtcli.core.cost.hardware import Device
+from mtcli.core.cost.kernels import (
+    Pass,
+    attention_seconds,
+    block_seconds,
+    embedding_seconds,
+    head_seconds,
+)
+from mtcli.core.cost.memory import block_elements, rank_elements
+from mtcli.core.cost.physics import Physics
+from mtcli.core.cost.workload import Workload
+from mtcli.core.schedule.timeline import Timeline, simulate
+from mtcli.core.spec.layout import ParallelLayout
+
+STATE_PASSES = 2  # the optimizer reads and writes masters and moments
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step's parts on one rank; a `Pass` is of one block and one micro-batch."""
+
+    block: Pass  # what a block takes on its rank, exposed communication included
+    compute: Pass
+    tensor: Pass
+    context: Pass
+    expert: Pass
+    first: Pass  # the embedding, on stage 0
+    last: Pass  # the head and the loss, on the last stage
+    recomputed: float  # of `block.backward`, spent on computing the forward pass again
+    sharded: Pass = Pass()
+    hop: float = 0.0
+    gradients: float = 0.0
+    gradients_exposed: float = 0.0
+    optimizer: float = 0.0
+
+
+def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+    """The seconds of each part of a step."""
+    parts = block_costs(work, device, physics)
+    sharded = sharded_block(block_elements(work), work, device, physics)
+    block = Pass(
+        _covered(parts.block.forward, sharded.forward, physics),
+        _covered(parts.block.backward, sharded.backward, physics),
+    )
+    gradients, exposed = _gradients(work, block, device, physics)
+    return replace(
+        parts,
+        block=block,
+        sharded=sharded,
+        hop=hop_seconds(work, device, physics),
+        gradients=gradients,
+        gradients_exposed=exposed,
+        optimizer=_optimizer(work, device, physics),
+    )
+
+
+def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+    """The parts of a step that do not depend on the pipeline or on the data ranks."""
+    p = work.layout
+    alone = ParallelLayout(p.tp * p.cp * p.ep * p.etp, tp=p.tp, cp=p.cp, ep=p.ep, etp=p.etp)
+    whole = replace(
+        work, layout=alone, global_batch_size=0, schedule_name="", zero=0, stage_sizes=()
+    )
+    return _block_parts(whole, device, physics)
+
+
+@cache
+def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
+    compute = block_seconds(work, device, physics)
+    tensor = tensor_parallel(work, device, physics)
+    context = context_parallel(work, device, physics)
+    expert = expert_parallel(work, device, physics)
+    attention = attention_seconds(work, device, physics)
+    shown = 1 - physics.tensor_overlap
+    forward = compute.forward + shown * (tensor.forward + expert.forward)
+    forward += max(0.0, context.forward - attention.forward)
+    backward = compute.backward + shown * (tensor.backward + expert.backward)
+    backward += max(0.0, context.backward - attention.backward)
+    again = {"full": forward, "selective": attention.forward, "none": 0.0}[work.recompute]
+    return Costs(
+        block=Pass(forward, backward + again),
+        compute=compute,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        first=embedding_seconds(work, device, physics),
+        last=head_seconds(work, device, physics),
+        recomputed=again,
+    )
+
+
+def _covered(compute: float, fetched: float, physics: Physics) -> float:
+    """A block whose weights are fetched while the one before computes."""
+    hidden = min(fetched, compute) * physics.data_overlap
+    return compute + fetched - hidden
+
+
+def _gradients(
+    work: Workload, block: Pass, device: Device, physics: Physics
+) -> tuple[float, float]:
+    if work.zero == 3:
+        return 0.0, 0.0
+    total = max(
+        gradient_seconds(rank_elements(work, pp_rank), work, device, physics)
+        for pp_rank in _ends(work)
+    )
+    last = max(work.layers_of_stage) * work.layout.vpp * block.backward
+    return total, max(0.0, total - physics.data_overlap * last)
+
+
+def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
+    """Gradients read twice (norm, update), masters and moments read and written."""
+    sizes, layout = work.sizes, work.layout
+    moved = STATE_PASSES * (sizes.master + sizes.moments)
+    moved += 2 * sizes.gradient + sizes.weight
+    shards = layout.dp if work.zero else 1
+    elements = max(rank_elements(work, pp_rank).total for pp_rank in _ends(work)) / shards
+    return elements * moved / (device.memory_bandwidth * physics.memory)
+
+
+def _ends(work: Workload) -> tuple[int, ...]:
+    """The pipeline ranks that may hold most: the ends and the middle."""
+    return tuple({0, work.layout.pp // 2, work.layout.pp - 1})
+
+
+def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
+    """Seconds and bubble of the pipeline: simulated until it repeats itself, and continued."""
+    pp, m, few = work.layout.pp, work.num_micro_batches, work.representative
+    timeline = simulated(work, costs, few)
+    if m == few:
+        return timeline.end, timeline.bubble_fraction
+    more = simulated(work, costs, few + pp)
+    rounds = (m - few) / pp
+    end = timeline.end + rounds * (more.end - timeline.end)
+    busy = sum(timeline.busy_seconds)
+    busy += rounds * (sum(more.busy_seconds) - busy)
+    return end, (end * pp - busy) / busy
+
+
+def stage_seconds(work: Workload, costs: Costs) -> list[Pass]:
+    """The forward and backward of each stage, for one micro-batch."""
+    last = work.layout.num_stages - 1
+    return [
+        costs.block * count
+        + (costs.first if stage == 0 else Pass())
+        + (costs.last if stage == last else Pass())
+        for stage, count in enumerate(work.layers_of_stage)
+    ]
+
+
+def weight_seconds(work: Workload, costs: Costs) -> list[float]:
+    """The weight half of each stage's backward, about a forward's worth of products."""
+    stages = stage_seconds(work, costs)
+    return [
+        min(costs.compute.forward * layers, stage.backward / 2)
+        for stage, layers in zip(stages, work.layers_of_stage, strict=True)
+    ]
+
+
+def simulated(work: Workload, costs: Costs, num_micro_batches: int) -> Timeline:
+    """The timeline of some number of micro-batches."""
+    stages, weights = stage_seconds(work, costs), weight_seconds(work, costs)
+    seconds = {
+        "F": [stage.forward for stage in stages],
+        "B": [stage.backward for stage in stages],
+        "I": [stage.backward - half for stage, half in zip(stages, weights, strict=True)],
+        "W": weights,
+    }
+    schedule = work.schedule(num_micro_batches)
+    return simulate(schedule, lambda op: seconds[op[0]][op[2]], costs.hop)

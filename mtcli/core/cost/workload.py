@@ -1,0 +1,122 @@
+"""One training step as the cost model sees it: a model, a layout, a batch and how it is run.
+
+A `RunConfig` becomes one, and so does a published record, which may use precisions that the engine
+does not train in.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from mtcli.core.schedule.generators import schedule_for
+from mtcli.core.schedule.ops import Schedule
+from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.layout import ParallelLayout
+
+
+class Precision(NamedTuple):
+    """Bytes per element of what training keeps, and the arithmetic of its large products."""
+
+    weight: int  # also of activations
+    gradient: int  # flat buckets, always wide
+    master: int  # a wide copy of the weights, where they are narrow
+    moments: int  # AdamW's two
+    gemm: str
+
+
+PRECISIONS = {
+    "fp64": Precision(8, 8, 0, 16, "fp64"),
+    "fp32": Precision(4, 4, 0, 8, "fp32"),
+    "bf16": Precision(2, 4, 4, 8, "bf16"),
+    "fp16": Precision(2, 4, 4, 8, "fp16"),
+    "fp8": Precision(2, 4, 4, 8, "fp8"),
+    "nvfp4": Precision(2, 4, 4, 8, "nvfp4"),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step: what is computed, on which layout, in which pieces."""
+
+    model: ModelConfig
+    layout: ParallelLayout
+    seq_len: int
+    micro_batch_size: int
+    global_batch_size: int
+    precision: str = "bf16"
+    schedule_name: str = "1f1b"
+    sequence_parallel: bool = True
+    zero: int = 0
+    recompute: str = "none"
+    stage_sizes: tuple[int, ...] = ()
+    flash: bool = True  # attention never writes its scores; False for code from before 2022
+
+    @classmethod
+    def of(cls, config: RunConfig, world: int) -> "Workload":
+        """The step of a run config on `world` ranks."""
+        p, b = config.parallel, config.batch
+        return cls(
+            model=config.model,
+            layout=ParallelLayout.of(p, world),
+            seq_len=b.seq_len,
+            micro_batch_size=b.micro_batch_size,
+            global_batch_size=b.global_batch_size,
+            precision=config.train.precision,
+            schedule_name=p.schedule,
+            sequence_parallel=p.sequence_parallel,
+            zero=p.zero,
+            recompute=p.recompute,
+            stage_sizes=p.stage_layers,
+        )
+
+    @property
+    def sizes(self) -> Precision:
+        """Bytes per element of what is kept."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one data parallel rank."""
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.layout.dp))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one context parallel rank."""
+        return self.micro_batch_size * self.seq_len // self.layout.cp
+
+    @property
+    def sequence_cut(self) -> int:
+        """Into how many parts norms, dropout and residuals are cut."""
+        return self.layout.tp if self.sequence_parallel else 1
+
+    @cached_property
+    def layers_of_stage(self) -> tuple[int, ...]:
+        """Layers of each stage: as given, or as even as they go."""
+        return self.stage_sizes or spread(self.model.num_layers, self.layout.num_stages)
+
+    def layers_of_rank(self, pp_rank: int) -> int:
+        """Layers of all the stages of a pipeline rank."""
+        return sum(self.layers_of_stage[pp_rank :: self.layout.pp])
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """The schedule of this layout for some number of micro-batches."""
+        layout = self.layout
+        return _schedule(self.schedule_name, layout.pp, layout.vpp, num_micro_batches)
+
+    @cached_property
+    def representative(self) -> int:
+        """Micro-batches beyond which the pipeline only repeats itself, every pp of them."""
+        pp, m = self.layout.pp, self.num_micro_batches
+        return m if m < 3 * pp else 2 * pp + m % pp
+
+
+@lru_cache(maxsize=16)  # a search asks for the same ones again and again
+def _schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+    return schedule_for(name, pp, vpp, num_micro_batches)
+
+
+def spread(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as they go; the ends, with embedding and head, get fewer."""
+    each, more = divmod(num_layers, num_stages)
+    first = (num_stages - more) // 2
+    return tuple(each + (first <= stage < first + more) for stage in range(num_stages))
