@@ -17,6 +17,7 @@ from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.spec.sharding import Parameter
 
 TIED = "embedding.weight"  # on the first stage, and again on the last where the head is tied
+HEAD = "head.weight"  # in the table where it is not
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Gradients:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-        if TIED in self.views:
+        if TIED in self.views and HEAD not in self.table:
             all_reduce(self.views[TIED], self.groups.axes["ends"])
 
     def square_sum(self) -> float:
