@@ -33,7 +33,7 @@ class StageModule(Protocol[Given]):
 
 
 class OpSpan(NamedTuple):
-    """When an op ran on this rank, in seconds of perf_counter; waiting for others is not in it."""
+    """When an op ran on this rank, by the pipeline's clock; waiting for others is not in it."""
 
     op: Op
     start: float
@@ -57,6 +57,7 @@ class Pipeline(Generic[Given]):
         self.stages, self.schedule = stages, schedule
         self.ops = schedule.ops[groups.pp_rank]
         self.hops = _Hops(schedule, groups, wire)
+        self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
         self.spans: list[OpSpan] = []
 
     def train_step(
@@ -104,7 +105,7 @@ class _Step(Generic[Given]):
     ) -> None:
         self.stages, self.hops, self.scale = pipeline.stages, pipeline.hops, scale
         self.last_stage = pipeline.schedule.num_stages - 1
-        self.load, self.tokens = load, tokens
+        self.load, self.tokens, self.clock = load, tokens, pipeline.clock
         self.loaded: dict[int, Given] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.losses: list[Tensor] = []
@@ -115,7 +116,7 @@ class _Step(Generic[Given]):
         x = self._activations(op)
         if x is not None:
             x.requires_grad_()
-        start, inputs = perf_counter(), self._inputs(op.micro_batch)
+        start, inputs = self.clock(), self._inputs(op.micro_batch)
         y = self.stages[op.stage](x, inputs)
         if op.stage == self.last_stage:
             y = self.stages[op.stage].losses(y, inputs).sum()
@@ -124,7 +125,7 @@ class _Step(Generic[Given]):
         else:
             self.hops.send(op, y.detach())
         self.saved[op.micro_batch, op.stage] = (x, y)
-        self.spans.append(OpSpan(op, start, perf_counter()))
+        self.spans.append(OpSpan(op, start, self.clock()))
 
     def backward(self, op: Op) -> None:
         """B: the gradient of the output in, of the input out; parameters' gradients on the way."""
@@ -132,19 +133,19 @@ class _Step(Generic[Given]):
         if op.stage < self.last_stage:
             gradient = self.hops.receive(needs(op, self.last_stage + 1)[1], self.tokens)
         x, y = self.saved.pop((op.micro_batch, op.stage))
-        start = perf_counter()
+        start = self.clock()
         torch.autograd.backward(y, gradient)
         if x is not None:
             assert x.grad is not None, f"{op} left no gradient for the stage before"
             self.hops.send(op, x.grad)
-        self.spans.append(OpSpan(op, start, perf_counter()))
+        self.spans.append(OpSpan(op, start, self.clock()))
 
     def infer(self, op: Op) -> Tensor | None:
         """F without a backward to come; returns the last stage's activations."""
         x = self._activations(op)
-        start = perf_counter()
+        start = self.clock()
         y = self.stages[op.stage](x, self._inputs(op.micro_batch))
-        self.spans.append(OpSpan(op, start, perf_counter()))
+        self.spans.append(OpSpan(op, start, self.clock()))
         if op.stage == self.last_stage:
             return y
         self.hops.send(op, y)
