@@ -39,6 +39,18 @@ class Step(NamedTuple):
     seconds: float
 
 
+class Phases(NamedTuple):
+    """When each phase of a step ended on this rank, by the pipeline's clock."""
+
+    begin: float
+    data: float  # the micro-batches are there
+    pipeline: float  # the last backward is done and everything sent
+    reduce: float  # gradients are summed over their ranks
+    norm: float  # this rank's part of the gradient norm is known
+    agree: float  # loss and norm are known everywhere
+    end: float  # the weights are updated
+
+
 class Trainer:
     """The state of a run on this rank: weights, gradients, optimizer and the step they are at."""
 
@@ -63,6 +75,7 @@ class Trainer:
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(config))
         self.step = 0
+        self.phases: Phases | None = None  # of the last step, for profile
 
     def initialise(self) -> None:
         """Fills the weights from the config's seed."""
@@ -97,9 +110,10 @@ class Trainer:
 
         Raises MtcliError (exit 1) where the loss or the gradient is not finite, before the update.
         """
-        config, start = self.config, perf_counter()
-        batch = config.batch
+        config, start, clock = self.config, perf_counter(), self.pipeline.clock
+        batch, marks = config.batch, [clock()]
         load = feed.step(self.step)
+        marks.append(clock())
         self.gradients.begin()
         loss_sum = self.pipeline.train_step(
             load,
@@ -107,8 +121,13 @@ class Trainer:
             scale=1.0 / (batch.global_batch_size * batch.seq_len),
             before_last_backward=self.gradients.arm,
         )
+        marks.append(clock())
         self.gradients.finish()
-        loss, norm = self._global(loss_sum, self.gradients.square_sum())
+        marks.append(clock())
+        square_sum = self.gradients.square_sum()
+        marks.append(clock())
+        loss, norm = self._global(loss_sum, square_sum)
+        marks.append(clock())
         if not math.isfinite(loss + norm):
             raise failed(
                 f"step {self.step + 1}: loss {loss}, gradient norm {norm}",
@@ -120,6 +139,7 @@ class Trainer:
         self.step += 1
         lr = learning_rate(config.optimizer, self.step, config.train.steps)
         self.optimizer.step(self.gradients.views, lr)
+        self.phases = Phases(*marks, clock())
         return Step(self.step, loss, lr, norm, perf_counter() - start)
 
     @torch.no_grad()
