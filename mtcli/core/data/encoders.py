@@ -7,7 +7,7 @@ import numpy as np
 
 from mtcli.core.data.tokenize import Tokenizer
 
-SAMPLE_BYTES = 1 << 16  # of the corpus, encoded both ways before gigatoken is used
+SAMPLE_BYTES = 1 << 14  # of the corpus, encoded both ways before gigatoken is used
 # What fast tokenizers get wrong: space runs, contractions, digits, scripts, emoji, controls.
 HARD_TEXTS = (
     "I'll don't WE'VE it's 's 'S 12345 1,234.5 3\u00bd\n\n\n  x \t y  \r\n\r\n z \u00a0\u2003w",
@@ -46,16 +46,17 @@ def is_cuttable(tokenizer: Tokenizer) -> bool:
     """Whether long texts may be encoded in parts (`documents._safe_cut`) with the same ids."""
     if tokenizer.is_bytes:
         return True
-    definition = json.loads(tokenizer.definition)
-    words = definition.get("pre_tokenizer") or {}
+    backend = tokenizer.backend
+    if backend.normalizer is not None or backend.pre_tokenizer is None:
+        return False
+    words = json.loads(backend.pre_tokenizer.__getstate__())
     return (
-        words.get("type") == "ByteLevel"
+        words["type"] == "ByteLevel"
         and words.get("use_regex", True)
         and not words.get("add_prefix_space")
-        and not definition.get("normalizer")
         and not any(
             token.lstrip or token.rstrip or "\n" in token.content
-            for token in tokenizer.backend.get_added_tokens_decoder().values()
+            for token in backend.get_added_tokens_decoder().values()
         )
     )
 

@@ -192,7 +192,7 @@ def _job(
 
 
 def _sample(first: list[Source], reading: Reading) -> str:
-    """The corpus's first readable text, some 64 kB."""
+    """The corpus's first readable text, of about SAMPLE_BYTES."""
     text = ""
     for block in islice(cut(first, reading.blank), 1):
         for item in read_documents(block.pieces[0], reading):

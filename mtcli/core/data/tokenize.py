@@ -30,17 +30,20 @@ KINDS = (
 class Tokenizer:
     """Text to token ids and back, saved as the `tokenizer.json` that it was made from."""
 
-    def __init__(self, definition: str, config: dict[str, object] | None = None) -> None:
-        self.definition = definition  # the text of tokenizer.json
+    def __init__(self, source: str | HfTokenizer, config: dict[str, object] | None = None) -> None:
+        """From the text of a tokenizer.json, or from what it would make; `config` from its config.
+
+        Raises MtcliError where the text is no tokenizer.
+        """
+        made = isinstance(source, HfTokenizer)
+        self.backend = source if made else _parse(source)
+        self.definition = source.to_str() if made else source  # the text of tokenizer.json
         self.config = dict(config or {})  # tokenizer_config.json, where there is one
-        self.backend = _parse(definition)
         vocab = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.eod_token = next((name for name in _end_names(self.config) if name in vocab), None)
         self.eod_id: int | None = vocab[self.eod_token] if self.eod_token else None
-        self.is_bytes = all(vocab.get(c) == i for i, c in enumerate(_byte_letters())) and (
-            json.loads(definition)["model"].get("merges") == []
-        )
+        self.is_bytes = self.vocab_size <= 257 and _is_bytes(vocab, self.definition)
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with no special tokens added."""
@@ -109,7 +112,7 @@ def byte_tokenizer() -> Tokenizer:
     backend = HfTokenizer(models.BPE(vocab={**vocab, END_OF_DOCUMENT: 256}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend.to_str())
+    return Tokenizer(backend)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -152,6 +155,14 @@ def _end_names(config: dict[str, object]) -> tuple[str, ...]:
     return (configured, *END_NAMES) if isinstance(configured, str) else END_NAMES
 
 
+def _is_bytes(vocab: dict[str, int], definition: str) -> bool:
+    """Whether ids are bytes: no merges, and byte n's letter is id n."""
+    letters = enumerate(_byte_letters())
+    return json.loads(definition)["model"].get("merges") == [] and all(
+        vocab.get(letter) == byte for byte, letter in letters
+    )
+
+
 def _byte_letters() -> list[str]:
     """GPT-2's letter for each byte 0 to 255: itself where printable, else from U+0100 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -190,7 +201,7 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if backend.token_to_id(END_OF_DOCUMENT) is not None:
         backend.add_special_tokens([END_OF_DOCUMENT])
-    return Tokenizer(backend.to_str(), _config_beside(vocab))
+    return Tokenizer(backend, _config_beside(vocab))
 
 
 def _config_beside(path: Path) -> dict[str, object]:
