@@ -1,0 +1,208 @@
+"""C10: items per second of `mtcli eval` and of lm-eval's Hugging Face backend on one JSON task.
+
+200 questions of 4 endings (about 75 and 23 tokens), random-init GPT-2 (d256 L4, or --size 124m),
+vocabulary 50257. Each run is a process of its own, in turn (mtcli, lm-eval, tuned lm-eval, mtcli,
+...), and times lm-eval's evaluator from the first request to the metrics: imports, loading and a
+warm-up are left out. Picks and log-likelihoods are compared first. "tuned" gives lm-eval our
+allocator settings and fast fp32.
+On a machine that others use too, --threads 1 and the processor time tell more than the wall clock.
+
+    python benchmarks/bench_eval.py [--size 124m] [--dtype bf16] [--repeats 5] [--json FILE]
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+
+SIZES = {"tiny": (256, 4, 4), "124m": (768, 12, 12)}  # width, layers, heads
+# Of a log-likelihood of up to 100 nats; in proportion for a larger one, as float32 rounds it.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.5}
+TASK = """task: bench
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {rows}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: choices
+metric_list: [{{metric: acc}}]
+"""
+
+
+def main():
+    arguments = parse()
+    if arguments.worker:
+        return work(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        make_inputs(Path(folder), arguments.size, arguments.items)
+        runs = {name: [] for name in ("mtcli", "lm-eval", "lm-eval tuned")}
+        for _ in range(arguments.repeats):
+            for name, found in runs.items():
+                found.append(spawn(name, folder, arguments))
+    difference = compare(runs, TOLERANCE[arguments.dtype])
+    report(runs, difference, arguments)
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--dtype", choices=TOLERANCE, default="fp32")
+    parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_inputs(folder, size, items):
+    """A Hugging Face folder with a tokenizer, and the task with its rows."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from mtcli.core.data.tokenize import train_tokenizer
+
+    words = Path(os.__file__).with_name("argparse.py").read_text().split()
+    train_tokenizer([" ".join(words)], 1024).save(folder / "model")
+    width, layers, heads = SIZES[size]
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads, initializer_range=0.1)
+    GPT2LMHeadModel(config).save_pretrained(folder / "model")
+    draw = random.Random(0)
+    rows = [
+        {
+            "question": " ".join(draw.choices(words, k=draw.randint(20, 40))),
+            "choices": [" ".join(draw.choices(words, k=draw.randint(5, 13))) for _ in range(4)],
+            "answer": draw.randrange(4),
+        }
+        for _ in range(items)
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "task.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
+
+
+def spawn(name, folder, arguments):
+    """One run in a new process: seconds, processor seconds, [[log-likelihood] * 4] per item."""
+    from mtcli.core.runtime import ALLOCATOR
+
+    settings = {} if name == "lm-eval" else ALLOCATOR
+    settings |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": f"{folder}/cache"}
+    settings |= {"OMP_NUM_THREADS": str(arguments.threads)}
+    command = [sys.executable, __file__, "--worker", name, "--folder", folder]
+    command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def work(arguments):
+    import logging
+
+    logging.disable(logging.WARNING)
+    if arguments.worker == "mtcli":
+        import torch
+
+        from mtcli.core.runtime import bring_up
+
+        with bring_up("cpu", 600.0) as runtime:
+            torch.set_num_threads(arguments.threads)  # bring_up takes all cores
+            return measure(ours(arguments, runtime), arguments.folder)
+    return measure(theirs(arguments), arguments.folder)
+
+
+def ours(arguments, runtime):
+    from mtcli.core.engine import open_model
+    from mtcli.core.evaluate.encode import encoder_for
+    from mtcli.core.evaluate.harness import HarnessModel
+    from mtcli.core.evaluate.scoring import BATCH_TOKENS
+
+    overrides = [f"train.precision={arguments.dtype}"]
+    opened = open_model(str(arguments.folder / "model"), overrides, runtime)
+    return HarnessModel(opened.scorer, encoder_for(opened.tokenizer), BATCH_TOKENS["cpu"])
+
+
+def theirs(arguments):
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    if arguments.worker.endswith("tuned"):
+        torch.set_float32_matmul_precision("medium")
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[arguments.dtype]
+    folder = str(arguments.folder / "model")
+    return HFLM(pretrained=folder, dtype=dtype, batch_size=16, device="cpu")
+
+
+def measure(model, folder):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+
+    def evaluate(limit):
+        return simple_evaluate(
+            model, tasks=["bench"], task_manager=manager, limit=limit, bootstrap_iters=0
+        )
+
+    evaluate(4)  # warm-up: allocator, thread pool, the data set's cache
+    start, start_cpu = perf_counter(), process_time()
+    found = evaluate(None)
+    seconds = {"seconds": perf_counter() - start, "cpu_seconds": process_time() - start_cpu}
+    results = [[r[0][0] for r in sample["resps"]] for sample in found["samples"]["bench"]]
+    print(json.dumps(seconds | {"results": results}))
+
+
+def compare(runs, tolerance):
+    """The largest difference per 100 nats; ends the benchmark where answers differ."""
+    expected, worst = runs["lm-eval"][0]["results"], 0.0
+    for name, found in runs.items():
+        for ours, theirs in zip(found[0]["results"], expected, strict=True):
+            pairs = zip(ours, theirs, strict=True)
+            worst = max(worst, *(abs(a - b) / max(1.0, abs(b) / 100) for a, b in pairs))
+            best = sorted(theirs)[-2:]
+            if ours.index(max(ours)) != theirs.index(best[1]) and best[1] - best[0] > tolerance:
+                sys.exit(f"{name} picks another ending: {ours} against {theirs}")
+    if worst > tolerance:
+        sys.exit(f"log-likelihoods differ by {worst:.2e}, more than {tolerance:.0e}")
+    return worst
+
+
+def report(runs, difference, arguments):
+    print(
+        f"{arguments.size} {arguments.dtype}, {arguments.items} items x 4 endings, "
+        f"{arguments.threads} threads, {arguments.repeats} repeats; "
+        f"log-likelihoods within {difference:.1e} per 100 nats"
+    )
+    print(f"{'':14} {'min s':>8} {'median s':>9} {'cpu s':>8} {'items/s':>8} {'mtcli is':>9}")
+    rows = {}
+    for name, found in runs.items():
+        times = [run["seconds"] for run in found]
+        row = {
+            "min_seconds": min(times),
+            "median_seconds": median(times),
+            "min_cpu_seconds": min(run["cpu_seconds"] for run in found),
+            "items_per_second": arguments.items / min(times),
+        }
+        row |= {f"{k}_ratio": row[k] / rows.get("mtcli", row)[k] for k in list(row)[:3]}
+        rows[name] = row
+        print(
+            f"{name:14} {min(times):8.2f} {median(times):9.2f} {row['min_cpu_seconds']:8.2f} "
+            f"{row['items_per_second']:8.1f} {row['min_seconds_ratio']:8.2f}x"
+        )
+    if arguments.json:
+        settings = {key: getattr(arguments, key) for key in ("size", "dtype", "items", "threads")}
+        result = {"row": "C10", **settings, "difference": difference, "runs": rows}
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, write_json
+from mtcli.core.spec.errors import wrong
+
+if TYPE_CHECKING:
+    from mtcli.core.engine import OpenModel
+    from mtcli.core.evaluate.encode import Encoder
+    from mtcli.core.evaluate.jobs import Job
+    from mtcli.core.evaluate.prepared import Report
+    from mtcli.core.runtime import Runtime
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
+    ),
+]
+Tasks = Annotated[
+    list[str],
+    typer.Option(
+        "--task",
+        metavar="NAME=PATH",
+        default_factory=list,
+        show_default=False,
+        help="wikitext103=FILE, lambada=FILE or race=FOLDER, any number of times; or lm_eval:NAME "
+        "(or lm_eval:FILE.yaml) for a task of lm-evaluation-harness",
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="the first N items only: passages, articles of each level, words of wikitext103"
+    ),
+]
+Overlap = Annotated[
+    int | None,
+    typer.Option(help="tokens by which wikitext103's windows advance (the paper's 32)"),
+]
+BatchTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="tokens per forward pass; default: what suits the device"),
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option("--tokenizer", help="a tokenizer file, folder or name; default: the checkpoint's"),
+]
+
+
+def eval(
+    checkpoint: Source,
+    tasks: Tasks,
+    overrides: Overrides,
+    nproc: Nproc = 1,
+    device: Device = "auto",
+    limit: Limit = None,
+    overlap: Overlap = None,
+    batch_tokens: BatchTokens = None,
+    tokenizer: TokenizerName = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE or tasks of lm-evaluation-harness."""
+    from mtcli.core.evaluate.tasks import parse_tasks
+    from mtcli.core.runtime import bring_up, environment_world, launch
+    from mtcli.core.spec.config import TrainConfig
+
+    specs = parse_tasks(tasks)
+    _check_writable(json_out)
+    if environment_world() is None:
+        return launch(nproc, sys.argv[1:])
+    with bring_up(device, TrainConfig().timeout) as runtime:
+        from mtcli.core.engine import open_model
+        from mtcli.core.evaluate.jobs import make_jobs
+        from mtcli.core.evaluate.prepared import Options
+        from mtcli.core.evaluate.scoring import BATCH_TOKENS
+
+        opened = open_model(checkpoint, overrides, runtime)
+        scorer, speaks = opened.scorer, runtime.rank == 0
+        options = Options(scorer.max_seq_len, limit, overlap)
+        batch_tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
+        jobs = make_jobs(specs, scorer, _encoder(opened, tokenizer), options, batch_tokens)
+        summary = _summary(checkpoint, opened, runtime)
+        if speaks:
+            _announce(summary, jobs)
+        results, seconds = _run(jobs, quiet=not speaks)
+    if speaks:
+        _print(summary | {"tasks": results, "seconds": seconds}, json_out)
+
+
+def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
+    from mtcli.core.data.tokenize import load_tokenizer
+    from mtcli.core.evaluate.encode import encoder_for
+
+    found = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
+    if found is None:
+        raise wrong(
+            f"the checkpoint {opened.checkpoint.folder} holds no tokenizer",
+            "name the one that it was trained with",
+            "--tokenizer",
+        )
+    return encoder_for(found)
+
+
+def _check_writable(json_out: str | None) -> None:
+    """A result that cannot be written is known before hours of work."""
+    if json_out not in (None, "-") and not Path(json_out).parent.is_dir():
+        raise wrong(f"there is no folder {str(Path(json_out).parent)!r}", "create it", "--json")
+
+
+def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[str, object]:
+    from mtcli.core.spec.model import count_parameters
+
+    config = opened.scorer.config
+    layout = opened.scorer.groups.layout
+    return {
+        "checkpoint": checkpoint,
+        "model": {
+            "architecture": config.model.architecture,
+            "num_parameters": count_parameters(config.model),
+            "num_layers": config.model.num_layers,
+            "hidden_size": config.model.hidden_size,
+            "vocab_size": config.model.vocab_size,
+            "max_seq_len": config.model.max_seq_len,
+            "precision": config.train.precision,
+        },
+        "layout": {"world": runtime.world, "tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+        "device": runtime.device.type,
+    }
+
+
+def _announce(summary: dict, jobs: "list[Job]") -> None:
+    model, layout = summary["model"], summary["layout"]
+    typer.echo(
+        f"{summary['checkpoint']}: {model['architecture']}, "
+        f"{model['num_parameters']:,} parameters, "
+        f"{model['max_seq_len']:,} positions, {model['precision']} on {summary['device']}; "
+        + ", ".join(f"{name}={size}" for name, size in layout.items()),
+        err=True,
+    )
+    for job in jobs:
+        typer.echo(f"{job.name}: {job.summary}", err=True)
+
+
+def _run(jobs: "list[Job]", quiet: bool) -> "tuple[dict[str, Report], float]":
+    """The report of each task by name, and the seconds they took together."""
+    from time import perf_counter
+
+    from tqdm import tqdm
+
+    start, results = perf_counter(), {}
+    for job in jobs:
+        with tqdm(total=job.num_requests, desc=job.name, unit=" requests", disable=quiet) as bar:
+            results[job.name] = job.run(bar.update)
+    return results, perf_counter() - start
+
+
+def _print(result: dict, json_out: str | None) -> None:
+    if json_out is not None:
+        write_json(result, json_out)
+    if json_out != "-":
+        _print_table(result["tasks"])
+        typer.echo(f"{result['seconds']:.1f} s", err=True)
+    if json_out not in (None, "-"):
+        typer.echo(f"wrote {json_out}", err=True)
+
+
+def _print_table(tasks: "dict[str, Report]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "metric")
+    table.add_column("value", justify="right")
+    for task, report in tasks.items():
+        for number, (metric, value) in enumerate(report.items()):
+            table.add_row(task if number == 0 else "", metric, _show(value))
+        table.add_section()
+    Console().print(table)
+
+
+def _show(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"

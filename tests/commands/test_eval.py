@@ -1,0 +1,225 @@
+"""`mtcli eval` end to end: Hugging Face folders in, transformers' numbers out, on any layout."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from mtcli.core.data.tokenize import byte_tokenizer
+
+POSITIONS = 64
+PASSAGES = ["The cat sat on the mat", "A dog ran. It hid and\n\n then it ate", "one two"]
+WIKI = (
+    " = A title = \n \n Some words , and others ; and so on . \n = Next = \n More @-@ words \n" * 3
+)
+ARTICLE = {
+    "article": "A cat sat on a mat.",
+    "questions": ["Who sat?", "It sat on  _  ."],
+    "options": [["a cat", "a dog", "a man", "a hen"], ["a mat", "a bed", "sand", "the floor"]],
+    "answers": ["A", "A"],
+}
+
+
+def make_model(family):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = GPT2Config(
+            vocab_size=257, n_positions=POSITIONS, n_embd=16, n_layer=2, n_head=2,
+            initializer_range=0.4, bos_token_id=256, eos_token_id=256,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config).eval()
+    config = LlamaConfig(
+        vocab_size=257, max_position_embeddings=POSITIONS, hidden_size=16, intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4,
+        bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def make_case(tmp_path_factory):
+    """Of a family: (folder with model/ and the three tasks' data, the transformers model)."""
+    return cache(lambda family: _make_case(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def case(request, make_case):
+    """One case for each family."""
+    return make_case(request.param)
+
+
+@pytest.fixture
+def folder(make_case):
+    """The folder of the GPT-2 case."""
+    return make_case("gpt2")[0]
+
+
+def _make_case(folder, family):
+    model = make_model(family)
+    model.save_pretrained(folder / "model")
+    byte_tokenizer().save(folder / "model")
+    rows = [json.dumps({"text": text}) for text in PASSAGES]
+    (folder / "lambada.jsonl").write_text("\n".join(rows))
+    (folder / "wiki.test.tokens").write_text(WIKI)
+    for level in ("high", "middle"):
+        (folder / "race" / level).mkdir(parents=True)
+        (folder / "race" / level / "1.txt").write_text(json.dumps(ARTICLE))
+    return folder, model
+
+
+def tasks_of(folder):
+    return [
+        f"lambada={folder}/lambada.jsonl",
+        f"race={folder}/race",
+        f"wikitext103={folder}/wiki.test.tokens",
+    ]
+
+
+def mtcli(*arguments, **environment):
+    command = [sys.executable, "-m", "mtcli", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, timeout=120
+    )
+
+
+@torch.no_grad()
+def logprobs(model, ids):
+    """[len(ids) - 1] log-probabilities of every token but the first, and whether each is best."""
+    logits = model(torch.tensor([ids[:-1]])).logits[0].double()
+    targets = torch.tensor(ids[1:])
+    found = logits.log_softmax(-1)[torch.arange(len(targets)), targets]
+    return found.tolist(), (logits.argmax(-1) == targets).tolist()
+
+
+def continuation(model, context, text):
+    """log P(text | context), both cut from the left to the model's positions."""
+    ids, count = list((context + text).encode()), len(text.encode())
+    return sum(logprobs(model, ids[-(POSITIONS + 1) :])[0][-count:])
+
+
+def expected_wikitext(model, overlap):
+    text = WIKI.strip()
+    for old, new in ((" , ", ", "), (" ; ", "; "), (" . ", ". "), (" @-@ ", "-")):
+        text = text.replace(old, new)
+    ids = list(text.replace(" \n", "\n").replace("\n ", "\n").encode())
+    nll, done = 0.0, 0
+    while done < len(ids) - 1:
+        start = max(0, done + overlap - POSITIONS)
+        piece = ids[start : start + POSITIONS + 1]
+        fresh = start + len(piece) - 1 - done
+        nll -= sum(logprobs(model, piece)[0][-fresh:])
+        done += fresh
+    return nll, len(ids), len(WIKI.strip().split(" "))
+
+
+def test_a_hugging_face_folder_has_the_numbers_of_transformers(case, tmp_path):
+    folder, model = case
+    flags = [flag for task in tasks_of(folder) for flag in ("--task", task)]
+    out = tmp_path / "out.json"
+    done = mtcli("eval", folder / "model", *flags, "--overlap", 10, "--json", out)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    nll, num_tokens, num_original = expected_wikitext(model, overlap=10)
+    wiki = result["tasks"]["wikitext103"]
+    assert (wiki["num_tokens"], wiki["num_original_tokens"]) == (num_tokens, num_original)
+    assert wiki["nll_sum"] == pytest.approx(nll, rel=1e-5)
+    assert wiki["perplexity"] == pytest.approx(math.exp(nll / num_original), rel=1e-3)
+    lambada = result["tasks"]["lambada"]
+    pairs = [(text.rsplit(None, 1)[0], " " + text.rsplit(None, 1)[1]) for text in PASSAGES]
+    nll = -sum(continuation(model, context, word) for context, word in pairs)
+    assert lambada["perplexity"] == pytest.approx(math.exp(nll / 3), rel=1e-3)
+    assert lambada["total"] == 3
+    question = "Article: A cat sat on a mat.\n\nQuestion: Who sat?\nAnswer: a cat\nIt sat on  _  ."
+    sums = [continuation(model, question, f" {choice}") for choice in ARTICLE["options"][1]]
+    race = result["tasks"]["race"]
+    assert race["accuracy"] == race["high"] == race["middle"] == float(sums[0] == max(sums))
+    assert race["total"] == 2
+    assert result["checkpoint"] == f"{folder}/model"
+    assert result["model"]["num_parameters"] == sum(p.numel() for p in model.parameters())
+    assert result["layout"] == {"world": 1, "tp": 1, "pp": 1, "dp": 1}
+    assert "wikitext103" in done.stdout and "perplexity" in done.stdout
+    assert f"{folder}/model: " in done.stderr and "2 items, 8 requests" in done.stderr
+    assert done.stderr.rstrip().endswith(f"wrote {out}")
+
+
+LAYOUTS = {
+    "tp=2": (2, ["parallel.tp=2"]),
+    "pp=2": (2, ["parallel.pp=2"]),
+    "dp=2": (2, []),
+    "tp=2 pp=2": (4, ["parallel.tp=2", "parallel.pp=2"]),
+}
+
+
+def evaluate(runtime, folder, overrides):
+    """The reports of all tasks, on this rank."""
+    from mtcli.core.engine import open_model
+    from mtcli.core.evaluate.encode import encoder_for
+    from mtcli.core.evaluate.jobs import make_jobs
+    from mtcli.core.evaluate.prepared import Options
+    from mtcli.core.evaluate.tasks import parse_tasks
+
+    opened = open_model(str(folder / "model"), overrides, runtime)
+    specs = parse_tasks(tasks_of(folder))
+    options = Options(opened.scorer.max_seq_len, overlap=20)
+    jobs = make_jobs(specs, opened.scorer, encoder_for(opened.tokenizer), options, 256)
+    return [job.run(lambda done: None) for job in jobs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_of_any_layout_has_the_same_answers(case, layout):
+    world, overrides = LAYOUTS[layout]
+    (alone,) = run_ranks(1, evaluate, case[0], [])
+    for reports in run_ranks(world, evaluate, case[0], overrides):
+        for report, expected in zip(reports, alone, strict=True):
+            assert report == pytest.approx(expected, rel=1e-5)
+
+
+def test_workers_print_once_and_json_alone_goes_to_stdout(folder):
+    flags = ["--nproc", 2, "--set", "parallel.tp=2", "--device", "cpu", "--json", "-"]
+    done = mtcli("eval", folder / "model", "--task", tasks_of(folder)[0], *flags)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["layout"] == {"world": 2, "tp": 2, "pp": 1, "dp": 1}
+    assert result["tasks"]["lambada"]["total"] == 3
+    assert done.stderr.count("parameters") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--task", "lambda={folder}"], "there is no task 'lambda'"),
+        (["--task", "race={folder}/none"], "race: {folder}/none does not exist"),
+        ([], "no task is given, at least 1 is needed"),
+        (["--task", "race={folder}", "--json", "no/x.json"], "there is no folder 'no'"),
+        (["--task", "race={folder}/model"], "{folder}/model holds 0 RACE articles"),
+        (["--task", "race={folder}/race", "--limit", "0"], "--limit"),
+    ],
+)
+def test_wrong_input_is_refused_without_a_traceback(folder, flags, message):
+    rank_zero = {"RANK": "0", "WORLD_SIZE": "1"}
+    done = mtcli("eval", folder / "model", *(f.format(folder=folder) for f in flags), **rank_zero)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message.format(folder=folder) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_without_a_tokenizer_asks_for_one(folder, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((folder / "model" / name).read_bytes())
+    flags = ["--task", tasks_of(folder)[0], "--json", "-"]
+    rank_zero = {"RANK": "0", "WORLD_SIZE": "1"}
+    done = mtcli("eval", bare, *flags, **rank_zero)
+    assert done.returncode == 2
+    assert f"the checkpoint {bare} holds no tokenizer" in done.stderr
+    done = mtcli("eval", bare, *flags, "--tokenizer", "bytes", **rank_zero)
+    assert json.loads(done.stdout)["tasks"]["lambada"]["total"] == 3, done.stderr
