@@ -41,6 +41,7 @@ def build_stages(config: RunConfig, groups: Groups) -> dict[int, Stage]:
         groups=groups,
         dtype=DTYPES[config.train.precision],
         sequence_parallel=parallel.sequence_parallel,
+        cp_mode=parallel.cp_mode,
     )
     layers = stage_layers(config.model, layout, parallel.stage_layers)
     stages = {

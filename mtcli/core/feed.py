@@ -13,6 +13,7 @@ import torch
 from mtcli.core.data.batches import Batches
 from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
+from mtcli.core.parallel.cp import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
@@ -25,7 +26,9 @@ class Feed:
         self.batches, self.config, self.groups = batches, config, groups
         self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self.ahead: tuple[int, Future[np.ndarray]] | None = None
-        self.waited = 0.0
+        cp = groups.cp
+        positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
+        self.positions = positions.to(groups.device)  # of this rank's part of each sequence
 
     def step(self, step: int, training: bool = True) -> Callable[[int], Inputs]:
         """The micro-batches of step 0, 1, ...; the next step's are read meanwhile."""
@@ -54,16 +57,20 @@ class Feed:
         mbs, seq_len = self._mbs, self.config.batch.seq_len
         rows = torch.from_numpy(samples[micro_batch * mbs : (micro_batch + 1) * mbs])
         rows = rows.to(self.groups.device, non_blocking=True)
-        model = self.config.model
-        numbers = None
+        positions = self.positions.expand(mbs, -1)
+        model, numbers = self.config.model, None
         if training and (model.dropout or model.attention_dropout):
             start, _, stride = self._block(step)
-            first = start + micro_batch * stride
-            numbers = torch.arange(first * seq_len, (first + mbs) * seq_len, device=rows.device)
-            numbers = numbers.view(mbs, seq_len)
-        dtype = DTYPES[self.config.train.precision]
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        return make_inputs(model, dtype, tokens, labels=labels, numbers=numbers)
+            samples_m = torch.arange(mbs, device=rows.device) + start + micro_batch * stride
+            numbers = samples_m[:, None] * seq_len + positions
+        return make_inputs(
+            model,
+            DTYPES[self.config.train.precision],
+            rows[:, self.positions],
+            labels=rows[:, self.positions + 1],
+            positions=positions,
+            numbers=numbers,
+        )
 
     @property
     def _mbs(self) -> int:

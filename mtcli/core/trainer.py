@@ -74,6 +74,7 @@ class Trainer:
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(config))
+        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // p.cp
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
 
@@ -117,7 +118,7 @@ class Trainer:
         self.gradients.begin()
         loss_sum = self.pipeline.train_step(
             load,
-            tokens=batch.micro_batch_size * batch.seq_len,
+            tokens=self.micro_batch_tokens,
             scale=1.0 / (batch.global_batch_size * batch.seq_len),
             before_last_backward=self.gradients.arm,
         )
@@ -151,7 +152,7 @@ class Trainer:
         total = 0.0
         for step in range(steps):
             load = feed.step(step, training=False)
-            outputs = pipeline.forward(load, batch.micro_batch_size * batch.seq_len)
+            outputs = pipeline.forward(load, self.micro_batch_tokens)
             last = self.stages.get(self.layout.num_stages - 1)
             for micro_batch, x_TD in enumerate(outputs):
                 assert last is not None, "outputs come from the last stage"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.cp import causal_attention, gather_sequence
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.config import ModelConfig
 from mtcli.kernels.random import keep_mask, stream_key
@@ -27,7 +28,8 @@ class Attention(nn.Module):
         self.num_heads = model.num_heads
         self.drop = model.attention_dropout
         self.drop_key = stream_key(seed, "dropout", f"{name}.probabilities")
-        self.tp_rank = build.groups.tp.rank
+        self.tp_rank, self.cp = build.groups.tp.rank, build.groups.cp
+        self.attend = causal_attention(build.cp_mode)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
@@ -48,21 +50,23 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).reshape(b * s, -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        grouped = self.queries_per_group > 1
-        mask = None if inputs.mask is None else inputs.mask[:, None]
-        causal = mask is None and q.shape[2] == k.shape[2]  # a cached step sees all it is given
         if self.drop > 0.0 and inputs.numbers is not None:
-            return self._attend_with_dropout(q, k, v, inputs.numbers)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
-        )
+            return self._attend_with_dropout(q, k, v, inputs)
+        if inputs.mask is None and q.shape[2] == k.shape[2]:
+            return self.attend(q, k, v, self.cp)
+        mask = None if inputs.mask is None else inputs.mask[:, None]  # a cached step sees all
+        grouped = self.queries_per_group > 1
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """Causal attention with probabilities dropped by (query token, head, key position)."""
-        r, s = self.queries_per_group, q.shape[2]
-        k, v = k.repeat_interleave(r, 1), v.repeat_interleave(r, 1)
-        scores = (q @ k.transpose(-1, -2)).float() * self.head_dim**-0.5
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
+        assert inputs.numbers is not None, "dropout is a function of token numbers"
+        r, numbers = self.queries_per_group, inputs.numbers
+        k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
+        s = k.shape[2]
+        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
+        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+        future = inputs.positions[:, None, :, None] < torch.arange(s, device=q.device)
         probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
         heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]
         rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]

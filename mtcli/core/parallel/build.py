@@ -22,6 +22,7 @@ class Build:
     groups: Groups
     dtype: torch.dtype
     sequence_parallel: bool = True
+    cp_mode: str = "ring"
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank's local shape, padding included."""

@@ -86,3 +86,42 @@ sum_out     = _differentiable(_summed,         _identity)      # [T, D]   -> sum
 gather_in   = _differentiable(all_gather,      reduce_scatter) # [T/n, D] -> [T, D]
 scatter_out = _differentiable(reduce_scatter,  all_gather)     # [T, D]   -> summed [T/n, D]
 # fmt: on
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """[n, ...] on each of n ranks, part i for rank i -> [n, ...], part i from rank i.
+
+    Differentiable, and its own transpose.
+    """
+    return _exchange_even(x, axis)
+
+
+class Rotation:
+    """x of the previous rank of a ring, on its way while this rank computes."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.received, self.sent = torch.empty_like(x), x.contiguous()
+        after = axis.ranks[(axis.rank + 1) % axis.size]
+        before = axis.ranks[(axis.rank - 1) % axis.size]
+        ops = [
+            dist.P2POp(dist.isend, self.sent, after, axis.group),
+            dist.P2POp(dist.irecv, self.received, before, axis.group),
+        ]
+        self.works = dist.batch_isend_irecv(ops)
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is here."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
+    if axis.size == 1:
+        return x
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
+    return out
+
+
+_exchange_even = _differentiable(_all_to_all_even, _all_to_all_even)

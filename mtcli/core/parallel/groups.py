@@ -54,6 +54,11 @@ class Groups:
         return self.axes["tp"]
 
     @property
+    def cp(self) -> Axis:
+        """Context parallel ranks: other parts of the same sequences."""
+        return self.axes["cp"]
+
+    @property
     def world(self) -> Axis:
         """Every rank."""
         return self.axes["world"]

@@ -75,6 +75,26 @@ def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
         yield from _divides("parallel.tp", p.tp, "the tokens of a micro-batch", tokens)
 
 
+def _context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m, b = config.parallel, config.model, config.batch
+    if p.cp > 1 and b.seq_len % (2 * p.cp):
+        near = sorted(
+            {max(1, b.seq_len // (2 * p.cp)) * 2 * p.cp, -(-b.seq_len // (2 * p.cp)) * 2 * p.cp}
+        )
+        yield Problem(
+            f"2*cp={2 * p.cp} does not divide seq_len={b.seq_len}: each rank holds two chunks",
+            f"seq_len {listing(near)}",
+            "parallel.cp",
+        )
+    if p.cp > 1 and p.cp_mode == "a2a" and m.num_kv_heads % (p.tp * p.cp):
+        yield Problem(
+            f"cp_mode='a2a' cuts heads, and tp*cp={p.tp}*{p.cp} does not divide "
+            f"num_kv_heads={m.num_kv_heads}",
+            f"tp*cp {listing(divisors(m.num_kv_heads))}, or cp_mode 'ring' or 'all_gather'",
+            "parallel.cp",
+        )
+
+
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.num_heads % m.num_kv_heads:
@@ -174,6 +194,7 @@ RULES: tuple[Rule, ...] = (
     _experts_fit,
     _tensor_parallel_divides,
     _sequence_divides,
+    _context_divides,
     _layers_fill_stages,
     _schedule_fits,
     _batch_divides,
@@ -207,7 +228,6 @@ def require_trainable(config: RunConfig) -> None:
     """Raises MtcliError for what can be planned and not yet trained."""
     p = config.parallel
     untrained = {
-        "parallel.cp": p.cp > 1,
         "parallel.ep": p.ep > 1,
         "parallel.etp": p.etp > 1,
         "parallel.tp_mode": p.tp_mode == "2d",

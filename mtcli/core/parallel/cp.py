@@ -1,0 +1,151 @@
+"""Context parallelism: each rank holds part of every sequence, and attention sees all of it.
+
+A sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r (zigzag), so that
+under a causal mask every rank has the same work. b sequences, h query heads, g groups, n local
+tokens (half early, half late), d head width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtcli.core.parallel.collectives import Rotation, all_to_all, gather_in
+from mtcli.core.parallel.groups import Axis
+from mtcli.kernels.attention import attention, attention_backward, merge_
+
+Attend = Callable[[Tensor, Tensor, Tensor, Axis], Tensor]
+
+
+def zigzag(seq_len: int, axis_size: int, rank: int) -> Tensor:
+    """The positions that a rank holds, ascending: int64 [seq_len / cp]."""
+    chunks = torch.arange(seq_len).view(2 * axis_size, -1)
+    if axis_size == 1:
+        return chunks.flatten()
+    return torch.cat([chunks[rank], chunks[2 * axis_size - 1 - rank]])
+
+
+def causal_attention(mode: str) -> Attend:
+    """Causal attention over a context cut by `zigzag`, in one of three ways.
+
+    Each takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens and gives [b, h, n, d].
+    """
+    return {"ring": _ring, "all_gather": _gathered, "a2a": _by_heads}[mode]
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[b, g, n, d] of each rank -> [b, g, s, d] in the order of positions. Differentiable."""
+    if axis.size == 1:
+        return x
+    parts = gather_in(x.transpose(0, 2).contiguous(), axis)  # [cp * n, g, b, d], rank by rank
+    return parts[_order(parts.shape[0], axis)].transpose(0, 2)
+
+
+def _local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
+    """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
+    return _local(q, k, v) if axis.size == 1 else _Ring.apply(q, torch.stack([k, v]), axis)
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
+    """Every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
+    if axis.size == 1:
+        return _local(q, k, v)
+    k, v = gather_sequence(k, axis), gather_sequence(v, axis)
+    mine = zigzag(k.shape[2], axis.size, axis.rank).to(q.device)
+    mask = mine[:, None] >= torch.arange(k.shape[2], device=q.device)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
+    """Ulysses (arXiv:2309.14509): whole sequences for 1/cp of the heads, and back."""
+    if axis.size == 1:
+        return _local(q, k, v)
+    mixed = _local(*(_to_heads(x, axis) for x in (q, k, v)))
+    return _to_tokens(mixed, axis)
+
+
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """[b, h, n, d] of this rank's tokens -> [b, h / cp, s, d] of this rank's heads."""
+    b, h, n, d = x.shape
+    sent = x.view(b, axis.size, h // axis.size, n, d).transpose(0, 1)
+    parts = all_to_all(sent.contiguous(), axis)  # [cp of the sender, b, h / cp, n, d]
+    whole = parts.permute(1, 2, 0, 3, 4).reshape(b, h // axis.size, axis.size * n, d)
+    return whole[:, :, _order(whole.shape[2], axis)]
+
+
+def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """[b, h / cp, s, d] -> [b, h, n, d], the way back of `_to_heads`."""
+    b, h, s, d = x.shape
+    back = torch.argsort(_order(s, axis))
+    sent = x[:, :, back].view(b, h, axis.size, s // axis.size, d).permute(2, 0, 1, 3, 4)
+    parts = all_to_all(sent.contiguous(), axis)  # [cp of the heads, b, h / cp, n, d]
+    return parts.transpose(0, 1).reshape(b, axis.size * h, s // axis.size, d)
+
+
+def _order(seq_len: int, axis: Axis) -> Tensor:
+    """Where each position stands when ranks' tokens are put one rank after another."""
+    ranks = [zigzag(seq_len, axis.size, rank) for rank in range(axis.size)]
+    return torch.argsort(torch.cat(ranks))
+
+
+class _Ring(torch.autograd.Function):
+    """Partial attention against one rank's keys at a time, merged by log-sum-exp.
+
+    Of another rank's block a causal mask leaves a rectangle: all queries see the early half of an
+    earlier rank's keys, and the late half of the queries sees all of a later rank's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis) -> Tensor:
+        """q [b, h, n, d], kv [2, b, g, n, d] -> [b, h, n, d]."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        mixed = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
+        block = kv
+        for hop in range(axis.size):
+            coming = Rotation(block, axis) if hop + 1 < axis.size else None
+            queries, keys = _rectangle(q.shape[2], hop, axis)
+            k, v = block[:, :, :, keys]
+            part, part_lse = attention(q[:, :, queries], k, v, causal=hop == 0)
+            merge_(mixed[:, :, queries], lse[:, :, queries], part.to(wide), part_lse)
+            block = coming.wait() if coming else block
+        out = mixed.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.axis = axis
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Keys and values go round again; their gradients travel with them and end at home."""
+        q, kv, out, lse = ctx.saved_tensors
+        axis, grad = ctx.axis, grad.contiguous()
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        block, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+        for hop in range(axis.size):
+            coming = Rotation(block, axis) if hop + 1 < axis.size else None
+            at, keys = _rectangle(q.shape[2], hop, axis)
+            k, v = block[:, :, :, keys]
+            saved = q[:, :, at], k, v, out[:, :, at]
+            parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal=hop == 0)
+            dq[:, :, at] += parts[0]
+            dkv[:, :, :, keys] += torch.stack(parts[1:])
+            dkv = Rotation(dkv, axis).wait()
+            block = coming.wait() if coming else block
+        return dq.to(q.dtype), dkv.to(kv.dtype), None
+
+
+def _rectangle(tokens: int, hop: int, axis: Axis) -> tuple[slice, slice]:
+    """(queries, keys) that see each other when this rank meets the keys of rank - hop."""
+    if hop == 0:
+        return slice(None), slice(None)
+    if hop <= axis.rank:  # an earlier rank
+        return slice(None), slice(0, tokens // 2)
+    return slice(tokens // 2, None), slice(None)
