@@ -43,7 +43,9 @@ class Tokenizer:
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.eod_token = next((name for name in _end_names(self.config) if name in vocab), None)
         self.eod_id: int | None = vocab[self.eod_token] if self.eod_token else None
-        self.is_bytes = self.vocab_size <= 257 and _is_bytes(vocab, self.definition)
+        self.is_bytes = self.vocab_size == 257 and (
+            json.loads(self.definition) == json.loads(_bytes_backend().to_str())
+        )
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with no special tokens added."""
@@ -108,11 +110,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 def byte_tokenizer() -> Tokenizer:
     """256 ids, one for each byte of UTF-8, and 256 for the end of a document."""
-    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
-    backend = HfTokenizer(models.BPE(vocab={**vocab, END_OF_DOCUMENT: 256}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend)
+    return Tokenizer(_bytes_backend())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -155,12 +153,12 @@ def _end_names(config: dict[str, object]) -> tuple[str, ...]:
     return (configured, *END_NAMES) if isinstance(configured, str) else END_NAMES
 
 
-def _is_bytes(vocab: dict[str, int], definition: str) -> bool:
-    """Whether ids are bytes: no merges, and byte n's letter is id n."""
-    letters = enumerate(_byte_letters())
-    return json.loads(definition)["model"].get("merges") == [] and all(
-        vocab.get(letter) == byte for byte, letter in letters
-    )
+def _bytes_backend() -> HfTokenizer:
+    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    backend = HfTokenizer(models.BPE(vocab={**vocab, END_OF_DOCUMENT: 256}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 def _byte_letters() -> list[str]:

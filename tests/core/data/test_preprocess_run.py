@@ -203,9 +203,13 @@ def test_the_text_of_an_end_of_document_is_counted(tmp_path):
     flags = {"single_word": False, "lstrip": False, "rstrip": False}
     tokenizer["added_tokens"] = [{**added, **flags}]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    tokenizer = load_tokenizer(tmp_path)
-    tokenizer.is_bytes = False
-    assert tokenizer.encode("a<|endoftext|>b") == [97, 256, 98]
+    (tmp_path / "a.txt").write_text("a<|endoftext|>b")
+    report = run(tmp_path / "a.txt", tmp_path / "out", str(tmp_path / "tokenizer.json"))
+    assert documents(tmp_path / "out") == [[97, 256, 98, 256]]  # as Hugging Face gives it
+    assert report["eod_in_text"] == 1
+    report = run(tmp_path / "a.txt", tmp_path / "plain")
+    assert documents(tmp_path / "plain") == [[*b"a<|endoftext|>b", 256]]
+    assert report["eod_in_text"] == 0
 
 
 @pytest.mark.parametrize(

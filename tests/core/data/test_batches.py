@@ -1,0 +1,227 @@
+"""Batches by global sample id: the same however they are asked for, and where they came from."""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mtcli.core.data.batches as batches_module
+import mtcli.core.data.cache as cache
+from mtcli.core.data.batches import Batches
+from mtcli.core.data.describe import describe, tokenizer_folder
+from mtcli.core.data.indexed import Indexed
+from mtcli.core.data.prefetch import Prefetcher
+from mtcli.core.data.preprocess import preprocess
+from mtcli.core.data.request import Request
+from mtcli.core.spec.errors import MtcliError
+
+
+def make(prefix, num_samples=300, seq_len=16, seed=1, split="1"):
+    paths = [prefix] if isinstance(prefix, str) else prefix
+    return Batches(paths, split, "train", num_samples, seq_len, seed)
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory):
+    from mtcli.core.data.indexed import write_dataset
+
+    folder, random = tmp_path_factory.mktemp("blend"), np.random.default_rng(3)
+    for name in "ab":
+        texts = [random.integers(0, 500, n) for n in random.integers(1, 40, 30)]
+        write_dataset(folder / name, texts, np.dtype("<u2"))
+    words = ["0.6", str(folder / "a"), "0.4", str(folder / "b")]
+    return words, make(words, num_samples=3000).batch(0, 3000)
+
+
+@given(st.integers(0, 2999), st.integers(0, 400))
+def test_any_way_of_asking_gives_the_same_samples(blend, start, count):
+    words, whole = blend
+    count = min(count, 3000 - start)
+    found = make(words, num_samples=3000).batch(start, count)
+    assert found.dtype == np.int64
+    assert np.array_equal(found, whole[start : start + count])
+
+
+def test_ranks_and_micro_batches_together_make_the_global_batch(blend):
+    words, whole = blend
+    for dp, micro in ((1, 8), (2, 4), (4, 1)):
+        ranks = [make(words, num_samples=3000) for _ in range(dp)]
+        for step in range(3):
+            parts = [
+                ranks[rank].batch(step * 16 + m * micro * dp + rank * micro, micro)
+                for m in range(16 // (dp * micro))
+                for rank in range(dp)
+            ]
+            assert np.array_equal(np.concatenate(parts), whole[step * 16 : step * 16 + 16])
+
+
+def test_the_ledger_names_the_tokens_of_each_sample(blend):
+    words, whole = blend
+    batches = make(words, num_samples=3000)
+    data = {prefix: Indexed(prefix) for prefix in words[1::2]}
+    for number, sample in enumerate(batches.sample_ids(1000, 60), 1000):
+        spans = [data[sample.prefix][s][o : o + n] for s, o, n in sample.spans]
+        assert np.array_equal(np.concatenate(spans), whole[number])
+
+
+def test_another_seed_is_another_order_of_the_same_tokens(make_dataset):
+    prefix, documents = make_dataset(count=200)
+    one, two = make(prefix, 100, seed=1), make(prefix, 100, seed=2)
+    assert not np.array_equal(one.batch(0, 100), two.batch(0, 100))
+    assert np.array_equal(one.batch(0, 100), make(prefix, 100, seed=1).batch(0, 100))
+
+
+def test_splits_share_no_document(make_dataset):
+    prefix, _ = make_dataset(count=100)
+    seen = []
+    for which in ("train", "valid", "test"):
+        samples = Batches([prefix], "60,30,10", which, 400, 16, 1).sample_ids(0, 400)
+        seen.append({span[0] for sample in samples for span in sample.spans})
+    assert [min(s) for s in seen] == [0, 60, 90]
+    assert [max(s) for s in seen] == [59, 89, 99]
+
+
+def test_a_long_run_over_unweighted_datasets_takes_them_in_proportion(make_dataset):
+    prefixes = [make_dataset(name, 50 * n, seed=n)[0] for name, n in (("a", 1), ("b", 3))]
+    samples = make(prefixes, num_samples=2000).sample_ids(0, 2000)
+    share = sum(sample.prefix == prefixes[0] for sample in samples) / 2000
+    tokens = [Indexed(prefix).num_tokens for prefix in prefixes]
+    assert abs(share - tokens[0] / sum(tokens)) < 0.01
+
+
+def test_a_split_without_tokens_is_refused(make_dataset):
+    prefix, _ = make_dataset(count=10)
+    expected = 'split "99,1,0" of 10 sequences gives valid sequences 10 to 10, which hold no token'
+    with pytest.raises(MtcliError, match=expected):
+        Batches([prefix], "99,1,0", "valid", 10, 16, 1)
+
+
+def test_a_sample_beyond_the_last_is_our_mistake(make_dataset):
+    batches = make(make_dataset()[0], num_samples=10)
+    assert len(batches) == 10
+    with pytest.raises(AssertionError):
+        batches.batch(8, 3)
+
+
+def test_the_largest_token_and_the_tokenizer_come_from_preprocess(tmp_path, make_dataset):
+    (tmp_path / "a.txt").write_text("some text to learn\n" * 50)
+    request = Request((str(tmp_path / "a.txt"),), tmp_path / "out", "bytes", append_eod=False)
+    preprocess(request, print)
+    prefix = str(tmp_path / "out")
+    assert make(prefix, 10).max_token_id() == ord("x")
+    assert tokenizer_folder(prefix) == tmp_path / "out.tokenizer"
+    foreign, _ = make_dataset("foreign")
+    assert make([prefix, foreign], 10).max_token_id() is None
+    assert (describe(foreign), tokenizer_folder(foreign)) == (None, None)
+    for text, message in (("{", "out.json is not JSON"), ("[]", "out.json holds no object")):
+        (tmp_path / "out.json").write_text(text)
+        with pytest.raises(MtcliError, match=message):
+            describe(prefix)
+
+
+def test_large_indices_are_built_once_and_mapped(make_dataset, monkeypatch):
+    prefix, _ = make_dataset()
+    expected = make(prefix).batch(0, 300)
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    assert np.array_equal(make(prefix).batch(0, 300), expected)
+    assert len(list(Path(f"{prefix}.cache").glob("*/*.npy"))) == 3
+    monkeypatch.setattr(cache, "build_samples", None)  # it would fail
+    assert np.array_equal(make(prefix).batch(0, 300), expected)
+
+
+def test_ranks_that_start_together_agree(make_dataset, monkeypatch):
+    prefix, _ = make_dataset()
+    expected = make(prefix).batch(0, 300)
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    found = [None] * 6
+
+    def rank(number):
+        found[number] = make(prefix).batch(0, 300)
+
+    threads = [threading.Thread(target=rank, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(np.array_equal(batch, expected) for batch in found)
+    assert sorted(path.name for path in Path(f"{prefix}.cache").iterdir())[-1] == "lock"
+
+
+def test_a_damaged_or_forbidden_cache_is_done_without(make_dataset, monkeypatch):
+    prefix, _ = make_dataset()
+    expected = make(prefix).batch(0, 300)
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    make(prefix)
+    next(Path(f"{prefix}.cache").glob("*/rows.npy")).write_bytes(b"damaged")
+    assert np.array_equal(make(prefix).batch(0, 300), expected)
+    other, _ = make_dataset("other", seed=0)
+    Path(f"{other}.cache").write_text("a file where the folder would be")
+    assert np.array_equal(make(other).batch(0, 300), expected)
+
+
+def test_data_that_changed_is_not_read_with_the_old_indices(make_dataset, monkeypatch):
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    prefix, _ = make_dataset(seed=1)
+    old = make(prefix).batch(0, 300)
+    make_dataset(seed=2)
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 1 << 30)
+    expected = make(prefix).batch(0, 300)
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    assert np.array_equal(make(prefix).batch(0, 300), expected)
+    assert not np.array_equal(old, expected)
+
+
+def test_the_prefetcher_gives_what_was_asked_for_in_order(blend):
+    words, whole = blend
+    wanted = [(start, 7) for start in range(0, 2100, 7)]
+    with Prefetcher(make(words, num_samples=3000), wanted, depth=3) as ready:
+        found = list(ready)
+    assert len(found) == 300
+    assert np.array_equal(np.concatenate(found), whole[:2100])
+
+
+def test_the_prefetcher_works_ahead_but_not_without_bound(blend):
+    asked = []
+
+    class Slow:
+        def batch(self, start, count):
+            asked.append(start)
+            return np.zeros((count, 2), np.int64)
+
+    with Prefetcher(Slow(), ((n, 1) for n in range(10**9)), depth=2) as ready:
+        next(iter(ready))
+        assert len(asked) <= 5
+    assert not ready._thread.is_alive()
+
+
+def test_the_prefetcher_raises_what_went_wrong_in_its_place(blend):
+    class Broken:
+        def batch(self, start, count):
+            if start == 2:
+                raise OSError("the disk is gone")
+            return np.zeros((count, 2), np.int64)
+
+    with Prefetcher(Broken(), [(0, 1), (1, 1), (2, 1), (3, 1)]) as ready:
+        found = iter(ready)
+        next(found), next(found)
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(found)
+
+
+def test_windows_do_not_show(make_dataset, monkeypatch):
+    prefix, _ = make_dataset()
+    expected = make(prefix).batch(0, 300)
+    monkeypatch.setattr(batches_module, "WINDOW", 7)
+    assert np.array_equal(make(prefix).batch(0, 300), expected)
+
+
+def test_the_facts_of_a_dataset_are_what_the_command_reported(tmp_path):
+    (tmp_path / "a.txt").write_text("text\n")
+    request = Request((str(tmp_path / "a.txt"),), tmp_path / "out", "bytes")
+    report = preprocess(request, print)
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert {name: report[name] for name in facts} == facts
