@@ -1,0 +1,251 @@
+"""Opening checkpoints: where they are looked for, and damage of every kind is named."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from saving import MODEL, save_halves, values
+
+from mtcli.core.checkpoint.manifest import Manifest, read_manifest
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.errors import Exit, MtcliError
+from mtcli.core.spec.sharding import Rectangle
+
+RANK = "rank-00001.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with steps 1 and 2."""
+    for step in (1, 2):
+        save_halves(tmp_path / "checkpoints", step)
+    return tmp_path
+
+
+def newest(run):
+    return run / "checkpoints" / "step-00000002"
+
+
+def edit_manifest(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_folder_opens_its_newest_step(run):
+    assert open_checkpoint(run).step == 2
+    assert open_checkpoint(run / "checkpoints").step == 2
+    assert open_checkpoint(run / "checkpoints" / "step-00000001").step == 1
+
+
+def test_steps_are_ordered_by_number_and_not_by_name(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        save_halves(tmp_path, step)
+    assert open_checkpoint(tmp_path).step == 100_000_000
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path, exists):
+    folder = tmp_path if exists else tmp_path / "none"
+    expected = "holds no checkpoint" if exists else "there is no folder"
+    with pytest.raises(MtcliError, match=expected) as error:
+        open_checkpoint(folder)
+    assert error.value.code == Exit.WRONG_INPUT
+    assert error.value.problems[0].hint
+
+
+def test_a_missing_file_is_named_and_the_checkpoint_before_is_offered(run):
+    (newest(run) / RANK).unlink()
+    with pytest.raises(MtcliError, match=f"{RANK} is damaged: it cannot be opened") as error:
+        open_checkpoint(run)
+    expected = f"the checkpoint before it is whole: {run / 'checkpoints' / 'step-00000001'}"
+    assert error.value.problems[0].hint == expected
+
+
+def test_where_no_checkpoint_is_whole_none_is_offered(run):
+    for step in (run / "checkpoints").iterdir():
+        (step / RANK).unlink()
+    with pytest.raises(MtcliError, match="step-00000002/rank") as error:
+        open_checkpoint(run)
+    assert "before it" not in str(error.value)
+
+
+def test_a_truncated_file_is_named(run):
+    path = newest(run) / RANK
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    expected = f"it has {size - 1} bytes and the manifest says {size}"
+    with pytest.raises(MtcliError, match=expected):
+        open_checkpoint(newest(run))
+
+
+@given(st.data())
+def test_every_flipped_bit_is_found_by_opening_or_by_the_hashes(tmp_path_factory, data):
+    run = tmp_path_factory.getbasetemp() / "flip"
+    if not run.exists():
+        save_halves(run, 1, tensors={"x": torch.ones(4, 2)})
+    folder = run / "step-00000001"
+    path = folder / data.draw(st.sampled_from(["rank-00000.safetensors", RANK, "config.toml"]))
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[data.draw(st.integers(0, len(good) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(bad)
+    try:
+        with pytest.raises(MtcliError) as error:
+            open_checkpoint(folder).verify_hashes()
+        assert path.name in str(error.value) or "config" in path.name
+    finally:
+        path.write_bytes(good)
+
+
+def test_ranks_share_the_files_to_hash(run):
+    path = newest(run) / RANK
+    bad = bytearray(path.read_bytes())
+    bad[-1] ^= 1
+    path.write_bytes(bad)
+    checkpoint = open_checkpoint(newest(run))
+    found = []
+    for part in range(4):
+        try:
+            checkpoint.verify_hashes(part, 4)
+        except MtcliError as error:
+            found.append(str(error))
+    assert len(found) == 1
+    assert f"{RANK} is damaged: the bytes from 0 do not have the hash of the manifest" in found[0]
+
+
+def test_a_file_with_too_few_hashes_is_refused(run):
+    edit_manifest(newest(run), lambda m: m["files"][RANK].update(sha256=[]))
+    with pytest.raises(MtcliError, match="it has 1 blocks and 0 hashes"):
+        open_checkpoint(newest(run)).verify_hashes()
+
+
+def test_a_header_that_disagrees_with_the_manifest_is_refused(run):
+    path = newest(run) / RANK
+    path.write_bytes(path.read_bytes().replace(b'"final_norm.bias"', b'"final_norm.bia5"'))
+    with pytest.raises(MtcliError, match=r"it has no tensor final_norm\.bias"):
+        open_checkpoint(newest(run))
+    path.write_bytes(path.read_bytes().replace(b'"final_norm.bia5"', b'"final_norm.bias"'))
+    path.write_bytes(path.read_bytes().replace(b'"shape":[6,12]', b'"shape":[12,6]'))
+    with pytest.raises(MtcliError, match=r"is F32 \[12, 6\] and should be F32 \[6, 12\]"):
+        open_checkpoint(newest(run))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(version=2), "version"),
+        (lambda m: m.update(format="other"), "format"),
+        (lambda m: m.update(surprise=1), "surprise: Extra inputs"),
+        (lambda m: m.pop("step"), "step: Field required"),
+        (lambda m: m.update(step=-1), "step"),
+        (lambda m: m["files"].update({"../x": {"bytes": 0, "sha256": []}}), "files"),
+        (lambda m: m["files"].update({"/etc/passwd": {"bytes": 0, "sha256": []}}), "files"),
+        (lambda m: m["files"].update({"a/../b": {"bytes": 0, "sha256": []}}), "files"),
+        (lambda m: m["tensors"]["final_norm.bias"].update(dtype="int8"), "dtype"),
+        (lambda m: piece(m).update(file="rank-00009.safetensors"), "which it does not list"),
+        (lambda m: piece(m).update(file="../../secret"), "file"),
+        (lambda m: piece(m).update(size=[5]), "hold 11 of its 12 elements"),
+        (lambda m: piece(m).update(start=[7]), "leave its shape"),
+        (lambda m: piece(m).update(start=[6, 0]), "do not have the 1 dimensions"),
+        (lambda m: piece(m).update(start=[0]), "overlap at"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused(run, change, message):
+    edit_manifest(newest(run), change)
+    with pytest.raises(MtcliError) as error:
+        open_checkpoint(newest(run))
+    assert "manifest.json is damaged" in str(error.value)
+    assert message in str(error.value)
+
+
+def piece(manifest):
+    return manifest["tensors"]["final_norm.bias"]["pieces"][1]
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{" * 10_000, b"\xff", b'{"step": 1e999}'])
+def test_a_manifest_that_is_not_json_is_refused(run, text):
+    (newest(run) / "manifest.json").write_bytes(text)
+    with pytest.raises(MtcliError, match=r"manifest\.json is damaged"):
+        open_checkpoint(newest(run))
+
+
+def test_a_manifest_that_is_too_long_is_refused(run, monkeypatch):
+    monkeypatch.setattr("mtcli.core.checkpoint.manifest.MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(MtcliError, match="it has more than 100 bytes"):
+        open_checkpoint(newest(run))
+
+
+def test_a_folder_without_a_manifest_is_said_to_have_none(tmp_path):
+    with pytest.raises(MtcliError, match=r"manifest\.json cannot be read: No such file"):
+        read_manifest(tmp_path)
+
+
+def test_pieces_cut_in_absurdly_many_ways_are_refused(run, monkeypatch):
+    monkeypatch.setattr("mtcli.core.checkpoint.manifest.MAX_CELLS", 5)
+    with pytest.raises(MtcliError, match="are cut in more than 5 ways"):
+        open_checkpoint(newest(run))
+
+
+class Malicious:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('a pickle was loaded')",)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.toml", RANK])
+def test_a_pickle_in_the_place_of_a_file_does_nothing(run, name):
+    (newest(run) / name).write_bytes(pickle.dumps(Malicious()))
+    with pytest.raises(MtcliError):
+        open_checkpoint(newest(run))
+
+
+@given(st.binary(max_size=200) | st.text().map(str.encode))
+def test_any_bytes_as_a_manifest_give_an_error(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("m")
+    (folder / "manifest.json").write_bytes(text)
+    with pytest.raises(MtcliError):
+        read_manifest(folder)
+
+
+def test_a_manifest_comes_back_as_it_was(run):
+    manifest = read_manifest(newest(run))
+    assert Manifest.model_validate_json(manifest.to_bytes()) == manifest
+
+
+def test_a_box_is_read_across_pieces(run):
+    checkpoint = open_checkpoint(run)
+    box = Rectangle((5, 3), (4, 2))  # rows 5 and 6 are rank 0's, 7 and 8 rank 1's
+    expected = values()["embedding.weight"][5:9, 3:5]
+    assert torch.equal(checkpoint.read("embedding.weight", box), expected)
+    empty = checkpoint.read("embedding.weight", Rectangle((13, 0), (0, 12)))
+    assert empty.shape == (0, 12)
+
+
+@pytest.mark.parametrize("box", [((12, 0), (2, 12)), ((-1, 0), (1, 1)), ((0,), (1,))])
+def test_a_box_outside_its_tensor_is_refused(run, box):
+    with pytest.raises(MtcliError, match=r"embedding.weight has the shape \(13, 12\) and the box"):
+        open_checkpoint(run).read("embedding.weight", Rectangle(*box))
+
+
+def test_an_unknown_tensor_is_answered_with_a_near_name(run):
+    with pytest.raises(MtcliError, match=r"has no tensor 'embeding.weight'") as error:
+        open_checkpoint(run).read("embeding.weight")
+    assert "embedding.weight" in error.value.problems[0].hint
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(run):
+    checkpoint = open_checkpoint(run)
+    checkpoint.require_model(MODEL)
+    other = ModelConfig.model_validate(MODEL.model_dump() | {"num_layers": 3, "vocab_size": 14})
+    with pytest.raises(MtcliError) as error:
+        checkpoint.require_model(other)
+    message = str(error.value)
+    assert (
+        f"embedding.weight is (13, 12) in {checkpoint.folder} and (14, 12) in the model" in message
+    )
+    assert "has no tensor blocks.2.attention_norm.weight" in message
+    assert "the checkpoint is of another model" in message

@@ -1,0 +1,205 @@
+"""Saving from several ranks: what is there after, and what is left after a failure."""
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from saving import CONFIG, MODEL, on_ranks, save_halves, values
+
+from mtcli.core.checkpoint import store
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import Piece, save
+from mtcli.core.spec.errors import Exit, MtcliError
+from mtcli.core.spec.load import dump_toml
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_every_rank_gets_the_folder_and_every_tensor_comes_back(tmp_path):
+    results = save_halves(tmp_path, step=7)
+    assert results == [tmp_path / "step-00000007"] * 2
+    checkpoint = open_checkpoint(results[0])
+    assert checkpoint.step == 7
+    assert checkpoint.extra == {"consumed_samples": 8}
+    assert checkpoint.config == CONFIG
+    assert checkpoint.model == MODEL
+    assert checkpoint.world == 2
+    assert checkpoint.tokenizer_folder is None
+    for name, tensor in values().items():
+        assert torch.equal(checkpoint.read(name), tensor), name
+        assert checkpoint.shape(name) == tuple(tensor.shape)
+        assert checkpoint.dtype(name) == tensor.dtype
+    assert set(checkpoint.names()) == set(values())
+
+
+def test_the_files_are_safetensors_of_each_ranks_pieces(tmp_path):
+    folder, _ = save_halves(tmp_path)
+    found = load_file(folder / "rank-00001.safetensors")
+    expected = values()["embedding.weight"].tensor_split(2)[1]
+    assert torch.equal(found["embedding.weight"], expected)
+    assert names(folder) == [
+        "config.toml",
+        "manifest.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
+
+
+def test_several_pieces_of_one_tensor_and_mixed_dtypes_fit_in_one_file(tmp_path):
+    x, y = torch.randn(4, 3).to(torch.bfloat16), torch.randn(5, dtype=torch.float64)
+    pieces = [Piece("x", x[i : i + 1], (i, 0), (4, 3)) for i in range(4)]
+    pieces += [Piece("y", y, (0,), (5,)), Piece("x", x[:0], (0, 0), (4, 3))]
+    about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
+    folder = save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+    checkpoint = open_checkpoint(folder)
+    assert torch.equal(checkpoint.read("x"), x)
+    assert torch.equal(checkpoint.read("y"), y)
+
+
+def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
+    def work(rank, gather):
+        pieces = [Piece("x", torch.ones(2), (0,), (2,))] if rank else []
+        about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
+        return save(tmp_path, 1, pieces, rank=rank, gather=gather, **about)
+
+    folder = on_ranks(2, work)[0]
+    assert "rank-00000.safetensors" not in names(folder)
+    assert open_checkpoint(folder).read("x").tolist() == [1.0, 1.0]
+
+
+def test_the_tokenizer_is_copied_and_hashed(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / ".hidden").write_text("not copied")
+    folder, _ = save_halves(tmp_path / "run", tokenizer=source)
+    checkpoint = open_checkpoint(folder)
+    assert names(checkpoint.tokenizer_folder) == ["tokenizer.json"]
+    (folder / "tokenizer" / "tokenizer.json").write_text("[]")
+    with pytest.raises(MtcliError, match=r"tokenizer\.json is damaged: the bytes from 0"):
+        open_checkpoint(folder).verify_hashes()
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_halves(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    save_halves(tmp_path, 5, keep=0)
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_the_checkpoint_just_written_is_kept_even_where_later_steps_exist(tmp_path):
+    for step in (8, 9):
+        save_halves(tmp_path, step)
+    save_halves(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-00000003", "step-00000009"]
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path):
+    save_halves(tmp_path, 1)
+    folder, _ = save_halves(tmp_path, 1, tensors=values(seed=1))
+    assert names(tmp_path) == ["step-00000001"]
+    name = "final_norm.weight"
+    assert torch.equal(open_checkpoint(folder).read(name), values(seed=1)[name])
+
+
+def test_what_a_killed_run_left_is_neither_opened_nor_kept(tmp_path):
+    save_halves(tmp_path / "checkpoints", 1)
+    left = tmp_path / "checkpoints" / "step-00000002.partial"
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000001", left)
+    assert open_checkpoint(tmp_path).step == 1
+    save_halves(tmp_path / "checkpoints", 3)
+    assert names(tmp_path / "checkpoints") == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_full_disk_on_one_rank_fails_every_rank_and_keeps_the_last_checkpoint(
+    tmp_path, monkeypatch, broken
+):
+    save_halves(tmp_path, 1)
+    write = store.write_tensors
+
+    def full(path, *rest):
+        if path.name == f"rank-{broken:05d}.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *rest)
+
+    monkeypatch.setattr(store, "write_tensors", full)
+    for error in save_halves(tmp_path, 2, keep=1):
+        assert isinstance(error, MtcliError)
+        assert error.code == Exit.FAILED
+        assert f"rank {broken}: " in str(error)
+        assert "No space left on device" in str(error)
+        assert "the checkpoints saved before are whole" in str(error)
+    assert names(tmp_path) == ["step-00000001"]
+    open_checkpoint(tmp_path).verify_hashes()
+
+
+def test_a_manifest_that_cannot_be_written_fails_every_rank(tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(store, "write_bytes", full)
+    assert all(isinstance(error, MtcliError) for error in save_halves(tmp_path, 2))
+    assert names(tmp_path) == []
+
+
+def test_a_root_that_cannot_be_made_fails_every_rank(tmp_path):
+    (tmp_path / "file").write_text("")
+    for error in save_halves(tmp_path / "file" / "checkpoints"):
+        assert "Not a directory" in str(error)
+
+
+def test_an_error_of_any_kind_is_told_to_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "write_tensors", lambda *_: 1 / 0)
+    for error in save_halves(tmp_path):
+        assert "rank 0: ZeroDivisionError: division by zero" in str(error)
+
+
+def test_pieces_that_do_not_tile_their_tensor_are_refused(tmp_path):
+    about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
+    pieces = [Piece("x", torch.ones(2), (0,), (3,))]
+    with pytest.raises(MtcliError, match="the pieces of x hold 2 of its 3 elements"):
+        save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+    pieces = [Piece("x", torch.ones(2), (i,), (4,)) for i in (0, 1)]
+    with pytest.raises(MtcliError, match=r"the pieces of x overlap at \[1\]"):
+        save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+
+
+def test_ranks_that_disagree_on_a_shape_are_refused(tmp_path):
+    def work(rank, gather):
+        about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
+        pieces = [Piece("x", torch.ones(1), (rank,), (2 + rank,))]
+        return save(tmp_path, 1, pieces, rank=rank, gather=gather, **about)
+
+    for error in on_ranks(2, work):
+        assert "x is ('float32', (3,)) on one rank and ('float32', (2,)) before" in str(error)
+
+
+def test_a_dtype_that_checkpoints_do_not_hold_is_refused(tmp_path):
+    about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
+    with pytest.raises(MtcliError, match="a checkpoint cannot hold int64 tensors"):
+        piece = Piece("x", torch.ones(2, dtype=torch.int64), (0,), (2,))
+        save(tmp_path, 1, [piece], rank=0, gather=lambda o: [o], **about)
+
+
+def test_the_manifest_is_plain_json(tmp_path):
+    folder, _ = save_halves(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["version"] == 1
+    assert manifest["step"] == 1
+    assert manifest["tensors"]["embedding.weight"]["shape"] == [13, 12]
+    assert manifest["tensors"]["embedding.weight"]["pieces"][1] == {
+        "file": "rank-00001.safetensors",
+        "key": "embedding.weight",
+        "start": [7, 0],
+        "size": [6, 12],
+    }
+    size = manifest["files"]["rank-00000.safetensors"]["bytes"]
+    assert size == os.path.getsize(folder / "rank-00000.safetensors")

@@ -1,0 +1,77 @@
+"""Files written in hashed blocks; the oracles are the safetensors library and hashlib."""
+
+import errno
+import hashlib
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtcli.core.checkpoint import writer
+from mtcli.core.checkpoint.manifest import BLOCK_BYTES
+from mtcli.core.checkpoint.tensorfile import Planned
+from mtcli.core.checkpoint.writer import write_bytes, write_tensors
+
+
+def write(path, tensors):
+    codes = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    plan = [Planned(name, codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    return write_tensors(path, plan, iter(tensors.values()), {"format": "pt"})
+
+
+def blocks_of(path):
+    data = path.read_bytes()
+    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    return [hashlib.sha256(block).hexdigest() for block in blocks]
+
+
+@pytest.fixture(params=["direct", "buffered", "refused"])
+def direct(request, monkeypatch):
+    """With direct I/O, without any, and on a file system that refuses it at the first write."""
+    if request.param == "buffered":
+        monkeypatch.setattr(writer, "DIRECT", 0)
+    if request.param == "refused":
+        pwrite, refused = os.pwrite, []
+
+        def first_refused(file, data, offset):
+            if not refused:
+                refused.append(1)
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return pwrite(file, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", first_refused)
+
+
+@pytest.mark.parametrize("count", [1, 1000, BLOCK_BYTES // 4 - 40, BLOCK_BYTES // 4 * 4 + 333])
+def test_the_library_reads_what_was_written(tmp_path, direct, count):
+    tensors = {"x": torch.arange(count, dtype=torch.float32), "y": torch.ones(5).to(torch.bfloat16)}
+    record = write(tmp_path / "f", tensors)
+    found = load_file(tmp_path / "f")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert record.bytes == (tmp_path / "f").stat().st_size
+    assert record.sha256 == blocks_of(tmp_path / "f")
+
+
+def test_strided_tensors_and_scalars_are_written_in_order(tmp_path):
+    tensors = {"t": torch.arange(12.0).view(3, 4).T, "s": torch.tensor(7.0)}
+    write(tmp_path / "f", tensors)
+    found = load_file(tmp_path / "f")
+    assert torch.equal(found["t"], torch.arange(12.0).view(3, 4).T)
+    assert found["s"].item() == 7.0
+
+
+def test_a_failed_write_is_raised(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "f", {"x": torch.zeros(BLOCK_BYTES)})
+
+
+def test_a_small_file_is_hashed_by_block(tmp_path):
+    data = bytes(range(256)) * (BLOCK_BYTES // 256 + 1)
+    record = write_bytes(tmp_path / "f", data)
+    assert (tmp_path / "f").read_bytes() == data
+    assert (record.bytes, record.sha256) == (len(data), blocks_of(tmp_path / "f"))
