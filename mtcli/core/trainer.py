@@ -96,10 +96,17 @@ class Trainer:
 
     def state_bytes(self) -> int:
         """Bytes of this rank's weights, gradients, masters and moments."""
+        return sum(self.state_bytes_by_kind().values())
+
+    def state_bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients and optimizer (masters and moments)."""
         weights = {id(p): p for stage in self.stages.values() for p in stage.parameters()}
-        tensors = [*weights.values(), *self.optimizer.state().values()]
-        tensors += [bucket.flat for bucket in self.gradients.buckets]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        kinds = {
+            "weights": weights.values(),
+            "gradients": [bucket.flat for bucket in self.gradients.buckets],
+            "optimizer": self.optimizer.state().values(),
+        }
+        return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 
     @property
     def consumed_samples(self) -> int:
