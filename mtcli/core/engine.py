@@ -46,7 +46,12 @@ def build_stages(config: RunConfig, groups: Groups) -> dict[int, Stage]:
     layers = stage_layers(config.model, layout, parallel.stage_layers)
     stages = {
         index: Stage(
-            config.model, build, layers[index], seed=config.seed, recompute=parallel.recompute
+            config.model,
+            build,
+            index,
+            layers[index],
+            seed=config.seed,
+            recompute=parallel.recompute,
         )
         for index in layout.stages(groups.pp_rank)
     }

@@ -63,13 +63,15 @@ class Stage(nn.Module):
         self,
         model: ModelConfig,
         build: Build,
+        index: int,
         layers: range,
         *,
         seed: int = 0,
         recompute: str = "none",
     ) -> None:
         super().__init__()
-        self.is_first, self.is_last = layers.start == 0, layers.stop == model.num_layers
+        # by number, not by layers: a stage may hold none, such as one with the head alone
+        self.is_first, self.is_last = index == 0, index == build.groups.layout.num_stages - 1
         self.model, self.build = model, build
         tied = model.tie_embeddings
         if self.is_first or (self.is_last and tied):
