@@ -186,4 +186,6 @@ def _print_table(tasks: "dict[str, Report]") -> None:
 def _show(value: float | int | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.4e}"

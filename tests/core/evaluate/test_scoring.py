@@ -95,10 +95,10 @@ def test_any_mix_of_requests_keeps_positions_ancestors_and_order(data):
 
 
 def test_a_shared_context_is_computed_once():
-    requests = [request(ids(100), ids(6, seed=e)) for e in range(1, 5)]
+    requests = [request(ids(100, seed=e % 2), ids(6, seed=9 + e)) for e in range(8)]
     planned = pack(requests, max_seq_len=1024, batch_tokens=2048)
-    assert planned.num_unshared_tokens == 4 * 105
-    assert planned.num_tokens == 100 + 4 * 5
+    assert planned.num_unshared_tokens == 2 * 4 * 105
+    assert planned.num_tokens == 2 * (100 + 4 * 5)
 
 
 def test_unrelated_requests_of_one_length_need_no_mask_and_no_padding():
