@@ -1,0 +1,63 @@
+"""Models small enough to train in a blink, run tables around them, and data in memory."""
+
+import numpy as np
+
+from mtcli.core.spec.load import config_of
+
+GPT = {
+    "architecture": "gpt",
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "vocab_size": 101,  # of 128 rows of a shard: with tp=2 the second shard is all padding
+    "max_seq_len": 16,
+}
+LLAMA = {
+    "architecture": "llama",
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 24,
+    "vocab_size": 150,  # of 256 rows: with tp=2 the second shard holds 22 and 106 of padding
+    "max_seq_len": 16,
+}
+DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
+BATCH = {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 4}
+
+
+def run_config(model=GPT, overrides=(), **sections):
+    """The config of a tiny run; each section is merged over the tiny defaults."""
+    table = {
+        "seed": 7,
+        "model": dict(model),
+        "batch": BATCH,
+        "optimizer": {"lr": 3e-3, "warmup_steps": 2},
+        "train": {"steps": 20, "device": "cpu"},
+    }
+    for section, values in sections.items():
+        table[section] = table.get(section, {}) | values
+    return config_of(table, overrides)
+
+
+def documents(count=64, vocab=101, length=60, seed=0):
+    """Documents in which the next token is mostly the last one plus three: easy to learn."""
+    random = np.random.default_rng(seed)
+    starts = random.integers(0, vocab, (count, 1))
+    rows = (starts + 3 * np.arange(length)) % vocab
+    noise = random.random((count, length)) < 0.1
+    return np.where(noise, random.integers(0, vocab, (count, length)), rows)
+
+
+class Samples:
+    """Batches in memory: sample i is a function of i alone."""
+
+    def __init__(self, config, count=10_000):
+        self.rows = documents(256, config.model.vocab_size, config.batch.seq_len + 1)
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def batch(self, start, count):
+        return self.rows[np.arange(start, start + count) % len(self.rows)]
