@@ -1,27 +1,208 @@
-"""Measuring a device and a run: the product rate that MFU divides by."""
+"""Measuring a device and a run: the product rate that MFU divides by, and steps with timers.
 
+The steps are those of train, on the config's layout. Timed steps come first; one more runs under
+torch.profiler, whose own cost therefore touches no time that is reported.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from tqdm import tqdm
 
+from mtcli.core.cost.hardware import GPUS
+from mtcli.core.data.batches import Batches
 from mtcli.core.engine import DTYPES
+from mtcli.core.feed import Feed, open_feed
+from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.pp import OpSpan
+from mtcli.core.report import trace as traces
+from mtcli.core.report.clock import Clock, clock_for, clock_offset
+from mtcli.core.report.records import Profiled, RankRecord, StepRecord
 from mtcli.core.runtime import Runtime
 from mtcli.core.spec.config import RunConfig
+from mtcli.core.trainer import Phases, Trainer
 
-SIZE = 1024  # a product large enough to run at full speed, and 10 to 20 ms on a laptop core
+SIDE = {"cpu": 1024, "cuda": 8192}  # large enough to run at full speed; 10 to 20 ms on a core
+OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates
+MEMORY_POINTS = 2000
 
 
 def peak_flops(config: RunConfig, runtime: Runtime) -> float:
     """The rate of this rank's device in FLOP/s that MFU and HFU are fractions of.
 
-    GPUs: the datasheet's dense rate of train.precision, from cost/hardware.py. CPU: the best of
-    five products measured on this rank's threads while all ranks measure theirs.
+    GPUs: the datasheet's dense rate of train.precision, from cost/hardware.py. CPU, and boards that
+    are not listed there: the best of five products, measured on all ranks at once.
     """
-    dtype = DTYPES[config.train.precision]
-    a, b = (torch.randn(SIZE, SIZE, device=runtime.device).to(dtype) for _ in range(2))
+    name = device_name(runtime.device)
+    if name in GPUS:
+        return GPUS[name].peak(config.train.precision)
+    dtype, side = DTYPES[config.train.precision], SIDE[runtime.device.type]
+    a, b = (torch.randn(side, side, device=runtime.device).to(dtype) for _ in range(2))
     seconds = []
     for _ in range(5):
         start = perf_counter()
         (a @ b).sum().item()
         seconds.append(perf_counter() - start)
-    return 2.0 * SIZE**3 / min(seconds)
+    return 2.0 * side**3 / min(seconds)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name in cost/hardware.py: "cpu", "h100", ..., or "" for an unlisted board."""
+    return "cpu" if device.type == "cpu" else board_name(torch.cuda.get_device_name(device))
+
+
+def board_name(board: str) -> str:
+    """The listed name of a board as its driver calls it, or "" where it is not listed.
+
+    "NVIDIA A100-SXM4-80GB" is a100-80gb; the PCIe and NVL boards of a name have other rates.
+    """
+    words = set(board.lower().replace("-", " ").split())
+    listed = [name for name in GPUS if set(name.split("-")) <= words]
+    return listed[0] if listed and not words & OTHER_BOARDS else ""
+
+
+class Measured(NamedTuple):
+    """What rank 0 knows after a profile: every rank's record, and its own trace."""
+
+    records: list[RankRecord]
+    trace: dict[str, Any]
+    device: str
+
+
+def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Measured:
+    """Runs warm-up steps, timed steps and a profiled one on this config's layout.
+
+    Where the config names no data, tokens come from a counter. Collective; every rank gets all
+    records. Raises MtcliError as a training step does.
+    """
+    trainer = Trainer(config, runtime)
+    trainer.initialise()
+    clock = trainer.pipeline.clock = clock_for(runtime.device)
+    feed = open_feed(config, trainer.groups) if config.data.train else counted(config, trainer)
+    peak = peak_flops(config, runtime)
+    offset = clock_offset(trainer.groups.world)
+    bar = tqdm(total=warmup + steps + 1, unit="step", file=sys.stderr, disable=runtime.rank > 0)
+    for _ in range(warmup):
+        timed_step(trainer, feed, clock, offset)
+        bar.update()
+    timed = []
+    for _ in range(steps):
+        timed.append(timed_step(trainer, feed, clock, offset))
+        bar.update()
+    profiled, trace = profiled_step(trainer, feed, clock, offset)
+    bar.update()
+    bar.close()
+    feed.close()
+    record = RankRecord(
+        rank=runtime.rank,
+        pp_rank=trainer.groups.pp_rank,
+        speaks=_is_first_replica(trainer.groups),
+        steps=timed,
+        profiled=profiled,
+        state_bytes=trainer.state_bytes_by_kind(),
+        peak_bytes=_peak_bytes(runtime.device),
+        peak_flops=peak,
+    )
+    records = gather_objects(record, trainer.groups.world)
+    return Measured(cast(list[RankRecord], records), trace, device_name(runtime.device))
+
+
+def timed_step(trainer: Trainer, feed: Feed, clock: Clock, offset: float) -> StepRecord:
+    """One training step and when its parts ran, on rank 0's clock."""
+    clock.begin()
+    trainer.train_step(feed)
+    clock.end()
+
+    def moment(stamp: float) -> float:
+        return clock.seconds(stamp) + offset
+
+    assert trainer.phases is not None, "a step leaves its phases"
+    phases = Phases(*(moment(stamp) for stamp in trainer.phases))
+    spans = trainer.pipeline.spans
+    return StepRecord(phases, tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans))
+
+
+def profiled_step(
+    trainer: Trainer, feed: Feed, clock: Clock, offset: float
+) -> tuple[Profiled, dict[str, Any]]:
+    """One training step under torch.profiler: what it showed, and its Chrome trace."""
+    activities = [ProfilerActivity.CPU]
+    if trainer.groups.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        begin = perf_counter()
+        with record_function(traces.STEP):
+            step = timed_step(trainer, feed, clock, offset)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    return summarized(trace, step, begin + offset), trace
+
+
+def summarized(trace: dict[str, Any], step: StepRecord, begin: float) -> Profiled:
+    """What a trace tells about its step; `begin` is when its STEP annotation was entered."""
+    events = traces.complete(trace["traceEvents"])
+    mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
+    computing = traces.computing(events)
+    collectives = traces.spans_of(events, traces.is_collective)
+    hidden = traces.common(collectives, computing)
+    exchanging = {}
+    for kind in sorted({span.op.kind for span in step.spans}):
+        ops = [(s.start - begin + mark, s.end - begin + mark) for s in step.spans]
+        ops = [op for op, span in zip(ops, step.spans, strict=True) if span.op.kind == kind]
+        inside = traces.length(traces.common(ops, collectives))
+        inside -= traces.length(traces.common(ops, hidden))
+        exchanging[kind] = inside / traces.length(ops)
+    return Profiled(
+        step,
+        exchanging,
+        traces.exchanges(events),
+        traces.length(hidden),
+        traces.kernels(events),
+        traces.thinned(traces.memory_curve(trace["traceEvents"], mark), MEMORY_POINTS),
+    )
+
+
+class Counter:
+    """Samples of tokens 0, 1, 2, ... for a profile without data: the work is that of any text."""
+
+    def __init__(self, seq_len: int, vocab_size: int, num_samples: int) -> None:
+        self.seq_len, self.vocab_size, self.num_samples = seq_len, vocab_size, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """Samples start ... start + count - 1: int64 [count, seq_len + 1]."""
+        first = np.arange(start, start + count, dtype=np.int64)[:, None] * self.seq_len
+        return (first + np.arange(self.seq_len + 1)) % self.vocab_size
+
+
+def counted(config: RunConfig, trainer: Trainer) -> Feed:
+    """A feed of counted tokens."""
+    samples = config.train.steps * config.batch.global_batch_size
+    counter = Counter(config.batch.seq_len, config.model.vocab_size, samples)
+    return Feed(cast(Batches, counter), config, trainer.groups)
+
+
+def _is_first_replica(groups: Groups) -> bool:
+    place = groups.layout.attention.coordinates(groups.rank)
+    return all(place[axis] == 0 for axis in place if axis != "pp")
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most that the process held (CPU), or that the allocator gave out on the device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

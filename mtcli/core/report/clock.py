@@ -1,0 +1,110 @@
+"""Clocks that time a step: stamps are taken while it runs and become seconds when it is over."""
+
+import platform
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.groups import Axis
+
+ROUNDS = 8  # barriers between which clocks of two machines are compared
+
+
+class Clock(Protocol):
+    """Gives stamps; `begin` starts a step, and after `end` its stamps are known in seconds."""
+
+    def __call__(self) -> float:
+        """A stamp of now."""
+
+    def begin(self) -> None:
+        """Starts a step."""
+
+    def end(self) -> None:
+        """Returns when all that was stamped has happened."""
+
+    def seconds(self, stamp: float) -> float:
+        """When a stamp was, in seconds of this process's perf_counter."""
+
+
+class HostClock:
+    """perf_counter: on CPU an op is over when its call returns."""
+
+    def __call__(self) -> float:
+        """Now."""
+        return perf_counter()
+
+    def begin(self) -> None:
+        """Nothing to start."""
+
+    def end(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds(self, stamp: float) -> float:
+        """The stamp itself."""
+        return stamp
+
+
+class DeviceClock:
+    """CUDA events: when the device came to a point of its stream, without stopping it there."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def __call__(self) -> float:
+        """The number of an event that the device is yet to reach."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events.append(event)
+        return float(len(self.events) - 1)
+
+    def begin(self) -> None:
+        """Ties the device's clock to the host's."""
+        self.events: list[torch.cuda.Event] = []
+        self.base = torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        self.base.record()
+        torch.cuda.synchronize()
+        self.base_seconds = perf_counter()
+
+    def end(self) -> None:
+        """Returns when the device is done."""
+        torch.cuda.synchronize()
+
+    def seconds(self, stamp: float) -> float:
+        """When the device reached the event."""
+        return self.base_seconds + self.base.elapsed_time(self.events[int(stamp)]) / 1e3
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device's work."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def clock_offset(world: Axis) -> float:
+    """Seconds to add to this rank's perf_counter to get rank 0's.
+
+    Processes of one machine share that clock. Those of others compare the moments at which they
+    leave the same barriers: the median of ROUNDS, good to a barrier's latency.
+    """
+    moments = []
+    for _ in range(ROUNDS):
+        gather_objects(None, world)
+        moments.append(perf_counter())
+    told = gather_objects((_machine(), moments), world)
+    return offset_between(told[0], told[world.rank])
+
+
+def offset_between(first: tuple[str, list[float]], mine: tuple[str, list[float]]) -> float:
+    """Seconds from my clock to the first rank's, from (machine, moments of leaving barriers)."""
+    if first[0] == mine[0]:
+        return 0.0
+    return median(a - b for a, b in zip(first[1], mine[1], strict=True))
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")  # containers of a host share it, and its clock
+    return boot.read_text().strip() if boot.exists() else platform.node()
