@@ -20,7 +20,7 @@ from mtcli.core.checkpoint.hf import GENERATION, TOKENIZER_FILES
 from mtcli.core.checkpoint.names import HUGGINGFACE, TOKENIZER, is_optimizer
 from mtcli.core.checkpoint.store import About, Outline, commit, write_outlined
 from mtcli.core.spec import check
-from mtcli.core.spec.config import ParallelConfig, RunConfig
+from mtcli.core.spec.config import BatchConfig, ParallelConfig, RunConfig
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.load import dump_toml
 
@@ -62,9 +62,9 @@ def output_config(source: Checkpoint, parallel: ParallelConfig, world: int) -> R
     changes = parallel.model_dump(include={*LAYOUT_AXES, "schedule"})
     changes |= {"stage_layers": ()}
     config = base.model_copy(update={"parallel": base.parallel.model_copy(update=changes)})
-    # Sequences and batches are the run's affair: here only the cuts of the model count.
-    loose = config.parallel.model_copy(update={"sequence_parallel": False})
-    problems = check.problems(config.model_copy(update={"parallel": loose}), world)
+    # Sequences and batches are the run's affair: a batch that fits leaves the cuts of the model.
+    fits = BatchConfig(seq_len=2 * parallel.cp * parallel.tp)
+    problems = check.problems(config.model_copy(update={"batch": fits}), world)
     if broken := [p for p in problems if p.field.startswith(("parallel.", "model."))]:
         raise MtcliError(*broken)
     return config

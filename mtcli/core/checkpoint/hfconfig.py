@@ -13,8 +13,13 @@ from mtcli.core.spec.errors import MtcliError, Problem, wrong
 
 NAME = "config.json"
 MAX_BYTES = 16 << 20
-# Fields that training alone reads: a family that lacks them still represents the model.
+# Fields that training alone reads: a family that lacks them still represents the model. Every
+# other field counts, so that a new one is refused until a family can say it.
 TRAINING = {"architecture", "dropout", "attention_dropout", "init_std"}
+TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
+TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
+EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
+EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
 
 
 def read_json(path: Path) -> Table:
@@ -68,12 +73,16 @@ def config_from_hf(folder: Path) -> ModelConfig:
 
 
 def config_to_hf(model: ModelConfig, family: Family) -> Table:
-    """The config.json of a model of a family, without what belongs to its tensors and tokenizer."""
+    """The config.json of a model of a family, without what belongs to its tensors and tokenizer.
+
+    What the family cannot say is lost: `family_of` gives one that says it all.
+    """
     table: Table = {"architectures": [family.architecture], "model_type": family.model_type}
     for field in family.fields:
         value = getattr(model, field.ours)
         if field.values is not None:
-            value = next((t for t, ours in field.values.items() if ours == value), value)
+            names = [theirs for theirs, ours in field.values.items() if ours == value]
+            value = (names or list(field.values))[0]
         table[field.theirs] = value
     for demand in family.demands:
         if demand.values[0] is not None:
@@ -102,27 +111,18 @@ def says_the_same(model: ModelConfig, other: ModelConfig) -> bool:
 
 
 def _lost(model: ModelConfig, family: Family) -> list[str]:
-    table = config_to_hf(model, family)
-    try:
-        back = _function(model_of(table, Path(NAME)))
-    except MtcliError as error:
-        return [problem.message for problem in error.problems]
     ours = _function(model)
+    try:
+        back = _function(model_of(config_to_hf(model, family), Path(NAME)))
+    except MtcliError:  # such as a dense model in a family of experts
+        back = {}
     return [f"{name}={ours[name]!r}" for name in ours if ours[name] != back.get(name)]
 
 
 def _function(model: ModelConfig) -> Table:
-    values = model.model_dump(exclude=TRAINING)
-    if model.num_experts:
-        values.pop("ffn_hidden_size")  # every MLP is experts
-    else:
-        for name in ("top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size"):
-            values.pop(name)
-        values.pop("shared_expert_gate")
-        values.pop("normalize_top_k")
-    if model.position != "rope":
-        values.pop("rope_theta")
-    return values
+    unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
+    unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
+    return model.model_dump(exclude=TRAINING | unread)
 
 
 def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:

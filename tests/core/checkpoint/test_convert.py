@@ -51,8 +51,7 @@ def legal_layouts(model):
     for sizes in product((1, 2, 4), repeat=len(axes)):
         text = ",".join(f"{axis}={n}" for axis, n in zip(axes, sizes, strict=True))
         parallel, world = parse_layout(text)
-        loose = parallel.model_copy(update={"sequence_parallel": False})
-        broken = check.problems(RunConfig(model=model, parallel=loose), world)
+        broken = check.problems(RunConfig(model=model, parallel=parallel), world)
         if world <= 8 and not [p for p in broken if p.field.startswith(("parallel.", "model."))]:
             found.append(text)
     return found

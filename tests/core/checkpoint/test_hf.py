@@ -16,8 +16,11 @@ from tiny_hf import FAMILIES
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
 from mtcli.core.checkpoint.export import to_hf
+from mtcli.core.checkpoint.hfconfig import family_of
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.load import load_config, preset_names
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.sharding import Rectangle
 
@@ -284,3 +287,36 @@ def test_an_index_that_cannot_be_true_is_refused(hf_folders, tmp_path, index, me
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(MtcliError, match=message):
         open_checkpoint(folder)
+
+
+def test_a_model_that_no_family_has_is_refused_with_what_is_in_the_way():
+    shapes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 4}
+    relu = ModelConfig(**shapes, norm="rmsnorm", bias=False, qkv_bias=False)
+    with pytest.raises(MtcliError, match="no Hugging Face family has this model") as error:
+        family_of(relu)
+    assert "gpt2 cannot have norm='rmsnorm', bias=False, qkv_bias=False" in str(error.value)
+    grouped = ModelConfig(**shapes, num_kv_heads=1)
+    with pytest.raises(MtcliError, match="gpt2 cannot have num_kv_heads=1"):
+        family_of(grouped)
+    wide = ModelConfig(**shapes, head_dim=6)
+    with pytest.raises(MtcliError, match="gpt2 cannot have head_dim=6"):
+        family_of(wide)
+
+
+def test_the_family_of_a_model_is_the_one_that_says_all_of_it():
+    shapes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 4}
+    llama = shapes | {"architecture": "llama", "ffn_hidden_size": 12}
+    experts = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 6}
+    assert family_of(ModelConfig(**shapes, dropout=0.3)).model_type == "gpt2"
+    assert family_of(ModelConfig(**llama)).model_type == "llama"
+    assert family_of(ModelConfig(**llama, qkv_bias=True)).model_type == "qwen2"
+    mixtral = ModelConfig(**llama | experts | {"architecture": "mixtral"}, aux_loss_coeff=0.1)
+    assert family_of(mixtral).model_type == "mixtral"
+    qwen = llama | experts | {"architecture": "qwen2-moe", "shared_expert_ffn_hidden_size": 4}
+    assert family_of(ModelConfig(**qwen)).model_type == "qwen2_moe"
+
+
+@pytest.mark.parametrize("name", sorted(set(preset_names()) - {"tiny"}))
+def test_every_preset_has_a_family(name):
+    model = load_config(name).model
+    assert family_of(model).model_type in ("gpt2", "llama", "mixtral", "qwen2_moe")
