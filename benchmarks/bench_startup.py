@@ -23,16 +23,7 @@ from rich.table import Table
 
 BIN = Path(sys.executable).parent
 PYTHON = sys.executable
-TINY = [
-    "--set",
-    "model.hidden_size=64",
-    "--set",
-    "model.vocab_size=512",
-    "--set",
-    "train.steps=1",
-    "--set",
-    "optimizer.warmup_steps=0",
-]
+TINY = ["--set", "model.hidden_size=64", "--set", "model.vocab_size=512", "--set", "train.steps=1"]
 TRAIN = "mtcli train to its first step"
 # fmt: off
 CONTENDERS = {

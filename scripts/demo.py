@@ -20,9 +20,10 @@ from mtcli.core.data.indexed import Indexed
 DEMO = Path("demo")
 RUN = "demo/run"
 HELD_OUT = DEMO / "held-out.txt"
-FIRST, LAST = 120, 160  # the step at which the layout changes, and the last one
+FIRST, LAST = 80, 120  # the step at which the layout changes, and the last one
 COMMON = (
-    f"""--set data.train='["demo/stdlib"]' --set train.output={RUN} --set train.eval_every=40"""
+    f"--set data.train='[\"demo/stdlib\"]' --set train.output={RUN} "
+    f"--set train.eval_every=40 --set optimizer.decay_steps={LAST}"
 )
 
 COMMANDS = {

@@ -9,6 +9,7 @@ from mtcli.core.spec.check import (
     listing,
     problems,
     require,
+    require_trainable,
 )
 from mtcli.core.spec.errors import Exit, MtcliError
 from mtcli.core.spec.load import load_config
@@ -37,6 +38,9 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_sequence_divides": (
         ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"], 8, "parallel.tp",
         "tp=8 does not divide the tokens of a micro-batch=12", "1, 2, 3, 4, 6 or 12"),
+    "_context_divides": (
+        ["parallel.cp=2", "batch.seq_len=250"], 2, "parallel.cp",
+        "2*cp=4 does not divide seq_len=250: each rank holds two chunks", "seq_len 248 or 252"),
     "_layers_fill_stages": (
         ["parallel.pp=5"], 5, "parallel.pp",
         "pp*vpp=5*1=5 does not divide num_layers=12",
@@ -87,6 +91,10 @@ ALSO = {  # further branches of the same rules
         [*MOE, "parallel.tp=4", "model.shared_expert_ffn_hidden_size=90"], 4, "parallel.tp",
         "tp=4 does not divide shared_expert_ffn_hidden_size=90",
         "1, 2, 3, 5, 6, 9, 10 or 15"),
+    "heads that are too few to exchange": (
+        ["parallel.cp=2", "parallel.tp=8", "parallel.cp_mode=a2a"], 16, "parallel.cp",
+        "cp_mode='a2a' cuts heads, and tp*cp=8*2 does not divide num_kv_heads=8",
+        "tp*cp 1, 2, 4 or 8, or cp_mode 'ring' or 'all_gather'"),
     "stages that were not all given": (
         ["parallel.pp=2", "parallel.stage_layers=[6, 5]"], 2, "parallel.stage_layers",
         "stage_layers has 2 stages of 11 layers, and the run has pp*vpp=2 stages of num_layers=12",
@@ -154,6 +162,14 @@ def test_all_broken_rules_are_raised_together_with_exit_code_2():
         "optimizer.min_lr",
     ]
     assert str(caught.value).count("\n\nhint: ") == 7
+
+
+def test_what_can_only_be_planned_is_refused_by_its_field():
+    config = load_config("tiny", ["parallel.zero=3", "parallel.tp_mode=2d"])
+    with pytest.raises(MtcliError, match="this can be planned and not yet trained") as caught:
+        require_trainable(config)
+    assert [p.field for p in caught.value.problems] == ["parallel.tp_mode", "parallel.zero"]
+    require_trainable(load_config("tiny"))
 
 
 def test_data_parallel_is_what_the_other_axes_leave():

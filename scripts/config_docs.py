@@ -1,0 +1,112 @@
+"""Writes the field tables of docs/config.md from the config's own types and docstrings.
+
+python scripts/config_docs.py          # after a field has changed
+python scripts/config_docs.py --check  # exit 1 where the page is not current
+"""
+
+import sys
+from pathlib import Path
+from types import NoneType
+from typing import Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mtcli.core.spec.config import ARCHITECTURES, ModelConfig, RunConfig
+
+PAGE = Path(__file__).parent.parent / "docs" / "config.md"
+BEGIN, END = "<!-- fields: written by scripts/config_docs.py -->\n", "<!-- end of fields -->\n"
+
+
+def main() -> None:
+    """Rewrites the page, or with --check says whether it is current."""
+    text = PAGE.read_text()
+    current = with_tables(text)
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if text == current else f"error: {PAGE} is not current\n\nhint: run {__file__}")
+    PAGE.write_text(current)
+
+
+def with_tables(text: str) -> str:
+    """The page with its field tables written anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + architecture_table() + "".join(sections(RunConfig)) + END + after
+
+
+def sections(section: type[BaseModel], path: str = "") -> list[str]:
+    """A table for a section, then those of the sections inside it."""
+    rows, inside = [], []
+    for name, field in section.model_fields.items():
+        if inner := _section_of(field):
+            inside += sections(inner, f"{path}.{name}".lstrip("."))
+        else:
+            default = _default(section, name, field)
+            rows.append(f"| `{name}` | {_type(field)} | {default} | {field.description} |\n")
+    title = f"`[{path}]`" if path else "The top level"
+    columns = "| field | type | default | meaning |\n|---|---|---|---|\n"
+    return [f"\n### {title}\n\n{section.__doc__.strip()}\n\n{columns}" + "".join(rows), *inside]
+
+
+def architecture_table() -> str:
+    """What each architecture's name says."""
+    names = sorted({name for fields in ARCHITECTURES.values() for name in fields})
+    head = "".join(f" `{name}` |" for name in ARCHITECTURES)
+    text = (
+        f"\n### What `architecture` says\n\n| field |{head}\n|---|{'---|' * len(ARCHITECTURES)}\n"
+    )
+    for name in names:
+        plain = ModelConfig.model_fields[name].get_default()
+        cells = [fields.get(name, plain) for fields in ARCHITECTURES.values()]
+        text += f"| `{name}` |" + "".join(f" {_value(cell)} |" for cell in cells) + "\n"
+    return text
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _type(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(limit, key)}"
+        for limit in field.metadata
+        for key, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+        if hasattr(limit, key)
+    ]
+    return ", ".join([_type_name(field.annotation), *bounds])
+
+
+def _type_name(kind: object) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(f"`{option}`" for option in get_args(kind))
+    if get_origin(kind) is tuple:
+        inner = [_type_name(_bare(item)) for item in get_args(kind) if item is not Ellipsis]
+        return f"list of {inner[0]}"
+    return kind.__name__
+
+
+def _bare(kind: object) -> object:
+    return getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+
+
+def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:
+    if not field.is_required():
+        return _value(field.get_default())
+    if section is ModelConfig and name in ARCHITECTURES["gpt"]:
+        return "by architecture"
+    return "derived" if "[" in field.description else "required"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool | NoneType):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "`[" + ", ".join(map(str, value)) + "]`"
+    return f"`{value}`" if value != "" else '`""`'
+
+
+if __name__ == "__main__":
+    main()
