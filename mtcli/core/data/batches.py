@@ -13,12 +13,11 @@ from mtcli.core.data.blend import (
     SURPLUS,
     Blend,
     Which,
-    blend_indices,
     parse_blend,
     shares_of,
     split_range,
 )
-from mtcli.core.data.cache import cached_samples
+from mtcli.core.data.cache import cached_blend, cached_samples
 from mtcli.core.data.describe import max_token_id
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.samples import Samples
@@ -87,7 +86,7 @@ class Batches:
             )
             for data, mine, size in zip(indexed, owned, sizes, strict=True)
         ]
-        self._owner, self._sample = blend_indices(weights, num_samples) if weights else (None, None)
+        self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
         self._window: _Segments | None = None
 
     def __len__(self) -> int:
@@ -153,9 +152,10 @@ class Batches:
 
     def _segments(self, first: int, count: int) -> _Segments:
         """The segments of `count` samples from global id `first` on."""
-        ids = np.arange(first, first + count)
-        owner = np.zeros(count, np.int16) if self._owner is None else self._owner[ids]
-        sample = ids if self._sample is None else self._sample[ids]
+        if self._order is None:
+            owner, sample = np.zeros(count, np.int16), np.arange(first, first + count)
+        else:
+            owner, sample = (array[first : first + count] for array in self._order)
         pieces = []
         for number, dataset in enumerate(self._datasets):
             mine = np.flatnonzero(owner == number)

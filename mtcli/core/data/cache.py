@@ -1,29 +1,30 @@
-"""Sample indices kept beside the data, built by one process and mapped by all the others."""
+"""Indices kept beside the data, built by one process and mapped by all the others."""
 
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from mtcli.core.data.blend import BlendOrder, blend_indices
 from mtcli.core.data.indexed import Indexed, with_suffix
 from mtcli.core.data.samples import Samples, build_samples
 
-# Below this many sequences and samples the indices are made again in less than 0.1 s.
+# Below this many sequences or samples the indices are made again in a second at most.
 WORTH_KEEPING = 1 << 20
+
+Arrays = TypeVar("Arrays", Samples, BlendOrder)
 
 
 def cached_samples(
     data: Indexed, owned: range, num_samples: int | None, seq_len: int, seed: int
 ) -> Samples:
-    """`build_samples`, from `PREFIX.cache/` where the indices are large and a process made them.
-
-    One process at a time builds, under a lock, so that ranks which start together share its work.
-    Where the folder cannot be written, each process builds its own in memory.
-    """
+    """`build_samples`, kept beside the data where the indices are large."""
 
     def build() -> Samples:
         return build_samples(data.lengths, owned, num_samples, seq_len, seed)
@@ -32,39 +33,59 @@ def cached_samples(
         return build()
     stat = data.idx.stat()
     facts = [stat.st_size, stat.st_mtime_ns, data.num_tokens, owned.start, owned.stop]
-    text = json.dumps([*facts, num_samples, seq_len, seed])
-    folder = with_suffix(data.prefix, ".cache") / hashlib.sha256(text.encode()).hexdigest()[:32]
-    kept = _load(folder)
+    return _kept(data.prefix, [*facts, num_samples, seq_len, seed], Samples, build)
+
+
+def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
+    """`blend_indices`, kept beside the first dataset's data where it is large."""
+
+    def build() -> BlendOrder:
+        return blend_indices(weights, size)
+
+    if size < WORTH_KEEPING:
+        return build()
+    return _kept(prefix, ["blend", weights, size], BlendOrder, build)
+
+
+def _kept(
+    prefix: Path, facts: list[object], kind: type[Arrays], build: Callable[[], Arrays]
+) -> Arrays:
+    """What `build` gives, from `PREFIX.cache/` where a process with the same facts made it before.
+
+    One process at a time builds, under a lock, so that ranks which start together share its work.
+    Where the folder cannot be written, each process builds its own in memory.
+    """
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    folder = with_suffix(prefix, ".cache") / name
+    kept = _load(folder, kind)
     if kept is not None:
         return kept
     try:
         folder.parent.mkdir(exist_ok=True)
         with open(folder.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if _load(folder) is None:
+            if _load(folder, kind) is None:
                 _store(folder, build())
     except OSError:  # a read-only or full disk
         return build()
-    return _load(folder) or build()
+    return _load(folder, kind) or build()
 
 
-def _load(folder: Path) -> Samples | None:
-    """The indices in `folder`, mapped; None where they are not there or not whole."""
+def _load(folder: Path, kind: type[Arrays]) -> Arrays | None:
+    """The arrays in `folder`, mapped; None where they are not there or not whole."""
     try:
-        return Samples(
-            *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Samples._fields)
-        )
+        return kind(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in kind._fields))
     except (OSError, ValueError):
         return None
 
 
-def _store(folder: Path, samples: Samples) -> None:
+def _store(folder: Path, arrays: Samples | BlendOrder) -> None:
     aside = folder.with_name(f"{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)  # what _load found not whole
+    for old in (aside, folder):  # `folder` where _load found it not whole
+        shutil.rmtree(old, ignore_errors=True)
     aside.mkdir()
     try:
-        for name, array in zip(Samples._fields, samples, strict=True):
+        for name, array in zip(arrays._fields, arrays, strict=True):
             with open(aside / f"{name}.npy", "wb") as file:
                 np.save(file, array)
                 file.flush()

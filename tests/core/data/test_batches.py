@@ -133,6 +133,18 @@ def test_large_indices_are_built_once_and_mapped(make_dataset, monkeypatch):
     assert np.array_equal(make(prefix).batch(0, 300), expected)
 
 
+def test_a_large_blend_is_ordered_once(blend, monkeypatch):
+    words, whole = blend
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    assert np.array_equal(make(words, num_samples=3000).batch(0, 3000), whole)
+    monkeypatch.setattr(cache, "blend_indices", None)  # it would fail
+    assert np.array_equal(make(words, num_samples=3000).batch(0, 3000), whole)
+    monkeypatch.undo()
+    words = ["0.4", *words[1:]]
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    assert not np.array_equal(make(words, num_samples=3000).batch(0, 3000), whole)
+
+
 def test_ranks_that_start_together_agree(make_dataset, monkeypatch):
     prefix, _ = make_dataset()
     expected = make(prefix).batch(0, 300)
