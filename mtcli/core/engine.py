@@ -42,6 +42,7 @@ def build_stages(config: RunConfig, groups: Groups) -> dict[int, Stage]:
         dtype=DTYPES[config.train.precision],
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
+        dispatcher=parallel.dispatcher,
     )
     layers = stage_layers(config.model, layout, parallel.stage_layers)
     stages = {

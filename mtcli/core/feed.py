@@ -70,6 +70,7 @@ class Feed:
             labels=rows[:, self.positions + 1],
             positions=positions,
             numbers=numbers,
+            aux_scale=1.0 / (self.config.batch.global_batch_size * seq_len) if training else 0.0,
         )
 
     @property

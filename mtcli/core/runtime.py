@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 # glibc gives freed blocks back to the system and faults them in again at the next step; keeping
-# them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read once, at exec.
+# them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read at exec.
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",

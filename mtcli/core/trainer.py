@@ -153,7 +153,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, feed: Feed) -> float:
         """The mean loss over train.eval_batches global batches of the validation data."""
-        batch, steps = self.config.batch, self.config.train.eval_batches
+        steps = self.config.train.eval_batches
         schedule = forward_only(self.layout.pp, self.micro_batches, self.layout.vpp)
         pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(self.config))
         total = 0.0

@@ -40,6 +40,7 @@ class Inputs:
     mask: Tensor | None = None  # [b, s, s] bool, True may attend; None is causal
     rotation: Rotation | None = None
     cache: Cache | None = None
+    aux_scale: float = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 
     @property
     def shape(self) -> tuple[int, int]:

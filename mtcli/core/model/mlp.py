@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.config import ModelConfig
@@ -17,7 +18,7 @@ class Mlp(nn.Module):
         self.down = RowLinear(f"{name}.down", build)
         self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
         return self.down(F.gelu(self.up(x_TD), approximate=self.approximate))
 
@@ -30,7 +31,7 @@ class GatedMlp(nn.Module):
         self.gate_up = ColumnLinear(f"{name}.gate_up", build)
         self.down = RowLinear(f"{name}.down", build)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
         gate, up = self.gate_up(x_TD).chunk(2, -1)
         return self.down(F.silu(gate) * up)

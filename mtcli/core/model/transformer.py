@@ -14,6 +14,7 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.layers import Dropout, Norm
 from mtcli.core.model.mlp import GatedMlp, Mlp
+from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.tp import VocabEmbedding
 from mtcli.core.spec.config import ModelConfig
@@ -27,11 +28,13 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         name = f"blocks.{layer}"
-        gated = model.activation == "swiglu"
+        mlp = GatedMlp if model.activation == "swiglu" else Mlp
+        if model.num_experts:
+            mlp = MixtureOfExperts
         self.attention_norm = Norm(f"{name}.attention_norm", model, build)
         self.attention = Attention(layer, model, build, seed)
         self.mlp_norm = Norm(f"{name}.mlp_norm", model, build)
-        self.mlp = (GatedMlp if gated else Mlp)(f"{name}.mlp", model, build)
+        self.mlp = mlp(f"{name}.mlp", model, build)
         self.attention_dropout = Dropout(f"{name}.attention", model.dropout, seed)
         self.mlp_dropout = Dropout(f"{name}.mlp", model.dropout, seed)
         self.recompute = recompute
@@ -45,7 +48,7 @@ class Block(nn.Module):
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         y_TD = self._attention(self.attention_norm(x_TD), inputs)
         x_TD = x_TD + self.attention_dropout(y_TD, numbers_T)
-        y_TD = self.mlp(self.mlp_norm(x_TD))
+        y_TD = self.mlp(self.mlp_norm(x_TD), inputs)
         return x_TD + self.mlp_dropout(y_TD, numbers_T)
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:

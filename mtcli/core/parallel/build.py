@@ -23,6 +23,7 @@ class Build:
     dtype: torch.dtype
     sequence_parallel: bool = True
     cp_mode: str = "ring"
+    dispatcher: str = "all_to_all"
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank's local shape, padding included."""

@@ -125,3 +125,68 @@ def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
 
 
 _exchange_even = _differentiable(_all_to_all_even, _all_to_all_even)
+
+
+def all_to_all_v(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """[sum(sent), ...] -> [sum(received), ...]: sent[i] rows go to rank i. Differentiable."""
+    return x if axis.size == 1 else _AllToAllV.apply(x, sent, received, axis)
+
+
+class _AllToAllV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+        ctx.arguments = received, sent, axis
+        return _exchange(x, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, *ctx.arguments), None, None, None
+
+
+def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group)
+    return out
+
+
+def all_gather_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    """[sizes[rank], ...] on each rank -> [sum(sizes), ...]. Its transpose is reduce_scatter_v."""
+    return x if axis.size == 1 else _AllGatherV.apply(x, sizes, axis)
+
+
+def reduce_scatter_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    """[sum(sizes), ...] on each rank -> the sum's [sizes[rank], ...] of this rank."""
+    return x if axis.size == 1 else _ReduceScatterV.apply(x, sizes, axis)
+
+
+class _AllGatherV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+        ctx.arguments = sizes, axis
+        return _gather_v(x, sizes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_v(grad, *ctx.arguments), None, None
+
+
+class _ReduceScatterV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+        ctx.arguments = sizes, axis
+        return _scatter_v(x, sizes, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_v(grad, *ctx.arguments), None, None
+
+
+def _gather_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    copies = x.repeat(axis.size, *[1] * (x.dim() - 1))
+    return _exchange(copies, [len(x)] * axis.size, sizes, axis)
+
+
+def _scatter_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
+    mine = sizes[axis.rank]
+    parts = _exchange(x, sizes, [mine] * axis.size, axis)
+    return parts.view(axis.size, mine, *x.shape[1:]).sum(0)

@@ -40,7 +40,7 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     parts = gather_in(x.transpose(0, 2).contiguous(), axis)  # [cp * n, g, b, d], rank by rank
-    return parts[_order(parts.shape[0], axis)].transpose(0, 2)
+    return parts[sequence_order(parts.shape[0], axis)].transpose(0, 2)
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,20 +78,20 @@ def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     sent = x.view(b, axis.size, h // axis.size, n, d).transpose(0, 1)
     parts = all_to_all(sent.contiguous(), axis)  # [cp of the sender, b, h / cp, n, d]
     whole = parts.permute(1, 2, 0, 3, 4).reshape(b, h // axis.size, axis.size * n, d)
-    return whole[:, :, _order(whole.shape[2], axis)]
+    return whole[:, :, sequence_order(whole.shape[2], axis)]
 
 
 def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
     """[b, h / cp, s, d] -> [b, h, n, d], the way back of `_to_heads`."""
     b, h, s, d = x.shape
-    back = torch.argsort(_order(s, axis))
+    back = torch.argsort(sequence_order(s, axis))
     sent = x[:, :, back].view(b, h, axis.size, s // axis.size, d).permute(2, 0, 1, 3, 4)
     parts = all_to_all(sent.contiguous(), axis)  # [cp of the heads, b, h / cp, n, d]
     return parts.transpose(0, 1).reshape(b, axis.size * h, s // axis.size, d)
 
 
-def _order(seq_len: int, axis: Axis) -> Tensor:
-    """Where each position stands when ranks' tokens are put one rank after another."""
+def sequence_order(seq_len: int, axis: Axis) -> Tensor:
+    """[s] int64: where each position stands when ranks' tokens are put one rank after another."""
     ranks = [zigzag(seq_len, axis.size, rank) for rank in range(axis.size)]
     return torch.argsort(torch.cat(ranks))
 

@@ -20,6 +20,11 @@ AXES: dict[str, tuple[str, ...]] = {
     "cp": ("cp",),
     "data": ("cp", "dp"),
     "tokens": ("tp", "cp", "dp"),
+    "sequence": ("tp", "cp"),
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "experts": ("etp", "ep"),
+    "edp": ("edp",),
     "pp_forward": ("pp",),
     "pp_backward": ("pp",),
 }
@@ -83,15 +88,17 @@ def make_groups(
     layout: ParallelLayout, rank: int, device: torch.device, timeout: float = 600.0
 ) -> Groups:
     """The process groups of a rank. Collective: every rank calls it with the same layout."""
-    axes = {
-        name: _axis(name, layout.attention.groups(*own), rank, timeout)
-        for name, own in AXES.items()
-    }
+    axes = {name: _axis(name, _groups(layout, own), rank, timeout) for name, own in AXES.items()}
     everyone = tuple(range(layout.world))
     whole = dist.group.WORLD if layout.world > 1 else None
     axes["world"] = Axis("world", everyone, rank, whole)
     axes["ends"] = _axis("ends", _pipeline_ends(layout), rank, timeout)
     return Groups(layout, rank, device, axes)
+
+
+def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
+    grid = layout.attention if set(axes) <= set(layout.attention.axes) else layout.experts
+    return grid.groups(*axes)
 
 
 def _axis(name: str, groups: list[list[int]], rank: int, timeout: float) -> Axis:

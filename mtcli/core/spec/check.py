@@ -119,6 +119,30 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
             f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts",
             "model.top_k",
         )
+    if m.num_experts:
+        yield from _divides("model.router_groups", m.router_groups, "num_experts", m.num_experts)
+    if m.router_top_groups > m.router_groups:
+        yield Problem(
+            f"router_top_groups={m.router_top_groups} of router_groups={m.router_groups} groups",
+            f"1 to {m.router_groups}",
+            "model.router_top_groups",
+        )
+    if m.pad_to_capacity and not m.capacity_factor:
+        yield Problem(
+            "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
+            "model.capacity_factor of 1.0 or more, or pad_to_capacity=false",
+            "model.pad_to_capacity",
+        )
+
+
+def _experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    if config.model.num_experts and p.tp > 1 and not p.sequence_parallel:
+        yield Problem(
+            f"with tp={p.tp} and sequence_parallel=false experts would see tokens {p.tp} times",
+            "parallel.sequence_parallel = true, or parallel.tp = 1",
+            "parallel.sequence_parallel",
+        )
 
 
 def _layers_fill_stages(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -190,6 +214,7 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     _heads,
     _experts_are_whole,
+    _experts_see_tokens_once,
     _world_divides,
     _experts_fit,
     _tensor_parallel_divides,
@@ -219,7 +244,7 @@ def listing(numbers: list[int]) -> str:
 def _divides(field: str, size: int, of: str, number: int) -> Iterator[Problem]:
     if number % size:
         name = of.removeprefix("model.")
-        short = field.removeprefix("parallel.")
+        short = field.rpartition(".")[2]
         legal = [d for d in divisors(number) if d <= 4 * size]
         yield Problem(f"{short}={size} does not divide {name}={number}", listing(legal), field)
 
@@ -228,12 +253,9 @@ def require_trainable(config: RunConfig) -> None:
     """Raises MtcliError for what can be planned and not yet trained."""
     p = config.parallel
     untrained = {
-        "parallel.ep": p.ep > 1,
-        "parallel.etp": p.etp > 1,
         "parallel.tp_mode": p.tp_mode == "2d",
         "parallel.zero": p.zero > 0,
         "parallel.schedule": p.schedule == "zero_bubble",
-        "model.num_experts": config.model.num_experts > 0,
     }
     problems = [
         Problem("this can be planned and not yet trained", "see docs/architecture.md", field)

@@ -120,6 +120,26 @@ class ModelConfig(Section):
     """the shared expert's output is scaled by a sigmoid gate"""
     normalize_top_k: bool = True
     """the chosen experts' weights are rescaled to sum to 1"""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """turns router logits into experts' weights, in float32"""
+    router_groups: PositiveInt = 1
+    """experts are chosen within the best of this many equal groups of experts"""
+    router_top_groups: PositiveInt = 1
+    """how many of the groups a token may use"""
+    capacity_factor: NonNegative = 0.0
+    """an expert takes at most ceil(tokens * top_k / num_experts * this); 0 drops nothing"""
+    drop_policy: Literal["probs", "position"] = "probs"
+    """which tokens an expert over capacity keeps: the likeliest, or the earliest"""
+    drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
+    """tokens that share a capacity: a sequence's, on any layout, or those that a rank holds"""
+    pad_to_capacity: bool = False
+    """every expert gets exactly its capacity, filled up with zeros: fixed shapes"""
+    aux_loss_coeff: NonNegative = 0.0
+    """Switch load-balancing loss over a rank's micro-batch, so it depends on micro_batch_size"""
+    sequence_aux_loss_coeff: NonNegative = 0.0
+    """the same loss over each sequence, which no layout changes"""
+    z_loss_coeff: NonNegative = 0.0
+    """mean square of the router's log-sum-exp"""
 
     @model_validator(mode="before")
     @classmethod
@@ -167,6 +187,8 @@ class ParallelConfig(Section):
     """expert parallel size"""
     etp: PositiveInt = 1
     """tensor parallel size inside an expert"""
+    dispatcher: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """how tokens reach their experts: each to its own ranks, or all to all of them"""
     zero: Literal[0, 1, 3] = 0
     """0 replicates the optimizer, 1 shards it over dp, 3 shards parameters too (FSDP2)"""
     recompute: Literal["none", "selective", "full"] = "none"

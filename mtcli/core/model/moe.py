@@ -1,0 +1,76 @@
+"""Mixture of experts: a token visits k of E feed-forward networks, and maybe a shared one.
+
+y = sum over chosen experts of weight * expert(x) (arXiv:1701.06538; Mixtral arXiv:2401.04088;
+Qwen2-MoE arXiv:2407.10671). N copies of tokens, F an expert's width, E/ep local experts.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.mlp import GatedMlp, Mlp
+from mtcli.core.model.router import Router
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.ep import dispatch
+from mtcli.core.spec.config import ModelConfig
+
+
+class ExpertArray(nn.Module):
+    """This rank's experts: E/ep of them, F/etp wide each."""
+
+    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+        super().__init__()
+        up = "gate_up" if model.activation == "swiglu" else "up"
+        self.up_name = up
+        for kind in (up, "down"):
+            holder = nn.Module()
+            holder.weight = build.parameter(f"{name}.{kind}.weight")
+            setattr(self, kind, holder)
+        self.activation = model.activation
+
+    def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
+        """Rows sorted by local expert -> results [N, D], partial sums over etp."""
+        ups = self.get_submodule(self.up_name).weight.flatten(1, -2).unbind(0)
+        downs = self.down.weight.unbind(0)
+        parts = [
+            F.linear(self._activate(F.linear(x, up)), down)
+            for x, up, down in zip(x_ND.split(counts), ups, downs, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _activate(self, x_NF: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            gate, up = x_NF.chunk(2, -1)
+            return F.silu(gate) * up
+        return F.gelu(x_NF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, dispatch, experts, and the shared expert with its gate where the model has one."""
+
+    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+        super().__init__()
+        self.router = Router(f"{name}.router", model, build)
+        self.experts = ExpertArray(f"{name}.experts", model, build)
+        self.dispatcher, self.groups = build.dispatcher, build.groups
+        self.has_shared = model.shared_expert_ffn_hidden_size > 0
+        self.has_gate = model.shared_expert_gate
+        if self.has_shared:
+            shared = GatedMlp if model.activation == "swiglu" else Mlp
+            self.shared_expert = shared(f"{name}.shared_expert", model, build)
+        if self.has_gate:
+            self.shared_expert_gate = nn.Module()
+            self.shared_expert_gate.weight = build.parameter(f"{name}.shared_expert_gate.weight")
+
+    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """x_TD [T/tp, D] -> [T/tp, D]."""
+        x_TD, routing = self.router(x_TD, inputs)
+        capacity = self.router.capacity(inputs)
+        y_TD = dispatch(self.dispatcher, x_TD, routing, self.experts, self.groups, capacity)
+        if not self.has_shared:
+            return y_TD
+        shared = self.shared_expert(x_TD, inputs)
+        if self.has_gate:
+            shared = F.linear(x_TD, self.shared_expert_gate.weight).sigmoid() * shared
+        return y_TD + shared

@@ -1,0 +1,163 @@
+"""Which experts a token visits: scores, top-k, capacity, and the losses that keep the load even.
+
+T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float32 (float64 stays).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.collectives import all_gather, all_reduce
+from mtcli.core.parallel.cp import sequence_order
+from mtcli.core.parallel.ep import Routing
+from mtcli.core.spec.config import ModelConfig
+
+
+class Router(nn.Module):
+    """A linear layer over experts, and what is made of its logits."""
+
+    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        self.model, self.build = model, build
+
+    def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing]:
+        """(x_TD with the auxiliary losses' gradients attached, where its tokens go)."""
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        scores_TE = logits_TE.softmax(-1) if self._is_softmax else logits_TE.sigmoid()
+        experts = _allowed(scores_TE.detach(), self.model).topk(self.model.top_k, -1).indices
+        weights = scores_TE.gather(1, experts)
+        if self.model.normalize_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        kept = self._kept(scores_TE.detach(), experts, inputs)
+        if inputs.aux_scale:
+            losses = self._losses(logits_TE, scores_TE, experts, inputs)
+            x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)
+        return x_TD, Routing(weights, experts, kept, self.model.num_experts)
+
+    def capacity(self, inputs: Inputs) -> int:
+        """Rows of an expert of this rank where all are padded to capacity; else 0."""
+        if not self.model.pad_to_capacity:
+            return 0
+        b, s = inputs.shape
+        tokens = b * s // (self.build.groups.tp.size if self.build.sequence_parallel else 1)
+        if self.model.drop_scope == "sub_sequence":
+            return self._limit(tokens)
+        # a sequence's tokens may all be on one rank: as many as its share allows, for each sequence
+        return min(tokens, b * self._limit(s * self.build.groups.cp.size))
+
+    @property
+    def _is_softmax(self) -> bool:
+        return self.model.router_score == "softmax"
+
+    def _limit(self, tokens: int) -> int:
+        """ceil(tokens * top_k / num_experts * capacity_factor)."""
+        m = self.model
+        return math.ceil(tokens * m.top_k / m.num_experts * m.capacity_factor)
+
+    def _kept(self, scores_TE: Tensor, experts: Tensor, inputs: Inputs) -> Tensor:
+        """[T, k] bool: which copies their experts have room for."""
+        if not self.model.capacity_factor:
+            return torch.ones_like(experts, dtype=torch.bool)
+        chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
+        if self.model.drop_scope == "sub_sequence":
+            keeps = self._within_capacity((scores_TE * chosen)[None], chosen[None])[0]
+        else:
+            whole = [self._whole_sequences(x, inputs) for x in (scores_TE * chosen, chosen)]
+            keeps = self._my_part(self._within_capacity(*whole), inputs)
+        return keeps.gather(1, experts)
+
+    def _within_capacity(self, scores_bsE: Tensor, chosen_bsE: Tensor) -> Tensor:
+        """[b, s, E] bool: the chosen tokens that each expert keeps, of each row of tokens."""
+        limit = self._limit(scores_bsE.shape[1])
+        if self.model.drop_policy == "position":
+            return (chosen_bsE.cumsum(1) <= limit) & (chosen_bsE > 0)
+        # rank of each token by score within its expert; of equal scores the earlier token wins
+        scores = scores_bsE.masked_fill(chosen_bsE == 0, -1.0)
+        place = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        return (place < limit) & (chosen_bsE > 0)
+
+    def _whole_sequences(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
+        """[T, E] of every rank that shares these sequences -> [b, s, E] in order of position."""
+        groups, (b, n) = self.build.groups, inputs.shape
+        axis = groups.axes["sequence"] if self.build.sequence_parallel else groups.cp
+        parts = all_gather(x_TE, axis).view(groups.cp.size, b, n, -1)
+        flat = parts.transpose(0, 1).reshape(b, groups.cp.size * n, -1)
+        return flat[:, sequence_order(flat.shape[1], groups.cp)]
+
+    def _my_part(self, x_bsE: Tensor, inputs: Inputs) -> Tensor:
+        rows = torch.arange(len(x_bsE), device=x_bsE.device)[:, None]
+        return self.build.my_tokens(x_bsE[rows, inputs.positions].flatten(0, 1))
+
+    def _losses(
+        self, logits_TE: Tensor, scores_TE: Tensor, experts: Tensor, inputs: Inputs
+    ) -> Tensor:
+        """This rank's part of the auxiliary losses, each weighted by the tokens it is a mean of."""
+        m = self.model
+        total = logits_TE.new_zeros(())
+        if m.z_loss_coeff:
+            total = total + m.z_loss_coeff * logits_TE.logsumexp(-1).square().sum()
+        if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
+            if not self._is_softmax:
+                scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
+            rows = self.build.my_tokens(_sequence_of(inputs)) if inputs.shape[0] > 1 else None
+            whole = m.aux_loss_coeff * self._balance(scores_TE, chosen, None, inputs)
+            each = m.sequence_aux_loss_coeff * self._balance(scores_TE, chosen, rows, inputs)
+            total = total + whole + each
+        return total
+
+    def _balance(
+        self, scores_TE: Tensor, chosen_TE: Tensor, rows_T: Tensor | None, inputs: Inputs
+    ) -> Tensor:
+        """Switch's E * sum_e f_e P_e times its tokens (arXiv:2101.03961, section 2.2).
+
+        Over the micro-batch, or over each of its sequences where `rows_T` says whose a token is.
+        f counts tokens of all ranks that share the sequences; P is this rank's part of the mean.
+        """
+        groups, (b, n) = self.build.groups, inputs.shape
+        rows = torch.zeros(len(scores_TE), dtype=torch.long) if rows_T is None else rows_T
+        sets = 1 if rows_T is None else b
+        rows = rows.to(scores_TE.device)
+        empty = scores_TE.new_zeros(sets, scores_TE.shape[1])
+        axis = groups.axes["sequence"] if self.build.sequence_parallel else groups.cp
+        counts = all_reduce(empty.index_add(0, rows, chosen_TE), axis)
+        tokens = b * n * groups.cp.size / sets
+        shares = counts / (tokens * self.model.top_k)
+        return self.model.num_experts * (shares * empty.index_add(0, rows, scores_TE)).sum()
+
+
+class _WithLoss(torch.autograd.Function):
+    """x, with a loss whose gradient joins the backward pass at this point."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.tensor(ctx.scale, dtype=ctx.dtype, device=grad.device), None
+
+
+def _allowed(scores_TE: Tensor, model: ModelConfig) -> Tensor:
+    """Scores with the experts outside a token's best groups at -1 (arXiv:2412.19437, 2.1.2)."""
+    if model.router_groups == 1:
+        return scores_TE
+    grouped = scores_TE.unflatten(-1, (model.router_groups, -1))
+    best = min(2 if model.router_score == "sigmoid" else 1, grouped.shape[-1])
+    strength = grouped.topk(best, -1).values.sum(-1)
+    chosen = strength.topk(model.router_top_groups, -1).indices
+    allowed = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, chosen, True)
+    return grouped.masked_fill(~allowed[..., None], -1.0).flatten(-2)
+
+
+def _sequence_of(inputs: Inputs) -> Tensor:
+    b, n = inputs.shape
+    return torch.arange(b, device=inputs.tokens.device).repeat_interleave(n)
