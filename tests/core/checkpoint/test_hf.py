@@ -18,6 +18,7 @@ from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
 from mtcli.core.checkpoint.export import to_hf
 from mtcli.core.checkpoint.hfconfig import family_of
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.load import load_config, preset_names
@@ -88,6 +89,35 @@ def test_transformers_loads_what_we_write_without_an_original_and_gives_its_logi
 def link_weights(source, target):
     for file in source.glob("*.safetensors"):
         (target / file.name).symlink_to(file)
+
+
+def test_the_tokenizer_is_copied_verbatim_and_its_end_is_the_models(hf_folders, tmp_path):
+    tokens = load_tokenizer("bytes")
+    source = tmp_path / "hf"
+    shutil.copytree(hf_folders["gpt2"], source)
+    tokens.save(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "README.md").write_text("not a tokenizer's")
+    to_mtcli(open_checkpoint(source), tmp_path / "ours", *parse_layout(""), Options())
+    ours = open_checkpoint(tmp_path / "ours")
+    files = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {path.name for path in ours.tokenizer_folder.iterdir()} == files
+    to_hf(ours, tmp_path / "back", 10**9, Options())
+    for file in files:
+        assert filecmp.cmp(source / file, tmp_path / "back" / file, shallow=False)
+    assert not (tmp_path / "back" / "README.md").exists()
+    shutil.rmtree(tmp_path / "ours" / "huggingface")  # as where a run of ours wrote it
+    to_hf(ours, tmp_path / "new", 10**9, Options())
+    for file in ("config.json", "generation_config.json"):
+        table = json.loads((tmp_path / "new" / file).read_text())
+        assert (table["bos_token_id"], table["eos_token_id"]) == (256, 256)
+
+
+def test_a_change_of_dtype_is_told_in_the_config(hf_folders, tmp_path):
+    to_hf(open_checkpoint(hf_folders["gpt2"]), tmp_path / "x", 10**9, Options(torch.bfloat16))
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, tensor in tensors_of(tmp_path / "x").items():
+        assert torch.equal(tensor, tensors_of(hf_folders["gpt2"])[name].to(torch.bfloat16))
 
 
 def test_what_the_config_says_is_what_transformers_has(hf_folders, hf_models):
@@ -291,10 +321,10 @@ def test_an_index_that_cannot_be_true_is_refused(hf_folders, tmp_path, index, me
 
 def test_a_model_that_no_family_has_is_refused_with_what_is_in_the_way():
     shapes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 4}
-    relu = ModelConfig(**shapes, norm="rmsnorm", bias=False, qkv_bias=False)
+    learned = ModelConfig(**shapes, norm="rmsnorm", bias=False, qkv_bias=False)
     with pytest.raises(MtcliError, match="no Hugging Face family has this model") as error:
-        family_of(relu)
-    assert "gpt2 cannot have norm='rmsnorm', bias=False, qkv_bias=False" in str(error.value)
+        family_of(learned)
+    assert "llama cannot have activation='gelu', position='learned'" in str(error.value)
     grouped = ModelConfig(**shapes, num_kv_heads=1)
     with pytest.raises(MtcliError, match="gpt2 cannot have num_kv_heads=1"):
         family_of(grouped)

@@ -1,0 +1,140 @@
+"""`mtcli shard` as a user types it: exit codes, stdout, stderr, and what lies there afterwards."""
+
+import json
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from typer.main import get_command
+
+from mtcli.commands.shard import shard
+from mtcli.core.spec.errors import Exit, MtcliError
+
+app = typer.Typer(add_completion=False)
+app.command("shard")(shard)
+
+
+def run(*words):
+    """What the command raises or returns."""
+    return get_command(app).main([str(word) for word in words], standalone_mode=False)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A tiny GPT-2 folder as transformers saves it, with a file that a tokenizer would have."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=51, n_positions=17, n_embd=24, n_layer=2, n_head=4)
+    folder = tmp_path_factory.mktemp("shard") / "gpt2"
+    model = GPT2LMHeadModel(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_goes_to_a_layout_and_back_with_proofs(gpt2, tmp_path, capsys):
+    run(gpt2, tmp_path / "ours", "--layout", "tp=2,pp=2", "--verify", "--json", "-")
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert (facts["format"], facts["tensors_equal"], facts["logits_apart"]) == ("mtcli", 28, 0.0)
+    assert (facts["layout"]["tp"], facts["layout"]["pp"], facts["layout"]["world"]) == (2, 2, 4)
+    assert "parameters" in err.splitlines()[0]
+    assert err.splitlines()[-1] == f"wrote {tmp_path / 'ours'}"
+    run(tmp_path / "ours", tmp_path / "back", "--verify", "--max-shard-size", "20KB")
+    before = load_file(gpt2 / "model.safetensors")
+    after = {
+        k: v for f in (tmp_path / "back").glob("*.safetensors") for k, v in load_file(f).items()
+    }
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in before.values())
+    assert set(index["weight_map"]) == set(before)
+    for file in set(index["weight_map"].values()):
+        tensors = load_file(tmp_path / "back" / file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
+
+
+def test_inspect_says_what_is_there(gpt2, tmp_path, capsys):
+    run(gpt2, tmp_path / "ours", "--layout", "tp=2")
+    capsys.readouterr()
+    run("inspect", tmp_path / "ours", "--json", tmp_path / "facts.json")
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["parameters"] == 51 * 24 + 17 * 24 + 2 * (12 * 24**2 + 13 * 24) + 2 * 24
+    assert facts["bytes"] == 4 * facts["parameters"]
+    assert facts["tensors"]["embedding.weight"] == {
+        "shape": [51, 24],
+        "dtype": "float32",
+        "pieces": 1,  # padded to 256 rows, so that the first rank holds all of the 51
+    }
+    assert facts["tensors"]["blocks.0.mlp.up.weight"]["pieces"] == 2
+    assert (facts["format"], facts["optimizer"], facts["tokenizer"]) == ("mtcli", [], False)
+    assert "parameters" in capsys.readouterr().out
+    run("inspect", gpt2, "--json", "-")
+    assert json.loads(capsys.readouterr().out)["format"] == "hf"
+
+
+def test_verify_names_the_first_tensor_that_differs_and_fails(gpt2, tmp_path, capsys):
+    run(gpt2, tmp_path / "a", "--to", "hf")
+    run("verify", gpt2, tmp_path / "a", "--verify")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_proj.weight"][95, 23] += 1e-3
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(MtcliError, match=r"blocks\.1\.mlp\.down\.weight differs in 1 of") as error:
+        run("verify", gpt2, tmp_path / "a")
+    assert error.value.code == Exit.FAILED
+
+
+def test_a_change_of_dtype_is_verified_within_its_rounding(gpt2, tmp_path, capsys):
+    run(gpt2, tmp_path / "half", "--dtype", "bf16", "--verify", "--json", "-")
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["dtype"] == "bfloat16"
+    assert 0 < facts["logits_apart"] < 0.1
+    with pytest.raises(MtcliError, match="embedding.weight is float32 and bfloat16"):
+        run("verify", gpt2, tmp_path / "half")
+    run("verify", gpt2, tmp_path / "half", "--dtype", "bf16")
+
+
+def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
+    import mtcli.core.checkpoint.proof as proof
+
+    monkeypatch.setattr(proof, "logit_difference", lambda a, b: (1e-3, 1.0))
+    with pytest.raises(MtcliError, match=r"are 0.001 apart, and 0 at most is rounding") as error:
+        run(gpt2, tmp_path / "x", "--verify")
+    assert error.value.code == Exit.FAILED
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["one"], "'one' is not SRC DST"),
+        (["SRC", "DST", "--layout", "tp=3"], "tp=3 does not divide num_kv_heads=4"),
+        (["SRC", "DST", "--layout", "zz=3"], "'zz=3' is not a part of a layout"),
+        (["SRC", "DST", "--dtype", "int8"], "there is no dtype 'int8'"),
+        (["SRC", "DST", "--to", "hf", "--layout", "tp=2"], "--layout tp=2 with --to hf"),
+        (["SRC", "DST", "--max-shard-size", "5GB"], "--max-shard-size 5GB with --to mtcli"),
+        (["SRC", "DST", "--to", "hf", "--max-shard-size", "big"], "'big' is not a size"),
+        (["SRC", "DST", "--to", "hf", "--max-shard-size", "0GB"], "'0GB' is not a size"),
+        (["gone", "DST"], "there is no folder gone"),
+        (["SRC", "SRC"], "gpt2 exists"),
+    ],
+)
+def test_wrong_input_is_refused_and_nothing_is_written(gpt2, tmp_path, words, message):
+    places = {"SRC": gpt2, "DST": tmp_path / "dst"}
+    with pytest.raises(MtcliError) as error:
+        run(*(places.get(word, word) for word in words))
+    assert message in str(error.value)
+    assert error.value.code == Exit.WRONG_INPUT
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("5GB", 5 * 10**9), ("1.5MiB", 3 << 19), ("700", 700), ("2kb", 2000)]
+)
+def test_a_size_is_a_number_and_a_unit(text, count):
+    from mtcli.commands.shard import _size
+
+    assert _size(text) == count
