@@ -24,6 +24,11 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_experts_are_whole": (
         ["model.num_experts=4", "model.top_k=5"], 1, "model.top_k",
         "top_k=5 of num_experts=4 experts", "1 to 4"),
+    "_experts_see_tokens_once": (
+        [*MOE, "parallel.tp=2", "parallel.sequence_parallel=false"], 2,
+        "parallel.sequence_parallel",
+        "with tp=2 and sequence_parallel=false experts would see tokens 2 times",
+        "parallel.sequence_parallel = true, or parallel.tp = 1"),
     "_world_divides": (
         ["parallel.tp=2", "parallel.pp=2"], 6, "parallel",
         "tp*cp*pp = 2*1*2 = 4 does not divide the world of 6 ranks",
@@ -70,6 +75,17 @@ ALSO = {  # further branches of the same rules
     "a choice without experts": (
         ["model.top_k=2"], 1, "model.top_k",
         "top_k=2 of num_experts=0 experts", "0 where there are no experts"),
+    "groups that do not divide the experts": (
+        [*MOE, "model.router_groups=3"], 1, "model.router_groups",
+        "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "more groups than there are": (
+        [*MOE, "model.router_groups=2", "model.router_top_groups=4"], 1,
+        "model.router_top_groups",
+        "router_top_groups=4 of router_groups=2 groups", "1 to 2"),
+    "padding to no capacity": (
+        [*MOE, "model.pad_to_capacity=true"], 1, "model.pad_to_capacity",
+        "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
+        "model.capacity_factor of 1.0 or more, or pad_to_capacity=false"),
     "a world smaller than a model": (
         ["parallel.tp=4"], 2, "parallel",
         "tp*cp*pp = 4*1*1 = 4 does not divide the world of 2 ranks",
