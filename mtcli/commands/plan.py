@@ -9,6 +9,8 @@ from mtcli.commands.options import JsonOut, Overrides, write_json
 if TYPE_CHECKING:
     from mtcli.core.cost.answer import Answer
 
+PIPED_WIDTH = 120  # columns of a table that no terminal wraps
+
 Fixed = Annotated[
     list[str],
     typer.Option(
@@ -170,8 +172,10 @@ def _table(title: str, columns: "list[str] | tuple[str, ...]", rows: object) -> 
 
     table = Table(title=title, title_justify="left", show_header=any(columns), box=None)
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     assert isinstance(rows, list)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    console.width = console.width if console.is_terminal else PIPED_WIDTH
+    console.print(table)

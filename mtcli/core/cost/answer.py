@@ -12,7 +12,7 @@ from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.check import problems as broken_rules
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import MtcliError, failed, wrong
+from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
 from mtcli.core.spec.load import dump_toml
 
 DEFAULT_TOP = 5
@@ -125,8 +125,8 @@ def _best(config: RunConfig, request: Request, found: Found) -> Answer:
     if found.nearest:  # legal, and too large: say by how much
         prediction = predict_workload(found.nearest, request.device)
         return Answer(apply(config, found.nearest), prediction, (), "")
-    if problems := broken_rules(config, request.world):
-        raise MtcliError(*problems)
-    batch, world = config.batch.global_batch_size, request.world
-    hint = "choose a global batch that the data ranks divide, or fewer pinned fields"
-    raise wrong(f"no layout of {world} ranks divides global_batch_size={batch}", hint, "--gpus")
+    batch = config.batch.global_batch_size
+    hint = "choose a global batch that the data ranks divide, or pin fewer fields"
+    message = f"no layout of {request.world} ranks cuts this model and global_batch_size={batch}"
+    none = Problem(message, hint, "--gpus")
+    raise MtcliError(none, *broken_rules(config, request.world))

@@ -71,7 +71,7 @@ def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     if work.flash:
         seconds = flops / 2 / (rate * physics.attention)
         return Pass(seconds, 2.5 * seconds)
-    aligned = 1.0 if m.head_dim % 8 == 0 else 0.25  # tensor cores want rows of 16 bytes
+    aligned = 1.0 if m.head_dim % 8 == 0 else physics.misaligned
     seconds = flops / (rate * physics.unfused_attention * aligned)
     scores = work.tokens * work.seq_len * heads * work.sizes.weight
     # Products write and read them once each, softmax and dropout read and write them once each.

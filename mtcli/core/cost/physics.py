@@ -21,6 +21,8 @@ class Physics:
     """of the sustained rate, reached by flash attention"""
     unfused_attention: float = 0.35
     """the same for the batched products around a written-out softmax"""
+    misaligned: float = 0.25
+    """of that, where a head's rows are no multiple of 16 bytes and tensor cores idle"""
     memory: float = 0.75
     """of the memory bandwidth, reached by element-wise kernels"""
     traffic: float = 1.5
@@ -28,7 +30,7 @@ class Physics:
     link: float = 0.7
     """of a link's bandwidth, reached by collectives and hops"""
     latency: float = 8e-6
-    """seconds of a collective per step of its ring, at most `latency_steps` of them"""
+    """seconds of a collective per doubling of its ranks"""
     launch: float = 5e-6
     """seconds between kernels that the host can keep up"""
     tensor_overlap: float = 0.3

@@ -83,9 +83,9 @@ def _workload(row: Table) -> Workload:
         tp=p["tp"],
         cp=p.get("cp") or 1,
         pp=p.get("pp") or 1,
-        vpp=p.get("vpp") or 1,
+        vpp=_chunks(p, m["layers"]),
         ep=p.get("ep") or 1,
-        etp=_expert_tensor_parallel(p),
+        etp=_expert_tensor_parallel(p, row["n_gpus"]),
     )
     precision = row["precision"] or "fp32"
     return Workload(
@@ -103,11 +103,22 @@ def _workload(row: Table) -> Workload:
     )
 
 
-def _expert_tensor_parallel(p: Table) -> int:
-    """As printed; where it is not, the largest that the world leaves to one stage."""
+def _expert_tensor_parallel(p: Table, world: int) -> int:
+    """As printed; otherwise that of attention where experts are cut inside the data ranks, as in
+    Megatron before folding (arXiv:2504.14960, section 2.3), and 1 where they reach beyond them."""
     if p.get("etp"):
         return int(p["etp"])
-    return 1
+    ep, tp, pp = p.get("ep") or 1, p["tp"], p.get("pp") or 1
+    inside = world % (ep * tp * pp) == 0 and (world // (tp * pp * (p.get("cp") or 1))) % ep == 0
+    return tp if p.get("ep") and inside else 1
+
+
+def _chunks(p: Table, layers: int) -> int:
+    """As printed; otherwise as many as the layers allow, which is what long pipelines run."""
+    if p.get("vpp"):
+        return int(p["vpp"])
+    pp = p.get("pp") or 1
+    return layers // pp if pp > 1 and layers % pp == 0 else 1
 
 
 def _precision(printed: str) -> str:

@@ -140,14 +140,26 @@ def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
     """Seconds and bubble of the pipeline: simulated until it repeats itself, and continued."""
     pp, m, few = work.layout.pp, work.num_micro_batches, work.representative
     timeline = simulated(work, costs, few)
-    if m == few:
-        return timeline.end, timeline.bubble_fraction
-    more = simulated(work, costs, few + pp)
-    rounds = (m - few) / pp
-    end = timeline.end + rounds * (more.end - timeline.end)
-    busy = sum(timeline.busy_seconds)
-    busy += rounds * (sum(more.busy_seconds) - busy)
+    end = timeline.end
+    if m > few:
+        end += (m - few) / pp * _round_seconds(work, costs, timeline)
+    busy = sum(timeline.busy_seconds) * m / few
     return end, (end * pp - busy) / busy
+
+
+def _round_seconds(work: Workload, costs: Costs, timeline: Timeline) -> float:
+    """Seconds that pp more micro-batches take once the pipeline is full.
+
+    Forwards of the last stage keep the pace, unless all of them come first (gpipe) or the last
+    group of micro-batches is larger than pp.
+    """
+    pp, last = work.layout.pp, work.layout.num_stages - 1
+    uneven = work.layout.vpp > 1 and work.num_micro_batches % pp > 0
+    if uneven or work.schedule_name == "gpipe":
+        return simulated(work, costs, work.representative + pp).end - timeline.end
+    spans = timeline.spans[-len(timeline.spans) // pp :]  # of the last rank
+    starts = [span.start for span in spans if span.op.kind == "F" and span.op.stage == last]
+    return starts[-1] - starts[-1 - pp]
 
 
 def stage_seconds(work: Workload, costs: Costs) -> list[Pass]:

@@ -107,7 +107,7 @@ class Workload:
     def representative(self) -> int:
         """Micro-batches beyond which the pipeline only repeats itself, every pp of them."""
         pp, m = self.layout.pp, self.num_micro_batches
-        return m if m < 3 * pp else 2 * pp + m % pp
+        return m if m < 4 * pp else 3 * pp + m % pp
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again

@@ -1,0 +1,182 @@
+"""`mtcli plan` from outside: exit codes, the JSON contract, files it writes, its speed."""
+
+import json
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+
+KEYS = {
+    "ok", "problems", "layout", "parameters", "memory_bytes", "fits", "step_seconds",
+    "tokens_per_second_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu", "mfu", "hfu",
+    "bubble_fraction", "communication_seconds", "candidates",
+}  # fmt: skip
+
+
+def run(capsys, *arguments):
+    from mtcli.__main__ import run as run_command
+
+    code = int(run_command(["plan", *arguments]))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_json_holds_the_contract(capsys):
+    code, out, _ = run(capsys, "tiny", "--device", "h100", "--json", "-")
+    data = json.loads(out)
+    assert code == 0 and set(data) >= KEYS
+    assert data["ok"] and data["problems"] == [] and data["candidates"] == []
+    assert set(data["parameters"]) == {"total", "active", "max_per_rank"}
+    assert data["parameters"]["total"] == 5_322_240
+    kinds = {"weights", "gradients", "optimizer", "activations", "other", "total"}
+    assert set(data["memory_bytes"]) == kinds
+    parts = sum(v for k, v in data["memory_bytes"].items() if k != "total")
+    assert data["memory_bytes"]["total"] == pytest.approx(parts, abs=5)
+    assert data["memory_bytes"]["weights"] == 4 * 5_322_240
+    assert data["fits"] is True and data["step_seconds"] > 0
+    assert data["bubble_fraction"] == 0.0
+
+
+def test_the_world_without_gpus_is_the_smallest_that_holds_both_grids(capsys):
+    _, out, _ = run(capsys, "mixtral-8x22b", "--device", "h200", "--json", "-")
+    layout = json.loads(out)["layout"]
+    # pp 8 times the least that tp*cp = 2 and ep*etp = 8 both divide
+    assert (layout["world"], layout["dp"], layout["edp"]) == (64, 4, 1)
+
+
+def test_an_illegal_layout_lists_every_problem_and_exits_2(capsys, tmp_path):
+    target = tmp_path / "plan.json"
+    wrong = ("--set", "parallel.tp=3", "--set", "parallel.pp=3", "--set", "optimizer.lr=-1")
+    code, out, err = run(capsys, "tiny", "--gpus", "8", *wrong, "--json", str(target))
+    data = json.loads(target.read_text())
+    assert code == 2 and out == ""
+    assert data["ok"] is False and set(data) >= KEYS
+    fields = {problem["field"] for problem in data["problems"]}
+    assert fields >= {"parallel.tp", "parallel.pp", "optimizer.lr", "parallel"}
+    assert all(problem["message"] and problem["hint"] for problem in data["problems"])
+    assert "tp=3 does not divide num_kv_heads=4" in err and "hint: 1, 2 or 4" in err
+
+
+def test_what_does_not_fit_is_shown_and_exits_1(capsys):
+    code, out, err = run(capsys, "gpt3-175b", "--set", "parallel.tp=1", "--device", "a100-40gb")
+    assert code == 1 and "bytes per rank" in out
+    assert "a rank needs" in err and "a100-40gb has 40.0 GiB" in err and "hint:" in err
+
+
+def test_a_bare_preset_on_gpus_is_searched_and_its_best_config_written(capsys, tmp_path):
+    target = tmp_path / "run.toml"
+    arguments = ("gpt2-1.5b", "--gpus", "16", "--device", "a100-40gb")
+    code, out, err = run(capsys, *arguments, "--top", "3", "--output", str(target), "--json", "-")
+    data = json.loads(out)
+    assert code == 0 and len(data["candidates"]) == 3 and f"wrote {target}" in err
+    seconds = [candidate["step_seconds"] for candidate in data["candidates"]]
+    assert seconds == sorted(seconds) and seconds[0] == data["step_seconds"]
+    written = tomllib.loads(target.read_text())
+    assert written["parallel"]["tp"] == data["layout"]["tp"]
+    code, again, _ = run(
+        capsys, str(target), "--gpus", "16", "--device", "a100-40gb", "--json", "-"
+    )
+    assert code == 0 and json.loads(again)["step_seconds"] == pytest.approx(seconds[0])
+
+
+def test_fixed_fields_and_sizes_are_kept_in_a_search(capsys):
+    fixed = ("--fix", "parallel.tp=4", "--global-batch", "96", "--seq", "512", "--top", "4")
+    code, out, _ = run(
+        capsys, "gpt2-774m", "--gpus", "8", "--device", "h100", *fixed, "--json", "-"
+    )
+    data = json.loads(out)
+    assert code == 0
+    for candidate in data["candidates"]:
+        layout = candidate["layout"]
+        assert (layout["tp"], layout["global_batch_size"], layout["seq_len"]) == (4, 96, 512)
+
+
+def test_fixing_what_is_not_searched_or_not_legal_is_refused(capsys):
+    code, _, err = run(capsys, "tiny", "--gpus", "4", "--fix", "optimizer.lr=1")
+    assert code == 2 and "--fix optimizer.lr pins a field that is not searched" in err
+    code, _, err = run(capsys, "tiny", "--gpus", "6", "--fix", "parallel.tp=3")
+    assert code == 2 and "tp=3 does not divide num_kv_heads=4" in err
+
+
+def test_a_batch_that_no_layout_divides_is_refused(capsys):
+    code, _, err = run(capsys, "tiny", "--gpus", "7", "--device", "h100", "--top", "1")
+    assert code == 2 and "no layout of 7 ranks cuts this model and global_batch_size=16" in err
+    assert "micro_batch_size*dp = 8*7 = 56 does not divide" in err
+
+
+def test_ranks_show_both_maps_and_every_group(capsys):
+    sizes = [f"parallel.{axis}={n}" for axis, n in (("tp", 2), ("pp", 2), ("ep", 4))]
+    sets = [word for size in sizes for word in ("--set", size)]
+    arguments = ("mixtral-8x7b", "--gpus", "16", "--device", "h200", *sets, "--ranks")
+    _, out, _ = run(capsys, *arguments, "--json", "-")
+    data = json.loads(out)
+    assert len(data["ranks"]) == 16
+    assert data["groups"]["attention"]["tp"][0] == [0, 1]
+    assert data["groups"]["experts"]["ep"][0] == [0, 1, 2, 3]
+    assert data["groups"]["attention"]["pp"] == data["groups"]["experts"]["pp"]
+    _, out, _ = run(capsys, *arguments)
+    assert "attention tp: [0, 1] [2, 3]" in out and "experts ep: [0, 1, 2, 3]" in out
+
+
+def test_the_timeline_is_drawn_and_plotted(capsys, tmp_path):
+    target = tmp_path / "timeline.png"
+    sets = ("--set", "parallel.pp=2", "--device", "h100", "--draw", "--plot", str(target))
+    code, out, err = run(capsys, "tiny", *sets)
+    assert code == 0 and "rank 1 " in out and f"wrote {target}" in err
+    assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["timeline.png"]
+
+
+def test_files_that_cannot_be_written_are_refused(capsys, tmp_path):
+    code, _, err = run(capsys, "tiny", "--device", "h100", "--plot", str(tmp_path / "a.xyz"))
+    assert code == 2 and "--plot writes no .xyz" in err
+    missing = str(tmp_path / "no" / "a.png")
+    code, _, err = run(capsys, "tiny", "--device", "h100", "--plot", missing)
+    assert code == 2 and "there is no folder" in err
+    code, _, err = run(capsys, "tiny", "--device", "h100", "--output", missing)
+    assert code == 2 and "there is no folder" in err
+    (tmp_path / "run.toml").mkdir()
+    code, _, err = run(capsys, "tiny", "--device", "h100", "--output", str(tmp_path / "run.toml"))
+    assert code == 1 and "cannot be written" in err
+
+
+def test_presets_are_listed_with_their_parameters(capsys):
+    code, out, _ = run(capsys, "--presets", "--json", "-")
+    names = {one["name"]: one for one in json.loads(out)}
+    assert code == 0 and names["tiny"]["parameters"] == 5_322_240
+    assert names["mixtral-8x22b"]["active"] < names["mixtral-8x22b"]["parameters"]
+    assert "tiny" in run(capsys, "--presets")[1]
+
+
+def test_a_missing_config_an_unknown_device_and_a_bad_set_are_refused(capsys):
+    code, _, err = run(capsys)
+    assert code == 2 and "CONFIG is missing" in err
+    code, _, err = run(capsys, "tiny", "--device", "h1000", "--json", "-")
+    assert code == 2 and "there is no device named 'h1000'" in err
+    code, out, _ = run(capsys, "no-such-preset", "--json", "-")
+    assert code == 2 and json.loads(out)["ok"] is False
+
+
+def test_a_plan_is_quick_and_imports_no_torch():
+    script = (
+        "import sys; from mtcli.__main__ import run\n"
+        "code = run(['plan', 'gpt2-345m', '--device', 'h100'])\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'imported'\n"
+        "sys.exit(code)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start < 5.0  # 0.3 s on an idle core; other work shares this one
+
+
+def test_the_530b_preset_is_planned_on_2240_gpus_without_torch(capsys):
+    code, out, _ = run(
+        capsys, "mt-nlg-530b", "--gpus", "2240", "--device", "a100-80gb", "--json", "-"
+    )
+    best = json.loads(out)
+    assert code == 0 and best["fits"]
+    assert best["layout"]["tp"] in (4, 8) and best["layout"]["pp"] >= 14
+    assert len(best["candidates"]) == 5

@@ -1,0 +1,194 @@
+"""Bytes are those of the parameters a rank holds, and of the papers' activation formulas."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtcli.core.cost.hardware import GPUS
+from mtcli.core.cost.memory import memory, memory_by_stage, rank_elements, state_bytes
+from mtcli.core.cost.workload import Workload, spread
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.load import load_config
+from mtcli.core.spec.model import parameters, stage_parameters
+from mtcli.core.spec.model import stage_layers as even_stages
+
+H100 = GPUS["h100"]
+
+
+def gpt(**fields):
+    shape = {"num_layers": 8, "hidden_size": 64, "num_heads": 8, "vocab_size": 1000}
+    return ModelConfig.model_validate({**shape, "max_seq_len": 32, **fields})
+
+
+def mixture(**fields):
+    experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 96, "num_kv_heads": 4}
+    return gpt(architecture="mixtral", **{**experts, **fields})
+
+
+def step(model, layout=None, **fields):
+    sizes = {"seq_len": 32, "micro_batch_size": 2, "global_batch_size": 64}
+    return Workload(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([gpt(), gpt(architecture="llama", ffn_hidden_size=96), mixture()]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_a_rank_holds_the_elements_of_its_stages_parameters(model, tp, pp, vpp, ep):
+    layout = ParallelLayout(tp * pp * 4, tp=tp, pp=pp, vpp=vpp if pp > 1 else 1, ep=ep)
+    work = step(model, layout)
+    stages = even_stages(model, layout, ())
+    for pp_rank in range(pp):
+        ids = layout.stages(pp_rank)
+        layers = [layer for stage in ids for layer in stages[stage]]
+        held = stage_parameters(model, layers, 0 in ids, layout.num_stages - 1 in ids)
+        expected = sum(prod(p.local_shape(layout)) for p in held)
+        experts = sum(prod(p.local_shape(layout)) for p in held if p.is_expert)
+        assert rank_elements(work, pp_rank).total == expected
+        assert rank_elements(work, pp_rank).experts == experts
+
+
+@pytest.mark.parametrize(("precision", "bytes_each"), [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12))])
+def test_one_rank_keeps_weights_wide_gradients_masters_and_two_moments(precision, bytes_each):
+    model = gpt()
+    rows = 1024 - 1000  # the vocabulary is padded to a multiple of 128
+    elements = sum(p.numel for p in parameters(model).values()) + rows * model.hidden_size
+    assert state_bytes(step(model, precision=precision), 0) == tuple(
+        elements * size for size in bytes_each
+    )
+
+
+def test_zero_1_cuts_the_optimizer_state_along_first_dimensions_and_zero_3_everything():
+    model = gpt(num_layers=1)
+    layout = ParallelLayout(3)  # three data ranks, which divide no dimension of 64
+    shard = sum(
+        -(-p.local_shape(layout)[0] // 3) * prod(p.shape[1:]) for p in parameters(model).values()
+    )
+    whole = sum(prod(p.local_shape(layout)) for p in parameters(model).values())
+    work = step(model, layout, precision="bf16", zero=1)
+    assert state_bytes(work, 0) == (2 * whole, 4 * whole, 12 * shard)
+    assert state_bytes(replace(work, zero=3), 0) == (2 * shard, 4 * shard, 12 * shard)
+    assert state_bytes(replace(work, zero=0), 0)[2] == 12 * whole
+
+
+def korthikanti(s, b, h, a, t, recompute, sequence_parallel):
+    """arXiv:2205.05198, table 2, in bytes of one layer with 16-bit activations and dropout."""
+    if recompute == "full":
+        return 2 * s * b * h / (t if sequence_parallel else 1)
+    scores = 0 if recompute == "selective" else 5 * a * s / h
+    if sequence_parallel:
+        return s * b * h / t * (34 + scores)
+    return s * b * h * (10 + 24 / t + scores / t)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_dense_layer_saves_what_the_paper_counts(recompute, sequence_parallel, tp):
+    model = gpt(dropout=0.1, attention_dropout=0.1)
+    work = step(
+        model,
+        ParallelLayout(tp, tp=tp),
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        flash=False,
+    )
+    one, two = (
+        memory(replace(work, model=model.model_copy(update={"num_layers": n})), H100).activations
+        for n in (1, 2)
+    )
+    expected = korthikanti(32, 2, 64, 8, tp, recompute, sequence_parallel)
+    assert two - one == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_head_saves_its_inputs_and_float32_logits():
+    work = step(gpt(num_layers=1), ParallelLayout(2, tp=2))
+    without = replace(work, model=gpt(num_layers=1, vocab_size=2))
+    tokens, hidden = 2 * 32, 64
+    logits = 4 * tokens * (1000 - 2) / 2
+    difference = memory(work, H100).activations - memory(without, H100).activations
+    assert difference == pytest.approx(logits)
+    block = memory(replace(work, model=gpt(num_layers=2)), H100).activations
+    block -= memory(work, H100).activations
+    ends = memory(work, H100).activations - block
+    assert ends == pytest.approx(2 * 2 * tokens * hidden / 2 + 4 * tokens * 1000 / 2)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_1f1b_keeps_a_whole_models_activations_on_its_first_rank(pp):
+    """arXiv:2205.05198, section 4.2.3: p micro-batches of l / p layers."""
+    alone = step(gpt(), replace(ParallelLayout(1)), global_batch_size=64)
+    piped = replace(alone, layout=ParallelLayout(pp, pp=pp))
+    one_layer = korthikanti_flash(alone)
+    stages = memory_by_stage(piped, H100)
+    assert stages[0].activations == pytest.approx(8 * one_layer)
+    assert stages[1].activations == pytest.approx(
+        (pp - 1) * 8 / pp * one_layer + (head_bytes(alone) if pp == 2 else 0)
+    )
+
+
+def korthikanti_flash(work):
+    """34 bytes less two dropout masks, and the log-sum-exp of flash attention in float32."""
+    tokens = work.seq_len * work.micro_batch_size
+    return tokens * ((34 - 2) * work.model.hidden_size + 4 * work.model.num_heads)
+
+
+def head_bytes(work):
+    tokens = work.seq_len * work.micro_batch_size
+    return tokens * (2 * 2 * work.model.hidden_size + 4 * work.model.vocab_size)
+
+
+def test_interleaving_keeps_more_by_the_published_factor():
+    base = step(gpt(), ParallelLayout(4, pp=4))
+    more = replace(base, layout=ParallelLayout(4, pp=4, vpp=2), schedule_name="interleaved")
+    plain, chunks = (memory_by_stage(work, H100)[0].activations for work in (base, more))
+    assert chunks / plain == pytest.approx(1 + (4 - 1) / (4 * 2))
+
+
+def test_gpipe_keeps_every_micro_batch():
+    base = step(gpt(), ParallelLayout(2, pp=2))
+    plain = memory_by_stage(base, H100)[0].activations
+    every = memory_by_stage(replace(base, schedule_name="gpipe"), H100)[0].activations
+    assert every / plain == pytest.approx(base.num_micro_batches / 2)
+
+
+def test_experts_save_their_copies_inputs_insides_and_outputs():
+    dense = gpt(architecture="llama", ffn_hidden_size=96, num_kv_heads=4)
+    difference = [memory(step(model), H100).activations / 8 for model in (mixture(), dense)]
+    tokens, inside = 64, 3 * 96 * 2
+    routed = 2 * (2 * 64 * 2 + inside) + 2 * 4 * 8  # top 2: in and out, inside; router in float32
+    assert difference[0] - difference[1] == pytest.approx(tokens * (routed - inside))
+
+
+def test_only_the_optimizer_state_is_cut_in_the_largest_ranks_bytes():
+    work = step(gpt(), ParallelLayout(4), zero=1)
+    whole = memory(replace(work, zero=0), H100)
+    cut = memory(work, H100)
+    assert (cut.weights, cut.gradients) == (whole.weights, whole.gradients)
+    assert cut.optimizer == pytest.approx(whole.optimizer / 4, rel=0.01)
+
+
+def test_the_megatron_530b_preset_needs_what_its_paper_says():
+    """arXiv:2201.11990, 2.2: 8-way tp and 35-way pp on 80 GB A100s, activations recomputed."""
+    config = load_config("mt-nlg-530b")
+    used = memory(Workload.of(config, 2240), GPUS["a100-80gb"])
+    elements = 530e9 / 280
+    assert used.weights == pytest.approx(2 * elements, rel=0.15)
+    assert used.total < 80 * 2**30
+
+
+@given(st.integers(1, 130), st.integers(1, 40))
+def test_layers_spread_evenly_with_lighter_ends(layers, stages):
+    sizes = spread(layers, stages)
+    assert sum(sizes) == layers and len(sizes) == stages
+    assert max(sizes) - min(sizes) <= 1
+    if layers >= stages and stages > 2 and layers % stages <= stages - 2:
+        assert sizes[0] == sizes[-1] == min(sizes)

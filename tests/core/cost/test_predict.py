@@ -1,0 +1,204 @@
+"""Seconds, volumes and FLOPs follow their closed forms; a prediction moves as physics says."""
+
+from dataclasses import replace
+
+import pytest
+
+from mtcli.core.cost import communication as sent
+from mtcli.core.cost.hardware import GPUS, NAMES, device_named, shared
+from mtcli.core.cost.kernels import attention_seconds, block_seconds, product_seconds
+from mtcli.core.cost.memory import Held
+from mtcli.core.cost.physics import PHYSICS
+from mtcli.core.cost.predict import predict, predict_workload, recomputed_share
+from mtcli.core.cost.step import pipeline_seconds, simulated, step_costs
+from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.load import load_config
+
+H100, A100 = GPUS["h100"], GPUS["a100-80gb"]
+PERFECT = replace(
+    PHYSICS, gemm=1.0, fill=0.0, attention=1.0, memory=1.0, link=1.0, latency=0.0, launch=0.0
+)
+# One link rate everywhere, so that volumes can be read off the seconds.
+FLAT = replace(H100, link_bandwidth=1e9, network_bandwidth=1e9)
+LARGE = ModelConfig(
+    num_layers=48, hidden_size=8192, num_heads=64, vocab_size=51200, max_seq_len=2048
+)
+
+
+def step(layout=None, model=LARGE, **fields):
+    sizes = {"seq_len": 2048, "micro_batch_size": 1, "global_batch_size": 256}
+    return Workload(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
+
+
+def test_a_large_product_on_a_perfect_device_runs_at_its_sustained_rate():
+    size = 16896  # 132 tiles of 128 a side: whole tiles, and whole waves of 132 processors
+    seconds = product_seconds((size, size, size), step(), H100, PERFECT)
+    assert seconds == pytest.approx(2 * size**3 / (989.4e12 * H100.sustained), rel=1e-9)
+
+
+def test_a_thin_product_is_bound_by_memory():
+    columns, inner = 132 * 128, 8192
+    seconds = product_seconds((1, columns, inner), step(), H100, PERFECT)
+    moved = 2 * (columns * inner + columns + inner)
+    assert seconds == pytest.approx(moved / 3352e9, rel=1e-9)
+
+
+def test_a_short_inner_dimension_and_narrow_types_change_the_rate_as_stated():
+    large = (8448, 8448, 8448)
+    full, short = (
+        product_seconds(large, step(), H100, replace(PERFECT, fill=fill)) for fill in (0.0, 8448.0)
+    )
+    assert short == pytest.approx(2 * full)
+    narrow = replace(PERFECT, narrow_gemm=1.0)
+    fp8 = product_seconds(large, step(precision="fp8"), H100, narrow)
+    casts = 2 * 8448**2 * 4 / 3352e9 / 2
+    assert fp8 == pytest.approx(full / 2 + casts, rel=1e-3)
+
+
+def test_flash_attention_computes_half_the_square_and_two_and_a_half_of_it_backwards():
+    times = attention_seconds(step(), H100, PERFECT)
+    flops = 4 * 2048 * 2048 * 64 * 128 / 2
+    assert times.forward == pytest.approx(flops / (989.4e12 * H100.sustained))
+    assert times.backward == pytest.approx(2.5 * times.forward)
+
+
+def test_unaligned_heads_slow_only_written_out_attention():
+    narrow = LARGE.model_copy(update={"head_dim": 150})
+    times = [attention_seconds(step(model=m, flash=False), H100, PHYSICS) for m in (LARGE, narrow)]
+    assert times[1].forward > 150 / 128 * times[0].forward * 1.2
+    flash = [attention_seconds(step(model=m), H100, PHYSICS) for m in (LARGE, narrow)]
+    assert flash[1].forward == pytest.approx(150 / 128 * flash[0].forward)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_tensor_parallelism_moves_the_published_volume(tp):
+    """algorithms.md 1.1: 8 b s h (t - 1) / t elements a layer, forward and backward."""
+    times = sent.tensor_parallel(step(ParallelLayout(tp, tp=tp)), FLAT, PERFECT)
+    elements = 8 * 2048 * 8192 * (tp - 1) / tp
+    assert (times.forward + times.backward) * 1e9 == pytest.approx(2 * elements)
+
+
+def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs():
+    layout = ParallelLayout(8)
+    plain = sent.gradient_seconds(Held(1000, 0, 0), step(layout), FLAT, PERFECT)
+    cut = sent.gradient_seconds(Held(1000, 0, 0), step(layout, zero=1), FLAT, PERFECT)
+    assert plain * 1e9 == pytest.approx(2 * 4 * 1000 * 7 / 8)
+    assert cut * 1e9 == pytest.approx((4 + 2) * 1000 * 7 / 8)
+
+
+def test_context_and_expert_traffic_have_their_volumes():
+    ring = sent.context_parallel(step(ParallelLayout(4, cp=4)), FLAT, PERFECT)
+    assert ring.forward * 1e9 == pytest.approx(2 * 2 * 2048 * 8192 * 3 / 4)
+    moe = ModelConfig.model_validate(
+        {
+            **LARGE.model_dump(exclude={"architecture"}),
+            "num_experts": 8,
+            "top_k": 2,
+            "moe_ffn_hidden_size": 32768,
+        }
+    )
+    routed = sent.expert_parallel(step(ParallelLayout(8, ep=8), model=moe), FLAT, PERFECT)
+    copies = 2 * 2048 * 8192 * 2  # two experts a token, 2 bytes an element
+    # Dispatch and combine, each moving 7/8 of the copies.
+    assert routed.forward * 1e9 == pytest.approx(2 * copies * 7 / 8)
+
+
+def test_a_group_across_nodes_shares_the_network_links_of_its_members():
+    assert sent.group_bandwidth(8, 1, H100) == H100.link_bandwidth
+    assert sent.group_bandwidth(16, 8, H100) == H100.network_bandwidth
+    assert sent.group_bandwidth(16, 2, H100) == 4 * H100.network_bandwidth
+    assert sent.group_bandwidth(64, 1, GPUS["gb200"]) == GPUS["gb200"].link_bandwidth
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "gpipe", "interleaved"])
+@pytest.mark.parametrize("micro_batches", [3, 64, 101])
+def test_continuing_a_repeating_pipeline_equals_simulating_all_of_it(name, micro_batches):
+    layout = ParallelLayout(8, pp=8, vpp=3 if name == "interleaved" else 1)
+    work = step(layout, schedule_name=name, global_batch_size=micro_batches)
+    costs = step_costs(work, H100, PHYSICS)
+    seconds, bubble = pipeline_seconds(work, costs)
+    whole = simulated(work, costs, micro_batches)
+    assert seconds == pytest.approx(whole.end, rel=2e-3)
+    assert bubble == pytest.approx(whole.bubble_fraction, abs=3e-3)
+
+
+def test_a_pipelines_bubble_is_the_closed_form_but_for_its_ends():
+    deep = LARGE.model_copy(update={"vocab_size": 128})  # embedding and head hardly matter
+    work = step(ParallelLayout(8, pp=8), model=deep)
+    assert predict_workload(work, H100).bubble_fraction == pytest.approx(7 / 256, rel=0.1)
+
+
+def test_model_flops_are_those_of_the_paper():
+    """arXiv:2104.04473, equation 3, without recomputation: 72 B s l h^2 (1 + s/6h + V/12lh)."""
+    p = predict_workload(step(ParallelLayout(8)), H100)
+    s, h, layers, vocab = 2048, 8192, 48, 51200
+    flops = 72 * 256 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
+    assert p.model_flops_per_gpu * p.step_seconds * 8 == pytest.approx(flops, rel=1e-3)
+    assert p.mfu == pytest.approx(p.model_flops_per_gpu / 989.4e12)
+
+
+def test_hardware_flops_count_what_is_computed_again():
+    """arXiv:2205.05198, appendix A: the head is never computed again; selective only attention."""
+    full, selective = (step(recompute=kind) for kind in ("full", "selective"))
+    s, h, layers, vocab = 2048, 8192, 48, 51200
+    forward = 24 * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
+    assert recomputed_share(full) == pytest.approx(1 - 2 * vocab * h / forward, rel=1e-3)
+    assert recomputed_share(selective) == pytest.approx(4 * s * h * layers / forward, rel=1e-3)
+    p = predict_workload(full, H100)
+    assert p.hfu / p.mfu == pytest.approx(1 + recomputed_share(full) / 3)
+
+
+def test_full_recomputation_costs_about_a_third_more_and_saves_memory():
+    """Korthikanti 2022, table 4: 36 to 39 % of a layer's time."""
+    plain, full = (predict_workload(step(recompute=kind), A100) for kind in ("none", "full"))
+    assert 1.25 < full.step_seconds / plain.step_seconds < 1.45
+    assert full.memory.activations < plain.memory.activations / 4
+
+
+def test_hidden_data_traffic_costs_nothing_and_exposed_traffic_shows():
+    work = step(ParallelLayout(64, tp=8), micro_batch_size=8)
+    devices = (replace(H100, network_bandwidth=rate) for rate in (450e9, 1e8))
+    near, far = (predict_workload(work, device) for device in devices)
+    assert near.costs.gradients > 0 and near.costs.gradients_exposed == 0
+    assert far.costs.gradients_exposed > 0.9 * far.costs.gradients
+    assert far.step_seconds - near.step_seconds == pytest.approx(
+        far.costs.gradients_exposed - near.costs.gradients_exposed
+    )
+
+
+def test_a_prediction_of_a_config_refuses_an_illegal_one():
+    config = load_config("gpt2-124m", ["parallel.tp=5"])
+    with pytest.raises(MtcliError, match="tp=5 does not divide"):
+        predict(config, 5, "h100")
+
+
+def test_the_530b_preset_takes_the_published_time():
+    """arXiv:2201.11990, section 2.4: 60.1 s on 280 DGX A100s, batch 1920 (here: 2240 GPUs)."""
+    p = predict(load_config("mt-nlg-530b"), 2240, "a100-80gb")
+    assert 0.55 < p.step_seconds / 60.1 < 1.1
+
+
+def test_devices_have_sources_and_unknown_names_get_the_closest():
+    for device in GPUS.values():
+        assert device.source and device.peak("bf16") > 0 and device.peak("fp8") > 0
+    assert set(NAMES) >= {"v100-32gb", "a100-40gb", "h200", "gb300", "rtx-5000", "cpu"}
+    with pytest.raises(MtcliError, match="did you mean 'h100'"):
+        device_named("h10")
+
+
+def test_the_cpu_is_measured_and_its_processes_share_it():
+    cpu = device_named("cpu")
+    assert 1e9 < cpu.peak("fp32") < 1e14 and 1e8 < cpu.memory_bandwidth < 1e13
+    half = shared(cpu, 2)
+    assert half.peak("fp32") == cpu.peak("fp32") / 2
+    assert half.memory_bytes == cpu.memory_bytes / 2
+    assert shared(H100, 2) is H100
+
+
+def test_a_block_is_never_quicker_than_its_kernels_launch():
+    tiny = step(model=LARGE.model_copy(update={"hidden_size": 64, "ffn_hidden_size": 64}))
+    slow = replace(PHYSICS, launch=1e-3)
+    assert block_seconds(tiny, H100, slow).forward == pytest.approx(24 * 1e-3)

@@ -1,0 +1,93 @@
+"""The search is exact, its choices are legal, and what it finds an expert would defend."""
+
+import pytest
+
+from mtcli.core.cost.hardware import GPUS
+from mtcli.core.cost.memory import memory
+from mtcli.core.cost.physics import PHYSICS
+from mtcli.core.cost.predict import predict_workload
+from mtcli.core.cost.ranks import rank_groups, rank_places
+from mtcli.core.cost.search import apply, choices, lower_bound, search
+from mtcli.core.cost.step import pipeline_seconds, step_costs
+from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.check import problems
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.load import load_config
+
+SMALL = load_config("gpt2-1.5b", ["batch.global_batch_size=64", "train.precision=bf16"])
+MIXTURE = load_config("mixtral-8x7b", ["batch.global_batch_size=8", "batch.seq_len=1024"])
+
+
+def every_work(config, world, device):
+    from mtcli.core.cost.search import _with
+
+    start = Workload.of(config, world)
+    return [_with(start, choice) for choice in choices(config, world)]
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "device"), [(SMALL, 8, "v100-32gb"), (MIXTURE, 8, "h200")]
+)
+def test_the_search_finds_what_trying_everything_finds(config, world, device):
+    gpu = GPUS[device]
+    works = [w for w in every_work(config, world, gpu) if memory(w, gpu).total <= gpu.memory_bytes]
+    legal = [w for w in works if not problems(apply(config, w), world)]
+    seconds = sorted(predict_workload(w, gpu).step_seconds for w in legal)
+    found = search(config, world, gpu, 3)
+    assert [c.prediction.step_seconds for c in found.best] == pytest.approx(seconds[:3], rel=1e-9)
+
+
+@pytest.mark.parametrize(("config", "world"), [(SMALL, 8), (SMALL, 48), (MIXTURE, 8)])
+def test_the_bound_is_never_above_the_simulated_step(config, world):
+    gpu = GPUS["a100-80gb"]
+    for work in every_work(config, world, gpu)[::7]:
+        costs = step_costs(work, gpu, PHYSICS)
+        step, _ = pipeline_seconds(work, costs)
+        step += costs.gradients_exposed + costs.optimizer + PHYSICS.step_overhead
+        assert lower_bound(work, gpu) <= step * (1 + 1e-9)
+
+
+def test_what_is_found_is_legal_fits_and_is_what_its_config_predicts():
+    gpu = GPUS["h200"]
+    found = search(MIXTURE, 8, gpu, 4)
+    assert len(found.best) == 4 and found.tried > 100
+    for candidate in found.best:
+        assert problems(candidate.config, 8) == []
+        assert candidate.prediction.fits
+        again = predict_workload(Workload.of(candidate.config, 8), gpu)
+        assert again.step_seconds == pytest.approx(candidate.prediction.step_seconds, rel=1e-9)
+
+
+def test_pinned_fields_stay():
+    config = load_config("gpt2-1.5b", ["parallel.tp=2", "batch.micro_batch_size=4"])
+    pinned = frozenset({"parallel.tp", "batch.micro_batch_size"})
+    for candidate in search(config, 16, GPUS["h100"], 5, pinned).best:
+        assert candidate.config.parallel.tp == 2
+        assert candidate.config.batch.micro_batch_size == 4
+
+
+def test_uneven_stages_are_searched_and_written_out():
+    config = load_config("llama-3.1-405b", ["batch.global_batch_size=256", "train.precision=bf16"])
+    found = search(config, 512, GPUS["h100"], 1)
+    best = found.best[0].config.parallel
+    assert 126 % (best.pp * best.vpp) == 0 or sum(best.stage_layers) == 126
+
+
+def test_what_is_too_large_is_counted_and_the_nearest_named():
+    found = search(load_config("narayanan-1t"), 8, GPUS["v100-32gb"], 1)
+    assert not found.best and found.too_large > 0
+    assert memory(found.nearest, GPUS["v100-32gb"]).total > 32 * 2**30
+
+
+def test_rank_maps_show_both_grids_over_the_same_pipeline():
+    layout = ParallelLayout(16, tp=2, cp=2, pp=2, ep=4)
+    places, groups = rank_places(layout), rank_groups(layout)
+    assert list(places[0]["attention"]) == ["pp", "dp", "cp", "tp"]
+    assert list(places[0]["experts"]) == ["pp", "edp", "ep", "etp"]
+    assert places[13] == {
+        "attention": {"pp": 1, "dp": 1, "cp": 0, "tp": 1},
+        "experts": {"pp": 1, "edp": 1, "ep": 1, "etp": 0},
+    }
+    assert groups["attention"]["pp"] == groups["experts"]["pp"]
+    assert groups["attention"]["tp"][:2] == [[0, 1], [2, 3]]
+    assert groups["experts"]["ep"][0] == [0, 1, 2, 3]

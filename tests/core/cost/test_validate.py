@@ -1,0 +1,138 @@
+"""Records become seconds by their own FLOP convention, and the scores are what they say."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mtcli.core.cost.records import read_record
+from mtcli.core.cost.validate import read_records, score, spearman, summarize, summary_rows
+from mtcli.core.spec.errors import MtcliError
+
+MODEL = {
+    "layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn_hidden": 8192, "vocab": 50368,
+    "seq": 2048, "experts": None, "topk": None, "gated": False,
+}  # fmt: skip
+ROW = {
+    "id": 7, "source": "a paper", "table": "1", "model": MODEL, "gpu": "A100-80GB", "n_gpus": 8,
+    "precision": "bf16", "flop_convention": "model 3x fwd, full s^2 attention",
+    "parallel": {"tp": 1, "pp": 1, "dp": 8, "micro_batch": 4, "global_batch": 64},
+    "result": {"iter_time_s": 2.0},
+}  # fmt: skip
+
+
+def row(model=None, parallel=None, **fields):
+    changed = {**ROW, **fields}
+    changed["model"] = {**MODEL, **(model or {})}
+    changed["parallel"] = {**ROW["parallel"], **(parallel or {})}
+    return changed
+
+
+def forward(seq=2048, attended=2048):
+    """algorithms.md 2: 24 h^2 + 4 s h a layer and 2 h V of the head, per token."""
+    return 24 * (24 * 2048**2 + 4 * attended * 2048) + 2 * 2048 * 50368
+
+
+TOKENS = 64 * 2048
+
+
+@pytest.mark.parametrize(
+    ("convention", "flops"),
+    [
+        ("model 3x fwd, full s^2 attention", 3 * forward()),
+        ("model 3x fwd, causal (half) attention", 3 * forward(attended=1024)),
+        ("hardware 4x fwd, full s^2 attention", 4 * forward()),
+    ],
+)
+def test_tflops_become_seconds_by_the_records_convention(convention, flops):
+    record = read_record(row(result={"tflops_per_gpu": 150.0}, flop_convention=convention))
+    assert record.seconds == pytest.approx(TOKENS * flops / (150e12 * 8), rel=1e-3)
+
+
+def test_times_tokens_samples_and_mfu_become_seconds():
+    times = {"iter_time_s": 2.5}, {"tokens_per_s_per_gpu": 8192.0}, {"samples_s": 32.0}
+    assert [read_record(row(result=r)).seconds for r in times] == [2.5, 2.0, 2.0]
+    by_mfu = read_record(row(result={"mfu": 0.5}))
+    assert by_mfu.seconds == pytest.approx(TOKENS * 3 * forward() / (156e12 * 8), rel=1e-3)
+    assert read_record(row(result={"oom": True})).out_of_memory
+
+
+def test_experts_without_a_printed_width_take_attentions_inside_the_data_ranks():
+    experts = {"experts": 8, "topk": 2, "gated": True}
+    inside = row(experts, {"tp": 2, "dp": 4, "ep": 4, "etp": None})
+    beyond = row(experts, {"tp": 2, "dp": 4, "ep": 8, "etp": None})
+    printed = row(experts, {"tp": 2, "dp": 4, "ep": 4, "etp": 1})
+    assert [read_record(r).work.layout.etp for r in (inside, beyond, printed)] == [2, 1, 1]
+
+
+def test_a_pipeline_without_printed_chunks_is_as_interleaved_as_its_layers_allow():
+    piped = read_record(row(parallel={"pp": 8, "dp": 1, "vpp": None}))
+    assert (piped.work.layout.vpp, piped.work.schedule_name) == (3, "interleaved")
+    assert read_record(row(parallel={"pp": 8, "dp": 1, "vpp": 1})).work.schedule_name == "1f1b"
+
+
+def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
+    rows = [
+        ROW,
+        row(id=8, parallel={"tp": None}),
+        row(id=9, gpu="TPU v4"),
+        row({"tp_mode": "2d"}, id=10),
+        {"id": 11},
+    ]
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps(rows))
+    records, left_out = read_records(str(path))
+    assert [record.id for record in records] == [7]
+    assert left_out == [
+        "8: no layout or no batch",
+        "9: no device for 'TPU v4'",
+        "10: 2D tensor parallelism has no cost model yet",
+        "11: no field 'parallel'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "cannot be read"), ("{", "is not JSON"), ("{}", "holds no list of records")],
+)
+def test_a_file_without_records_is_refused(tmp_path, text, message):
+    path = tmp_path / "runs.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(MtcliError, match=message):
+        read_records(str(path))
+
+
+def test_the_summary_holds_errors_memory_and_the_table_its_rows():
+    rows = [row(id=i, result={"iter_time_s": t, "mem_gb": 40.0}) for i, t in ((1, 2.0), (2, 4.0))]
+    rows.append(row(id=3, source="another", result={"oom": True}))
+    scored = score([read_record(r) for r in rows])
+    found = summarize(scored)
+    said = scored[0].seconds
+    expected = sorted(abs(said / t - 1) for t in (2.0, 4.0))
+    assert found["median_absolute_error"] == pytest.approx(sum(expected) / 2)
+    assert (found["records"], found["timed"], found["out_of_memory"]) == (3, 2, 1)
+    memory = abs(scored[0].memory_gib / 40 - 1)
+    assert found["median_absolute_memory_error"] == pytest.approx(memory)
+    assert [r[0] for r in summary_rows(found)][-2:] == ["all", "mean of the sources' medians"]
+
+
+def test_rank_correlation_is_spearmans():
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    # By hand, ties sharing ranks: x 0 1 2 3, y 0.5 0.5 2 3.
+    assert spearman([1, 2, 3, 4], [5, 5, 6, 7]) == pytest.approx(4.5 / (5 * 4.5) ** 0.5)
+    assert spearman([1, 2], [1, 2]) is None and spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_the_published_runs_are_predicted_as_well_as_the_docs_say():
+    folder = os.environ.get("MTCLI_TEST_DATA")
+    path = Path(folder or "").parent / "published" / "performance.json"
+    if not folder or not path.exists():
+        pytest.skip("MTCLI_TEST_DATA is not set beside the published runs")
+    records, left_out = read_records(str(path))
+    found = summarize(score(records))
+    assert found["timed"] >= 350 and len(left_out) <= 5
+    assert found["median_absolute_error"] < 0.12
+    assert found["mean_of_source_medians"] < 0.16
