@@ -181,9 +181,7 @@ def _proof(
         message = f"{difference.name} {difference.what}"
         raise failed(f"{a.folder} and {b.folder} are not the same: {message}")
     facts: dict[str, Any] = {"tensors_equal": len(shared_names(a, b))}
-    if logits and a.model.num_experts:
-        typer.echo("logits are not compared: the engine runs no experts yet", err=True)
-    elif logits:
+    if logits:
         from mtcli.core.checkpoint.proof import logit_difference, tolerance
 
         apart, largest = logit_difference(a.folder, b.folder)
