@@ -6,8 +6,10 @@ Contenders run in turn, each run a process of its own on the same two cores:
   tokenizers          `encode_batch` alone, on all threads
   Megatron            the loop of its preprocess_data.py: a Pool of workers that encode a document
                       at a time with the Hugging Face tokenizer, megatron-core's builder writing
-"command" is the wall clock of the whole process; "work" begins after imports and loading. The slow
-two get the first --slow-mb of the corpus. The corpus is the standard library's source, over and
+"command" is the wall clock of the whole process; "work" begins after imports (and, but for mtcli,
+after loading the tokenizer); "cpu" is the processor time of the whole process and its workers, per
+core, which others on the machine do not slow as much. The slow two get the first --slow-mb of the
+corpus. The corpus is the standard library's source, over and
 over, every copy's words changed by a suffix so that it is not the same text again.
 
     MTCLI_TEST_DATA=... python benchmarks/bench_preprocess.py [--mb 50] [--repeats 5] [--json FILE]
@@ -18,6 +20,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +29,7 @@ from statistics import median
 from time import perf_counter
 
 WORKERS = 2
+CLOCKS = ("command", "work", "cpu")
 GOALS = {"gigatoken": 0.8, "Megatron": 20.0}
 SLOW = ("tokenizers", "Megatron")
 
@@ -67,7 +71,7 @@ def measure(args, folder):
     for name, found in runs.items():
         mb = sizes["small" if name in SLOW else "large"] / 1e6
         rows[name] = {"mb": mb}
-        for clock in ("command", "work"):
+        for clock in CLOCKS:
             seconds = [run[clock] for run in found]
             rows[name][clock] = {"best": mb / min(seconds), "median": mb / median(seconds)}
     return rows
@@ -144,11 +148,13 @@ def spawn(name, corpus, output, tokenizer):
         command += ["--tokenizer", tokenizer, "--workers", str(WORKERS)]
     else:
         command = [__file__, "--child", name, corpus, output, tokenizer]
-    began = perf_counter()
+    began, before = perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True)
     wall = perf_counter() - began
     assert done.returncode == 0, done.stderr
-    return {"command": wall, "work": json.loads(done.stdout)["seconds"]}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"command": wall, "work": json.loads(done.stdout)["seconds"], "cpu": used}
 
 
 def run_gigatoken(corpus, output, tokenizer):
@@ -220,16 +226,15 @@ CONTENDERS = {
 
 
 def show(rows):
-    print(f"{'':12}{'MB':>6}   {'command MB/s':>22}   {'work MB/s':>22}   mtcli is")
-    print(f"{'':12}{'':6}   {'best':>11}{'median':>11}   {'best':>11}{'median':>11}   (work, best)")
-    ours = rows["mtcli"]
+    print(f"{'MB/s':12}{'MB':>5} " + "".join(f"{clock:>10} best{'median':>8}" for clock in CLOCKS))
     for name, row in rows.items():
-        speeds = [row[clock][kind] for clock in ("command", "work") for kind in ("best", "median")]
-        ratio = ours["work"]["best"] / row["work"]["best"]
-        row["ratio"] = ratio
-        goal = f" (goal {GOALS[name]:g})" if name in GOALS else ""
-        text = "   ".join(f"{a:11.1f}{b:11.1f}" for a, b in (speeds[:2], speeds[2:]))
-        print(f"{name:12}{row['mb']:6.0f}   {text}   {ratio:6.2f} x{goal}")
+        speeds = (f"{row[clock]['best']:15.1f}{row[clock]['median']:8.1f}" for clock in CLOCKS)
+        print(f"{name:12}{row['mb']:5.0f} " + "".join(speeds))
+    print("\nmtcli, times as fast (best of each)")
+    for name, row in rows.items():
+        row["ratio"] = {c: rows["mtcli"][c]["best"] / row[c]["best"] for c in CLOCKS}
+        goal = f"   goal {GOALS[name]:g}" if name in GOALS else ""
+        print(f"{name:18}" + "".join(f"{row['ratio'][c]:15.2f}{'':8}" for c in CLOCKS) + goal)
 
 
 if __name__ == "__main__":

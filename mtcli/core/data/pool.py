@@ -115,6 +115,9 @@ def _serve(work: Callable[[Item], Result], end: Connection, inherited: list[Conn
             answer = (work(item), None)
         except MtcliError as error:
             answer = (None, (error.problems, error.code))
+        except Exception as error:  # the parent raises it, as it would its own
+            problem = Problem(f"{type(error).__name__} in a worker: {error}")
+            answer = (None, ((problem,), Exit.FAILED))
         end.send(answer)
 
 

@@ -390,6 +390,14 @@ def test_a_worker_that_dies_is_said():
         list(pool.map([1, 2, 3]))
 
 
+def test_a_mistake_in_a_worker_is_an_error_and_not_a_traceback(capfd):
+    with Pool(lambda item: 1 // item, 2) as pool, pytest.raises(MtcliError) as error:
+        list(pool.map([1, 0]))
+    assert error.value.code == Exit.FAILED
+    assert "ZeroDivisionError in a worker: integer division" in str(error.value)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_results_come_in_order_and_the_first_error_in_order_is_raised():
     def work(item):
         time.sleep(0.002 * (item % 3))
