@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from tqdm import tqdm
 
+from mtcli.core.report.finished import FACTS
 from mtcli.core.report.trackers import open_trackers
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml
@@ -33,6 +34,7 @@ class RunLog:
         config, batch = self.config, self.config.batch
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+        (self.folder / FACTS).write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
         self.metrics = _truncated(self.folder / "metrics.jsonl", self.first_step)
         self.trackers = open_trackers(config)
         p = config.parallel

@@ -1,0 +1,155 @@
+"""`mtcli profile`: where does a step's time and memory go, beside what was planned?"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtcli.commands.options import ConfigFile, JsonOut, Nproc, Overrides, write_json
+
+if TYPE_CHECKING:
+    from mtcli.core.report.figures import Profile
+    from mtcli.core.spec.config import RunConfig
+
+Output = str | None
+
+
+def profile(
+    config: ConfigFile,
+    overrides: Overrides,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="timed steps")] = 10,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="steps before those")] = 3,
+    nproc: Nproc = 1,
+    trace: Annotated[
+        Output, typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
+    ] = None,
+    report: Annotated[
+        Output, typer.Option("--report", metavar="FILE", help="write one HTML page of charts")
+    ] = None,
+    plot: Annotated[
+        Output, typer.Option("--plot", metavar="FILE", help="write a picture: .png, .svg or .pdf")
+    ] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Run a few steps of a config with timers, or show what a finished run's folder measured.
+
+    A run folder is only read, no step is run. To measure its config again, name its config.toml.
+    """
+    from mtcli.core.report.finished import is_run
+
+    _require_outputs(trace, report, plot)
+    if is_run(config):
+        if trace or overrides:
+            from mtcli.core.spec.errors import wrong
+
+            flag = "--trace" if trace else "--set"
+            message = f"{flag} needs steps to run, and {config} is a run that is finished"
+            raise wrong(message, f"mtcli profile {config}/config.toml {flag} ...", flag)
+        _show_run(config, report, plot, json_out)
+        return
+    from mtcli.core.runtime import bring_up, environment_world, launch
+    from mtcli.core.spec import check
+    from mtcli.core.spec.load import load_config
+
+    run = load_config(config, overrides)
+    world = environment_world()
+    check.require(run, world or nproc)
+    check.require_trainable(run)
+    if world is None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
+        launch(nproc, sys.argv[1:])
+        return
+    total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})
+    run = run.model_copy(update={"train": total})
+    with bring_up(run.train.device, run.train.timeout, run.train.matmul) as runtime:
+        from mtcli.core.measure import measure
+        from mtcli.core.report.figures import Profile
+
+        if runtime.rank == 0:
+            typer.echo(_purpose(run, runtime.world, warmup, steps), err=True)
+        measured = measure(run, runtime, warmup, steps)
+        if runtime.rank > 0:
+            return
+        found = Profile(run, runtime.world, measured.device, measured.records)
+        if trace:
+            from mtcli.core.report.tracks import write_trace
+
+            write_trace(trace, measured.trace, measured.records)
+        _show_profile(found, report, plot, json_out)
+        for path in filter(None, (trace, report, plot)):
+            typer.echo(f"wrote {path}", err=True)
+
+
+def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
+    """What is about to be done, in numbers."""
+    from mtcli.core.cost.memory import state_bytes
+    from mtcli.core.cost.workload import Workload
+
+    work = Workload.of(config, world)
+    held = max(sum(state_bytes(work, pp_rank)) for pp_rank in range(work.layout.pp))
+    tokens = work.global_batch_size * work.seq_len
+    lines = (
+        f"layout {world} ranks: tp={work.layout.tp} pp={work.layout.pp} dp={work.layout.dp}",
+        f"steps  {warmup} to warm up, {steps} timed, 1 under the profiler; {tokens:,} tokens each",
+        f"rank   {held / 2**20:,.1f} MiB of weights, gradients and optimizer",
+    )
+    return "\n".join(lines)
+
+
+def _require_outputs(trace: Output, report: Output, plot: Output) -> None:
+    """Raises MtcliError, before any step is run, where a file could not be written after it."""
+    from mtcli.core.report.files import require_extra, require_writable
+
+    if trace:
+        require_writable(trace, "--trace", (".json",))
+    if report:
+        require_writable(report, "--report", (".html",))
+        require_extra("plotly", "--report")
+    if plot:
+        from mtcli.core.report.plots import SUFFIXES
+
+        require_writable(plot, "--plot", SUFFIXES)
+        require_extra("matplotlib", "--plot")
+
+
+def _show_profile(found: "Profile", report: Output, plot: Output, json_out: Output) -> None:
+    from rich.console import Console
+
+    from mtcli.core.report.tables import show_profile
+
+    if json_out:
+        write_json(found.as_json(), json_out)
+    if json_out != "-":
+        show_profile(found, Console())
+    if report:
+        from mtcli.core.report.page import write_profile_page
+
+        write_profile_page(report, found, found.as_json())
+    if plot:
+        from mtcli.core.report.plots import save_profile
+
+        save_profile(plot, found)
+
+
+def _show_run(folder: str, report: Output, plot: Output, json_out: Output) -> None:
+    from rich.console import Console
+
+    from mtcli.core.report.finished import read_run, summary_of
+    from mtcli.core.report.tables import show_run
+
+    run = read_run(folder)
+    if json_out:
+        write_json(summary_of(run), json_out)
+    if json_out != "-":
+        show_run(run.rows, Console())
+    if report:
+        from mtcli.core.report.page import write_run_page
+
+        write_run_page(report, run)
+    if plot:
+        from mtcli.core.report.plots import save_run
+
+        save_run(plot, run)
+    for path in filter(None, (report, plot)):
+        typer.echo(f"wrote {path}", err=True)

@@ -1,0 +1,200 @@
+"""The figures of a profiled run as data: the JSON contract of `mtcli profile --json`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import mean, median
+from typing import Any
+
+from mtcli.core.cost.hardware import NAMES, device_named, shared
+from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
+from mtcli.core.cost.workload import Workload
+from mtcli.core.report import attribution
+from mtcli.core.report.records import RankRecord
+from mtcli.core.schedule.generators import schedule_for
+from mtcli.core.schedule.ops import Schedule
+from mtcli.core.schedule.timeline import Timeline, simulate
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.model import count_active, count_parameters, forward_flops
+
+Json = dict[str, Any]
+TOP_KERNELS = 20
+AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured run and everything derived from it; `device` is a name that plan knows, or ""."""
+
+    config: RunConfig
+    world: int
+    device: str
+    records: Sequence[RankRecord]
+
+    @cached_property
+    def work(self) -> Workload:
+        """The step as plan sees it."""
+        return Workload.of(self.config, self.world)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The ops that each pipeline rank ran."""
+        w = self.work
+        return schedule_for(w.schedule_name, w.layout.pp, w.layout.vpp, w.num_micro_batches)
+
+    @cached_property
+    def measured(self) -> Timeline:
+        """The timed step of median length."""
+        return attribution.measured_timeline(self.records, attribution.middle_step(self.records))
+
+    @cached_property
+    def planned(self) -> Timeline:
+        """The schedule simulated with each stage's mean measured op times, nobody late."""
+        return simulate(self.schedule, attribution.mean_op_seconds(self.records))
+
+    @cached_property
+    def shares_by_rank(self) -> list[dict[str, float]]:
+        """Share of the step by kind, per pipeline rank."""
+        spent = attribution.spent_by_rank(self.records, self.schedule)
+        return [attribution.shares(one) for one in spent]
+
+    @cached_property
+    def step_seconds(self) -> list[float]:
+        """Length of each timed step: of the rank that took longest."""
+        steps = range(len(self.records[0].steps))
+        return [max(record.steps[i].seconds for record in self.records) for i in steps]
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """What plan says of this run at the rate that MFU divides by, where it knows the device."""
+        if self.device not in NAMES:
+            return None
+        device = shared(device_named(self.device), self.world)
+        rate = self.peak_flops / device.peak(self.work.sizes.gemm)  # 1 but for a CPU
+        flops = {precision: rate * flops for precision, flops in device.flops.items()}
+        return predict_workload(self.work, replace(device, flops=flops))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.config.batch.global_batch_size * self.config.batch.seq_len
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of a step that the model needs: 3 times the forward pass, full attention."""
+        forward = forward_flops(self.config.model, self.config.batch.seq_len)
+        return 3.0 * forward * self.tokens_per_step
+
+    @property
+    def hardware_flops(self) -> float:
+        """`model_flops` and what the backward pass computes again."""
+        return self.model_flops * (1.0 + recomputed_share(self.work) / 3.0)
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of one rank's device: the mean over ranks."""
+        return mean(record.peak_flops for record in self.records)
+
+    def utilisation(self, flops: float) -> float:
+        """FLOPs of a step over what all devices could do in a step of median length."""
+        return flops / median(self.step_seconds) / (self.peak_flops * self.world)
+
+    def as_json(self) -> Json:
+        """The JSON contract."""
+        seconds, fullest = self.step_seconds, self._fullest
+        return {
+            "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
+            "steps": seconds,
+            "tokens_per_second": self.tokens_per_step / median(seconds),
+            "mfu": self.utilisation(self.model_flops),
+            "hfu": self.utilisation(self.hardware_flops),
+            "flop_convention": FLOP_CONVENTION,
+            "model_flops_per_step": self.model_flops,
+            "hardware_flops_per_step": self.hardware_flops,
+            "peak_flops": self.peak_flops,
+            "parameters": count_parameters(self.config.model),
+            "active_parameters": count_active(self.config.model),
+            "memory_bytes": memory_of(fullest),
+            "memory_by_rank": [
+                {"rank": r.rank, "pp_rank": r.pp_rank, **memory_of(r)} for r in self._speakers
+            ],
+            "memory_over_time": fullest.profiled.memory,
+            "timeline": rows_of(self.measured),
+            "planned_timeline": rows_of(self.planned),
+            "shares": {
+                kind: mean(one[kind] for one in self.shares_by_rank) for kind in attribution.KINDS
+            },
+            "shares_by_rank": [
+                {"pp_rank": place, **one} for place, one in enumerate(self.shares_by_rank)
+            ],
+            "bubble_fraction": {
+                "measured": attribution.measured_bubble(self.records),
+                "planned": self.planned.bubble_fraction,
+            },
+            "communication": self._communication(),
+            "stragglers": attribution.stragglers(self.records),
+            "kernels": [k._asdict() for k in self.records[0].profiled.kernels[:TOP_KERNELS]],
+            "layout": self._layout(),
+            "world": self.world,
+            "device": self.device,
+            "predicted": self._predicted(),
+        }
+
+    @property
+    def _speakers(self) -> list[RankRecord]:
+        return attribution.speakers(self.records)
+
+    @property
+    def _fullest(self) -> RankRecord:
+        return max(self.records, key=lambda record: sum(record.state_bytes.values()))
+
+    def _layout(self) -> Json:
+        work, layout = self.work, self.work.layout
+        return {
+            **{axis: layout.size(axis) for axis in AXES},
+            "vpp": layout.vpp,
+            "schedule": work.schedule_name,
+            "zero": work.zero,
+            "recompute": work.recompute,
+            "sequence_parallel": work.sequence_parallel,
+            "micro_batch_size": work.micro_batch_size,
+            "num_micro_batches": work.num_micro_batches,
+            "global_batch_size": work.global_batch_size,
+            "seq_len": work.seq_len,
+            "precision": work.precision,
+        }
+
+    def _communication(self) -> Json:
+        """Collectives of the profiled step on rank 0: seconds by name, and what is hidden."""
+        profiled = self.records[0].profiled
+        return {
+            "seconds": profiled.communication,
+            "overlapped_seconds": profiled.overlapped,
+            "share_of_forward": profiled.exchanging.get("F", 0.0),
+            "share_of_backward": profiled.exchanging.get("B", profiled.exchanging.get("I", 0.0)),
+        }
+
+    def _predicted(self) -> Json | None:
+        p = self.prediction
+        return p and {
+            "step_seconds": p.step_seconds,
+            "tokens_per_second": p.tokens_per_second_per_gpu * self.world,
+            "mfu": p.mfu,
+            "hfu": p.hfu,
+            "bubble_fraction": p.bubble_fraction,
+            "memory_bytes": p.memory.as_dict(),
+        }
+
+
+def memory_of(record: RankRecord) -> dict[str, int]:
+    """A rank's bytes by kind; `activations` is the most that the profiled step added."""
+    held = max((bytes_ for _, bytes_ in record.profiled.memory), default=0)
+    return {**record.state_bytes, "activations": held, "peak": record.peak_bytes}
+
+
+def rows_of(timeline: Timeline) -> list[Json]:
+    """The spans of a timeline, in seconds since its first op began."""
+    return [
+        {"rank": span.rank, "op": str(span.op), "start": span.start, "end": span.end}
+        for span in timeline.spans
+    ]

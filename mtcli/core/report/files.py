@@ -1,0 +1,47 @@
+"""Files that are never half there: written aside, synced, then renamed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from mtcli.core.spec.errors import failed, wrong
+
+
+def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> None:
+    """Raises MtcliError where a flag's file could not be written, before any work is done."""
+    path = Path(target)
+    if suffixes and path.suffix not in suffixes:
+        message = f"{flag} writes no {path.suffix or 'file without suffix'}"
+        raise wrong(message, f"a name that ends in {' or '.join(suffixes)}", flag)
+    if not path.parent.is_dir():
+        raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", flag)
+    if path.is_dir():
+        raise wrong(f"{target} is a folder", "name a file", flag)
+
+
+def require_extra(module: str, flag: str) -> None:
+    """Raises MtcliError where the `report` extra is not installed."""
+    if find_spec(module) is None:
+        message = f"{flag} needs {module}, which is not installed"
+        raise wrong(message, "pip install 'mtcli[report]'", flag)
+
+
+@contextmanager
+def aside(target: str) -> Iterator[Path]:
+    """A path to write to; it becomes `target` when all is written, and vanishes otherwise.
+
+    Raises MtcliError (exit 1) where the disk does not take it.
+    """
+    path = Path(target)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise failed(f"{target} cannot be written: {error.strerror}", "name another file") from None
+    finally:
+        temporary.unlink(missing_ok=True)

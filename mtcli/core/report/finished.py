@@ -1,0 +1,87 @@
+"""A finished run, read back from its folder: config.toml, metrics.jsonl and run.json."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from mtcli.core.cost.workload import Workload
+from mtcli.core.schedule.generators import schedule_for
+from mtcli.core.schedule.timeline import Timeline, simulate
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.load import load_config
+from mtcli.core.spec.model import count_parameters
+
+METRICS = "metrics.jsonl"
+FACTS = "run.json"  # what a config does not say: world, device peak
+
+
+class FinishedRun(NamedTuple):
+    """What a run left behind; `world` is None where it did not say."""
+
+    folder: Path
+    config: RunConfig
+    rows: list[dict[str, Any]]  # metrics.jsonl, by step
+    world: int | None
+
+
+def is_run(source: str) -> bool:
+    """Whether a CONFIG argument is the folder of a run that has trained."""
+    return (Path(source) / METRICS).is_file()
+
+
+def read_run(source: str) -> FinishedRun:
+    """The run of a folder. Raises MtcliError where it holds no steps or a damaged line.
+
+    The last line of a killed run may be cut short; it is left out.
+    """
+    folder = Path(source)
+    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"], row["loss"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            if number == len(lines):
+                break
+            where = f"{folder / METRICS}:{number}"
+            raise wrong(f"{where} is no record of a step", "remove that line") from None
+        rows.append(row)
+    if not rows:
+        hint = f"profile {folder / 'config.toml'} to measure its config"
+        raise wrong(f"{folder / METRICS} holds no steps", hint)
+    return FinishedRun(folder, load_config(source), rows, _world(folder))
+
+
+def _world(folder: Path) -> int | None:
+    path = folder / FACTS
+    return int(json.loads(path.read_text(encoding="utf-8"))["world"]) if path.is_file() else None
+
+
+def summary_of(run: FinishedRun) -> dict[str, Any]:
+    """The figures of a finished run, named as those of a profile: medians over its steps."""
+    seconds = [row["step_seconds"] for row in run.rows]
+    losses = [row["loss"] for row in run.rows]
+    return {
+        "run": str(run.folder),
+        "steps": len(run.rows),
+        "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
+        "tokens_per_second": median(row["tokens_per_second"] for row in run.rows),
+        "mfu": median(row["mfu"] for row in run.rows),
+        "loss": {"first": losses[0], "last": losses[-1], "min": min(losses)},
+        "parameters": count_parameters(run.config.model),
+        "world": run.world,
+    }
+
+
+def planned_of(run: FinishedRun, step_seconds: float) -> Timeline:
+    """The run's schedule, a backward twice as long as a forward, stretched to a step's length."""
+    assert run.world, "a schedule needs the number of ranks"
+    work = Workload.of(run.config, run.world)
+    layout = work.layout
+    schedule = schedule_for(work.schedule_name, layout.pp, layout.vpp, work.num_micro_batches)
+    parts = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    unit = step_seconds / simulate(schedule, lambda op: parts[op.kind]).end
+    return simulate(schedule, lambda op: unit * parts[op.kind])

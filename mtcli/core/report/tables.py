@@ -1,0 +1,111 @@
+"""A profile as text: tables for people, and the measured timeline above the planned one."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mtcli.core.report.figures import Json, Profile
+from mtcli.core.schedule.timeline import draw
+
+MIB = 2**20
+SHOWN_KERNELS = 10
+
+
+def show_profile(profile: Profile, console: Console) -> None:
+    """Prints the figures, the shares of each pipeline rank, memory, kernels and timelines."""
+    data = profile.as_json()
+    _table(console, "", ("", "measured", "planned"), summary_rows(data))
+    _table(console, "Share of the step", *share_rows(data))
+    _table(console, "Memory (MiB)", *memory_rows(data))
+    _table(console, "Longest kernels of rank 0", *kernel_rows(data))
+    late = [row for row in data["stragglers"] if row["times_median"] > 1.1]
+    for row in late:
+        times = f"{row['times_median']:.2f} times its replicas' median"
+        console.print(f"straggler: rank {row['rank']} works {row['busy_seconds']:.4g} s, {times}")
+    for title, timeline in (("Measured", profile.measured), ("Planned", profile.planned)):
+        console.print(f"\n{title} timeline")
+        console.print(draw(timeline, min(100, console.width)), markup=False, highlight=False)
+
+
+def summary_rows(data: Json) -> list[list[str]]:
+    """(what, measured, planned) of the headline figures."""
+    seconds, plan = data["step_seconds"], data["predicted"]
+    spread = f"{seconds['min']:.4g} to {seconds['max']:.4g} s"
+    bubble = data["bubble_fraction"]
+    measured = [
+        ("step time", f"{seconds['median']:.4g} s ({spread})"),
+        ("tokens/s", f"{data['tokens_per_second']:,.0f}"),
+        ("MFU", f"{data['mfu']:.1%}"),
+        ("HFU", f"{data['hfu']:.1%}"),
+    ]
+    planned = ["", "", "", ""]
+    if plan:
+        planned = [f"{plan['step_seconds']:.4g} s", f"{plan['tokens_per_second']:,.0f}"]
+        planned += [f"{plan['mfu']:.1%}", f"{plan['hfu']:.1%}"]
+    rows = [[*row, value] for row, value in zip(measured, planned, strict=True)]
+    rows.append(["bubble / busy", f"{bubble['measured']:.1%}", f"{bubble['planned']:.1%}"])
+    peak = f"{data['peak_flops'] / 1e12:.4g} TFLOP/s a rank"
+    rows.append(["peak", f"{peak} ({data['flop_convention']})", ""])
+    return rows
+
+
+def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
+    """A column per pipeline rank."""
+    ranks = data["shares_by_rank"]
+    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
+    rows = [[kind, *(f"{row[kind]:.1%}" for row in ranks)] for kind in data["shares"]]
+    return columns, rows
+
+
+def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
+    """A column per pipeline rank, in MiB, and what plan says of the fullest."""
+    ranks, plan = data["memory_by_rank"], (data["predicted"] or {}).get("memory_bytes", {})
+    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks), "planned (fullest)"]
+    rows = [
+        [
+            kind,
+            *(f"{row[kind] / MIB:,.1f}" for row in ranks),
+            f"{plan[kind] / MIB:,.1f}" if kind in plan else "",
+        ]
+        for kind in data["memory_bytes"]
+    ]
+    return columns, rows
+
+
+def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
+    """Name, calls, seconds and share of those listed."""
+    rows = [
+        [k["name"][:60], str(k["calls"]), f"{1e3 * k['seconds']:,.2f} ms"]
+        for k in data["kernels"][:SHOWN_KERNELS]
+    ]
+    return ["kernel", "calls", "time"], rows
+
+
+def show_run(rows: Sequence[Json], console: Console) -> None:
+    """Prints what a finished run measured: its first, middle and last steps."""
+    picked = [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 2 else list(rows)
+    cells = [
+        [
+            str(row["step"]),
+            f"{row['loss']:.4f}",
+            f"{row['grad_norm']:.4g}",
+            f"{row['step_seconds']:.4g} s",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['mfu']:.1%}",
+        ]
+        for row in picked
+    ]
+    columns = ("step", "loss", "gradient norm", "step time", "tokens/s", "MFU")
+    _table(console, f"{len(rows)} steps", columns, cells)
+
+
+def _table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    table = Table(title=title or None, title_justify="left", box=None)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
