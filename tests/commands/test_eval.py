@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from tokenizers import ByteLevelBPETokenizer
 
 from mtcli.core.data.tokenize import byte_tokenizer
 
@@ -26,20 +28,22 @@ ARTICLE = {
 }
 
 
-def make_model(family):
+def make_model(family, vocab_size=257):
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    end = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
     if family == "gpt2":
         config = GPT2Config(
-            vocab_size=257, n_positions=POSITIONS, n_embd=16, n_layer=2, n_head=2,
-            initializer_range=0.4, bos_token_id=256, eos_token_id=256,
+            vocab_size=vocab_size, n_positions=POSITIONS, n_embd=16, n_layer=2, n_head=2,
+            initializer_range=0.4, **end,
         )  # fmt: skip
         return GPT2LMHeadModel(config).eval()
     config = LlamaConfig(
-        vocab_size=257, max_position_embeddings=POSITIONS, hidden_size=16, intermediate_size=24,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4,
-        bos_token_id=256, eos_token_id=256,
+        vocab_size=vocab_size, max_position_embeddings=POSITIONS,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.4,
+        **end,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
@@ -158,8 +162,8 @@ LAYOUTS = {
 }
 
 
-def evaluate(runtime, folder, overrides):
-    """The reports of all tasks, on this rank."""
+def evaluate(runtime, folder, overrides, tasks, limit=None):
+    """The reports of the tasks, on this rank."""
     from mtcli.core.engine import open_model
     from mtcli.core.evaluate.encode import encoder_for
     from mtcli.core.evaluate.jobs import make_jobs
@@ -167,19 +171,68 @@ def evaluate(runtime, folder, overrides):
     from mtcli.core.evaluate.tasks import parse_tasks
 
     opened = open_model(str(folder / "model"), overrides, runtime)
-    specs = parse_tasks(tasks_of(folder))
-    options = Options(opened.scorer.max_seq_len, overlap=20)
-    jobs = make_jobs(specs, opened.scorer, encoder_for(opened.tokenizer), options, 256)
+    options = Options(opened.scorer.max_seq_len, limit, overlap=20)
+    jobs = make_jobs(parse_tasks(tasks), opened.scorer, encoder_for(opened.tokenizer), options, 256)
     return [job.run(lambda done: None) for job in jobs]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_of_any_layout_has_the_same_answers(case, layout):
     world, overrides = LAYOUTS[layout]
-    (alone,) = run_ranks(1, evaluate, case[0], [])
-    for reports in run_ranks(world, evaluate, case[0], overrides):
+    (alone,) = run_ranks(1, evaluate, case[0], [], tasks_of(case[0]))
+    for reports in run_ranks(world, evaluate, case[0], overrides, tasks_of(case[0])):
         for report, expected in zip(reports, alone, strict=True):
             assert report == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_real_files_have_the_numbers_of_transformers(family, tmp_path):
+    if "MTCLI_TEST_DATA" not in os.environ:
+        pytest.skip("MTCLI_TEST_DATA names no folder with wikitext-103, lambada, race, gpt2-bpe")
+    data, model = Path(os.environ["MTCLI_TEST_DATA"]), make_model(family, 50257)
+    model.save_pretrained(tmp_path / "model")
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "model" / name).write_bytes((data / "gpt2-bpe" / name).read_bytes())
+    bpe = ByteLevelBPETokenizer(*(f"{data}/gpt2-bpe/{n}" for n in ("vocab.json", "merges.txt")))
+    tasks = [f"lambada={data}/lambada", f"wikitext103={data}/wikitext-103", f"race={data}/race"]
+    (reports,) = run_ranks(1, evaluate, tmp_path, [], tasks, 10)
+
+    def score(context, text):
+        ids = bpe.encode(context).ids + bpe.encode(text).ids
+        return sum(logprobs(model, ids[-(POSITIONS + 1) :])[0][-len(bpe.encode(text).ids) :])
+
+    nll = -sum(score(context, word) for context, word in real_passages(data))
+    assert reports[0]["nll_sum"] == pytest.approx(nll, rel=1e-5)
+    ids = bpe.encode(real_beginning(data)).ids
+    assert reports[1]["nll_sum"] == pytest.approx(-sum(logprobs(model, ids)[0]), rel=1e-5)
+    right = 0
+    for question, options, answer in real_questions(data):
+        sums = [score(question, f" {option}") for option in options]
+        right += sums.index(max(sums)) == answer
+    assert (reports[2]["correct"], reports[2]["total"]) == (right, 20)
+
+
+def real_passages(data):
+    lines = (data / "lambada/lambada_test.jsonl").read_text(encoding="utf-8").splitlines()[:10]
+    for text in (json.loads(line)["text"].strip() for line in lines):
+        word = text.split()[-1]
+        yield text[: text.rfind(word)].strip(), f" {word}"
+
+
+def real_beginning(data):
+    """The first 10 words of WikiText-103's test file, detokenised by hand."""
+    text = (data / "wikitext-103/wiki.test.tokens").read_text(encoding="utf-8").strip()
+    assert text.split(" ")[:5] == ["=", "Robert", "Boulter", "=", "\n"]
+    return "= Robert Boulter =\n\nRobert Boulter is an"
+
+
+def real_questions(data):
+    """The first 10 articles of each level, which have one question each."""
+    for level in ("high", "middle"):
+        files = sorted((data / "race/test" / level).iterdir(), key=lambda file: int(file.stem))
+        for row in (json.loads(file.read_text(encoding="utf-8")) for file in files[:10]):
+            (question,), (options,), (answer,) = row["questions"], row["options"], row["answers"]
+            yield f"Article: {row['article']}\n\n{question}", options, "ABCD".index(answer)
 
 
 def test_workers_print_once_and_json_alone_goes_to_stdout(folder):

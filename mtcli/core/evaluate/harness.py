@@ -145,7 +145,7 @@ def _flatten(name: str, results: dict[str, dict]) -> Report:
     report: Report = {}
     for task, metrics in results["results"].items():
         for key, value in metrics.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int | float) and key != "sample_len":  # it is our total
                 metric = key.removesuffix(",none")
                 report[metric if task == name else f"{task}.{metric}"] = value
     counts = results.get("n-samples", {}).values()
