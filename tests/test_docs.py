@@ -1,0 +1,125 @@
+"""Every page is run: its commands in order, its configs, and its tables against the code.
+
+In a ```console block, a line that starts with `$ ` is a command, which must exit with 0 or with the
+code that a closing `# exit 2` states; the lines below it must be in its output. Each page runs in
+an empty folder of its own, with a small trained run at runs/tiny where it names one.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from mtcli.cli import COMMANDS
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.load import load_config, preset_names
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAKE_TINY = (
+    "mtcli preprocess text.txt --output tiny --tokenizer bytes",
+    "mtcli train tiny --set model.num_layers=2 --set model.hidden_size=64 "
+    "--set model.vocab_size=512 --set model.max_seq_len=64 --set batch.seq_len=64 "
+    "--set train.steps=2 --set train.output=runs/tiny --set data.train=\"['tiny']\"",
+)
+
+
+def blocks(page, language):
+    """The bodies of a page's fenced blocks in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page):
+    """(command, exit code, the lines of output that the page shows), in order."""
+    found = []
+    for block in blocks(page, "console"):
+        for line in block.replace("\\\n", "").splitlines():
+            if line.startswith("$ "):
+                command, _, code = line[2:].partition("# exit ")
+                found.append((command.strip(), int(code or 0), []))
+            elif line.strip(" ."):  # `...` stands for lines left out
+                found[-1][2].append(line.strip())
+    return found
+
+
+def shell(command, folder):
+    """Runs a line as a reader would type it, with this environment's commands in reach."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=folder, env=os.environ | {"PATH": path, "COLUMNS": "120"}, timeout=120,
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """A folder with runs/tiny, a model that was trained for two steps."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "text.txt").write_text("all the world is a stage\n" * 400)
+    for command in MAKE_TINY:
+        done = shell(command, folder)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_s_commands_do_what_it_says(page, tmp_path, request):
+    typed = commands(page)
+    if any("runs/tiny" in command for command, _, _ in typed):
+        shutil.copytree(request.getfixturevalue("tiny_run"), tmp_path, dirs_exist_ok=True)
+    for command, code, shown in typed:
+        done = shell(command, tmp_path)
+        assert done.returncode == code, f"$ {command}\n{done.stdout}{done.stderr}"
+        said = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+        assert [line for line in shown if line not in said] == [], f"$ {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_s_configs_load(page, tmp_path):
+    for block in blocks(page, "toml"):
+        if re.search(r"^\[model\]", block, re.MULTILINE):
+            (tmp_path / "run.toml").write_text(block)
+            assert isinstance(load_config(str(tmp_path / "run.toml")), RunConfig)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_s_links_within_the_project_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [page.name for page in PAGES[1:] if page.name not in index] == ["index.md"]
+
+
+def test_the_readme_lists_every_command():
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in COMMANDS if f"`mtcli {name}" not in readme] == []
+
+
+def test_the_config_page_is_current_and_names_every_field():
+    spec = spec_from_file_location("config_docs", ROOT / "scripts" / "config_docs.py")
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = script.PAGE.read_text()
+    assert text == script.with_tables(text), "run python scripts/config_docs.py"
+    for name, section in RunConfig.model_fields.items():
+        fields = getattr(section.annotation, "model_fields", {name: None})
+        assert [
+            field for field in fields if f"`{field}`" not in text and field != "rope_scaling"
+        ] == []
+
+
+def test_no_page_names_a_preset_that_is_not_there():
+    families = r"\b(?:gpt2|gpt3|megatron|narayanan|mt-nlg|llama|tinyllama|mixtral|qwen2)-[\w.]+b\b"
+    for page in PAGES:
+        named = {name for name in re.findall(families, " ".join(blocks(page, "console")))}
+        assert named <= set(preset_names()), page
