@@ -1,0 +1,83 @@
+"""n = 1, 2 and 3 ranks; every collective against the sum or the slice it is, and its transpose."""
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from mtcli.core.parallel import collectives
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.spec.layout import ParallelLayout
+
+N = 2  # rows of a rank's share
+
+
+def axis_of(runtime):
+    layout = ParallelLayout(runtime.world, tp=runtime.world)
+    return make_groups(layout, runtime.rank, runtime.device).tp
+
+
+def given(rank, rows, scale=1.0):
+    """The tensor of a rank [rows, 3], different in every element and on every rank."""
+    return (torch.arange(rows * 3, dtype=torch.float64).view(rows, 3) + 100.0 * rank) * scale
+
+
+def both_ways(runtime, name, rows_in, rows_out):
+    """(y, dx) of a differentiable collective with x and dy as `given`."""
+    x = given(runtime.rank, rows_in).requires_grad_()
+    y = getattr(collectives, name)(x, axis_of(runtime))
+    y.backward(given(runtime.rank, rows_out, scale=-1.0))
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_copy_in_is_the_identity_and_sums_gradients(n):
+    total = sum(given(rank, N, -1.0) for rank in range(n))
+    for rank, (y, dx) in enumerate(run_ranks(n, both_ways, "copy_in", N, N)):
+        assert torch.equal(y, given(rank, N)) and torch.equal(dx, total)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sum_out_sums_and_copies_gradients(n):
+    total = sum(given(rank, N) for rank in range(n))
+    for rank, (y, dx) in enumerate(run_ranks(n, both_ways, "sum_out", N, N)):
+        assert torch.equal(y, total) and torch.equal(dx, given(rank, N, -1.0))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_gather_in_gathers_and_reduce_scatters_gradients(n):
+    whole = torch.cat([given(rank, N) for rank in range(n)])
+    total = sum(given(rank, n * N, -1.0) for rank in range(n))
+    for rank, (y, dx) in enumerate(run_ranks(n, both_ways, "gather_in", N, n * N)):
+        assert torch.equal(y, whole) and torch.equal(dx, total[rank * N : (rank + 1) * N])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_scatter_out_reduce_scatters_and_gathers_gradients(n):
+    total = sum(given(rank, n * N) for rank in range(n))
+    whole = torch.cat([given(rank, N, -1.0) for rank in range(n)])
+    for rank, (y, dx) in enumerate(run_ranks(n, both_ways, "scatter_out", n * N, N)):
+        assert torch.equal(y, total[rank * N : (rank + 1) * N]) and torch.equal(dx, whole)
+
+
+def plain(runtime):
+    axis, x = axis_of(runtime), given(runtime.rank, N)
+    largest = collectives.all_reduce(x.clone(), axis, torch.distributed.ReduceOp.MAX)
+    strided = collectives.all_gather(given(runtime.rank, N).T, axis)
+    told = collectives.gather_objects({"rank": runtime.rank}, axis)
+    return largest, strided, told, collectives.all_reduce(x, axis) is x
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_plain_collectives_take_any_operator_stride_and_object(n):
+    for largest, strided, told, in_place in run_ranks(n, plain):
+        assert torch.equal(largest, given(n - 1, N))
+        assert torch.equal(strided, torch.cat([given(rank, N).T for rank in range(n)]))
+        assert told == [{"rank": rank} for rank in range(n)]
+        assert in_place
+
+
+def test_an_axis_of_one_rank_costs_no_copy():
+    x = given(0, N)
+    axis = make_groups(ParallelLayout(1), 0, x.device).tp
+    for name in ("copy_in", "sum_out", "gather_in", "scatter_out", "all_gather", "reduce_scatter"):
+        assert getattr(collectives, name)(x, axis) is x
