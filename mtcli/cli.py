@@ -32,7 +32,7 @@ COMMANDS: dict[str, Command] = {
         ("train", "Train or fine-tune a model from a config"),
         ("eval", "Evaluate a checkpoint on WikiText-103, LAMBADA, RACE"),
         ("generate", "Sample text from a checkpoint"),
-        ("profile", "Measure where a step's time and memory go"),
+        ("profile", "Run a few steps of a config with timers"),
         ("shard", "Convert and reshard checkpoints"),
     )
 }
