@@ -39,6 +39,8 @@ def keep_mask(key: int, index: Tensor, drop: float) -> Tensor:
 
 def normal(key: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Standard normals number start .. start + count - 1 of a stream; float32 [count]."""
+    if count == 0:  # a shard that is all padding
+        return torch.empty(0, device=device)
     first, last = start // BLOCK, -(-(start + count) // BLOCK)
     blocks = [_normal_block(key, block, device) for block in range(first, last)]
     return torch.cat(blocks)[start - first * BLOCK :][:count]
