@@ -1,0 +1,64 @@
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from tiny import GPT, LLAMA, run_config
+
+from mtcli.core.model.init import initial_values
+from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model import parameters
+from mtcli.core.spec.sharding import Parameter, Rectangle
+from mtcli.kernels.random import BLOCK
+
+MODEL = run_config(GPT).model
+
+
+def whole(described, model=MODEL, seed=7):
+    box = Rectangle((0,) * len(described.shape), described.shape)
+    return initial_values(described, model, box, seed)
+
+
+@st.composite
+def boxes(draw):
+    """A tensor of one to four dimensions around a block of normals, and a rectangle of it."""
+    shape = draw(
+        st.sampled_from([(7,), (5, 9), (3, 2, 40), (2, 3, 4, 5), (2, BLOCK + 3), (2, 2, BLOCK)])
+    )
+    start = [draw(st.integers(0, n)) for n in shape]
+    size = [draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True)]
+    return shape, Rectangle(tuple(start), tuple(size))
+
+
+@settings(max_examples=60)
+@given(boxes())
+def test_any_rectangle_is_bit_identical_to_its_part_of_the_whole(drawn):
+    shape, box = drawn
+    described = Parameter("some.weight", shape, (None,) * len(shape), "normal", 0)
+    assert torch.equal(initial_values(described, MODEL, box, 7), whole(described)[box.slices])
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_matrices_are_normal_residual_ones_smaller_norms_one_and_biases_zero(model):
+    model = ModelConfig(**(model | {"hidden_size": 128, "init_std": 0.05}))
+    for name, described in parameters(model).items():
+        values = whole(described, model).double()
+        if name.endswith("bias"):
+            assert not values.any(), name
+        elif "norm" in name:
+            assert (values == 1.0).all(), name
+        else:
+            before_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            std = 0.05 / math.sqrt(2.0 * model.num_layers) if before_residual else 0.05
+            n = values.numel()
+            assert abs(values.mean()) < 4.5 * std / math.sqrt(n), name
+            assert abs(values.square().mean() / std**2 - 1.0) < 4.5 * math.sqrt(2.0 / n), name
+
+
+def test_weights_differ_by_seed_and_by_name():
+    a, b = (
+        p for p in parameters(MODEL).values() if p.name.endswith("mlp.up.weight") and p.owner < 2
+    )
+    assert not torch.equal(whole(a, seed=7), whole(a, seed=8))
+    assert not torch.equal(whole(a), whole(b))

@@ -1,0 +1,110 @@
+"""Dropout as a function of global numbers, and attention dropout written out."""
+
+import math
+
+import pytest
+import torch
+from tiny import GPT, LLAMA, run_config
+
+from mtcli.core.engine import build_stages
+from mtcli.core.model.attention import Attention
+from mtcli.core.model.init import initialise
+from mtcli.core.model.inputs import make_inputs
+from mtcli.core.model.layers import Dropout
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model import parameters
+from mtcli.kernels.random import keep_mask, stream_key
+
+B, S = 2, 8
+
+
+def alone():
+    return make_groups(ParallelLayout(1), 0, torch.device("cpu"))
+
+
+def test_any_rows_of_a_dropout_mask_are_those_of_the_whole():
+    layer, x, numbers = Dropout("site", 0.3, seed=7), torch.ones(40, 24), torch.arange(100, 140)
+    whole = layer(x, numbers)
+    for rows in (slice(0, 10), slice(10, 40), slice(39, 40), slice(3, 37, 2)):
+        assert torch.equal(layer(x[rows], numbers[rows]), whole[rows])
+
+
+def test_dropout_zeroes_its_share_and_keeps_the_mean():
+    drop, shape = 0.25, (500, 200)
+    y = Dropout("site", drop, seed=7)(torch.ones(shape), torch.arange(500))
+    assert sorted(y.unique().tolist()) == pytest.approx([0.0, 1.0 / (1.0 - drop)])
+    width = math.sqrt(drop / (1.0 - drop) / y.numel())  # of the mean of n elements
+    assert abs(y.double().mean().item() - 1.0) < 4.0 * width
+
+
+def test_dropout_differs_by_site_seed_and_token():
+    x, numbers = torch.ones(20, 50), torch.arange(20)
+    masks = [
+        Dropout("a", 0.5, 7)(x, numbers),
+        Dropout("b", 0.5, 7)(x, numbers),
+        Dropout("a", 0.5, 8)(x, numbers),
+        Dropout("a", 0.5, 7)(x, numbers + 20),
+    ]
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            assert 0.4 < (mask == other).double().mean() < 0.6
+
+
+def test_no_numbers_or_no_probability_is_no_dropout():
+    x = torch.randn(4, 6)
+    assert Dropout("site", 0.5, 7)(x, None) is x
+    assert Dropout("site", 0.0, 7)(x, torch.arange(4)) is x
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["heads", "grouped"])
+def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model):
+    config = run_config(model | {"attention_dropout": 0.4}).model
+    build = Build(parameters(config), alone(), torch.float64)
+    attention = Attention(1, config, build, seed=7)
+    h, g, d = config.num_heads, config.num_kv_heads, config.head_dim
+    qkv = torch.randn(B, S, g, h // g + 2, d, dtype=torch.float64)
+    numbers = torch.arange(B * S).view(B, S) + 1000
+    inputs = make_inputs(config, torch.float64, torch.zeros(B, S, dtype=torch.int64))
+    inputs = type(inputs)(inputs.tokens, inputs.positions, numbers=numbers)  # without rotation
+    mixed = attention.mix(qkv.view(B * S, -1), inputs).view(B, S, h, d)
+    key = stream_key(7, "dropout", "blocks.1.attention.probabilities")
+    for b in range(B):
+        for head in range(h):
+            group, query = divmod(head, h // g)
+            q, k, v = (qkv[b, :, group, i] for i in (query, -2, -1))
+            for t in range(S):
+                p = (k[: t + 1] @ q[t] / math.sqrt(d)).softmax(0)
+                index = (numbers[b, t] * h + head) * S + torch.arange(t + 1)
+                kept = keep_mask(key, index, 0.4) / 0.6
+                torch.testing.assert_close(mixed[b, t, head], (p * kept) @ v[: t + 1])
+
+
+def made(model, **sections):
+    config = run_config(model, **sections)
+    (stage,) = build_stages(config, alone()).values()
+    initialise(stage, config.model, alone(), config.seed)
+    return config, stage
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_a_stage_holds_every_parameter_under_its_canonical_name(model):
+    config, stage = made(model)
+    layout = ParallelLayout(1)
+    expected = {n: p.local_shape(layout) for n, p in parameters(config.model).items()}
+    assert {n: tuple(p.shape) for n, p in stage.named_parameters()} == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp64", torch.float64)]
+)
+def test_precision_is_the_dtype_of_weights_and_activations(precision, dtype):
+    config, stage = made(LLAMA, train={"precision": precision})
+    assert {p.dtype for p in stage.parameters()} == {dtype}
+    ids = torch.arange(S).view(1, S)
+    inputs = make_inputs(config.model, dtype, ids, labels=ids)
+    x_TD = stage(None, inputs)
+    assert x_TD.dtype == dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    assert stage.losses(x_TD, inputs).dtype == wide

@@ -1,0 +1,111 @@
+"""Against torch.optim.AdamW, its unfused loop, on a plain copy of the parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from mtcli.core.optim.adamw import AdamW
+from mtcli.core.spec.config import OptimizerConfig
+from mtcli.core.spec.sharding import Parameter
+
+TABLE = {
+    "up.weight": Parameter("up.weight", (6, 5), (None, None), "normal", 0),
+    "down.weight": Parameter("down.weight", (5, 6), (None, None), "residual", 0),
+    "up.bias": Parameter("up.bias", (6,), (None,), "zeros", 0),
+    "norm.weight": Parameter("norm.weight", (5,), (None,), "ones", 0),
+}
+CONFIG = OptimizerConfig(lr=1e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3)
+
+
+def seeded(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def named(dtype):
+    made = {n: nn.Parameter(seeded(p.shape, i).to(dtype)) for i, (n, p) in enumerate(TABLE.items())}
+    return made
+
+
+def gradients(step, dtype=torch.float32):
+    return {n: seeded(p.shape, 100 * step + i).to(dtype) for i, (n, p) in enumerate(TABLE.items())}
+
+
+def plain(parameters, rates, dtype):
+    """torch's loop on copies in `dtype`: matrices decay, biases and norms do not."""
+    copies = {n: nn.Parameter(p.detach().to(dtype)) for n, p in parameters.items()}
+    decays = {"weight_decay": 0.3, "params": [copies["up.weight"], copies["down.weight"]]}
+    others = {"weight_decay": 0.0, "params": [copies["up.bias"], copies["norm.weight"]]}
+    options = {"lr": 0.0, "betas": CONFIG.betas, "eps": CONFIG.eps, "foreach": False}
+    theirs = torch.optim.AdamW([decays, others], **options)
+    for step, lr in enumerate(rates):
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        for name, gradient in gradients(step, dtype).items():
+            copies[name].grad = gradient
+        theirs.step()
+    return copies
+
+
+RATES = [1e-3, 1e-2, 5e-3, 0.0, 2e-3]
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
+def test_updates_are_torchs_with_decay_on_matrices_alone(dtype, rtol):
+    parameters = named(dtype)
+    expected = plain(parameters, RATES, dtype)
+    ours = AdamW(parameters, TABLE, CONFIG)
+    for step, lr in enumerate(RATES):
+        ours.step(gradients(step, dtype), lr)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=rtol, atol=rtol)
+    assert not [key for key in ours.state() if key.startswith("master")]
+
+
+def test_16_bit_parameters_are_rounded_from_float32_masters():
+    parameters = named(torch.bfloat16)
+    expected = plain(parameters, RATES, torch.float32)
+    ours = AdamW(parameters, TABLE, CONFIG)
+    for step, lr in enumerate(RATES):
+        ours.step(gradients(step), lr)
+    state = ours.state()
+    for name, parameter in parameters.items():
+        master = state[f"master/{name}"]
+        assert master.dtype == torch.float32
+        torch.testing.assert_close(master, expected[name].data, rtol=2e-6, atol=2e-6)
+        assert torch.equal(parameter, master.bfloat16())
+
+
+def test_updates_too_small_for_16_bits_add_up_in_the_masters():
+    parameters = {"norm.weight": nn.Parameter(torch.ones(5, dtype=torch.bfloat16))}
+    ours = AdamW(parameters, TABLE, CONFIG)
+    for _ in range(40):  # of 1e-4 each, where bfloat16 has steps of 4e-3 below 1
+        ours.step({"norm.weight": torch.ones(5)}, lr=1e-4)
+    torch.testing.assert_close(ours.state()["master/norm.weight"], torch.full((5,), 1 - 4e-3))
+    assert (parameters["norm.weight"] < 1.0).all()
+
+
+def test_state_is_there_before_the_first_step_and_restores_the_run():
+    one, other = (AdamW(named(torch.float32), TABLE, CONFIG) for _ in range(2))
+    assert {key.partition("/")[0] for key in one.state()} == {"exp_avg", "exp_avg_sq"}
+    assert not any(tensor.any() for tensor in one.state().values())
+    for step in range(3):
+        one.step(gradients(step), 1e-2)
+    with torch.no_grad():
+        for key, tensor in other.state().items():
+            tensor.copy_(one.state()[key])
+        for name, parameter in other.named.items():
+            parameter.copy_(one.named[name])
+    other.set_step(3)
+    for optimizer in (one, other):
+        optimizer.step(gradients(3), 1e-2)
+    for name, parameter in one.named.items():
+        assert torch.equal(parameter, other.named[name])
+
+
+def test_masters_follow_weights_that_were_loaded():
+    ours = AdamW(named(torch.bfloat16), TABLE, CONFIG)
+    with torch.no_grad():
+        ours.named["up.bias"].fill_(0.5)
+    ours.reset_masters()
+    ours.step({name: torch.zeros(p.shape) for name, p in TABLE.items()}, 0.0)
+    assert (ours.named["up.bias"] == 0.5).all()
