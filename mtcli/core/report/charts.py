@@ -58,7 +58,7 @@ def stacked_shares(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
                 hovertemplate=kind + " %{x:.1f} %<br>%{y}",
             )
         )
-    figure.update_layout(barmode="stack", height=150 + 34 * len(rows), legend_traceorder="normal")
+    figure.update_layout(barmode="stack", height=230 + 34 * len(rows), legend_traceorder="normal")
     figure.update_xaxes(title="% of the step", range=[0, 100])
     figure.update_yaxes(autorange="reversed")
     return figure

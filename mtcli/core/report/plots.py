@@ -33,7 +33,7 @@ def save_profile(target: str, profile: Profile) -> None:
         axes.set(xlim=(0, end), ylabel="pipeline rank", yticks=range(ranks))
         bubble = f"bubble {timeline.bubble_fraction:.1%} of busy time"
         axes.set_title(f"{name}, {bubble}", loc="left", fontsize=10)
-    planned.legend(loc="upper right", bbox_to_anchor=(1, 1.02 + 0.3 / row), ncols=4, frameon=False)
+    planned.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     measured.set_xlabel("seconds since the first op of the step")
     _stack(shared, profile.shares_by_rank)
     _save(target, figure)

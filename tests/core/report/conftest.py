@@ -1,0 +1,17 @@
+"""The profile of handmade.py, as fixtures."""
+
+import pytest
+from handmade import config_table, record_of
+
+from mtcli.core.report.figures import Profile
+from mtcli.core.spec.load import config_of
+
+
+@pytest.fixture
+def records():
+    return [record_of(0), record_of(1)]
+
+
+@pytest.fixture
+def profile(records):
+    return Profile(config_of(config_table()), 2, "", records)

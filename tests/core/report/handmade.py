@@ -1,0 +1,60 @@
+"""A profile made by hand: two pipeline ranks, two micro-batches, every second known."""
+
+from mtcli.core.parallel.pp import OpSpan
+from mtcli.core.report.records import Kernel, Profiled, RankRecord, StepRecord
+from mtcli.core.schedule.ops import Op
+from mtcli.core.trainer import Phases
+
+# 1F1B with pp = 2 and two micro-batches; F takes 1 s and B takes 2 s; a hop takes 0.25 s.
+#   data ends at 0.5; rank 1 gets F0 at 1.75 although it was made at 1.5.
+SPANS = {
+    0: (("F0.0", 0.5, 1.5), ("F1.0", 1.5, 2.5), ("B0.0", 5.0, 7.0), ("B1.0", 8.0, 10.0)),
+    1: (("F0.1", 1.75, 2.75), ("B0.1", 2.75, 4.75), ("F1.1", 4.75, 5.75), ("B1.1", 5.75, 7.75)),
+}
+
+
+def op(text):
+    return Op(text[0], int(text[1]), int(text[3]))
+
+
+def step_of(rank, scale=1.0):
+    phases = Phases(
+        begin=0.0, data=0.5, pipeline=10.0, reduce=10.5, norm=10.75, agree=11.0, end=12.0
+    )
+    spans = tuple(OpSpan(op(o), scale * a, scale * b) for o, a, b in SPANS[rank])
+    return StepRecord(Phases(*(scale * moment for moment in phases)), spans)
+
+
+def record_of(rank, exchanging=None, steps=None):
+    profiled = Profiled(
+        step=step_of(rank),
+        exchanging=exchanging or {"F": 0.0, "B": 0.0},
+        communication={"gloo:all_reduce": 0.25},
+        overlapped=0.125,
+        kernels=[Kernel("aten::mm", 4, 3.0), Kernel("aten::add", 8, 1.0)],
+        memory=[(0.0, 0), (1.0, 3 * 2**20), (2.0, 0)],
+    )
+    return RankRecord(
+        rank=rank,
+        pp_rank=rank,
+        speaks=True,
+        steps=steps or [step_of(rank), step_of(rank), step_of(rank)],
+        profiled=profiled,
+        state_bytes={"weights": 4000, "gradients": 4000, "optimizer": 8000 + rank},
+        peak_bytes=2**30,
+        peak_flops=1e9,
+    )
+
+
+def config_table(**parallel):
+    return {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "vocab_size": 64,
+            "max_seq_len": 8,
+        },
+        "parallel": {"pp": 2, **parallel},
+        "batch": {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 2},
+    }

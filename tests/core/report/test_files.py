@@ -1,0 +1,49 @@
+"""Files of a profile: refused before the work, or whole."""
+
+import pytest
+
+from mtcli.core.report.files import aside, require_extra, require_writable
+from mtcli.core.spec.errors import MtcliError
+
+
+def test_a_suffix_that_cannot_be_written_is_refused():
+    with pytest.raises(MtcliError, match=r"--plot writes no \.gif") as caught:
+        require_writable("a.gif", "--plot", (".png", ".svg"))
+    assert "ends in .png or .svg" in str(caught.value)
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(MtcliError, match="there is no folder"):
+        require_writable(str(tmp_path / "no" / "a.png"), "--plot", (".png",))
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "a.html").mkdir()
+    with pytest.raises(MtcliError, match="is a folder"):
+        require_writable(str(tmp_path / "a.html"), "--report", (".html",))
+
+
+def test_a_missing_extra_says_how_to_install_it():
+    with pytest.raises(MtcliError, match="--plot needs no_such_module") as caught:
+        require_extra("no_such_module", "--plot")
+    assert "mtcli[report]" in str(caught.value)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "page.html"
+    target.write_text("before")
+    with pytest.raises(ZeroDivisionError), aside(str(target)) as path:
+        path.write_text("half")
+        raise ZeroDivisionError
+    assert target.read_text() == "before"
+    with aside(str(target)) as path:
+        path.write_text("after")
+    assert target.read_text() == "after"
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_disk_that_refuses_is_told(tmp_path):
+    full = pytest.raises(MtcliError, match="cannot be written: No space left")
+    with full as caught, aside(str(tmp_path / "a.json")):
+        raise OSError(28, "No space left on device")
+    assert caught.value.code == 1
