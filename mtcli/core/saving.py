@@ -1,6 +1,5 @@
 """A run's tensors as the pieces of a checkpoint, and back: every rank its own rectangles."""
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,9 +7,6 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.store import Piece
-from mtcli.core.optim.adamw import AdamW
-from mtcli.core.parallel.dp import TIED
-from mtcli.core.parallel.groups import Groups
 from mtcli.core.spec.sharding import Parameter, Rectangle
 
 if TYPE_CHECKING:
@@ -21,42 +17,49 @@ OPTIMIZER = "optimizer."  # before the kind and the parameter's name: optimizer.
 
 def pieces(trainer: "Trainer") -> list[Piece]:
     """The weights and the optimizer state that this rank answers for, without padding."""
-    weights = {n: p.data for s in trainer.stages.values() for n, p in s.named_parameters()}
-    state = {f"{OPTIMIZER}{key}": tensor for key, tensor in trainer.optimizer.state().items()}
-    return [
-        Piece(name, tensor[_inside(box)].cpu(), box.start, described.shape)
-        for name, tensor, described, box in _owned(weights | state, trainer.table, trainer.groups)
-    ]
+    gradients, layout, rank = trainer.gradients, trainer.layout, trainer.groups.rank
+    found = []
+    for name, parameter in gradients.parameters.items():
+        described = trainer.table[name]
+        if described.is_primary(layout, rank) and not gradients.is_second_copy(name):
+            box = described.rectangle(layout, rank)
+            found.append(_piece(name, parameter.data, box, described))
+    for key, tensor in trainer.optimizer.state().items():
+        name = key.partition("/")[2]
+        if gradients.answers_for(name):
+            box = _share(trainer, name)
+            found.append(_piece(f"{OPTIMIZER}{key}", tensor, box, trainer.table[name]))
+    return found
 
 
 @torch.no_grad()
-def load_optimizer(
-    optimizer: AdamW, checkpoint: Checkpoint, table: Mapping[str, Parameter], groups: Groups
-) -> None:
-    """Fills the optimizer state with this rank's slices of a checkpoint.
+def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
+    """Fills the optimizer state with this rank's shares of a checkpoint's.
 
     A master that the checkpoint lacks, because it was trained in fp32, is the weight itself.
     """
     known = set(checkpoint.names())
-    for key, tensor in optimizer.state().items():
+    for key, tensor in trainer.optimizer.state().items():
         name = key.partition("/")[2]
         stored = f"{OPTIMIZER}{key}"
         if stored not in known and key.startswith("master/"):
             stored = name
-        box = table[name].rectangle(groups.layout, groups.rank)
+        box = _share(trainer, name)
         tensor.zero_()
         tensor[_inside(box)] = checkpoint.read(stored, box).to(tensor)
-    optimizer.set_step(checkpoint.step)
+    trainer.optimizer.set_step(checkpoint.step)
 
 
-def _owned(
-    tensors: Mapping[str, Tensor], table: Mapping[str, Parameter], groups: Groups
-) -> Iterator[tuple[str, Tensor, Parameter, Rectangle]]:
-    second_copy = TIED if groups.axes["ends"].rank > 0 else None
-    for name, tensor in tensors.items():
-        described = table[name.rpartition("/")[2]]
-        if described.name != second_copy and described.is_primary(groups.layout, groups.rank):
-            yield name, tensor, described, described.rectangle(groups.layout, groups.rank)
+def _share(trainer: "Trainer", name: str) -> Rectangle:
+    """The rectangle of the rows that this rank's optimizer owns of a parameter."""
+    box = trainer.table[name].rectangle(trainer.layout, trainer.groups.rank)
+    rows = trainer.gradients.rows(name)
+    first, last = min(rows.start, box.size[0]), min(rows.stop, box.size[0])  # padding is cut off
+    return Rectangle((box.start[0] + first, *box.start[1:]), (last - first, *box.size[1:]))
+
+
+def _piece(name: str, tensor: Tensor, box: Rectangle, described: Parameter) -> Piece:
+    return Piece(name, tensor[_inside(box)].cpu(), box.start, described.shape)
 
 
 def _inside(box: Rectangle) -> tuple[slice, ...]:

@@ -66,10 +66,10 @@ class Trainer:
             self.table,
             self.groups,
             sequence_parallel=config.parallel.sequence_parallel,
+            shard_optimizer=config.parallel.zero == 1,
             bucket_bytes=config.parallel.bucket_mib * 2**20,
         )
-        named = {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
-        self.optimizer = AdamW(named, self.table, config.optimizer)
+        self.optimizer = AdamW(self.gradients.owned(), self.table, config.optimizer)
         b, p = config.batch, config.parallel
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
@@ -91,7 +91,7 @@ class Trainer:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Takes weights, optimizer and step of a run's checkpoint, whatever layout wrote it."""
         load_weights(self.stages, checkpoint, self.groups)
-        load_optimizer(self.optimizer, checkpoint, self.table, self.groups)
+        load_optimizer(self, checkpoint)
         self.step = checkpoint.step
 
     def state_bytes(self) -> int:
@@ -103,7 +103,7 @@ class Trainer:
         weights = {id(p): p for stage in self.stages.values() for p in stage.parameters()}
         kinds = {
             "weights": weights.values(),
-            "gradients": [bucket.flat for bucket in self.gradients.buckets],
+            "gradients": self.gradients.buffers(),
             "optimizer": self.optimizer.state().values(),
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
@@ -147,6 +147,7 @@ class Trainer:
         self.step += 1
         lr = learning_rate(config.optimizer, self.step, config.train.steps)
         self.optimizer.step(self.gradients.views, lr)
+        self.gradients.share_parameters()
         self.phases = Phases(*marks, clock())
         return Step(self.step, loss, lr, norm, perf_counter() - start)
 

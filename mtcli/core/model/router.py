@@ -78,8 +78,9 @@ class Router(nn.Module):
         limit = self._limit(scores_bsE.shape[1])
         if self.model.drop_policy == "position":
             return (chosen_bsE.cumsum(1) <= limit) & (chosen_bsE > 0)
-        # rank of each token by score within its expert; of equal scores the earlier token wins
-        scores = scores_bsE.masked_fill(chosen_bsE == 0, -1.0)
+        # Equal tokens, as in a run of spaces, have equal scores but for rounding, which depends on
+        # the layout. So scores are compared to 16 bits, and of equal ones the earlier wins.
+        scores = (scores_bsE * 2.0**16).round().masked_fill(chosen_bsE == 0, -1.0)
         place = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         return (place < limit) & (chosen_bsE > 0)
 

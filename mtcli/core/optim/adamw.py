@@ -14,16 +14,16 @@ from mtcli.core.spec.sharding import Parameter
 
 
 class AdamW:
-    """The optimizer of this rank's parameters, by canonical name."""
+    """The optimizer of the parts of parameters that this rank updates, by canonical name."""
 
     def __init__(
         self,
-        named: Mapping[str, nn.Parameter],
+        named: Mapping[str, Tensor],
         table: Mapping[str, Parameter],
         config: OptimizerConfig,
     ) -> None:
-        self.named = dict(named)
-        self.masters = {name: _master(parameter) for name, parameter in named.items()}
+        self.named = {name: part for name, part in named.items() if part.numel()}
+        self.masters = {name: _master(part) for name, part in self.named.items()}
         decays = [m for name, m in self.masters.items() if table[name].decays]
         others = [m for name, m in self.masters.items() if not table[name].decays]
         groups = [
@@ -48,7 +48,7 @@ class AdamW:
         self.update.step()
         for name, master in self.masters.items():
             master.grad = None
-            if master is not self.named[name]:
+            if master.dtype != self.named[name].dtype:
                 self.named[name].copy_(master)
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class AdamW:
         for name, master in self.masters.items():
             moments = self._moments(master)
             tensors |= {f"{kind}/{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
-            if master is not self.named[name]:
+            if master.dtype != self.named[name].dtype:
                 tensors[f"master/{name}"] = master.data
         return tensors
 
@@ -84,7 +84,7 @@ class AdamW:
         return state
 
 
-def _master(parameter: nn.Parameter) -> Tensor:
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    return nn.Parameter(parameter.detach().float())
+def _master(part: Tensor) -> Tensor:
+    """The part itself, sharing its memory, or a float32 copy of a 16-bit one."""
+    wide = torch.promote_types(part.dtype, torch.float32)
+    return nn.Parameter(part.to(wide))

@@ -43,6 +43,21 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+def start_all_reduce(x: Tensor, axis: Axis) -> dist.Work:
+    """Starts the sum over the axis, in place."""
+    return dist.all_reduce(x, group=axis.group, async_op=True)
+
+
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+    """Starts x [n, ...] on each of n ranks -> out [...], row `rank` of the sum."""
+    return _scatter_from(out, x.view(-1), group=axis.group, async_op=True)
+
+
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+    """Starts x [...] on each of n ranks -> out [n, ...]."""
+    return _gather_into(out.view(-1), x, group=axis.group, async_op=True)
+
+
 def gather_objects(value: object, axis: Axis) -> list[object]:
     """Every rank's value, in rank order, on every rank. Also a barrier."""
     if axis.size == 1:

@@ -2,32 +2,24 @@
 
 Gradients of all micro-batches accumulate in flat float32 buckets (float64 for float64 models), cut
 by the axes over which a parameter's gradient is partial (Parameter.gradient_axes). A bucket is
-reduced as soon as the last micro-batch's backward has filled it.
+reduced as soon as the last micro-batch's backward has filled it. With `shard_optimizer` (zero = 1)
+each data parallel rank keeps, updates and gives back a share of every parameter's rows.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from mtcli.core.parallel.buckets import Bucket
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.parallel.groups import Groups
 from mtcli.core.spec.sharding import Parameter
 
 TIED = "embedding.weight"  # on the first stage, and again on the last where the head is tied
 HEAD = "head.weight"  # in the table where it is not
 
-
-@dataclass
-class _Bucket:
-    axis: Axis
-    stage: int
-    flat: Tensor
-    views: dict[str, Tensor]
-    missing: set[str] = field(default_factory=set)  # not yet filled by the last backward
-    work: dist.Work | None = None
+Named = list[tuple[str, nn.Parameter]]
 
 
 class Gradients:
@@ -40,26 +32,52 @@ class Gradients:
         groups: Groups,
         *,
         sequence_parallel: bool,
+        shard_optimizer: bool = False,
         bucket_bytes: float,
     ) -> None:
         self.groups, self.table = groups, table
-        self.buckets: list[_Bucket] = []
-        seen: set[int] = set()
+        self.sequence_parallel, self.shard_optimizer = sequence_parallel, shard_optimizer
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buckets: list[Bucket] = []
+        self.bucket_of: dict[str, Bucket] = {}
         for index, stage in stages.items():
-            named = [(n, p) for n, p in stage.named_parameters() if id(p) not in seen]
-            seen.update(id(p) for _, p in named)
-            for axes, members in _by_axes(named, table, groups, sequence_parallel).items():
+            named = [(n, p) for n, p in stage.named_parameters() if n not in self.parameters]
+            self.parameters.update(named)
+            for axes, members in self._by_axes(named).items():
                 for part in _cut(reversed(members), bucket_bytes):
-                    self.buckets.append(self._bucket(index, groups.over(axes), part))
-        self.views = {name: v for bucket in self.buckets for name, v in bucket.views.items()}
-        self.fresh: set[str] = set(self.views)
+                    self._add_bucket(index, axes, part)
+        self.fresh: set[str] = set(self.parameters)
         self.armed: set[int] = set()
+        self.missing: dict[Bucket, set[str]] = {}  # what the last backward has yet to fill
+
+    @property
+    def views(self) -> dict[str, Tensor]:
+        """The gradients this rank keeps, by name: [rows of its share, ...]."""
+        return {name: bucket.gradient(name) for name, bucket in self.bucket_of.items()}
+
+    def owned(self) -> dict[str, Tensor]:
+        """The parameters' rows that this rank's optimizer updates, as views."""
+        return {name: p.data[self.rows(name)] for name, p in self.parameters.items()}
+
+    def rows(self, name: str) -> slice:
+        """The rows of a local parameter that this rank's optimizer owns."""
+        return self.bucket_of[name].rows(name)
+
+    def owner_axes(self, name: str) -> tuple[str, ...]:
+        """The axes over which the optimizer state of a parameter is cut."""
+        if not self.shard_optimizer:
+            return ()
+        return tuple(axis for axis in self._axes(name) if axis != "tp")
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that gradients take."""
+        apart = [bucket.kept for bucket in self.buckets if bucket.owners.size > 1]
+        return [bucket.flat for bucket in self.buckets] + apart
 
     def begin(self) -> None:
         """Starts a step: the first gradient to come replaces the last step's."""
-        self.fresh, self.armed = set(self.views), set()
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.views)
+        self.fresh, self.armed = set(self.parameters), set()
+        self.missing = {bucket: set(bucket.slots) for bucket in self.buckets}
 
     def arm(self, stage: int) -> None:
         """Says that the next backward of a stage is its last one of the step."""
@@ -68,86 +86,85 @@ class Gradients:
     def finish(self) -> None:
         """Returns when every gradient is reduced; those that no backward touched are zero."""
         for name in self.fresh:
-            self.views[name].zero_()
+            self.bucket_of[name].clear(name)
         for bucket in self.buckets:
-            if bucket.work is None and bucket.axis.size > 1:
-                self._reduce(bucket)
+            if self.missing[bucket]:
+                bucket.start()
         for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-        if TIED in self.views and HEAD not in self.table:
+            bucket.finish()
+        if TIED in self.parameters and HEAD not in self.table:
             all_reduce(self.views[TIED], self.groups.axes["ends"])
 
     def square_sum(self) -> float:
         """The sum of squares of the elements this rank answers for: each counts on one rank."""
-        layout, rank = self.groups.layout, self.groups.rank
         mine = [
-            view
-            for name, view in self.views.items()
-            if self.table[name].is_primary(layout, rank) and not self._is_second_copy(name)
+            view for name, view in self.views.items() if view.numel() and self.answers_for(name)
         ]
         if not mine:
             return 0.0
         return float(torch.stack(torch._foreach_norm(mine)).double().square().sum())
 
+    def answers_for(self, name: str) -> bool:
+        """Whether this rank counts and saves its share of a parameter's optimizer state."""
+        place = self.groups.layout.place(self.groups.rank)
+        described, cut = self.table[name], self.owner_axes(name)
+        copies = [a for a in described.replicated_over(self.groups.layout) if a not in cut]
+        return all(place[axis] == 0 for axis in copies) and not self.is_second_copy(name)
+
+    def is_second_copy(self, name: str) -> bool:
+        """Whether this is the last stage's copy of a tied embedding."""
+        return name == TIED and HEAD not in self.table and self.groups.axes["ends"].rank > 0
+
     def scale_(self, factor: float) -> None:
-        """Multiplies every gradient in place."""
+        """Multiplies every kept gradient in place."""
         for bucket in self.buckets:
-            bucket.flat.mul_(factor)
+            bucket.kept.mul_(factor)
 
-    def _is_second_copy(self, name: str) -> bool:
-        return name == TIED and self.groups.axes["ends"].rank > 0
+    @torch.no_grad()
+    def share_parameters(self) -> None:
+        """After the update: gives every rank the rows that others own."""
+        if not self.shard_optimizer:
+            return
+        tensors = {name: parameter.data for name, parameter in self.parameters.items()}
+        for sharing in [bucket.share(tensors) for bucket in self.buckets]:
+            sharing.finish()
 
-    def _bucket(self, stage: int, axis: Axis, members: list[tuple[str, nn.Parameter]]) -> _Bucket:
+    def _axes(self, name: str) -> tuple[str, ...]:
+        return self.table[name].gradient_axes(self.groups.layout, self.sequence_parallel)
+
+    def _by_axes(self, named: Named) -> dict[tuple[str, ...], Named]:
+        sets: dict[tuple[str, ...], Named] = {}
+        for name, parameter in named:
+            sets.setdefault(self._axes(name), []).append((name, parameter))
+        return sets
+
+    def _add_bucket(self, stage: int, axes: tuple[str, ...], members: Named) -> None:
+        cut = self.owner_axes(members[0][0])
+        owners, rest = self.groups.over(cut), self.groups.over(tuple(set(axes) - set(cut)))
         dtype = torch.promote_types(members[0][1].dtype, torch.float32)
-        sizes = [parameter.numel() for _, parameter in members]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=self.groups.device)
-        parts = flat.split(sizes)
-        views = {n: part.view_as(p) for (n, p), part in zip(members, parts, strict=True)}
-        bucket = _Bucket(axis, stage, flat, views)
+        like = torch.empty(0, dtype=dtype, device=self.groups.device)
+        bucket = Bucket({name: p.shape for name, p in members}, owners, rest, like)
+        self.buckets.append(bucket)
         for name, parameter in members:
-            self._watch(bucket, name, parameter)
-        return bucket
+            self.bucket_of[name] = bucket
+            parameter.register_post_accumulate_grad_hook(self._collector(bucket, stage, name))
 
-    def _watch(self, bucket: _Bucket, name: str, parameter: nn.Parameter) -> None:
+    def _collector(self, bucket: Bucket, stage: int, name: str):  # type: ignore[no-untyped-def]
         def collect(parameter: Tensor) -> None:
-            view, grad = bucket.views[name], parameter.grad
-            assert grad is not None, f"the hook of {name} ran without a gradient"
-            if name in self.fresh:
-                self.fresh.remove(name)
-                view.copy_(grad)
-            else:
-                view.add_(grad)
+            assert parameter.grad is not None, f"the hook of {name} ran without a gradient"
+            bucket.put(name, parameter.grad, first=name in self.fresh)
+            self.fresh.discard(name)
             parameter.grad = None
-            if bucket.stage in self.armed:
-                bucket.missing.discard(name)
-                if not bucket.missing and bucket.axis.size > 1:
-                    self._reduce(bucket)
+            if stage in self.armed:
+                self.missing[bucket].discard(name)
+                if not self.missing[bucket]:
+                    bucket.start()
 
-        parameter.register_post_accumulate_grad_hook(collect)
-
-    def _reduce(self, bucket: _Bucket) -> None:
-        bucket.work = dist.all_reduce(bucket.flat, group=bucket.axis.group, async_op=True)
+        return collect
 
 
-def _by_axes(
-    named: Iterable[tuple[str, nn.Parameter]],
-    table: dict[str, Parameter],
-    groups: Groups,
-    sequence_parallel: bool,
-) -> dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]:
-    sets: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named:
-        axes = table[name].gradient_axes(groups.layout, sequence_parallel)
-        sets.setdefault(axes, []).append((name, parameter))
-    return sets
-
-
-def _cut(
-    members: Iterable[tuple[str, nn.Parameter]], limit: float
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    part: list[tuple[str, nn.Parameter]] = []
+def _cut(members: Iterable[tuple[str, nn.Parameter]], limit: float) -> Iterator[Named]:
+    part: Named = []
     size = 0
     for name, parameter in members:
         if part and size + 4 * parameter.numel() > limit:

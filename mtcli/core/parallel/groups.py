@@ -79,8 +79,10 @@ class Groups:
         return self.layout.place(self.rank)["dp"]
 
     def over(self, axes: tuple[str, ...]) -> Axis:
-        """The group along a set of axes."""
+        """The group along a set of axes; of no axes, this rank alone."""
         wanted = set(axes)
+        if not wanted:
+            return Axis("alone", (self.rank,), 0, None)
         return next(self.axes[name] for name, own in AXES.items() if set(own) == wanted)
 
 

@@ -254,7 +254,7 @@ def require_trainable(config: RunConfig) -> None:
     p = config.parallel
     untrained = {
         "parallel.tp_mode": p.tp_mode == "2d",
-        "parallel.zero": p.zero > 0,
+        "parallel.zero": p.zero == 3,
         "parallel.schedule": p.schedule == "zero_bubble",
     }
     problems = [
