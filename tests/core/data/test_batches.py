@@ -13,7 +13,7 @@ import mtcli.core.data.batches as batches_module
 import mtcli.core.data.cache as cache
 from mtcli.core.data.batches import Batches
 from mtcli.core.data.describe import describe, tokenizer_folder
-from mtcli.core.data.indexed import Indexed
+from mtcli.core.data.indexed import Indexed, write_dataset
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.data.preprocess import preprocess
 from mtcli.core.data.request import Request
@@ -27,8 +27,6 @@ def make(prefix, num_samples=300, seq_len=16, seed=1, split="1"):
 
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory):
-    from mtcli.core.data.indexed import write_dataset
-
     folder, random = tmp_path_factory.mktemp("blend"), np.random.default_rng(3)
     for name in "ab":
         texts = [random.integers(0, 500, n) for n in random.integers(1, 40, 30)]
@@ -66,6 +64,12 @@ def test_the_ledger_names_the_tokens_of_each_sample(blend):
     for number, sample in enumerate(batches.sample_ids(1000, 60), 1000):
         spans = [data[sample.prefix][s][o : o + n] for s, o, n in sample.spans]
         assert np.array_equal(np.concatenate(spans), whole[number])
+
+
+def test_the_ledger_names_no_empty_span(tmp_path):
+    write_dataset(tmp_path / "x", [[1] * (n % 3) for n in range(60)], np.dtype("<u2"))
+    samples = make(str(tmp_path / "x"), num_samples=50).sample_ids(0, 50)
+    assert all(tokens > 0 for sample in samples for _, _, tokens in sample.spans)
 
 
 def test_another_seed_is_another_order_of_the_same_tokens(make_dataset):
@@ -177,9 +181,9 @@ def test_a_damaged_or_forbidden_cache_is_done_without(make_dataset, monkeypatch)
 
 def test_data_that_changed_is_not_read_with_the_old_indices(make_dataset, monkeypatch):
     monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
-    prefix, _ = make_dataset(seed=1)
+    prefix, documents = make_dataset(seed=1)
     old = make(prefix).batch(0, 300)
-    make_dataset(seed=2)
+    write_dataset(prefix, documents[::-1], np.dtype("<u2"))  # files of the same sizes
     monkeypatch.setattr(cache, "WORTH_KEEPING", 1 << 30)
     expected = make(prefix).batch(0, 300)
     monkeypatch.setattr(cache, "WORTH_KEEPING", 0)

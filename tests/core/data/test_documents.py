@@ -153,7 +153,8 @@ def test_a_long_document_is_read_in_parts_or_not_at_all(tmp_path, monkeypatch):
 
 @given(st.text(alphabet=" \n\tab1.é\u00a0\u2028\x1c'", max_size=200))
 def test_parts_of_a_long_document_have_the_ids_of_the_whole(text):
-    tokenizer = train_tokenizer(["a b\n ab\n\n 1.é"] * 5, 280)
+    ends = ["a \n", "b\n\n", "1\t\n", ".\n ", "é\u00a0\n", "a\n\t", "'\u2028\n"]
+    tokenizer = train_tokenizer([*ends, "a b\n ab\n\n 1.é"] * 5, 320)
     at = documents._safe_cut(text)
     assert tokenizer.encode(text[:at]) + tokenizer.encode(text[at:]) == tokenizer.encode(text)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mtcli.core.data.batches import Batches
-from mtcli.core.data.indexed import Indexed
+from mtcli.core.data.indexed import Indexed, write_dataset
 from mtcli.core.data.samples import build_samples
 
 
@@ -83,11 +83,24 @@ def test_batches_hold_the_tokens_of_megatrons_items(make_dataset):
         assert np.array_equal(ours[i, 1:], item["labels"].numpy())
 
 
-def test_empty_sequences_are_stepped_over():
-    lengths = np.array([0, 5, 0, 0, 6, 0], np.int32)
-    samples = build_samples(lengths, range(6), 2, 4, seed=3)
-    stream = np.concatenate([np.full(lengths[d], d) for d in samples.documents])
-    starts = np.concatenate([[0], np.cumsum(lengths[samples.documents])])
-    for k, (position, offset) in enumerate(samples.rows.tolist()):
-        assert starts[position] + offset == 4 * k
-        assert k == 0 or samples.documents[position] == stream[4 * k]
+@pytest.mark.parametrize("num_samples", [100, 178, 179, 180, 181, 200])
+def test_the_last_epoch_is_apart_below_80_percent_as_megatrons(tmp_path, num_samples):
+    # 1601 tokens are 100 samples of 16 and one more token: 80 of the second epoch is the limit.
+    prefix = str(tmp_path / "data")
+    write_dataset(prefix, [[7] * n for n in [40] * 40 + [1]], np.dtype("<u2"))
+    theirs = megatron(prefix, range(41), num_samples, 16, 3)
+    ours = build_samples(Indexed(prefix).lengths, range(41), num_samples, 16, 3)
+    assert np.array_equal(ours.documents, theirs.document_index)
+    assert np.array_equal(ours.order, theirs.shuffle_index)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_empty_sequences_are_stepped_over_as_megatrons_helper_does(seed):
+    from megatron.core.datasets import helpers
+
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, 4, 30).astype(np.int32)
+    samples = build_samples(lengths, range(30), 40, 5, seed)
+    epochs, per_epoch = len(samples.documents) // 30, int(lengths.sum())
+    rows = helpers.build_sample_idx(lengths, samples.documents, 5, epochs, per_epoch, True, True)
+    assert np.array_equal(samples.rows, rows)
