@@ -18,6 +18,7 @@ from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.parallel.pp import Pipeline, Wire
+from mtcli.core.parallel.split import WeightWork
 from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.spec import check
@@ -43,6 +44,7 @@ def build_stages(config: RunConfig, groups: Groups) -> dict[int, Stage]:
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
+        weight_work=WeightWork() if parallel.schedule == "zero_bubble" else None,
     )
     layers = stage_layers(config.model, layout, parallel.stage_layers)
     stages = {

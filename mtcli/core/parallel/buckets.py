@@ -1,8 +1,8 @@
 """A bucket: the gradients of some parameters in one flat buffer, reduced and kept together.
 
 The buffer is [owners, part]. After the reduction owner i keeps row i: the gradients of its share of
-every parameter's rows (dimension 0). With one owner every rank keeps all of it and the reduction is an
-all-reduce; with several, ZeRO's first stage (arXiv:1910.02054, section 5.1), a reduce-scatter.
+every parameter's rows (dimension 0). With one owner every rank keeps all of it and the reduction
+is an all-reduce; with several, ZeRO stage 1 (arXiv:1910.02054, section 5.1), a reduce-scatter.
 """
 
 from collections.abc import Mapping, Sequence

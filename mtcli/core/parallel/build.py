@@ -1,12 +1,14 @@
 """Making a rank's parameters: empty tensors of the shapes that the parameter table gives."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.split import WeightWork
 from mtcli.core.spec.sharding import Parameter
 
 
@@ -24,6 +26,12 @@ class Build:
     sequence_parallel: bool = True
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
+    weight_work: WeightWork | None = None  # where the schedule splits the backward
+
+    @property
+    def linear(self) -> Callable[..., Tensor]:
+        """F.linear, or one whose weight gradients can wait."""
+        return F.linear if self.weight_work is None else self.weight_work.linear
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank's local shape, padding included."""

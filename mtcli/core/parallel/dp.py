@@ -151,7 +151,8 @@ class Gradients:
 
     def _collector(self, bucket: Bucket, stage: int, name: str):  # type: ignore[no-untyped-def]
         def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None, f"the hook of {name} ran without a gradient"
+            if parameter.grad is None:  # a split backward brings this one later
+                return
             bucket.put(name, parameter.grad, first=name in self.fresh)
             self.fresh.discard(name)
             parameter.grad = None

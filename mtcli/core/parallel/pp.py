@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.split import Work
 from mtcli.core.schedule.ops import Op, Schedule, needs
 
 Given = TypeVar("Given")
@@ -24,6 +26,8 @@ Given = TypeVar("Given")
 
 class StageModule(Protocol[Given]):
     """One stage of the model; Given is what it reads besides activations."""
+
+    build: Build
 
     def __call__(self, x_TD: Tensor | None, inputs: Given) -> Tensor:
         """The stage's activations."""
@@ -74,15 +78,12 @@ class Pipeline(Generic[Given]):
         `before_last_backward(stage)` is called when no later op adds to the stage's gradients.
         """
         run = _Step(self, load, tokens, scale)
-        left = {stage: sum(op[::2] == ("B", stage) for op in self.ops) for stage in self.stages}
+        actions = {"F": run.forward, "B": run.backward, "I": run.backward, "W": run.weights}
+        last = {op.stage: op for op in self.ops if op.kind in "BW"}
         for op in self.ops:
-            if op.kind == "F":
-                run.forward(op)
-                continue
-            left[op.stage] -= 1
-            if left[op.stage] == 0:
+            if op == last[op.stage]:
                 before_last_backward(op.stage)
-            run.backward(op)
+            actions[op.kind](op)
         self.hops.wait()
         self.spans = run.spans
         return run.total_loss()
@@ -108,6 +109,7 @@ class _Step(Generic[Given]):
         self.load, self.tokens, self.clock = load, tokens, pipeline.clock
         self.loaded: dict[int, Given] = {}
         self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.weight_work: dict[tuple[int, int], list[Work]] = {}
         self.losses: list[Tensor] = []
         self.spans: list[OpSpan] = []
 
@@ -128,16 +130,31 @@ class _Step(Generic[Given]):
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def backward(self, op: Op) -> None:
-        """B: the gradient of the output in, of the input out; parameters' gradients on the way."""
+        """B: the gradient of the output in, of the input out; parameters' gradients on the way.
+
+        I leaves the gradients of linear weights for W.
+        """
         gradient = None
         if op.stage < self.last_stage:
             gradient = self.hops.receive(needs(op, self.last_stage + 1)[1], self.tokens)
         x, y = self.saved.pop((op.micro_batch, op.stage))
         start = self.clock()
-        torch.autograd.backward(y, gradient)
+        if op.kind == "B":
+            torch.autograd.backward(y, gradient)
+        else:
+            with self.stages[op.stage].build.weight_work.collecting() as work:
+                torch.autograd.backward(y, gradient)
+            self.weight_work[op.micro_batch, op.stage] = work
         if x is not None:
             assert x.grad is not None, f"{op} left no gradient for the stage before"
             self.hops.send(op, x.grad)
+        self.spans.append(OpSpan(op, start, self.clock()))
+
+    def weights(self, op: Op) -> None:
+        """W: the weight gradients that I has left."""
+        start = self.clock()
+        for run in self.weight_work.pop((op.micro_batch, op.stage)):
+            run()
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def infer(self, op: Op) -> Tensor | None:
@@ -175,7 +192,8 @@ class _Hops:
 
     def __init__(self, schedule: Schedule, groups: Groups, wire: Wire) -> None:
         self.schedule, self.wire, self.tp = schedule, wire, groups.tp
-        self.axes = {"F": groups.axes["pp_forward"], "B": groups.axes["pp_backward"]}
+        back = groups.axes["pp_backward"]
+        self.axes = {"F": groups.axes["pp_forward"], "B": back, "I": back}
         self.me, self.device = groups.pp_rank, groups.device
         self.early: dict[Op, Tensor] = {}
         self.sending: list[tuple[dist.Work, Tensor]] = []

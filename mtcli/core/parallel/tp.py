@@ -39,13 +39,13 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.tp = build.groups.tp
+        self.tp, self.linear = build.groups.tp, build.linear
         self.enter = gather_in if build.sequence_parallel else copy_in
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Returns this rank's columns of y."""
         bias = None if self.bias is None else self.bias.flatten()
-        return F.linear(self.enter(x_TD, self.tp), self.weight.flatten(0, -2), bias)
+        return self.linear(self.enter(x_TD, self.tp), self.weight.flatten(0, -2), bias)
 
 
 class RowLinear(nn.Module):
@@ -58,12 +58,12 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.tp = build.groups.tp
+        self.tp, self.linear = build.groups.tp, build.linear
         self.leave = scatter_out if build.sequence_parallel else sum_out
 
     def forward(self, x_TF: Tensor) -> Tensor:
         """Returns the summed output."""
-        y_TD = self.leave(F.linear(x_TF, self.weight), self.tp)
+        y_TD = self.leave(self.linear(x_TF, self.weight), self.tp)
         return y_TD if self.bias is None else y_TD + self.bias
 
 

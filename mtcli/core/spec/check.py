@@ -255,7 +255,6 @@ def require_trainable(config: RunConfig) -> None:
     untrained = {
         "parallel.tp_mode": p.tp_mode == "2d",
         "parallel.zero": p.zero == 3,
-        "parallel.schedule": p.schedule == "zero_bubble",
     }
     problems = [
         Problem("this can be planned and not yet trained", "see docs/architecture.md", field)
