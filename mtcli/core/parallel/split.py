@@ -1,0 +1,53 @@
+"""A backward pass in two halves: input gradients now, weight gradients when the schedule says.
+
+Zero-bubble schedules (arXiv:2401.10241, section 2) put the weight half W where a rank would wait.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+
+
+class WeightWork:
+    """Collects the weight halves of a stage's linear layers while one micro-batch's I runs."""
+
+    def __init__(self) -> None:
+        self.pending: list[Work] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Work]]:
+        """Inside, backward leaves the weight gradients of `linear` in the list it gives."""
+        self.pending = []
+        try:
+            yield self.pending
+        finally:
+            self.pending = None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x weight^T + bias, as F.linear: x [T, D], weight [F, D] -> [T, F]."""
+        return _Linear.apply(x, weight, bias, self)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightWork
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.work, ctx.weight = bias is not None, work, weight
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        of_bias = grad.sum(0) if ctx.has_bias else None
+        if ctx.work.pending is None:
+            return grad @ weight, grad.T @ x, of_bias, None
+        leaf = ctx.weight  # with its graph: from a view, such as a flattened weight, to the leaf
+        ctx.work.pending.append(lambda: torch.autograd.backward(leaf, grad.T @ x))
+        return grad @ weight, None, of_bias, None
