@@ -158,3 +158,10 @@ def test_a_model_that_is_not_a_number_fails_and_says_where():
         "the model gives a log-probability of nan in request 1 of 2"
     )
     assert caught.value.code == 1
+
+
+def test_a_shared_context_gives_no_mask_to_requests_that_share_nothing():
+    shared = [request(ids(30), ids(3, seed=e)) for e in (1, 2)]
+    planned = pack([*shared, request(ids(34, seed=7), [1])], max_seq_len=64, batch_tokens=128)
+    found = [(len(b.owners), b.batch.mask is None) for b in batches(planned)]
+    assert sorted(found) == [(1, True), (6, False)]

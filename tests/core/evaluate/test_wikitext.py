@@ -108,6 +108,17 @@ def test_a_short_text_is_one_window(tmp_path):
     assert report["num_tokens"] == len("= A =\nb-c, d .")
     assert report["perplexity"] == pytest.approx(math.exp(12 / report["num_original_tokens"]))
     assert (report["window"], report["overlap"]) == (1024, 32)
+    assert report["token_perplexity"] == pytest.approx(math.exp(12 / 13))
+    assert report["word_perplexity"] == pytest.approx(math.exp(30 / report["num_words"]))
+    assert report["bits_per_byte"] == pytest.approx(30 / report["num_bytes"] / math.log(2))
+
+
+def test_every_rule_of_the_detokeniser_is_lm_evals():
+    text = (
+        "boys ' a @-@ b 1 @,@ 2 @.@ 3 ; x : y . z ! q ? r , s ( t ) [ u ] { v } \" w \" ' k ' "
+        "= = = = = = = = = 5 ° C \n d \n e N f it 's g"
+    )
+    assert detokenise(text) == preprocess_wikitext.wikitext_detokenizer({"page": text})
 
 
 def test_a_model_that_reads_less_than_the_overlap_advances_by_what_it_reads(tmp_path):
