@@ -126,7 +126,8 @@ class Gradients:
         if not self.shard_optimizer:
             return
         tensors = {name: parameter.data for name, parameter in self.parameters.items()}
-        for sharing in [bucket.share(tensors) for bucket in self.buckets]:
+        shared = [bucket for bucket in self.buckets if bucket.owners.size > 1]
+        for sharing in [bucket.share(tensors) for bucket in shared]:
             sharing.finish()
 
     def _axes(self, name: str) -> tuple[str, ...]:
