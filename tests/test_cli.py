@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -82,13 +81,15 @@ def test_a_command_s_help_imports_no_torch(name):
     assert f"Usage: mtcli {name}" in done.stdout
 
 
-def test_help_answers_in_a_quarter_of_a_second():
-    seconds = []
+def test_help_takes_a_quarter_of_a_second_of_processor_time_at_most():
+    seconds = []  # of the processor, since a busy machine stretches the clock's
     for _ in range(5):
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run([sys.executable, "-m", "mtcli", "--help"], capture_output=True, check=True)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.25  # measured 0.06; the goal is 0.12
+        after = os.times()
+        used = after.children_user - before.children_user
+        seconds.append(used + after.children_system - before.children_system)
+    assert 0 < min(seconds) < 0.25  # measured 0.06; the goal is 0.12 by the clock
 
 
 def test_help_lists_every_command_with_its_purpose(capsys):
