@@ -82,6 +82,7 @@ class Trainer:
         """Fills the weights from the config's seed."""
         for stage in self.stages.values():
             initialise(stage, self.config.model, self.groups, self.config.seed)
+        self.optimizer.reset_masters()
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Takes the weights of any checkpoint of this model and starts at step 0."""

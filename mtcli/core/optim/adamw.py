@@ -53,7 +53,7 @@ class AdamW:
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Takes the masters from the parameters, after other weights were loaded."""
+        """Takes the masters from the parameters, after these were filled."""
         for name, master in self.masters.items():
             master.copy_(self.named[name])
 
