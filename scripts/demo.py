@@ -89,7 +89,7 @@ def results() -> dict[str, str]:
         f"{speed(second)}; held out {second[-1]['valid_loss']:.2f}, a unigram model "
         f"{unigram_loss():.2f}",
         "shard": "one Hugging Face folder, logits and every bit compared",
-        "eval": f"perplexity {held_out['perplexity']:.0f} a word of mtcli's own source",
+        "eval": f"{held_out['bits_per_byte']:.2f} bits a byte of mtcli's own source, never seen",
         "generate": "40 tokens",
         "profile": f"mfu {profile['mfu']:.0%}, bubble {profile['bubble_fraction']['measured']:.0%} "
         f"(planned {profile['bubble_fraction']['planned']:.0%})",
