@@ -132,6 +132,7 @@ def curves(rows: Sequence[Row]) -> go.Figure:
     steps = [row["step"] for row in rows]
     for place, (name, values) in enumerate(shown.items()):
         line = go.Scatter(x=steps, y=values, name=name, line={"color": PALETTE[place % 2]})
+        line.showlegend = name == "loss"
         figure.add_trace(line, row=place // 2 + 1, col=place % 2 + 1)
     valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
     if valid:

@@ -1,0 +1,90 @@
+"""C13: what the timers of `mtcli profile` cost a step, and how much of a step they account for.
+
+One trainer on one rank; steps alternate between timed ones, as profile runs them, and bare ones
+whose clock reads nothing, so both meet the same machine. The cost is the median of the differences
+of neighbours over the median bare step.
+
+    python benchmarks/bench_profile.py [--pairs 30] [--json FILE]
+"""
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+GOAL_COST, GOAL_NAMED = 0.02, 0.95
+WARMUP = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    rows = measure(args.pairs)
+    cost, named = rows["cost"], rows["accounted_for"]
+    print(f"bare step        {1e3 * rows['bare_seconds']:9.2f} ms (median of {args.pairs})")
+    print(f"timed step       {1e3 * rows['timed_seconds']:9.2f} ms")
+    print(f"cost of timers   {cost:9.2%}    goal at most {GOAL_COST:.0%}: {met(cost <= GOAL_COST)}")
+    print(f"of a step named  {named:9.2%}    goal {GOAL_NAMED:.0%}: {met(named >= GOAL_NAMED)}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def met(held: bool) -> str:
+    return "met" if held else "MISSED"
+
+
+def measure(pairs: int) -> dict[str, float]:
+    from mtcli.core.measure import counted, timed_step
+    from mtcli.core.report.attribution import attribute
+    from mtcli.core.report.clock import HostClock
+    from mtcli.core.report.records import Profiled, RankRecord
+    from mtcli.core.runtime import bring_up
+    from mtcli.core.spec.load import load_config
+    from mtcli.core.trainer import Trainer
+
+    config = load_config("tiny", ["batch.global_batch_size=4", "batch.micro_batch_size=1"])
+    with bring_up("cpu", 60.0) as runtime:
+        trainer = Trainer(config, runtime)
+        trainer.initialise()
+        feed, clock = counted(config, trainer), HostClock()
+        bare, timed, records = [], [], []
+
+        def run(with_timers: bool) -> None:
+            trainer.pipeline.clock = clock if with_timers else (lambda: 0.0)
+            start = perf_counter()
+            if with_timers:
+                records.append(timed_step(trainer, feed, clock, 0.0))
+            else:
+                trainer.train_step(feed)
+            (timed if with_timers else bare).append(perf_counter() - start)
+
+        orders = random.Random(7)
+        for _ in range(WARMUP + pairs):
+            for with_timers in orders.sample((True, False), 2):
+                run(with_timers)
+        feed.close()
+        bare, timed, records = bare[WARMUP:], timed[WARMUP:], records[WARMUP:]
+        step = records[0]
+        record = RankRecord(0, 0, True, records, Profiled(step, {}, {}, 0.0, [], []), {}, 0, 1.0)
+        spent = [
+            attribute(record, [records[i]], i, trainer.pipeline.schedule) for i in range(pairs)
+        ]
+        others = [one["other"] / sum(one.values()) for one in spent]
+    differences = [b - a for a, b in zip(bare, timed, strict=True)]
+    return {
+        "bare_seconds": median(bare),
+        "timed_seconds": median(timed),
+        "cost": median(differences) / median(bare),
+        "accounted_for": 1.0 - median(others),
+    }
+
+
+if __name__ == "__main__":
+    main()
