@@ -22,6 +22,15 @@ LLAMA = {
     "vocab_size": 150,  # of 256 rows: with tp=2 the second shard holds 22 and 106 of padding
     "max_seq_len": 16,
 }
+MOE = LLAMA | {
+    "architecture": "mixtral",
+    "num_layers": 2,
+    "num_experts": 4,
+    "top_k": 2,
+    "moe_ffn_hidden_size": 12,
+    "sequence_aux_loss_coeff": 0.01,
+    "z_loss_coeff": 0.001,
+}
 DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
 BATCH = {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 4}
 

@@ -82,7 +82,7 @@ def overlap(runtime):
         if m == 1:
             gradients.arm(0)
         module(x_of(runtime.rank, m)).backward()
-        seen.append({n for b in gradients.buckets if b.work is not None for n in b.views})
+        seen.append({n for b in gradients.buckets if b.work is not None for n in b.slots})
     gradients.finish()
     return seen
 
