@@ -46,8 +46,9 @@ def cross_entropy_backward_(
 ) -> Tensor:
     """Overwrites the exponentials by the logits' gradient: (exps / sums - onehot) * grad."""
     exps_TV.mul_((grad_T / sums_T)[:, None].to(exps_TV.dtype))
-    at_target = (-grad_T).masked_fill(~owned_T, 0.0).to(exps_TV.dtype)
-    return exps_TV.scatter_add_(1, target_T[:, None], at_target[:, None])
+    at_target = exps_TV.gather(1, target_T[:, None])
+    at_target -= grad_T.masked_fill(~owned_T, 0.0)[:, None].to(exps_TV.dtype)
+    return exps_TV.scatter_(1, target_T[:, None], at_target)  # scatter_add_ widens 16 bits: 10x
 
 
 def _row_blocks(x_TV: Tensor) -> list[slice]:
