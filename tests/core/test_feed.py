@@ -1,0 +1,143 @@
+import json
+
+import pytest
+import torch
+from tiny import DROPPING, GPT, Samples, documents, run_config
+
+from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.feed import Feed, open_feed
+from mtcli.core.parallel.groups import Axis, Groups, make_groups
+from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.layout import ParallelLayout
+
+BATCH = {"global_batch_size": 12, "micro_batch_size": 2}
+
+
+def groups_of(layout, rank):
+    """The groups of a rank with nobody else there: enough for reading data."""
+    cp = layout.place(rank)["cp"]
+    return Groups(layout, rank, torch.device("cpu"), {"cp": Axis("cp", (0,) * layout.cp, cp, None)})
+
+
+def rows_of(config, layout, rank, step, **options):
+    """(tokens, labels, positions, numbers) of every micro-batch of a rank, one after another."""
+    feed = Feed(Samples(config), config, groups_of(layout, rank))
+    load = feed.step(step, **options)
+    count = config.batch.global_batch_size // (config.batch.micro_batch_size * layout.dp)
+    found = [load(m) for m in range(count)]
+    feed.close()
+    return found
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_micro_batch_m_of_data_rank_r_is_the_contiguous_block_that_compat_md_gives(dp, step):
+    config = run_config(batch=BATCH)
+    whole = torch.from_numpy(Samples(config).batch(step * 12, 12))
+    for rank in range(dp):
+        for m, inputs in enumerate(rows_of(config, ParallelLayout(dp), rank, step)):
+            first = m * (2 * dp) + rank * 2
+            assert torch.equal(inputs.tokens, whole[first : first + 2, :-1])
+            assert torch.equal(inputs.labels, whole[first : first + 2, 1:])
+
+
+def test_ranks_of_one_replica_read_the_same_samples():
+    config, layout = run_config(batch=BATCH), ParallelLayout(4, tp=2, pp=2)
+    tokens = [rows_of(config, layout, rank, 1)[0].tokens for rank in range(4)]
+    assert all(torch.equal(tokens[0], other) for other in tokens)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_dropout_numbers_are_sample_times_length_plus_position_on_any_layout(cp):
+    config = run_config(GPT | DROPPING, batch=BATCH)
+    seen = set()
+    for rank in range(2 * cp):
+        for inputs in rows_of(config, ParallelLayout(2 * cp, cp=cp), rank, step=2):
+            samples = inputs.numbers // 8
+            assert torch.equal(inputs.numbers % 8, inputs.positions)
+            rows = Samples(config).rows[samples.flatten() % 256, inputs.positions.flatten()]
+            assert torch.equal(inputs.tokens.flatten(), torch.from_numpy(rows))
+            seen.update(inputs.numbers.flatten().tolist())
+    assert seen == set(range(24 * 8, 36 * 8)), "step 2 is tokens 24 * 8 to 36 * 8, each once"
+
+
+def test_without_dropout_or_in_evaluation_tokens_have_no_numbers():
+    layout = ParallelLayout(1)
+    assert rows_of(run_config(batch=BATCH), layout, 0, 0)[0].numbers is None
+    dropping = run_config(GPT | DROPPING, batch=BATCH)
+    assert rows_of(dropping, layout, 0, 0, training=False)[0].numbers is None
+
+
+class Counting(Samples):
+    def __init__(self, config, count):
+        super().__init__(config, count)
+        self.asked = []
+
+    def batch(self, start, count):
+        self.asked.append(start)
+        return super().batch(start, count)
+
+
+def test_the_next_step_is_read_ahead_and_never_past_the_end():
+    config = run_config(batch=BATCH | {"micro_batch_size": 12})
+    batches = Counting(config, 24)
+    feed = Feed(batches, config, groups_of(ParallelLayout(1), 0))
+    feed.step(0)
+    feed.reader.submit(lambda: None).result()  # the reader is done with what it was given
+    assert batches.asked == [0, 12]
+    feed.step(1)
+    feed.reader.submit(lambda: None).result()
+    assert batches.asked == [0, 12]
+    feed.step(0)  # back, as an evaluation that starts over
+    assert batches.asked[2] == 0
+    feed.close()
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    write_dataset(tmp_path / "data", documents(), token_dtype(101))
+    return str(tmp_path / "data")
+
+
+def open_for(data, model=GPT, **options):
+    config = run_config(model, data=data, train={"steps": 2, "eval_batches": 2})
+    return open_feed(config, make_groups(ParallelLayout(1), 0, torch.device("cpu")), **options)
+
+
+def tokens_of(feed):
+    load = feed.step(0)
+    feed.close()
+    return load(0).tokens
+
+
+def test_validation_holds_other_documents_than_training(prefix):
+    both = {"train": [prefix], "split": "50,50,0"}
+    train, valid = open_for(both), open_for(both, validation=True)
+    assert not torch.equal(tokens_of(train), tokens_of(valid))
+
+
+def test_validation_data_of_its_own_is_used_whole(prefix, tmp_path):
+    write_dataset(tmp_path / "one", [[5] * 60], token_dtype(101))
+    both = {"train": [prefix], "valid": [str(tmp_path / "one")], "split": "100,0,0"}
+    assert (tokens_of(open_for(both, validation=True)) == 5).all()
+    only_two = {"train": [str(tmp_path / "one")], "valid": [prefix], "split": "0,100,0"}
+    assert (tokens_of(open_for(only_two)) == 5).all(), "nothing is held back from training"
+
+
+def test_no_data_is_an_error_that_names_the_field():
+    with pytest.raises(MtcliError) as caught:
+        open_for({})
+    (problem,) = caught.value.problems
+    assert problem.message == "there is no training data"
+    assert problem.field == "data.train" and "mtcli preprocess" in problem.hint
+    assert caught.value.code == 2
+
+
+def test_an_id_beyond_the_vocabulary_is_an_error_with_both_numbers(prefix, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps({"max_token_id": 101}))
+    with pytest.raises(MtcliError) as caught:
+        open_for({"train": [prefix]})
+    (problem,) = caught.value.problems
+    assert problem.message == "the data's token id 101 is not below vocab_size=101"
+    assert "model.vocab_size=102" in problem.hint and problem.field == "model.vocab_size"
+    assert open_for({"train": [prefix]}, GPT | {"vocab_size": 102}).close() is None

@@ -1,0 +1,138 @@
+"""A run stops on one layout and goes on in another: the state is the same, and so is the curve."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import DROPPING, GPT, LLAMA, Samples, run_config
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import save
+from mtcli.core.feed import Feed
+from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.saving import pieces
+from mtcli.core.spec.load import dump_toml
+from mtcli.core.spec.model import parameters
+from mtcli.core.trainer import Trainer
+
+TALL = {"micro_batch_size": 2}
+STEPS, STOP = 8, 4
+FROM = (2, {"tp": 2}, TALL)
+TO = [
+    (1, {}, {}),
+    (2, {"tp": 2}, TALL),
+    (2, {"pp": 2}, {}),
+    (2, {"zero": 1}, {}),
+    (4, {"tp": 2, "pp": 2, "sequence_parallel": False}, {}),
+]
+
+
+def config_of(model, layout, precision="fp32"):
+    _, parallel, batch = layout
+    train = {"steps": STEPS, "precision": precision, "matmul": "strict"}
+    return run_config(model, parallel=parallel, batch=batch, train=train)
+
+
+def train(runtime, config, folder, start, stop):
+    """Trains from a checkpoint (or the seed) to a step and saves there; returns the losses."""
+    trainer = Trainer(config, runtime)
+    if start:
+        trainer.resume(open_checkpoint(folder / f"step-{start:08d}"))
+    else:
+        trainer.initialise()
+    assert trainer.step == start
+    feed = Feed(Samples(config), config, trainer.groups)
+    losses = [trainer.train_step(feed).loss for _ in range(stop - start)]
+    feed.close()
+    written = save(
+        folder,
+        trainer.step,
+        pieces(trainer),
+        rank=runtime.rank,
+        gather=lambda value: gather_objects(value, trainer.groups.world),
+        extra={},
+        config_toml=dump_toml(config),
+        tokenizer=None,
+        keep=0,
+    )
+    assert written.name == f"step-{stop:08d}"
+    return losses
+
+
+def tensors(folder, step):
+    checkpoint = open_checkpoint(folder / f"step-{step:08d}")
+    return {name: checkpoint.read(name) for name in checkpoint.names()}
+
+
+@pytest.fixture(scope="module", params=["gpt", "llama"])
+def run(request, tmp_path_factory):
+    """(model, folder with a tp=2 run's step 4, the losses of the 8 steps, the final tensors)."""
+    model = GPT | DROPPING if request.param == "gpt" else LLAMA
+    folder = tmp_path_factory.mktemp(request.param)
+    config = config_of(model, FROM)
+    whole = tmp_path_factory.mktemp("whole")
+    losses = run_ranks(2, train, config, whole, 0, STEPS)[0]
+    run_ranks(2, train, config, folder, 0, STOP)
+    return model, folder, losses, tensors(whole, STEPS)
+
+
+def test_a_checkpoint_holds_weights_and_moments_whole_and_without_padding(run):
+    model, folder, _, _ = run
+    table = parameters(run_config(model).model)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors(folder, STOP).items()}
+    expected = {}
+    for name, parameter in table.items():
+        for key in ("", "optimizer.exp_avg/", "optimizer.exp_avg_sq/"):
+            expected[key + name] = parameter.shape
+    assert found == expected
+
+
+def test_the_same_layout_goes_on_bit_for_bit(run, tmp_path):
+    model, folder, losses, final = run
+    again = run_ranks(2, train, config_of(model, FROM), folder, STOP, STEPS)[0]
+    assert again == losses[STOP:]
+    for name, tensor in tensors(folder, STEPS).items():
+        assert torch.equal(tensor, final[name]), name
+
+
+@pytest.mark.parametrize("layout", TO, ids=str)
+def test_any_layout_goes_on_with_the_same_curve(run, layout, tmp_path):
+    model, folder, losses, _ = run
+    (tmp_path / f"step-{STOP:08d}").symlink_to(folder / f"step-{STOP:08d}")
+    again = run_ranks(layout[0], train, config_of(model, layout), tmp_path, STOP, STEPS)[0]
+    assert again == pytest.approx(losses[STOP:], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", TO, ids=str)
+def test_saving_without_a_step_between_changes_no_bit(run, layout, tmp_path):
+    model, folder, _, _ = run
+    (tmp_path / f"step-{STOP:08d}").symlink_to(folder / f"step-{STOP:08d}")
+    before = tensors(tmp_path, STOP)
+    (tmp_path / f"step-{STOP:08d}").unlink()
+    run_ranks(layout[0], copy, config_of(model, layout), folder, tmp_path)
+    after = tensors(tmp_path, STOP)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def copy(runtime, config, folder, to):
+    trainer = Trainer(config, runtime)
+    trainer.resume(open_checkpoint(folder / f"step-{STOP:08d}"))
+    gather = lambda value: gather_objects(value, trainer.groups.world)  # noqa: E731
+    options = {"extra": {}, "config_toml": dump_toml(config), "tokenizer": None, "keep": 0}
+    save(to, trainer.step, pieces(trainer), rank=runtime.rank, gather=gather, **options)
+
+
+def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(tmp_path):
+    config = config_of(GPT, (1, {}, {}), "bf16")
+    whole = run_ranks(1, train, config, tmp_path, 0, STEPS)[0]
+    run_ranks(1, train, config, tmp_path, 0, STOP)
+    saved = tensors(tmp_path, STOP)
+    master = saved["optimizer.master/blocks.0.mlp.up.weight"]
+    weight = saved["blocks.0.mlp.up.weight"]
+    assert (master.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(master.bfloat16(), weight) and not torch.equal(master, weight.float())
+    assert run_ranks(1, train, config, tmp_path, STOP, STEPS)[0] == whole[STOP:]
+    plain = config_of(GPT, (1, {}, {}))
+    losses = run_ranks(1, train, plain, tmp_path / "plain", 0, STOP)[0]
+    more = run_ranks(1, train, config, tmp_path / "plain", STOP, STEPS)[0]
+    assert len(losses + more) == STEPS and more[-1] < losses[0]
