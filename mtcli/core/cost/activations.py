@@ -37,6 +37,21 @@ def logits_bytes(work: Workload) -> float:
     return float(work.tokens * max(4, work.sizes.weight) * columns)
 
 
+def output_gradients(work: Workload) -> float:
+    """Bytes of one block that the weight half of a split backward waits with: the gradient of each
+    product's output, beside the inputs that the forward pass saved."""
+    m, layout = work.model, work.layout
+    fused = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    up = 2 if m.activation == "swiglu" else 1
+    if m.num_experts:
+        inner = m.top_k * (up * m.moe_ffn_hidden_size + m.hidden_size * layout.etp)
+        inner += up * m.shared_expert_ffn_hidden_size
+    else:
+        inner = up * m.ffn_hidden_size
+    shared = 2 * m.hidden_size / work.sequence_cut
+    return work.tokens * work.sizes.weight * ((fused + inner) / layout.tp + shared)
+
+
 def _saved(work: Workload) -> float:
     m, size = work.model, work.sizes.weight
     queries, keys = m.num_heads * m.head_dim, 2 * m.num_kv_heads * m.head_dim

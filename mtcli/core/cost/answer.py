@@ -93,9 +93,12 @@ class Answer:
         """Raises MtcliError (exit 1) with both numbers where the plan does not fit."""
         p = self.prediction
         if not p.fits:
-            need, have = gib(p.memory.total), gib(p.device.memory_bytes)
+            need, have = gib(p.memory.total), gib(p.device.usable_bytes)
+            whole = gib(p.device.memory_bytes)
             hint = "raise tp or pp, shard with zero, recompute, or cut the micro-batch; or --top 5"
-            raise failed(f"a rank needs {need} and {p.device.name} has {have}", hint)
+            raise failed(
+                f"a rank needs {need} and can use {have} of {p.device.name}'s {whole}", hint
+            )
 
 
 def answer(request: Request, top: int | None) -> Answer:

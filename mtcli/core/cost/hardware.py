@@ -14,6 +14,7 @@ from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.load import closest
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
+USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks
 
 
 @dataclass(frozen=True, eq=False)  # a device is itself, and so may key a cache
@@ -31,6 +32,11 @@ class Device:
     network_bandwidth: float  # between nodes: InfiniBand or Ethernet
     reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
     source: str = ""
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that a plan may fill: USABLE of it."""
+        return USABLE * self.memory_bytes
 
     def peak(self, precision: str) -> float:
         """Matrix FLOP/s in a precision; one the device lacks runs in the next wider it has."""

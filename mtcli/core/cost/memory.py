@@ -15,6 +15,7 @@ from mtcli.core.cost.activations import (
     head_activations,
     layer_activations,
     logits_bytes,
+    output_gradients,
     recomputed_block,
 )
 from mtcli.core.cost.hardware import Device
@@ -69,11 +70,13 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     """The bytes of a rank of each pipeline rank; ranks that share one hold the same."""
     chunks, vpp, last = _in_flight(work), work.layout.vpp, work.layout.pp - 1
     saved, again = layer_activations(work), recomputed_block(work)
+    waiting = output_gradients(work)
     gathered = 2 * work.sizes.weight * block_elements(work).total if work.zero == 3 else 0
     found = []
     for pp_rank, held in enumerate(chunks):
         weights, gradients, optimizer = state_bytes(work, pp_rank)
         kept = held / vpp * work.layers_of_rank(pp_rank) * saved
+        kept += _waiting_halves(work, pp_rank) * work.layers_of_rank(pp_rank) * waiting
         kept += held / vpp * embedding_activations(work) if pp_rank == 0 else 0.0
         kept += head_activations(work) if pp_rank == last else 0.0
         # For a moment only: a block computed again, or the gradient of the logits.
@@ -143,6 +146,12 @@ def _in_flight(work: Workload) -> tuple[int, ...]:
     every = work.schedule_name == "gpipe"
     count = work.num_micro_batches if every else work.representative
     return _chunks(work.schedule_name, work.layout.pp, work.layout.vpp, count)
+
+
+def _waiting_halves(work: Workload, pp_rank: int) -> int:
+    """Micro-batches whose weight half a rank of zero_bubble has still to run, at its peak."""
+    split = work.schedule_name == "zero_bubble" and work.layout.pp > 1
+    return min(work.num_micro_batches, pp_rank + 1) if split else 0
 
 
 @cache

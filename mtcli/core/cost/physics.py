@@ -11,33 +11,33 @@ from dataclasses import dataclass
 class Physics:
     """What separates a step from the datasheet's rates."""
 
-    gemm: float = 0.85
+    gemm: float = 0.87
     """of the sustained matrix rate, reached by a large product inside a training step"""
-    narrow_gemm: float = 0.75
+    narrow_gemm: float = 1.0
     """the same for 8- and 4-bit products, which also rescale their inputs"""
-    fill: float = 256.0
+    fill: float = 32.0
     """inner dimension at which a product's prologue costs as much as its work"""
-    attention: float = 0.6
+    attention: float = 0.44
     """of the sustained rate, reached by flash attention"""
-    unfused_attention: float = 0.35
+    unfused_attention: float = 0.13
     """the same for the batched products around a written-out softmax"""
-    misaligned: float = 0.25
+    misaligned: float = 0.19
     """of that, where a head's rows are no multiple of 16 bytes and tensor cores idle"""
-    memory: float = 0.75
+    memory: float = 0.92
     """of the memory bandwidth, reached by element-wise kernels"""
-    traffic: float = 1.5
+    traffic: float = 2.35
     """memory traffic of element-wise work over that of perfectly fused kernels"""
-    link: float = 0.7
+    link: float = 0.6
     """of a link's bandwidth, reached by collectives and hops"""
-    latency: float = 8e-6
+    latency: float = 9.3e-6
     """seconds of a collective per doubling of its ranks"""
     launch: float = 5e-6
     """seconds between kernels that the host can keep up"""
-    tensor_overlap: float = 0.3
+    tensor_overlap: float = 0.04
     """of tensor and expert parallel communication, hidden behind products"""
-    data_overlap: float = 0.8
+    data_overlap: float = 0.33
     """of the backward pass, usable to hide data parallel communication"""
-    step_overhead: float = 0.02
+    step_overhead: float = 0.015
     """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
 
 

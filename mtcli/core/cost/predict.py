@@ -34,8 +34,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that holds most stays within the device's memory."""
-        return self.memory.total <= self.device.memory_bytes
+        """Whether the rank that holds most stays within the device's usable memory."""
+        return self.memory.total <= self.device.usable_bytes
 
     @property
     def tokens_per_second_per_gpu(self) -> float:

@@ -25,7 +25,7 @@ from mtcli.core.spec.layout import ParallelLayout
 Choice = dict[str, Any]
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-SMALLEST_CONTEXT = 1024  # tokens of a sequence that a context parallel rank keeps at least
+SMALLEST_CONTEXT = 4096  # tokens of a sequence per cp rank; with fewer the ring cannot hide
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def search(
         work = works[number]
         if not tight:
             heappush(queue, (lower_bound(work, device), number, True))
-        elif memory(work, device).total > device.memory_bytes:
+        elif memory(work, device).total > device.usable_bytes:
             large.append(work)
         elif not problems(chosen := apply(config, work), world):
             best.append(Candidate(chosen, predict_workload(work, device)))
@@ -102,7 +102,8 @@ def choices(
     config: RunConfig, world: int, pinned: frozenset[str] = frozenset()
 ) -> Iterator[Choice]:
     """Every layout worth a look. Left out are those that another beats in time and in memory:
-    gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention by none.
+    gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention by none;
+    and context parallel ranks that would keep fewer than SMALLEST_CONTEXT tokens.
     """
     for grid in _grids(config, world, pinned):
         for experts in _expert_grids(config, world, grid, pinned):

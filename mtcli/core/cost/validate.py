@@ -136,6 +136,9 @@ def _of_source(scored: Sequence[Scored], source: str) -> Json:
         "median_error": median(errors) if errors else None,
         "median_absolute_error": median(map(abs, errors)) if errors else None,
         "spearman": spearman(said, was),
+        "spearman_seconds": spearman(
+            [one.seconds for one in timed], [float(one.record.seconds or 0) for one in timed]
+        ),
     }
 
 

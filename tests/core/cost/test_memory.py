@@ -79,6 +79,16 @@ def test_zero_1_cuts_the_optimizer_state_along_first_dimensions_and_zero_3_every
     assert state_bytes(replace(work, zero=0), 0)[2] == 12 * whole
 
 
+def test_experts_state_is_cut_over_their_own_data_ranks():
+    layout = ParallelLayout(8, ep=4)  # 8 data ranks of attention, 2 of each expert
+    held = rank_elements(step(mixture(num_layers=1), layout), 0)
+    shard = 0
+    for parameter in parameters(mixture(num_layers=1)).values():
+        first, *rest = parameter.local_shape(layout)
+        shard += -(-first // (2 if parameter.is_expert else 8)) * prod(rest)
+    assert held.shard == shard
+
+
 def korthikanti(s, b, h, a, t, recompute, sequence_parallel):
     """arXiv:2205.05198, table 2, in bytes of one layer with 16-bit activations and dropout."""
     if recompute == "full":
@@ -158,6 +168,18 @@ def test_gpipe_keeps_every_micro_batch():
     plain = memory_by_stage(base, H100)[0].activations
     every = memory_by_stage(replace(base, schedule_name="gpipe"), H100)[0].activations
     assert every / plain == pytest.approx(base.num_micro_batches / 2)
+
+
+def test_zero_bubble_keeps_the_output_gradients_that_its_weight_halves_wait_with():
+    """Per waiting block: qkv 3h, up 4h, and two outputs of h, in 16 bits; rank 3 of 4 holds 4."""
+    base = step(gpt(), ParallelLayout(4, pp=4))
+    whole = replace(base, schedule_name="zero_bubble")
+    stages = memory_by_stage(whole, H100)
+    tokens, layers = 64, 2
+    for rank in range(3):
+        chunks = 4 * layers * korthikanti_flash(base)  # every rank holds as much as the first
+        halves = (rank + 1) * layers * tokens * 2 * (3 + 4 + 2) * 64
+        assert stages[rank].activations == pytest.approx(chunks + halves)
 
 
 def test_experts_save_their_copies_inputs_insides_and_outputs():
