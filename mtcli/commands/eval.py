@@ -68,13 +68,14 @@ def eval(
     """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE or tasks of lm-evaluation-harness."""
     from mtcli.core.evaluate.tasks import parse_tasks
     from mtcli.core.runtime import bring_up, environment_world, launch
-    from mtcli.core.spec.config import TrainConfig
+    from mtcli.core.spec.load import train_settings
 
     specs = parse_tasks(tasks)
     _check_writable(json_out)
     if environment_world() is None:
         return launch(nproc, sys.argv[1:])
-    with bring_up(device, TrainConfig().timeout) as runtime:
+    train = train_settings(overrides, device=device)
+    with bring_up(train.device, train.timeout, train.matmul) as runtime:
         from mtcli.core.engine import open_model
         from mtcli.core.evaluate.jobs import make_jobs
         from mtcli.core.evaluate.prepared import Options

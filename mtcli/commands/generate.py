@@ -32,13 +32,15 @@ def generate(
     """Sample text from a checkpoint, on any layout."""
     from mtcli.core.runtime import bring_up, environment_world, launch
     from mtcli.core.spec.errors import wrong
+    from mtcli.core.spec.load import train_settings
 
     if top_p == 0.0:
         raise wrong("top_p=0 keeps no token", "above 0 and at most 1; 1 cuts nothing", "--top-p")
     if environment_world() is None:
         launch(nproc, sys.argv[1:])
         return
-    with bring_up(device, timeout=600.0) as runtime:
+    train = train_settings(overrides, device=device)
+    with bring_up(train.device, train.timeout, train.matmul) as runtime:
         from mtcli.core.engine import open_model
         from mtcli.core.generate import Sampling
         from mtcli.core.generate import generate as generate_tokens

@@ -28,6 +28,7 @@ from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
 from mtcli.core.spec.model import parameters, stage_layers
 
+SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -118,7 +119,7 @@ class Engine:
         b, s = batch.tokens.shape
         dp, dp_rank = self.groups.layout.dp, self.groups.dp_rank
         mine = torch.arange(b).tensor_split(dp)[dp_rank]
-        found = torch.zeros(2, len(batch.rows))
+        found = torch.zeros(2, len(batch.rows), device=self.groups.device)
         if len(mine):
             owned = (batch.rows // s >= mine[0]) & (batch.rows // s <= mine[-1])
             share = ScoreBatch(
@@ -129,7 +130,7 @@ class Engine:
                 batch.targets[owned],
             )
             found[:, owned] = self._score(share)
-        all_reduce(found, self.groups.world)
+        found = all_reduce(found, self.groups.world).cpu()
         return found[0], found[1] > 0.5
 
     def next_logits(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
@@ -147,15 +148,22 @@ class Engine:
     def _score(self, batch: ScoreBatch) -> Tensor:
         """[2, N]: log-probabilities and whether greedy; zeros on ranks without the last stage."""
         b = len(batch.tokens)
-        device, parts = self.groups.device, self.groups.layout.pp
-        size = b // parts if b % parts == 0 else b
+        device, pp = self.groups.device, self.groups.layout.pp
+        size = b // pp if b % pp == 0 else b
         outputs = self.forward([self._score_inputs(batch, i, size) for i in range(0, b, size)])
         if not outputs:
-            return torch.zeros(2, len(batch.rows))
+            return torch.zeros(2, len(batch.rows), device=device)
         table = self._last_stage().output_table
-        logits = table.logits(torch.cat(outputs)[batch.rows.to(device)])
-        logprobs, greedy = table.score(logits, batch.targets.to(device))
-        found = torch.stack([logprobs.float(), greedy.float()]).cpu()
+        x_TD = torch.cat(outputs)
+        parts = []
+        for rows, targets in zip(
+            batch.rows.to(device).split(SCORED_ROWS),
+            batch.targets.to(device).split(SCORED_ROWS),
+            strict=True,
+        ):
+            logprobs, greedy = table.score(table.logits(x_TD[rows]), targets)
+            parts.append(torch.stack([logprobs.float(), greedy.float()]))
+        found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, device=device)
         return found * float(self.groups.tp.rank == 0)  # one rank of each replica answers
 
     def _score_inputs(self, batch: ScoreBatch, start: int, size: int) -> Inputs:
@@ -198,6 +206,9 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     checkpoint = open_checkpoint(Path(path))
     config = evaluation_config(checkpoint.model, overrides, runtime.world)
     check.require(config, runtime.world)
+    if config.parallel.cp > 1:
+        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
+        raise wrong(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
     layout = ParallelLayout.of(config.parallel, runtime.world)
     groups = make_groups(layout, runtime.rank, runtime.device, config.train.timeout)
     stages = build_stages(config, groups)

@@ -4,13 +4,13 @@ Micro-batch m of data rank r is the contiguous block of samples consumed + m * (
 and so on for mbs samples: a global batch holds the same samples on every layout.
 """
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from mtcli.core.data.batches import Batches
+from mtcli.core.data.batches import Batches, SampleId
+from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.cp import zigzag
@@ -24,45 +24,51 @@ class Feed:
 
     def __init__(self, batches: Batches, config: RunConfig, groups: Groups) -> None:
         self.batches, self.config, self.groups = batches, config, groups
-        self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-        self.ahead: tuple[int, Future[np.ndarray]] | None = None
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
         self.positions = positions.to(groups.device)  # of this rank's part of each sequence
+        self.next_step = -1
+        self.reader: Prefetcher | None = None
 
     def step(self, step: int, training: bool = True) -> Callable[[int], Inputs]:
-        """The micro-batches of step 0, 1, ...; the next step's are read meanwhile."""
-        if self.ahead is None or self.ahead[0] != step:
-            self.ahead = (step, self.reader.submit(self._read, step))
-        samples = self.ahead[1].result()
-        if (step + 2) * self.config.batch.global_batch_size <= len(self.batches):
-            self.ahead = (step + 1, self.reader.submit(self._read, step + 1))
-        return lambda micro_batch: self._inputs(samples, step, micro_batch, training)
+        """The micro-batches of step 0, 1, ...; those that follow are read meanwhile."""
+        if step != self.next_step or self.reader is None:
+            self.close()
+            self.reader = Prefetcher(self.batches, self._wanted(step))
+        arrays = iter(self.reader)
+        samples = [next(arrays) for _ in self._starts(step)]
+        self.next_step = step + 1
+        return lambda micro_batch: self._inputs(samples[micro_batch], step, micro_batch, training)
+
+    def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
+        """Where the tokens of one of this rank's micro-batches come from."""
+        return self.batches.sample_ids(self._starts(step)[micro_batch], self._mbs)
 
     def close(self) -> None:
         """Ends the reader."""
-        self.reader.shutdown(cancel_futures=True)
+        if self.reader is not None:
+            self.reader.close()
 
-    def _read(self, step: int) -> np.ndarray:
-        """This rank's samples of a step: int64 [micro_batches * mbs, seq_len + 1]."""
-        starts = range(*self._block(step))
-        return np.concatenate([self.batches.batch(s, self._mbs) for s in starts])
+    def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
+        while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
+            yield from ((start, self._mbs) for start in self._starts(step))
+            step += 1
 
-    def _block(self, step: int) -> tuple[int, int, int]:
-        batch = self.config.batch
-        first = step * batch.global_batch_size + self.groups.dp_rank * self._mbs
-        return first, (step + 1) * batch.global_batch_size, self._mbs * self.groups.layout.dp
+    def _starts(self, step: int) -> range:
+        """The first sample of each of this rank's micro-batches of a step."""
+        size, dp = self.config.batch.global_batch_size, self.groups.layout.dp
+        first = step * size + self.groups.dp_rank * self._mbs
+        return range(first, (step + 1) * size, self._mbs * dp)
 
     def _inputs(self, samples: np.ndarray, step: int, micro_batch: int, training: bool) -> Inputs:
         mbs, seq_len = self._mbs, self.config.batch.seq_len
-        rows = torch.from_numpy(samples[micro_batch * mbs : (micro_batch + 1) * mbs])
-        rows = rows.to(self.groups.device, non_blocking=True)
+        rows = torch.from_numpy(samples).to(self.groups.device, non_blocking=True)
         positions = self.positions.expand(mbs, -1)
         model, numbers = self.config.model, None
         if training and (model.dropout or model.attention_dropout):
-            start, _, stride = self._block(step)
-            samples_m = torch.arange(mbs, device=rows.device) + start + micro_batch * stride
-            numbers = samples_m[:, None] * seq_len + positions
+            first = self._starts(step)[micro_batch]
+            ids = torch.arange(first, first + mbs, device=rows.device)
+            numbers = ids[:, None] * seq_len + positions
         return make_inputs(
             model,
             DTYPES[self.config.train.precision],

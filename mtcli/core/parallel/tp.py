@@ -101,12 +101,26 @@ class VocabEmbedding(nn.Module):
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probability [N], whether the target is the argmax [N]) from `logits`."""
-        best, best_id = logits_NV[:, : self.valid].max(-1) if self.valid else _nothing(logits_NV)
+        real = logits_NV[:, : self.valid]
+        best, best_id = real.max(-1) if self.valid else _nothing(logits_NV)
         pairs = all_gather(torch.stack([best.double(), best_id + self.first], 0)[None], self.tp)
-        winner = pairs[:, 0].argmax(0)  # the first of equal maxima, which has the lowest id
-        argmax = pairs[winner, 1, torch.arange(len(winner))].long()
-        losses = _VocabCrossEntropy.apply(logits_NV, targets_N, self)
-        return -losses, argmax == targets_N
+        top, winner = pairs[:, 0].max(0)  # the first of equal maxima, which has the lowest id
+        argmax = pairs[winner, 1, torch.arange(len(winner), device=winner.device)].long()
+        sums, target, *_ = self._softmax_parts_(logits_NV, top.to(_wide(real)), targets_N)
+        return target - sums.log(), argmax == targets_N
+
+    def _softmax_parts_(
+        self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Overwrites logits by exp(logits - top). Returns the sums of those and label's logit - top
+        over all ranks [T], and here: the label's column [T] and whether it is one of ours [T]."""
+        local_T = labels_T - self.first
+        owned_T = (local_T >= 0) & (local_T < self.valid)
+        local_T = local_T.masked_fill(~owned_T, 0)
+        _, sums_T, target_T = exp_and_target_(logits_TV, top_T, local_T, self.valid)
+        target_T = target_T.masked_fill(~owned_T, 0.0)
+        sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
+        return sums_T, target_T, local_T, owned_T
 
     @torch.no_grad()
     def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
@@ -126,16 +140,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocab: VocabEmbedding) -> Tensor:
         """Returns the losses [T]."""
-        real = logits_TV.detach()[:, : vocab.valid]
-        top_T = all_reduce(row_max(real), vocab.tp, dist.ReduceOp.MAX)
-        local_T = labels_T - vocab.first
-        owned_T = (local_T >= 0) & (local_T < vocab.valid)
-        local_T = local_T.masked_fill(~owned_T, 0)
-        logits = logits_TV.detach()
-        exps, sums_T, target_T = exp_and_target_(logits, top_T, local_T, vocab.valid)
-        target_T = target_T.masked_fill(~owned_T, 0.0)
-        sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), vocab.tp)
-        ctx.save_for_backward(exps, sums_T, local_T, owned_T)
+        logits_TV = logits_TV.detach()
+        top_T = all_reduce(row_max(logits_TV[:, : vocab.valid]), vocab.tp, dist.ReduceOp.MAX)
+        sums_T, target_T, *local = vocab._softmax_parts_(logits_TV, top_T, labels_T)
+        ctx.save_for_backward(logits_TV, sums_T, *local)
         return sums_T.log() - target_T
 
     @staticmethod
@@ -143,6 +151,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
         """(softmax - onehot) * grad."""
         exps, sums_T, local_T, owned_T = ctx.saved_tensors
         return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _nothing(logits_NV: Tensor) -> tuple[Tensor, Tensor]:

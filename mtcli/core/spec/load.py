@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.config import RunConfig, TrainConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 
 Table = dict[str, Any]
@@ -40,6 +40,19 @@ def read_config(
     """The config and its problems; illegal fields are left at their defaults, so that the rules
     of `check.py` can still be applied to the rest. None where too little is left."""
     return validate(with_overrides(read_table(source), overrides))
+
+
+def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
+    """The train section that overrides alone give, for commands whose model comes from elsewhere.
+
+    `given` are fields with flags of their own, such as device.
+    """
+    section = with_overrides({"train": given}, overrides)["train"]
+    try:
+        return TrainConfig.model_validate(section)
+    except ValidationError as error:
+        found = [detail | {"loc": ("train", *detail["loc"])} for detail in error.errors()]
+        raise MtcliError(*(_problem(ErrorDetails(**detail)) for detail in found)) from None
 
 
 def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
