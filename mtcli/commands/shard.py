@@ -143,9 +143,10 @@ def _convert(source: "Checkpoint", target: Path, plan: Plan, json_out: str | Non
         + (f"; leaving out {', '.join(dropped)}: Hugging Face has no place" if dropped else ""),
         err=True,
     )
-    _write(source, target, plan, before["bytes"])
+    _write(source, target, plan)
     after = open_checkpoint(target)
-    facts = {name: describe(after)[name] for name in ("format", "step", "layout", "bytes", "dtype")}
+    now = describe(after)
+    facts = {name: now[name] for name in ("format", "step", "layout", "bytes", "dtype")}
     facts |= {"source": str(source.folder), "output": str(target), "dropped": dropped}
     facts |= {"parameters": before["parameters"], "seconds": perf_counter() - start}
     if plan.verify:
@@ -154,13 +155,17 @@ def _convert(source: "Checkpoint", target: Path, plan: Plan, json_out: str | Non
     typer.echo(f"wrote {target}", err=True)
 
 
-def _write(source: "Checkpoint", target: Path, plan: Plan, total: int) -> None:
+def _write(source: "Checkpoint", target: Path, plan: Plan) -> None:
     from tqdm import tqdm
 
     from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+    from mtcli.core.checkpoint.describe import tensor_bytes
     from mtcli.core.checkpoint.export import to_hf
+    from mtcli.core.checkpoint.names import is_optimizer
 
     layout = parse_layout(plan.layout)
+    names = [name for name in source.names() if plan.to == "mtcli" or not is_optimizer(name)]
+    total = sum(tensor_bytes(source, name) for name in names)
     with tqdm(total=total, unit="B", unit_scale=True, desc="shard", disable=None) as bar:
         options = Options(plan.dtype, plan.force, bar.update)
         if plan.to == "hf":

@@ -5,7 +5,9 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtcli.core.checkpoint.tensorfile import damaged
@@ -16,6 +18,12 @@ from mtcli.core.spec.sharding import Rectangle
 RUN_BYTES = 256 << 10
 GAP_RATIO = 16
 WINDOW_BYTES = 16 << 20
+
+
+# Elements are moved as integers of their size, by numpy: it knows no bfloat16, and torch's copies
+# wake OpenMP threads that spin.
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+Numbers = NDArray[np.signedinteger]
 
 
 def intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
@@ -33,8 +41,10 @@ def read_box(path: Path, offset: int, shape: tuple[int, ...], box: Rectangle, in
     """
     if prod(box.size) == 0:
         return
+    integers = INTEGERS[into.element_size()]
+    target = into.view(integers).numpy()
     direct = into.is_contiguous()
-    out = into if direct else torch.empty(box.size, dtype=into.dtype)
+    out = target if direct else np.empty(box.size, dtype=target.dtype)
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -44,7 +54,7 @@ def read_box(path: Path, offset: int, shape: tuple[int, ...], box: Rectangle, in
     finally:
         os.close(file)
     if not direct:
-        into.copy_(out)
+        np.copyto(target, out)
 
 
 class _Cut:
@@ -66,14 +76,14 @@ class _Cut:
         ]
 
 
-def _read_runs(file: int, path: Path, offset: int, cut: _Cut, out: Tensor) -> None:
-    blocks = out.view(-1).view(len(cut.starts), cut.rows, cut.run)
+def _read_runs(file: int, path: Path, offset: int, cut: _Cut, out: Numbers) -> None:
+    blocks = out.reshape(len(cut.starts), cut.rows, cut.run)
     run_bytes, stride_bytes = cut.run * cut.item, cut.stride * cut.item
     alone = run_bytes >= RUN_BYTES or stride_bytes > (GAP_RATIO + 1) * run_bytes
     for start, block in zip(cut.starts, blocks, strict=True):
         at = offset + start * cut.item
         if cut.rows == 1 or cut.run == cut.stride:
-            _read_exactly(file, path, at, block.view(-1))
+            _read_exactly(file, path, at, block.reshape(-1))
         elif alone:
             for row in range(cut.rows):
                 _read_exactly(file, path, at + row * stride_bytes, block[row])
@@ -81,18 +91,18 @@ def _read_runs(file: int, path: Path, offset: int, cut: _Cut, out: Tensor) -> No
             _read_windows(file, path, at, cut, block)
 
 
-def _read_windows(file: int, path: Path, at: int, cut: _Cut, block: Tensor) -> None:
+def _read_windows(file: int, path: Path, at: int, cut: _Cut, block: Numbers) -> None:
     rows = max(1, WINDOW_BYTES // (cut.stride * cut.item))
-    window = torch.empty(min(rows, cut.rows) * cut.stride, dtype=block.dtype)
+    window = np.empty((min(rows, cut.rows), cut.stride), dtype=block.dtype)
     for first in range(0, cut.rows, rows):
         count = min(rows, cut.rows - first)
         span = (count - 1) * cut.stride + cut.run
-        _read_exactly(file, path, at + first * cut.stride * cut.item, window[:span])
-        block[first : first + count].copy_(window.as_strided((count, cut.run), (cut.stride, 1)))
+        _read_exactly(file, path, at + first * cut.stride * cut.item, window.reshape(-1)[:span])
+        np.copyto(block[first : first + count], window[:count, : cut.run])
 
 
-def _read_exactly(file: int, path: Path, at: int, into: Tensor) -> None:
-    view = memoryview(into.view(torch.uint8).numpy())
+def _read_exactly(file: int, path: Path, at: int, into: Numbers) -> None:
+    view = memoryview(into.view(np.uint8))
     done = 0
     while done < len(view):
         try:

@@ -25,7 +25,7 @@ from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.load import dump_toml
 
 LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")
-Progress = Callable[[int], None]
+Progress = Callable[[int], None]  # told the bytes of the source that were converted
 
 
 class Options(NamedTuple):
@@ -138,5 +138,6 @@ def _bytes(outline: Outline) -> int:
 
 def _read_all(source: Checkpoint, outlines: list[Outline], progress: Progress) -> Iterator[Tensor]:
     for outline in outlines:
-        yield source.read(outline.name, outline.box).to(outline.dtype)
-        progress(_bytes(outline))
+        block = source.read(outline.name, outline.box)
+        yield block.to(outline.dtype)
+        progress(block.nbytes)

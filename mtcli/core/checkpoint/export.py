@@ -101,7 +101,7 @@ def _read_all(source: Checkpoint, exports: list[Export], options: Options) -> It
         block = source.read(parameter, part.box)
         view = block.permute([part.axes.index(axis) for axis in range(len(part.axes))])
         yield view.reshape(part.shape).to(dtype)
-        options.progress(prod(part.shape) * dtype.itemsize)
+        options.progress(block.nbytes)
 
 
 def _index(shards: dict[str, list[Export]]) -> Table:

@@ -290,4 +290,4 @@ else:
     model_bytes = 4 * layers * 12 * hidden * hidden
     largest = 4 * prod((4 * hidden, hidden))
     assert model_bytes > 170e6
-    assert grown < 3 * (16 << 20) + 12 * largest, f"{grown:,}"
+    assert grown < 4 * (16 << 20) + 6 * largest, f"{grown:,}"  # blocks being written, and tensors

@@ -1,0 +1,277 @@
+"""C8 and C9: checkpoints saved, loaded cold and resharded, beside the disk and the usual libraries.
+
+The same float32 tensors [1024, 4096] everywhere. Save is timed to the last fsync; cold loads follow
+a request to the kernel to forget the files, and end with every tensor in new memory. Contenders run
+in turn, --repeats times, and every loaded tensor is compared first:
+  raw           O_DIRECT in blocks of 16 MiB, no format: the disk
+  mtcli         store.save (with its sha256) and open_checkpoint(...).read
+  mtcli+sha     as mtcli, after verify_hashes (a resume)
+  safetensors, torch.save, DCP (torch.distributed.checkpoint, one process, 2 threads)
+Resharding is 2 ranks' Shard(0) read as Shard(1) by 4 ranks, each a process: DCP with DTensors, and
+ours by rectangles.
+
+    python benchmarks/bench_checkpoint.py [--gib 0.5] [--repeats 5] [--folder DIR] [--json FILE]
+"""
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, empty
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import Piece, save
+from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.load import dump_toml
+from mtcli.core.spec.sharding import Rectangle
+
+SHAPE = (1024, 4096)  # 16 MiB
+BLOCK = 16 << 20
+MODEL = ModelConfig(num_layers=1, hidden_size=8, num_heads=1, vocab_size=8, max_seq_len=8)
+CONFIG = dump_toml(RunConfig(model=MODEL))
+ABOUT = {"extra": {}, "config_toml": CONFIG, "tokenizer": None, "keep": 0}
+
+
+def main():
+    arguments = parse()
+    tensors = make_tensors(arguments.gib)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        root = Path(folder)
+        rows = {
+            "save": measure(SAVERS, tensors, root, arguments.repeats),
+            "load cold": measure(LOADERS, tensors, root, arguments.repeats),
+            "reshard": reshard(root / "reshard", arguments),
+        }
+    for name, times in rows.items():
+        show(name, times, sum(t.nbytes for t in tensors.values()))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", help="on the disk to measure; default: the system's temporary")
+    parser.add_argument("--json")
+    return parser.parse_args()
+
+
+def make_tensors(gib):
+    generator = torch.Generator().manual_seed(0)
+    count = max(4, int(gib * 2**30 / BLOCK))
+    return {f"layers.{i}.weight": torch.randn(SHAPE, generator=generator) for i in range(count)}
+
+
+def measure(contenders, tensors, root, repeats):
+    """Seconds of each contender, each time; a contender is (make ready, what is timed)."""
+    times = {name: [] for name in contenders}
+    for turn in range(repeats):
+        for name, (ready, timed) in contenders.items():
+            state = ready(root, tensors)
+            start = perf_counter()
+            found = timed(state, tensors)
+            times[name].append(perf_counter() - start)
+            if turn == 0 and found is not None:
+                assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items()), name
+    return times
+
+
+def show(title, times, size):
+    disk = times.get("raw", times.get("DCP"))
+    print(f"\n{title}: {size / 1e9:.2f} GB\n{'':14}{'min s':>8}{'median':>8}{'GB/s':>7}   of")
+    for name, found in times.items():
+        ratio = min(disk) / min(found)
+        of = f"{ratio:5.2f} {'raw' if 'raw' in times else 'DCP'}"
+        print(
+            f"{name:14}{min(found):8.2f}{median(found):8.2f}{size / min(found) / 1e9:7.2f}   {of}"
+        )
+
+
+def fresh(root, _):
+    """An empty folder, with nothing left for the disk to write."""
+    folder = root / "save"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.sync()
+    return folder
+
+
+def synced(path):
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def save_raw(folder, tensors):
+    file = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    block = mmap.mmap(-1, BLOCK)
+    for _ in range(sum(t.nbytes for t in tensors.values()) // BLOCK):
+        os.write(file, block)
+    os.fsync(file)
+    os.close(file)
+
+
+def save_ours(folder, tensors):
+    pieces = [Piece(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
+    save(folder / "ours", 1, pieces, rank=0, gather=lambda thing: [thing], **ABOUT)
+
+
+def save_safetensors(folder, tensors):
+    save_file(tensors, folder / "st")
+    synced(folder / "st")
+
+
+def save_torch(folder, tensors):
+    torch.save(tensors, folder / "pt")
+    synced(folder / "pt")
+
+
+def save_dcp(folder, tensors):
+    writer = FileSystemWriter(folder / "dcp", thread_count=2)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+
+
+def cold(saver, name):
+    """Saves once, and then makes the kernel forget the files before each load."""
+
+    def ready(root, tensors):
+        folder = root / "load"
+        if not (folder / name).exists():
+            folder.mkdir(exist_ok=True)
+            saver(folder, tensors)
+        forget(folder / name)
+        return folder / name
+
+    return ready
+
+
+def forget(folder):
+    os.sync()
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_raw(path, tensors):
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    block = mmap.mmap(-1, BLOCK)
+    while os.readv(file, [block]):
+        pass
+    os.close(file)
+
+
+def load_ours(folder, tensors):
+    checkpoint = open_checkpoint(folder)
+    return {name: checkpoint.read(name) for name in tensors}
+
+
+def load_verified(folder, tensors):
+    open_checkpoint(folder).verify_hashes()
+    return load_ours(folder, tensors)
+
+
+def load_safetensors(path, tensors):
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}  # read the mapping
+
+
+def load_dcp(folder, tensors):
+    state = {name: torch.empty(SHAPE) for name in tensors}
+    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    return state
+
+
+SAVERS = {
+    "raw": (fresh, save_raw),
+    "mtcli": (fresh, save_ours),
+    "safetensors": (fresh, save_safetensors),
+    "torch.save": (fresh, save_torch),
+    "DCP": (fresh, save_dcp),
+}
+LOADERS = {
+    "raw": (cold(save_raw, "raw"), load_raw),
+    "mtcli": (cold(save_ours, "ours"), load_ours),
+    "mtcli+sha": (cold(save_ours, "ours"), load_verified),
+    "safetensors": (cold(save_safetensors, "st"), load_safetensors),
+    "torch.load": (cold(save_torch, "pt"), lambda path, _: torch.load(path)),
+    "DCP": (cold(save_dcp, "dcp"), load_dcp),
+}
+
+
+def reshard(root, arguments):
+    """Seconds from the first rank's start to the last rank's end, for ours and DCP in turn."""
+    root.mkdir()
+    spawn(2, write_halves, root, arguments.gib)
+    times = {"DCP": [], "mtcli": []}
+    for _ in range(arguments.repeats):
+        for name, found in times.items():
+            forget(root)
+            found.append(max(spawn(4, read_columns, root, arguments.gib, name)))
+    return times
+
+
+def spawn(world, work, root, *rest):
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    store = tempfile.mktemp(dir=root)
+    torch.multiprocessing.spawn(_rank, (world, store, work, results, root, *rest), nprocs=world)
+    return [results.get() for _ in range(world)]
+
+
+def _rank(rank, world, store, work, results, *rest):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    results.put(work(rank, world, *rest))
+    dist.destroy_process_group()
+
+
+def write_halves(rank, world, root, gib):
+    mesh = init_device_mesh("cpu", (world,))
+    tensors = make_tensors(gib)
+    cut = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in tensors.items()}
+    dcp.save(cut, checkpoint_id=str(root / "dcp"))
+
+    def gather(thing):
+        found = [None] * world
+        dist.all_gather_object(found, thing)
+        return found
+
+    start = (rank * SHAPE[0] // world, 0)
+    pieces = [Piece(name, t.to_local(), start, SHAPE) for name, t in cut.items()]
+    save(root / "ours", 1, pieces, rank=rank, gather=gather, **ABOUT)
+
+
+def read_columns(rank, world, root, gib, name):
+    names = [f"layers.{i}.weight" for i in range(max(4, int(gib * 2**30 / BLOCK)))]
+    mesh = init_device_mesh("cpu", (world,))
+    width = SHAPE[1] // world
+    dist.barrier()
+    start = perf_counter()
+    if name == "DCP":
+        state = {n: empty(SHAPE, device_mesh=mesh, placements=[Shard(1)]) for n in names}
+        dcp.load(state, checkpoint_id=str(root / "dcp"))
+        last = state[names[-1]].to_local()
+    else:
+        checkpoint = open_checkpoint(root / "ours")
+        box = Rectangle((0, rank * width), (SHAPE[0], width))
+        last = {n: checkpoint.read(n, box) for n in names}[names[-1]]
+    dist.barrier()
+    seconds = perf_counter() - start
+    expected = make_tensors(gib)[names[-1]][:, rank * width : (rank + 1) * width]
+    assert torch.equal(last, expected), name
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
