@@ -80,13 +80,12 @@ def test_zero_1_cuts_the_optimizer_state_along_first_dimensions_and_zero_3_every
 
 
 def test_experts_state_is_cut_over_their_own_data_ranks():
-    layout = ParallelLayout(8, ep=4)  # 8 data ranks of attention, 2 of each expert
-    held = rank_elements(step(mixture(num_layers=1), layout), 0)
-    shard = 0
-    for parameter in parameters(mixture(num_layers=1)).values():
+    model, layout = mixture(num_layers=1, num_experts=16), ParallelLayout(8, ep=2)
+    shard = 0  # 8 data ranks of attention, 4 of each expert, 8 experts on a rank
+    for parameter in parameters(model).values():
         first, *rest = parameter.local_shape(layout)
-        shard += -(-first // (2 if parameter.is_expert else 8)) * prod(rest)
-    assert held.shard == shard
+        shard += -(-first // (4 if parameter.is_expert else 8)) * prod(rest)
+    assert rank_elements(step(model, layout), 0).shard == shard
 
 
 def korthikanti(s, b, h, a, t, recompute, sequence_parallel):

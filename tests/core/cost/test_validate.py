@@ -105,13 +105,14 @@ def test_a_file_without_records_is_refused(tmp_path, text, message):
 
 
 def test_the_summary_holds_errors_memory_and_the_table_its_rows():
-    rows = [row(id=i, result={"iter_time_s": t, "mem_gb": 40.0}) for i, t in ((1, 2.0), (2, 4.0))]
+    rows = [row(id=i, result={"iter_time_s": t, "mem_gb": 40.0}) for i, t in ((1, 0.2), (2, 4.0))]
     rows.append(row(id=3, source="another", result={"oom": True}))
     scored = score([read_record(r) for r in rows])
     found = summarize(scored)
     said = scored[0].seconds
-    expected = sorted(abs(said / t - 1) for t in (2.0, 4.0))
+    expected = sorted(abs(said / t - 1) for t in (0.2, 4.0))
     assert found["median_absolute_error"] == pytest.approx(sum(expected) / 2)
+    assert found["sources"]["a paper"]["median_absolute_error"] == pytest.approx(sum(expected) / 2)
     assert (found["records"], found["timed"], found["out_of_memory"]) == (3, 2, 1)
     memory = abs(scored[0].memory_gib / 40 - 1)
     assert found["median_absolute_memory_error"] == pytest.approx(memory)
