@@ -6,7 +6,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are sha
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 settings.register_profile("mtcli", deadline=None, derandomize=True, database=None)
 settings.load_profile("mtcli")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device, and is skipped without one")
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def _has_cuda():
+    import torch
+
+    return torch.cuda.is_available()

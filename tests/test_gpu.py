@@ -1,0 +1,46 @@
+"""The same run on one GPU: `make gpu` selects what is marked so, here and elsewhere."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+SMALL = [
+    "model.num_layers=2", "model.hidden_size=64", "model.vocab_size=512", "train.steps=20",
+    "train.matmul=strict", "data.train=['text']",
+]  # fmt: skip
+
+
+@pytest.fixture
+def losses(tmp_path):
+    """A function from a device and a precision to the losses of 20 steps there."""
+    (tmp_path / "text.txt").write_text(
+        "all the world is a stage, and all the men and women\n" * 900
+    )
+    mtcli("preprocess", "text.txt", "--output", "text", "--tokenizer", "bytes", folder=tmp_path)
+
+    def train(device, precision):
+        output = f"{device}-{precision}"
+        fields = [*SMALL, f"train.device={device}", f"train.output={output}"]
+        flags = [word for field in fields for word in ("--set", field)]
+        mtcli("train", "tiny", *flags, "--set", f"train.precision={precision}", folder=tmp_path)
+        lines = (tmp_path / output / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    return train
+
+
+def test_a_gpu_gives_the_losses_of_the_cpu_in_float32(losses):
+    assert losses("cuda", "fp32") == pytest.approx(losses("cpu", "fp32"), rel=1e-4)
+
+
+def test_a_gpu_learns_in_bfloat16_as_the_cpu_does_in_float32(losses):
+    assert losses("cuda", "bf16")[-1] == pytest.approx(losses("cpu", "fp32")[-1], rel=2e-2)
+
+
+def mtcli(*arguments, folder):
+    command = [sys.executable, "-m", "mtcli", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
