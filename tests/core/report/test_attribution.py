@@ -89,6 +89,11 @@ def test_a_rank_that_works_longer_than_its_replicas_is_named():
     assert rows[0]["busy_seconds"] == pytest.approx(9.0)
 
 
+def test_a_longer_stage_makes_no_straggler():
+    rows = attribution.stragglers([record_of(0), record_of(1, steps=[step_of(1, 2.0)])])
+    assert [row["times_median"] for row in rows] == [1.0, 1.0]
+
+
 def test_waiting_for_collectives_does_not_make_a_straggler():
     waits = record_of(0, exchanging={"F": 0.5, "B": 0.5})
     assert attribution.busy_seconds(waits) == pytest.approx(3.0)

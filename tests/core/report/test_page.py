@@ -63,6 +63,11 @@ def test_markup_in_a_config_stays_text(profile, tmp_path):
     assert "<b>runs</b>" not in (tmp_path / "a.html").read_text()
 
 
+def test_markup_in_a_folders_name_stays_text(run, tmp_path):
+    write_run_page(str(tmp_path / "a.html"), run._replace(folder="</script><b>runs</b>"))
+    assert "</script><b>" not in (tmp_path / "a.html").read_text()
+
+
 def test_the_gantt_has_planned_over_measured_for_each_rank(profile):
     figure = gantt({"planned": profile.planned, "measured": profile.measured})
     rows = ["rank 0 planned", "rank 0 measured", "rank 1 planned", "rank 1 measured"]
