@@ -16,7 +16,7 @@ from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
 from mtcli.core.spec.load import dump_toml
 
 DEFAULT_TOP = 5
-DRAWN_MICRO_BATCHES = 4  # times pp: what a drawing shows of a longer step
+DRAWN_MICRO_BATCHES = 2  # times pp: what a drawing shows of a longer step
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def save_timeline(timeline: Timeline, title: str, target: str) -> None:
                 bars, (rank - 0.4, 0.8), color=COLORS[kind], edgecolor="white", lw=0.3, label=label
             )
     axes.invert_yaxis()
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside lower center", ncols=len(LABELS))
     aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         figure.savefig(aside, dpi=150)

@@ -111,8 +111,9 @@ def _arrival(
 def draw(timeline: Timeline, width: int = 100) -> str:
     """The timeline as text, a row per rank, no line longer than `width`.
 
-    A cell shows the op that fills most of it: the last digit of the micro-batch for a forward, the
-    letter a to j in its place for a backward, w for a weight half, a dot for nothing.
+    A cell shows the op that fills most of it, a quarter at least: the last digit of the micro-batch
+    for a forward, the letter a to j in its place for a backward, w for a weight half, a dot for
+    nothing.
     """
     rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in timeline.spans:
@@ -130,7 +131,7 @@ def draw(timeline: Timeline, width: int = 100) -> str:
 
 
 def _row(spans: list[Span], end: float, cells: int) -> str:
-    row, best = ["."] * cells, [0.5 * end / cells] * cells
+    row, best = ["."] * cells, [0.25 * end / cells] * cells
     for span in spans:
         first = int(span.start / end * cells)
         last = min(cells - 1, int(span.end / end * cells))
