@@ -1,0 +1,117 @@
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from mtcli.core import runtime
+from mtcli.core.runtime import StopSignal, bring_up, cores, environment_world
+from mtcli.core.spec.errors import MtcliError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """What bring-up sets for the process is put back."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.parametrize(
+    ("environ", "world"),
+    [
+        ({}, None),
+        (TORCHRUN, 8),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
+        (SLURM, 8),
+        (SLURM | TORCHRUN | {"WORLD_SIZE": "4"}, 4),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),  # a plain process in an allocation
+        ({"RANK": "0"}, None),
+    ],
+)
+def test_the_world_is_what_the_launcher_says(environ, world):
+    assert environment_world(environ) == world
+
+
+def test_torchrun_and_slurm_name_local_ranks_in_their_own_ways():
+    assert runtime._ranks(TORCHRUN) == (3, 8, 1, 2)
+    assert runtime._ranks(SLURM) == (5, 8, 1, 8)
+    assert runtime._ranks(SLURM | {"SLURM_NTASKS_PER_NODE": "4"}) == (5, 8, 1, 4)
+    assert runtime._ranks({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2, 1, 2)
+
+
+def test_alone_there_is_no_process_group_and_every_core_is_used():
+    with bring_up("cpu", 10.0) as alone:
+        assert (alone.rank, alone.world, alone.device.type) == (0, 1, "cpu")
+        assert not torch.distributed.is_initialized()
+        assert torch.get_num_threads() == cores()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_asking_for_a_gpu_that_is_not_there_says_what_to_do():
+    with pytest.raises(MtcliError) as caught, bring_up("cuda", 10.0):
+        pass
+    (problem,) = caught.value.problems
+    assert problem.message == "there is no CUDA device here" and problem.hint == "--device cpu"
+
+
+def test_more_ranks_than_gpus_is_an_error_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(MtcliError) as caught:
+        runtime._device("auto", 1)
+    (problem,) = caught.value.problems
+    assert problem.message == "local rank 1 has no GPU: this machine has 1"
+    assert "--nproc 1" in problem.hint
+    assert runtime._device("auto", 0) == torch.device("cuda", 0)
+
+
+def test_the_fast_product_is_as_accurate_as_float32():
+    with bring_up("cpu", 10.0, "fast"):
+        a, b = torch.randn(64, 300), torch.randn(300, 64)
+        exact = a.double() @ b.double()
+        assert ((a @ b).double() - exact).norm() / exact.norm() < 2e-6
+
+
+def test_a_product_that_rounds_to_16_bits_is_refused(monkeypatch):
+    plain = torch.Tensor.__matmul__
+
+    def rounding(x, y):
+        if x.dtype == torch.float32:
+            x, y = x.bfloat16().float(), y.bfloat16().float()
+        return plain(x, y)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
+    torch.set_float32_matmul_precision("highest")
+    with bring_up("cpu", 10.0, "fast"):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_strict_takes_torchs_own_product():
+    torch.set_float32_matmul_precision("highest")
+    with bring_up("cpu", 10.0, "strict"):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_remembered_and_the_second_interrupts(handlers, number):
+    stop = StopSignal()
+    assert stop.received == 0
+    os.kill(os.getpid(), number)
+    assert stop.received == number
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)

@@ -1,0 +1,149 @@
+"""A training step against a plain loop of transformers and torch, and on layouts against itself."""
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import GPT, LLAMA, Samples, run_config
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.feed import Feed
+from mtcli.core.runtime import Runtime
+from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.model import parameters
+from mtcli.core.trainer import Trainer
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+STEPS = 6
+
+
+def trainer_of(config):
+    trainer = Trainer(config, ALONE)
+    trainer.initialise()
+    return trainer, Feed(Samples(config), config, trainer.groups)
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 101}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **still, initializer_range=0.1))
+    model.save_pretrained(tmp_path)
+    return model, open_checkpoint(tmp_path)
+
+
+def plain_loop(model, config):
+    """[(loss, norm)] of a loop as any tutorial has it: decay on matrices, clip, warm-up, cosine."""
+    o, b = config.optimizer, config.batch
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}]
+    groups.append({"params": vectors, "weight_decay": 0.0})
+    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    done = []
+    for step in range(STEPS):
+        rows = torch.from_numpy(Samples(config).batch(step * b.global_batch_size, 4))
+        logits = model(rows[:, :-1]).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+        past = (step + 1 - o.warmup_steps) / (STEPS - o.warmup_steps)
+        share = (1 + math.cos(math.pi * past)) / 2 if past >= 0 else (step + 1) / o.warmup_steps
+        for group in adamw.param_groups:
+            group["lr"] = o.lr * share
+        adamw.step()
+        adamw.zero_grad()
+        done.append((loss.item(), norm.item(), o.lr * share))
+    return done
+
+
+def test_a_run_is_the_plain_loop_on_transformers_model(gpt2):
+    model, checkpoint = gpt2
+    fields = checkpoint.model.model_dump(exclude_none=True)
+    train = {"steps": STEPS, "matmul": "strict"}
+    optimizer = {"clip": 0.5, "weight_decay": 0.2}
+    config = run_config(fields, train=train, optimizer=optimizer)
+    trainer = Trainer(config, ALONE)
+    trainer.load_weights(checkpoint)
+    feed = Feed(Samples(config), config, trainer.groups)
+    found = [trainer.train_step(feed) for _ in range(STEPS)]
+    feed.close()
+    expected = plain_loop(model, config)
+    assert [norm > 0.5 for _, norm, _ in expected][:3] == [True] * 3, "clipping is at work"
+    assert [step.step for step in found] == list(range(1, STEPS + 1))
+    for step, (loss, norm, lr) in zip(found, expected, strict=True):
+        assert step.loss == pytest.approx(loss, rel=1e-5)
+        assert step.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert step.lr == pytest.approx(lr)
+
+
+def test_the_loss_falls_on_text_that_can_be_learnt():
+    trainer, feed = trainer_of(run_config(optimizer={"lr": 1e-2}, train={"steps": 40}))
+    losses = [trainer.train_step(feed).loss for _ in range(40)]
+    feed.close()
+    assert losses[0] == pytest.approx(math.log(101), abs=0.1)
+    assert losses[-1] < losses[0] - 0.3
+    assert trainer.consumed_samples == 160
+
+
+def evaluated(runtime, config):
+    trainer = Trainer(config, runtime)
+    trainer.initialise()
+    feed = Feed(Samples(config), config, trainer.groups)
+    answer = trainer.evaluate(feed), trainer.evaluate(feed)
+    feed.close()
+    return answer
+
+
+LAYOUTS = [
+    (1, {}, {}),
+    (2, {"tp": 2}, {"micro_batch_size": 2}),
+    (2, {"pp": 2, "vpp": 2, "schedule": "interleaved"}, {}),
+    (2, {}, {}),
+    (2, {"cp": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("world", "parallel", "batch"), LAYOUTS, ids=str)
+def test_evaluation_is_the_mean_loss_without_dropout_on_any_layout(world, parallel, batch):
+    train = {"eval_batches": 2, "precision": "fp64"}
+    config = run_config(GPT | {"dropout": 0.5}, parallel=parallel, batch=batch, train=train)
+    answers = run_ranks(world, evaluated, config)
+    assert len(set(sum(answers, ()))) == 1, "every rank and every time the same"
+    still = run_config(GPT, optimizer={"lr": 0.0}, train=train)
+    trainer, feed = trainer_of(still)
+    losses = [trainer.train_step(feed).loss for _ in range(2)]
+    feed.close()
+    assert answers[0][0] == pytest.approx(sum(losses) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_fails_before_the_update(broken):
+    trainer, feed = trainer_of(run_config())
+    weight = dict(trainer.stages[0].named_parameters())["final_norm.weight"]
+    with torch.no_grad():
+        weight.fill_(float("nan") if broken == "loss" else 1e38)
+    before = [p.detach().clone() for p in trainer.stages[0].parameters()]
+    with pytest.raises(MtcliError) as caught:
+        trainer.train_step(feed)
+    feed.close()
+    (problem,) = caught.value.problems
+    assert problem.message.startswith("step 1: loss ") and ", gradient norm " in problem.message
+    assert "nan" in problem.message or "inf" in problem.message
+    assert "the last checkpoint is kept" in problem.hint and caught.value.code == 1
+    assert trainer.step == 0
+    after = list(trainer.stages[0].parameters())
+    assert all(a.equal(b) or b.isnan().all() for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(("precision", "state"), [("fp32", 4 + 4 + 8), ("bf16", 2 + 4 + 12)])
+def test_state_bytes_are_weights_gradients_masters_and_moments(precision, state):
+    config = run_config(LLAMA, train={"precision": precision})
+    trainer = Trainer(config, ALONE)
+    padding = 2 * (256 - 150) * 16  # rows of the embedding and the head
+    elements = sum(p.numel for p in parameters(config.model).values()) + padding
+    assert trainer.state_bytes() == state * elements
