@@ -1,5 +1,6 @@
 """`mtcli train`: the loop. Reads top to bottom as a run goes."""
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -34,18 +35,17 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
     log = RunLog(config, runtime.rank == 0, trainer.step, peak_flops(config, runtime))
     source = f"{checkpoint.folder}, step {checkpoint.step}" if checkpoint else "the seed"
     log.begin(runtime.world, trainer.state_bytes(), source)
-    while trainer.step < config.train.steps:
-        step = trainer.train_step(feed)
-        valid_loss = None
-        if valid and step.step % config.train.eval_every == 0:
-            valid_loss = trainer.evaluate(valid)
-        log.step(step, trainer.consumed_samples, valid_loss)
-        stopped = _any_rank(trainer, stop.received > 0)
-        if stopped or _saves_at(config, step.step):
-            log.saved(_save(trainer))
-        if stopped:
-            break
-    feed.close()
+    stopped = False
+    with closing(log), closing(feed):
+        while trainer.step < config.train.steps and not stopped:
+            step = trainer.train_step(feed)
+            valid_loss = None
+            if valid and step.step % config.train.eval_every == 0:
+                valid_loss = trainer.evaluate(valid)
+            log.step(step, trainer.consumed_samples, valid_loss)
+            stopped = _any_rank(trainer, stop.received > 0)
+            if stopped or _saves_at(config, step.step):
+                log.saved(_save(trainer))
     log.end()
     return trainer.step >= config.train.steps
 

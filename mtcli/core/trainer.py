@@ -5,6 +5,7 @@ this file only names what happens to a step.
 """
 
 import math
+import sys
 from time import perf_counter
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class Step(NamedTuple):
     lr: float
     grad_norm: float  # before clipping
     seconds: float
+    skipped: bool = False  # nothing was updated: the loss or the gradient was not finite
 
 
 class Phases(NamedTuple):
@@ -117,10 +119,29 @@ class Trainer:
     def train_step(self, feed: Feed) -> Step:
         """One optimizer step on the next global batch.
 
-        Raises MtcliError (exit 1) where the loss or the gradient is not finite, before the update.
+        A loss or gradient that is not finite is named, by module and samples, before the update:
+        train.on_nonfinite = "stop" raises MtcliError (exit 1), "skip" leaves the weights alone.
         """
-        config, start, clock = self.config, perf_counter(), self.pipeline.clock
-        batch, marks = config.batch, [clock()]
+        config, start = self.config, perf_counter()
+        loss_sum, marks = self.forward_backward(feed)
+        square_sum = self.gradients.square_sum()
+        marks.append(self.pipeline.clock())
+        loss, norm = self._global(loss_sum, square_sum)
+        marks.append(self.pipeline.clock())
+        lr = learning_rate(config.optimizer, self.step + 1, config.train.steps)
+        finite = math.isfinite(loss + norm)
+        if finite:
+            self._update(norm, lr)
+        else:
+            self._report_nonfinite(feed, loss, norm)
+        self.step += 1
+        self.phases = Phases(*marks, self.pipeline.clock())
+        return Step(self.step, loss, lr, norm, perf_counter() - start, skipped=not finite)
+
+    def forward_backward(self, feed: Feed) -> tuple[float, list[float]]:
+        """(sum of this rank's losses, when its phases ended), with the gradients reduced."""
+        batch, clock = self.config.batch, self.pipeline.clock
+        marks = [clock()]
         load = feed.step(self.step)
         marks.append(clock())
         self.gradients.begin()
@@ -133,24 +154,25 @@ class Trainer:
         marks.append(clock())
         self.gradients.finish()
         marks.append(clock())
-        square_sum = self.gradients.square_sum()
-        marks.append(clock())
-        loss, norm = self._global(loss_sum, square_sum)
-        marks.append(clock())
-        if not math.isfinite(loss + norm):
-            raise failed(
-                f"step {self.step + 1}: loss {loss}, gradient norm {norm}",
-                "the last checkpoint is kept; lower optimizer.lr or look at the batch",
-            )
-        clip = config.optimizer.clip
+        return loss_sum, marks
+
+    def _update(self, norm: float, lr: float) -> None:
+        clip = self.config.optimizer.clip
         if clip and norm > clip:
             self.gradients.scale_(clip / norm)
-        self.step += 1
-        lr = learning_rate(config.optimizer, self.step, config.train.steps)
         self.optimizer.step(self.gradients.views, lr)
         self.gradients.share_parameters()
-        self.phases = Phases(*marks, clock())
-        return Step(self.step, loss, lr, norm, perf_counter() - start)
+
+    def _report_nonfinite(self, feed: Feed, loss: float, norm: float) -> None:
+        from mtcli.core.diagnose import first_nonfinite  # which runs this trainer's step again
+
+        where = first_nonfinite(self, feed)
+        message = f"step {self.step + 1}: loss {loss}, gradient norm {norm}; first {where}"
+        if self.config.train.on_nonfinite == "stop":
+            hint = "the last checkpoint is kept; lower optimizer.lr, look at the samples, or "
+            raise failed(message, hint + "set train.on_nonfinite = 'skip'")
+        if self.groups.rank == 0:
+            sys.stderr.write(f"warning: skipped {message}\n")
 
     @torch.no_grad()
     def evaluate(self, feed: Feed) -> float:

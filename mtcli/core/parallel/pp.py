@@ -63,6 +63,7 @@ class Pipeline(Generic[Given]):
         self.hops = _Hops(schedule, groups, wire)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
         self.spans: list[OpSpan] = []
+        self.current: Op | None = None  # the op that runs, or ran last
 
     def train_step(
         self,
@@ -83,6 +84,7 @@ class Pipeline(Generic[Given]):
         for op in self.ops:
             if op == last[op.stage]:
                 before_last_backward(op.stage)
+            self.current = op
             actions[op.kind](op)
         self.hops.wait()
         self.spans = run.spans

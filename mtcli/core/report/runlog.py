@@ -1,6 +1,7 @@
 """A run's own records: the numbers before it starts, the progress line, metrics.jsonl, trackers."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ class RunLog:
         }
         if valid_loss is not None:
             row["valid_loss"] = valid_loss
-        self.metrics.write(json.dumps(row) + "\n")
+        finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
+        self.metrics.write(json.dumps(finite) + "\n")
         self.metrics.flush()
         self.bar.update(1)
         if step.step % self.config.train.log_every == 0:
@@ -83,15 +85,19 @@ class RunLog:
         """Notes a checkpoint."""
         self.last_saved = path
 
-    def end(self) -> None:
-        """Closes the files and names what was written last."""
+    def close(self) -> None:
+        """Closes the progress line, the files and the trackers."""
         if not self.speaks:
             return
         self.bar.close()
         self.metrics.close()
         for tracker in self.trackers:
             tracker.finish()
-        typer.echo(f"wrote {self.last_saved or self.folder}")
+
+    def end(self) -> None:
+        """Names what was written last."""
+        if self.speaks:
+            typer.echo(f"wrote {self.last_saved or self.folder}")
 
 
 def _line(row: dict[str, Any]) -> str:

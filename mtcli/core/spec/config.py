@@ -269,6 +269,8 @@ class TrainConfig(Section):
     """steps between progress lines and tracker records"""
     timeout: Annotated[float, Field(gt=0.0)] = 600.0
     """seconds a collective may take before the run is stopped"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """what happens when a loss or gradient is not finite, once its origin is named"""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """experiment trackers; a missing or offline tracker never stops a run"""
 
