@@ -124,6 +124,13 @@ def test_a_file_with_too_few_hashes_is_refused(run):
         open_checkpoint(newest(run)).verify_hashes()
 
 
+def test_a_file_that_goes_while_it_is_hashed_is_named(run):
+    checkpoint = open_checkpoint(newest(run))
+    (newest(run) / RANK).unlink()
+    with pytest.raises(MtcliError, match=f"{RANK} is damaged: it cannot be read .No such file"):
+        checkpoint.verify_hashes()
+
+
 def test_a_header_that_disagrees_with_the_manifest_is_refused(run):
     path = newest(run) / RANK
     path.write_bytes(path.read_bytes().replace(b'"final_norm.bias"', b'"final_norm.bia5"'))

@@ -61,6 +61,24 @@ def test_strided_tensors_and_scalars_are_written_in_order(tmp_path):
     assert found["s"].item() == 7.0
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES])
+def test_a_file_system_that_refuses_direct_files_gets_ordinary_ones(tmp_path, monkeypatch, number):
+    opened = os.open
+
+    def refuse(path, flags, mode=0o777):
+        if flags & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    if number == errno.EINVAL:
+        write(tmp_path / "f", {"x": torch.arange(9.0)})
+        assert torch.equal(load_file(tmp_path / "f")["x"], torch.arange(9.0))
+    else:
+        with pytest.raises(OSError, match="Permission denied"):
+            write(tmp_path / "f", {"x": torch.arange(9.0)})
+
+
 def test_a_failed_write_is_raised(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
