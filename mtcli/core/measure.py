@@ -154,13 +154,13 @@ def summarized(trace: dict[str, Any], step: StepRecord, begin: float) -> Profile
     events = traces.complete(trace["traceEvents"])
     mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
     computing = traces.computing(events)
-    collectives = traces.spans_of(events, traces.is_collective)
-    hidden = traces.common(collectives, computing)
+    exchanges = traces.spans_of(events, traces.is_exchange)
+    hidden = traces.common(exchanges, computing)
     exchanging = {}
     for kind in sorted({span.op.kind for span in step.spans}):
         ops = [(s.start - begin + mark, s.end - begin + mark) for s in step.spans]
         ops = [op for op, span in zip(ops, step.spans, strict=True) if span.op.kind == kind]
-        inside = traces.length(traces.common(ops, collectives))
+        inside = traces.length(traces.common(ops, exchanges))
         inside -= traces.length(traces.common(ops, hidden))
         exchanging[kind] = inside / traces.length(ops)
     return Profiled(

@@ -12,7 +12,7 @@ Event = dict[str, Any]
 Interval = tuple[float, float]
 
 STEP = "mtcli: step"  # the annotation that ties the profiler's clock to ours
-HOPS = ("send", "recv")  # exchanged between stages: not inside an op
+SEND = "gloo:send"
 
 
 def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[Interval]:
@@ -56,20 +56,20 @@ def complete(events: Iterable[Event]) -> list[Event]:
 
 
 def is_exchange(event: Event) -> bool:
-    """Whether an event is communication under way: gloo's on CPU, NCCL's kernels on GPU."""
+    """Whether an event is communication under way: gloo's on CPU, NCCL's kernels on GPU.
+
+    Not gloo's sends: one is under way until the receiver takes it, and nobody waits for it.
+    """
     name = event["name"]
-    return name.startswith("gloo:") or (event.get("cat") == "kernel" and "nccl" in name.lower())
-
-
-def is_collective(event: Event) -> bool:
-    """Whether an event is communication, hops between pipeline stages aside."""
-    return is_exchange(event) and not any(hop in event["name"].lower() for hop in HOPS)
+    if name.startswith("gloo:"):
+        return not name.startswith(SEND)
+    return event.get("cat") == "kernel" and "nccl" in name.lower()
 
 
 def exchanges(events: list[Event]) -> dict[str, float]:
-    """Seconds of collectives by name; a hop is sent long before it is taken, so it says nothing."""
+    """Seconds of communication by name."""
     found: dict[str, float] = {}
-    for event in filter(is_collective, events):
+    for event in filter(is_exchange, events):
         found[event["name"]] = found.get(event["name"], 0.0) + event["dur"] / 1e6
     return found
 

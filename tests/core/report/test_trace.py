@@ -69,10 +69,9 @@ def test_waiting_inside_an_operator_that_communicates_is_not_computing():
     assert trace.exchanges(events) == {"gloo:all_reduce": pytest.approx(80e-6)}
 
 
-def test_a_hop_is_communication_and_no_collective():
-    hop = event("gloo:recv", 0, 10, cat="user_annotation")
-    assert trace.is_exchange(hop)
-    assert not trace.is_collective(hop)
+def test_a_send_that_nobody_took_yet_is_not_waited_for():
+    send, receive = (event(f"gloo:{n}", 0, 10, cat="user_annotation") for n in ("send", "recv"))
+    assert trace.exchanges([send, receive]) == {"gloo:recv": pytest.approx(10e-6)}
 
 
 def test_memory_adds_up_from_the_beginning_of_the_step():
