@@ -49,11 +49,16 @@ class Memory:
 
 
 class Held(NamedTuple):
-    """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks."""
+    """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
+
+    `shard` is the first data rank's rows, which are as many as any's, and `padded` what all of them
+    take when each has as many.
+    """
 
     attention: int = 0
     experts: int = 0
     shard: int = 0
+    padded: int = 0
 
     @property
     def total(self) -> int:
@@ -89,13 +94,15 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
 def state_bytes(work: Workload, pp_rank: int) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state (masters and moments) on a pipeline rank.
 
-    zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks, and
-    zero=3 all three.
+    zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
+    (dp*cp, of experts edp) and needs room for the reduced share beside the whole gradients; zero=3
+    cuts all three.
     """
     held, sizes = rank_elements(work, pp_rank), work.sizes
     kept = held.shard if work.zero == 3 else held.total
     state = held.shard if work.zero else held.total
-    return kept * sizes.weight, kept * sizes.gradient, state * (sizes.master + sizes.moments)
+    gradients = held.padded + held.shard if work.zero == 1 and held.shard < held.total else kept
+    return kept * sizes.weight, gradients * sizes.gradient, state * (sizes.master + sizes.moments)
 
 
 def rank_elements(work: Workload, pp_rank: int) -> Held:
@@ -114,16 +121,17 @@ def block_elements(work: Workload) -> Held:
 def _elements(
     model: ModelConfig, layout: ParallelLayout, layers: int, ends: tuple[bool, bool]
 ) -> Held:
-    attention = experts = shard = 0
+    attention = experts = shard = padded = 0
     for parameter, times in _parts(model, layers, ends):
         local = parameter.local_shape(layout)
-        ranks = layout.edp if parameter.is_expert else layout.dp
-        shard += times * -(-local[0] // ranks) * prod(local[1:])
+        ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
+        rows = times * -(-local[0] // ranks) * prod(local[1:])
+        shard, padded = shard + rows, padded + ranks * rows
         if parameter.is_expert:
             experts += times * prod(local)
         else:
             attention += times * prod(local)
-    return Held(attention, experts, shard)
+    return Held(attention, experts, shard, padded)
 
 
 def _parts(

@@ -126,7 +126,7 @@ def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
     sizes, layout = work.sizes, work.layout
     moved = STATE_PASSES * (sizes.master + sizes.moments)
     moved += 2 * sizes.gradient + sizes.weight
-    shards = layout.dp if work.zero else 1
+    shards = layout.dp * layout.cp if work.zero else 1
     elements = max(rank_elements(work, pp_rank).total for pp_rank in _ends(work)) / shards
     return elements * moved / (device.memory_bandwidth * physics.memory)
 
