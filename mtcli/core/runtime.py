@@ -101,12 +101,8 @@ class StopSignal:
         self.received = number
 
 
-_RANK_ZERO = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-}
+# No local rank: accelerate would take it for a launcher's and wait for a rendezvous.
+_RANK_ZERO = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
