@@ -1,0 +1,317 @@
+"""`mtcli train` from the command line, on a few thousand tokens."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import GPT, documents
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.spec.load import load_config
+
+STEPS = 6
+KEYS = ["step", "consumed_samples", "loss", "lr", "grad_norm", "step_seconds"]
+KEYS += ["tokens_per_second", "mfu"]
+CONFIG = """
+seed = 7
+[model]
+{model}
+[batch]
+seq_len = 8
+micro_batch_size = 1
+global_batch_size = 4
+[optimizer]
+lr = 3e-3
+[data]
+train = ["{data}"]
+split = "80,20,0"
+[train]
+steps = {steps}
+device = "cpu"
+output = "{output}"
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with data.bin/.idx and run.toml of a run in base/, which has been run."""
+    folder = tmp_path_factory.mktemp("train")
+    write_dataset(folder / "data", documents(), token_dtype(101))
+    model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in GPT.items())
+    text = CONFIG.format(model=model, data=folder / "data", steps=STEPS, output=folder / "base")
+    (folder / "run.toml").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(home):
+    """(output folder, stdout, stderr) of a run on one process that saves, evaluates and tracks."""
+    settings = ["train.save_every=2", "train.eval_every=3", "train.eval_batches=1"]
+    trackers = 'train.trackers=["tensorboard", "wandb"]'
+    done = mtcli(home, *settings, trackers)
+    assert done.returncode == 0, done.stderr
+    return home / "base", done.stdout, done.stderr
+
+
+def command(home, *settings, flags=()):
+    sets = [word for setting in settings for word in ("--set", setting)]
+    return ["-m", "mtcli", "train", str(home / "run.toml"), *sets, *flags]
+
+
+def mtcli(home, *settings, flags=()):
+    return run([sys.executable, *command(home, *settings, flags=flags)])
+
+
+def run(words, **environ):
+    quiet = {"WANDB_MODE": "disabled"}
+    return subprocess.run(words, capture_output=True, text=True, env=os.environ | quiet | environ)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [row["loss"] for row in metrics(folder)]
+
+
+def to(folder):
+    return f'train.output="{folder}"'
+
+
+def copied(base, tmp_path, step):
+    """A copy of a run as it was after `step`, with the metrics of a run that went on and died."""
+    shutil.copytree(base, tmp_path / "copy")
+    for path in (tmp_path / "copy" / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    with (tmp_path / "copy" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    return tmp_path / "copy"
+
+
+def test_a_run_folder_holds_config_metrics_and_the_newest_checkpoints(home, base):
+    folder, out, _ = base
+    assert load_config(str(folder)).train.save_every == 2
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["consumed_samples"] for row in rows] == [4 * n for n in range(1, STEPS + 1)]
+    assert all([*row] == KEYS + ["valid_loss"] * (row["step"] % 3 == 0) for row in rows)
+    assert all(value > 0.0 for row in rows for key, value in row.items() if key != "lr")
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(32 / row["step_seconds"])
+    saved = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert saved == ["step-00000004", "step-00000006"], "train.keep=2 of steps 2, 4 and 6"
+    assert open_checkpoint(folder).step == STEPS
+
+
+def test_numbers_come_first_and_the_checkpoint_last_on_stdout(base):
+    folder, out, errors = base
+    lines = out.splitlines()
+    # 101 + 16 rows of 16, 4 * (12 * 16^2 + 13 * 16), and 2 * 16 (arXiv:2104.04473, equation 2)
+    assert lines[0] == "model  gpt, 15,024 parameters"
+    assert "1 ranks: tp=1 pp=1 dp=1" in lines[1] and "32 tokens, fp32" in lines[2]
+    assert lines[-1] == f"wrote {folder}/checkpoints/step-00000006"
+    assert "loss" in errors and "tok/s" in errors and "mfu" in errors, "progress is on stderr"
+
+
+def test_tensorboard_reads_the_run_and_a_missing_tracker_only_warns(base):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _, errors = base
+    (events,) = {path.parent for path in folder.rglob("events.out.tfevents.*")}
+    accumulator = EventAccumulator(str(events)).Reload()
+    seen = [(event.step, event.value) for event in accumulator.Scalars("loss")]
+    expected = [(row["step"], row["loss"]) for row in metrics(folder)]
+    assert seen == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in expected]
+    assert len(accumulator.Scalars("valid_loss")) == 2
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        assert "warning: wandb is off" in errors
+
+
+def test_a_run_goes_on_bit_for_bit_on_the_same_layout(home, base, tmp_path):
+    again = copied(base[0], tmp_path, 4)
+    done = mtcli(home, to(again), "train.save_every=2", flags=["--resume"])
+    assert done.returncode == 0, done.stderr
+    assert f"{again}/checkpoints/step-00000004, step 4" in done.stdout
+    assert losses(again) == losses(base[0]), "and the torn line of a killed run is gone"
+    one, other = open_checkpoint(base[0]), open_checkpoint(again)
+    assert all(torch.equal(one.read(name), other.read(name)) for name in one.names())
+
+
+def test_a_run_goes_on_with_the_same_curve_on_another_layout(home, base, tmp_path):
+    again = copied(base[0], tmp_path, 4)
+    layout = ["parallel.tp=2", "batch.micro_batch_size=2"]
+    done = mtcli(home, to(again), *layout, flags=["--resume", "--nproc", "2"])
+    assert done.returncode == 0, done.stderr
+    assert losses(again) == pytest.approx(losses(base[0]), rel=1e-5)
+
+
+def test_an_output_that_holds_a_run_is_refused_by_every_worker_in_one_voice(home, base):
+    done = mtcli(home, flags=["--nproc", "2"])
+    assert done.returncode == 2
+    assert done.stderr.count(f"error: train.output: {base[0]} already holds a run") == 1
+    assert "hint: --resume goes on from it" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optimizer.lr=0.1", None),
+        ("seed=8", "seed is 8, and the run was trained with 7"),
+        ("batch.seq_len=4", "batch.seq_len is 4, and the run was trained with 8"),
+        ("model.num_layers=2", "model.num_layers is 2, and the run was trained with 4"),
+    ],
+)
+def test_a_resumed_run_keeps_its_model_and_data_order(home, base, tmp_path, setting, message):
+    from mtcli.core.spec.errors import MtcliError
+    from mtcli.core.train import _require_same_run
+
+    config = load_config(str(home / "run.toml"), [setting])
+    if message is None:
+        _require_same_run(config, open_checkpoint(base[0]))
+        return
+    with pytest.raises(MtcliError) as caught:
+        _require_same_run(config, open_checkpoint(base[0]))
+    assert message in str(caught.value) and "--init" in str(caught.value)
+
+
+def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
+    done = mtcli(home, to(tmp_path / "tuned"), "train.steps=1", flags=["--init", str(base[0])])
+    assert done.returncode == 0, done.stderr
+    (row,) = metrics(tmp_path / "tuned")
+    assert row["step"] == 1 and row["loss"] < losses(base[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "whole_group", "nproc"),
+    [(signal.SIGTERM, False, 1), (signal.SIGINT, True, 2), (signal.SIGTERM, False, 2)],
+    ids=["term", "ctrl-c with workers", "term with workers"],
+)
+def test_a_signal_saves_and_ends_with_130(home, tmp_path, number, whole_group, nproc):
+    folder = tmp_path / "long"
+    words = command(home, to(folder), "train.steps=100000", flags=["--nproc", str(nproc)])
+    process = start(words)
+    wait_for(process, lambda: lines_in(folder / "metrics.jsonl") >= 2)
+    (os.killpg if whole_group else os.kill)(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors and "error" not in errors
+    assert open_checkpoint(folder).step == metrics(folder)[-1]["step"]
+
+
+def test_a_killed_worker_is_named_and_the_last_checkpoint_kept(home, tmp_path):
+    folder = tmp_path / "killed"
+    settings = [to(folder), "train.steps=100000", "train.save_every=1", "train.timeout=30"]
+    process = start(command(home, *settings, flags=["--nproc", "2"]))
+    wait_for(process, lambda: lines_in(folder / "metrics.jsonl") >= 2)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "failed: it was killed by SIGKILL" in errors and "--resume" in errors
+    assert "Traceback" not in errors
+    assert open_checkpoint(folder).step >= 1
+
+
+def start(words):
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(process, condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
+
+
+def lines_in(path):
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def children(pid):
+    """The worker processes of a launcher, oldest first."""
+    folder = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(word) for word in folder.read_text().split()]
+    return [p for p in found if b"train" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return str(server.getsockname()[1])
+
+
+def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):
+    folder = tmp_path / "torchrun"
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        free_port(),
+    ]
+    settings = [to(folder), "parallel.pp=2", 'train.precision="bf16"', "train.steps=8"]
+    done = run([sys.executable, *launcher, *command(home, *settings, "optimizer.lr=1e-2")])
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks: tp=1 pp=2 dp=1" in done.stdout
+    assert losses(folder)[-1] < losses(folder)[0]
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.dtype("embedding.weight") == torch.bfloat16
+    assert checkpoint.dtype("optimizer.master/embedding.weight") == torch.float32
+
+
+def test_slurm_tasks_find_each_other(home, base, tmp_path):
+    environ = {"SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    words = [sys.executable, *command(home, to(tmp_path / "slurm"))]
+    tasks = [
+        subprocess.Popen(
+            words,
+            env=os.environ | environ | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [task.communicate(timeout=60) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], answers
+    assert "2 ranks: tp=1 pp=1 dp=2" in answers[0][0] and answers[1][0] == "", "rank 0 speaks"
+    assert losses(tmp_path / "slurm") == pytest.approx(losses(base[0]), rel=1e-5)
+
+
+def test_every_problem_of_a_layout_is_listed_at_once(home, tmp_path):
+    settings = ["parallel.tp=3", "parallel.pp=3", "batch.global_batch_size=5", "model.lr=1"]
+    done = mtcli(home, *settings, flags=["--nproc", "4"])
+    assert done.returncode == 2 and done.stdout == ""
+    assert "unknown key 'lr' in [model]" in done.stderr
+    done = mtcli(home, to(tmp_path / "x"), *settings[:3], flags=["--nproc", "4"])
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    for part in ("3*1*3 = 9", "tp=3 does not divide num_kv_heads=4", "num_layers=4"):
+        assert part in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_without_data_a_run_ends_with_2_and_writes_nothing(home, tmp_path):
+    done = mtcli(home, to(tmp_path / "x"), "data.train=[]")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "error: data.train: there is no training data" in done.stderr
+    assert not (tmp_path / "x").exists()
