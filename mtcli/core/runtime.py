@@ -131,9 +131,9 @@ def _start(device: str, timeout: float, matmul: str) -> Runtime:
     where = _device(device, local_rank)
     if where.type == "cpu":
         torch.set_num_threads(max(1, cores() // local_world))
+        _set_matmul(matmul)
     else:
         torch.cuda.set_device(where)
-    _set_matmul(matmul)
     if world > 1:
         if "MASTER_ADDR" not in os.environ:  # Slurm names hosts, torchrun sets these two
             first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")

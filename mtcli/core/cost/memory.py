@@ -95,13 +95,12 @@ def state_bytes(work: Workload, pp_rank: int) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state (masters and moments) on a pipeline rank.
 
     zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
-    (dp*cp, of experts edp) and needs room for the reduced share beside the whole gradients; zero=3
-    cuts all three.
+    (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three.
     """
     held, sizes = rank_elements(work, pp_rank), work.sizes
     kept = held.shard if work.zero == 3 else held.total
     state = held.shard if work.zero else held.total
-    gradients = held.padded + held.shard if work.zero == 1 and held.shard < held.total else kept
+    gradients = held.padded if work.zero == 1 else kept
     return kept * sizes.weight, gradients * sizes.gradient, state * (sizes.master + sizes.moments)
 
 

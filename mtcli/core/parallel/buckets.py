@@ -47,7 +47,7 @@ class Bucket:
             self.slots[name] = Slot(tuple(shape), rows, part, size)
             part += size
         self.flat = like.new_zeros(owners.size, part)
-        self.kept = self.flat[0] if owners.size == 1 else like.new_zeros(part)
+        self.kept = self.flat[owners.rank]  # reduced in place
         self.work: dist.Work | None = None
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:

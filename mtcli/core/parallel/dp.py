@@ -71,8 +71,7 @@ class Gradients:
 
     def buffers(self) -> list[Tensor]:
         """The memory that gradients take."""
-        apart = [bucket.kept for bucket in self.buckets if bucket.owners.size > 1]
-        return [bucket.flat for bucket in self.buckets] + apart
+        return [bucket.flat for bucket in self.buckets]
 
     def begin(self) -> None:
         """Starts a step: the first gradient to come replaces the last step's."""
