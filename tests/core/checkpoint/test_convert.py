@@ -190,6 +190,15 @@ def test_a_name_that_is_taken_is_refused_without_force(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
 
 
+def test_what_a_killed_conversion_left_is_written_over(tmp_path):
+    source = open_checkpoint(save_halves(tmp_path / "src")[0])
+    (tmp_path / "dst.partial").mkdir()
+    (tmp_path / "dst.partial" / "stale").write_text("half")
+    to_mtcli(source, tmp_path / "dst", *parse_layout(""), Options())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
+    assert not (tmp_path / "dst" / "stale").exists()
+
+
 def test_force_replaces_nothing_but_a_checkpoint(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("precious")

@@ -13,6 +13,7 @@ from saving import CONFIG, MODEL, on_ranks, save_halves, values
 from mtcli.core.checkpoint import store
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Piece, save
+from mtcli.core.checkpoint.tensorfile import read_header
 from mtcli.core.spec.errors import Exit, MtcliError
 from mtcli.core.spec.load import dump_toml
 
@@ -60,6 +61,16 @@ def test_several_pieces_of_one_tensor_and_mixed_dtypes_fit_in_one_file(tmp_path)
     checkpoint = open_checkpoint(folder)
     assert torch.equal(checkpoint.read("x"), x)
     assert torch.equal(checkpoint.read("y"), y)
+
+
+def test_tensors_start_at_multiples_of_their_item_size(tmp_path):
+    odd, wide = torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
+    pieces = [Piece("odd", odd, (0,), (3,)), Piece("wide", wide, (0,), (2,))]
+    about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
+    folder = save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+    header = read_header(folder / "rank-00000.safetensors")
+    assert header["wide"].offset % 8 == 0
+    assert header["odd"].offset % 2 == 0
 
 
 def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
