@@ -25,16 +25,16 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line, or shows the help where it is empty; returns the exit code."""
-    from mtcli.cli import app
-
     try:
+        from mtcli.cli import app
+
         code = app(list(arguments) or ["--help"], prog_name="mtcli", standalone_mode=False)
         return code or Exit.DONE  # a number where the command raised typer.Exit
     except MtcliError as error:
         return _fail(str(error), error.code)
     except typer.TyperException as error:
         return _fail(_usage(error), Exit.WRONG_INPUT)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:  # outside of the command, where Typer does not catch it
         return Exit.INTERRUPTED
     except Exception as error:
         if os.environ.get("MTCLI_TRACEBACK") == "1":

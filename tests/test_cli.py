@@ -148,8 +148,10 @@ def test_failed_work_exits_1(probed, capsys):
     assert capsys.readouterr().err == "error: a rank died\n"
 
 
-def test_an_interrupt_exits_130(probed):
+def test_an_interrupt_exits_130_wherever_it_comes(probed, monkeypatch):
     assert run(["probe", "interrupted"]) == 130
+    monkeypatch.setattr(cli, "app", lambda *_, **__: _raise(KeyboardInterrupt()))
+    assert run(["probe"]) == 130
 
 
 def test_a_command_may_choose_its_exit_code(probed):
@@ -195,8 +197,9 @@ def test_an_illegal_flag_value_names_the_flag_and_what_is_legal(probed, capsys, 
     assert legal in err
 
 
-def test_a_reader_that_leaves_early_sees_no_error():
-    code = "import os, sys; from mtcli.__main__ import main; sys.argv = ['mtcli', '--help']; main()"
+@pytest.mark.parametrize("arguments", ["'--help'", "'plan', '--presets', '--json', '-'"])
+def test_a_reader_that_leaves_early_sees_no_error(arguments):
+    code = f"import sys; from mtcli.__main__ import main; sys.argv = ['mtcli', {arguments}]; main()"
     read, write = os.pipe()
     os.close(read)  # nobody reads: the first flush fails
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
