@@ -197,7 +197,7 @@ def test_an_illegal_flag_value_names_the_flag_and_what_is_legal(probed, capsys, 
     assert legal in err
 
 
-@pytest.mark.parametrize("arguments", ["'--help'", "'plan', '--presets', '--json', '-'"])
+@pytest.mark.parametrize("arguments", ["'--help'", "'plan', 'tiny', '--device', 'h100', '--json', '-'"])
 def test_a_reader_that_leaves_early_sees_no_error(arguments):
     code = f"import sys; from mtcli.__main__ import main; sys.argv = ['mtcli', {arguments}]; main()"
     read, write = os.pipe()
