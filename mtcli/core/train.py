@@ -1,5 +1,6 @@
 """`mtcli train`: the loop. Reads top to bottom as a run goes."""
 
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
 from mtcli.core.data.describe import tokenizer_folder
+from mtcli.core.diagnose import first_nonfinite
 from mtcli.core.feed import open_feed
 from mtcli.core.measure import peak_flops
 from mtcli.core.parallel.collectives import all_reduce, gather_objects
@@ -16,9 +18,9 @@ from mtcli.core.report.runlog import RunLog
 from mtcli.core.runtime import Runtime, StopSignal
 from mtcli.core.saving import pieces
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import failed, wrong
 from mtcli.core.spec.load import dump_toml
-from mtcli.core.trainer import Trainer
+from mtcli.core.trainer import Step, Trainer
 
 
 def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None) -> bool:
@@ -39,6 +41,8 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
     with closing(log), closing(feed):
         while trainer.step < config.train.steps and not stopped:
             step = trainer.train_step(feed)
+            if not step.finite:
+                _skip(trainer, step, first_nonfinite(trainer, feed))
             valid_loss = None
             if valid and step.step % config.train.eval_every == 0:
                 valid_loss = trainer.evaluate(valid)
@@ -68,6 +72,17 @@ def _start(trainer: Trainer, resume: bool, init: str | None) -> Checkpoint | Non
         return checkpoint
     trainer.initialise()
     return None
+
+
+def _skip(trainer: Trainer, step: Step, where: str) -> None:
+    """Goes on to the next batch with the weights as they were, or stops the run (exit 1)."""
+    message = f"step {step.step}: loss {step.loss}, gradient norm {step.grad_norm}; first {where}"
+    if trainer.config.train.on_nonfinite == "stop":
+        hint = "the last checkpoint is kept; lower optimizer.lr, look at the samples, or "
+        raise failed(message, hint + "set train.on_nonfinite = 'skip'")
+    trainer.step = step.step
+    if trainer.groups.rank == 0:
+        sys.stderr.write(f"\nwarning: skipped {message}\n")
 
 
 def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:

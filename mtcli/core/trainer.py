@@ -5,7 +5,6 @@ this file only names what happens to a step.
 """
 
 import math
-import sys
 from time import perf_counter
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from mtcli.core.runtime import Runtime
 from mtcli.core.saving import load_optimizer
 from mtcli.core.schedule.generators import forward_only, schedule_for
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import failed
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 
@@ -38,7 +36,7 @@ class Step(NamedTuple):
     lr: float
     grad_norm: float  # before clipping
     seconds: float
-    skipped: bool = False  # nothing was updated: the loss or the gradient was not finite
+    finite: bool  # the loss and the gradient; where not, nothing was updated
 
 
 class Phases(NamedTuple):
@@ -119,8 +117,7 @@ class Trainer:
     def train_step(self, feed: Feed) -> Step:
         """One optimizer step on the next global batch.
 
-        A loss or gradient that is not finite is named, by module and samples, before the update:
-        train.on_nonfinite = "stop" raises MtcliError (exit 1), "skip" leaves the weights alone.
+        Where the loss or a gradient is not finite, nothing changes and `finite` says so.
         """
         config, start = self.config, perf_counter()
         loss_sum, marks = self.forward_backward(feed)
@@ -130,13 +127,12 @@ class Trainer:
         marks.append(self.pipeline.clock())
         lr = learning_rate(config.optimizer, self.step + 1, config.train.steps)
         finite = math.isfinite(loss + norm)
+        step = self.step + 1
         if finite:
             self._update(norm, lr)
-        else:
-            self._report_nonfinite(feed, loss, norm)
-        self.step += 1
+            self.step = step
         self.phases = Phases(*marks, self.pipeline.clock())
-        return Step(self.step, loss, lr, norm, perf_counter() - start, skipped=not finite)
+        return Step(step, loss, lr, norm, perf_counter() - start, finite)
 
     def forward_backward(self, feed: Feed) -> tuple[float, list[float]]:
         """(sum of this rank's losses, when its phases ended), with the gradients reduced."""
@@ -162,17 +158,6 @@ class Trainer:
             self.gradients.scale_(clip / norm)
         self.optimizer.step(self.gradients.views, lr)
         self.gradients.share_parameters()
-
-    def _report_nonfinite(self, feed: Feed, loss: float, norm: float) -> None:
-        from mtcli.core.diagnose import first_nonfinite  # which runs this trainer's step again
-
-        where = first_nonfinite(self, feed)
-        message = f"step {self.step + 1}: loss {loss}, gradient norm {norm}; first {where}"
-        if self.config.train.on_nonfinite == "stop":
-            hint = "the last checkpoint is kept; lower optimizer.lr, look at the samples, or "
-            raise failed(message, hint + "set train.on_nonfinite = 'skip'")
-        if self.groups.rank == 0:
-            sys.stderr.write(f"warning: skipped {message}\n")
 
     @torch.no_grad()
     def evaluate(self, feed: Feed) -> float:
