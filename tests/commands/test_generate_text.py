@@ -1,0 +1,76 @@
+"""`mtcli generate` from the command line: transformers' greedy text, on any layout, as JSON."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mtcli.core.data.tokenize import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(folder of a GPT-2 of bytes, transformers' greedy continuation of "The cat")."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 257}
+    made = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.4, eos_token_id=256)).eval()
+    made.save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    ids = torch.tensor([list(b"The cat")])
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 256}
+    found = made.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+    return folder, found.tolist()
+
+
+def generate(folder, *flags):
+    words = [sys.executable, "-m", "mtcli", "generate", str(folder), *flags]
+    return subprocess.run(words, capture_output=True)
+
+
+@pytest.mark.parametrize("flags", [[], ["--nproc", "2", "--set", "parallel.tp=2"]], ids=str)
+def test_greedy_text_is_transformers_on_any_layout_and_for_every_prompt(model, flags):
+    folder, greedy = model
+    prompts = ["--prompt", "The cat", "--prompt", "one", "--max-tokens", "9", "--json", "-"]
+    done = generate(folder, *prompts, *flags)
+    assert done.returncode == 0, done.stderr.decode()
+    table = json.loads(done.stdout)
+    assert table["checkpoint"] == str(folder)
+    assert [one["prompt"] for one in table["generated"]] == ["The cat", "one"]
+    expected = bytes(greedy).decode(errors="replace")
+    assert table["generated"][0] == {"prompt": "The cat", "text": expected, "num_tokens": 9}
+
+
+def test_plain_output_is_the_prompt_and_its_text(model):
+    folder, greedy = model
+    done = generate(folder, "--prompt", "The cat", "--max-tokens", "9")
+    expected = "The cat" + bytes(greedy).decode(errors="replace") + "\n"
+    assert done.stdout.decode() == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "a", "--top-p", "0"], "error: --top-p: top_p=0 keeps no token"),
+        (["--prompt", "a", "--set", "parallel.tp=3"], "tp=3 does not divide num_kv_heads=2"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature"),
+    ],
+    ids=["top-p", "layout", "temperature"],
+)
+def test_wrong_input_ends_with_2_and_says_what_is_right(model, flags, message):
+    done = generate(model[0], *flags)
+    errors = done.stderr.decode()
+    assert done.returncode == 2 and done.stdout == b""
+    assert message in errors and "hint: " in errors and "Traceback" not in errors
+
+
+def test_a_folder_without_a_tokenizer_is_refused(model, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(model[0] / name)
+    done = generate(tmp_path, "--prompt", "a")
+    assert done.returncode == 2
+    assert f"error: {tmp_path} holds no tokenizer" in done.stderr.decode()
