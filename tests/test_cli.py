@@ -197,11 +197,12 @@ def test_an_illegal_flag_value_names_the_flag_and_what_is_legal(probed, capsys, 
     assert legal in err
 
 
-@pytest.mark.parametrize("arguments", ["'--help'", "'plan', 'tiny', '--device', 'h100', '--json', '-'"])
-def test_a_reader_that_leaves_early_sees_no_error(arguments):
-    code = f"import sys; from mtcli.__main__ import main; sys.argv = ['mtcli', {arguments}]; main()"
+# The pipe may break inside the command, or at the very end, when the last output is flushed.
+@pytest.mark.parametrize("command", ["", "m.run = lambda _: sys.stdout.write('x') and 0; "])
+def test_a_reader_that_leaves_early_sees_no_error(command):
+    code = f"import sys; import mtcli.__main__ as m; sys.argv = ['mtcli', '-h']; {command}m.main()"
     read, write = os.pipe()
-    os.close(read)  # nobody reads: the first flush fails
+    os.close(read)  # nobody reads: a flush fails
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
