@@ -201,9 +201,11 @@ def test_an_illegal_flag_value_names_the_flag_and_what_is_legal(probed, capsys, 
 @pytest.mark.parametrize("command", ["", "m.run = lambda _: sys.stdout.write('x') and 0; "])
 def test_a_reader_that_leaves_early_sees_no_error(command):
     code = f"import sys; import mtcli.__main__ as m; sys.argv = ['mtcli', '-h']; {command}m.main()"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     read, write = os.pipe()
     os.close(read)  # nobody reads: a flush fails
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
+    python = [sys.executable, "-c", code]
+    done = subprocess.run(python, stdout=write, stderr=subprocess.PIPE, env=buffered)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
 
