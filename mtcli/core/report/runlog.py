@@ -75,11 +75,11 @@ class RunLog:
         finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
         self.metrics.write(json.dumps(finite) + "\n")
         self.metrics.flush()
-        self.bar.update(1)
         if step.step % self.config.train.log_every == 0:
             self.bar.set_postfix_str(_line(row), refresh=False)
             for tracker in self.trackers:
                 tracker.log({k: v for k, v in row.items() if k != "step"}, step=step.step)
+        self.bar.update(1)  # draws the line, so it comes last
 
     def saved(self, path: Path) -> None:
         """Notes a checkpoint."""
