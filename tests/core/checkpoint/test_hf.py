@@ -113,6 +113,18 @@ def test_the_tokenizer_is_copied_verbatim_and_its_end_is_the_models(hf_folders, 
         assert (table["bos_token_id"], table["eos_token_id"]) == (256, 256)
 
 
+def test_an_original_config_that_is_no_longer_true_is_not_written_back(hf_folders, tmp_path):
+    to_mtcli(open_checkpoint(hf_folders["llama"]), tmp_path / "ours", *parse_layout(""), Options())
+    path = tmp_path / "ours" / "huggingface" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    manifest = tmp_path / "ours" / "manifest.json"
+    table = json.loads(manifest.read_text())
+    table["files"]["huggingface/config.json"]["bytes"] = path.stat().st_size
+    manifest.write_text(json.dumps(table))
+    to_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "back", 10**9, Options())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rms_norm_eps"] == 1e-5
+
+
 def test_a_change_of_dtype_is_told_in_the_config(hf_folders, tmp_path):
     to_hf(open_checkpoint(hf_folders["gpt2"]), tmp_path / "x", 10**9, Options(torch.bfloat16))
     assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -131,6 +143,7 @@ def test_what_the_config_says_is_what_transformers_has(hf_folders, hf_models):
         "original_max_seq_len": 16,
     }
     assert (gpt2.activation, gpt2.ffn_hidden_size, gpt2.max_seq_len) == ("gelu_tanh", 27, 17)
+    assert gpt2.norm_eps == 1e-3
     assert (gpt2.dropout, gpt2.attention_dropout, gpt2.tie_embeddings) == (0.1, 0.1, True)
     moe = open_checkpoint(hf_folders["qwen2_moe"]).model
     assert (moe.num_experts, moe.top_k, moe.moe_ffn_hidden_size) == (3, 2, 12)

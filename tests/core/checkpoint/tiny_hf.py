@@ -28,7 +28,13 @@ def configs():
     experts = {"num_experts_per_tok": 2}
     return {
         "gpt2": t.GPT2Config(
-            vocab_size=51, n_positions=17, n_embd=24, n_layer=2, n_head=3, n_inner=27
+            vocab_size=51,
+            n_positions=17,
+            n_embd=24,
+            n_layer=2,
+            n_head=3,
+            n_inner=27,
+            layer_norm_epsilon=1e-3,
         ),
         "llama": t.LlamaConfig(**SIZES, head_dim=10, rope_parameters=LLAMA3, rms_norm_eps=1e-5),
         "llama-tied": t.LlamaConfig(**SIZES, tie_word_embeddings=True),
