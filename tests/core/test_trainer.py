@@ -1,17 +1,21 @@
 """A training step against a plain loop of transformers and torch, and on layouts against itself."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import GPT, LLAMA, Samples, run_config
+from tiny import GPT, LLAMA, Samples, documents, run_config
 
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.feed import Feed
 from mtcli.core.runtime import Runtime
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.model import parameters
+from mtcli.core.train import train
 from mtcli.core.trainer import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -122,22 +126,49 @@ def test_evaluation_is_the_mean_loss_without_dropout_on_any_layout(world, parall
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_fails_before_the_update(broken):
+def test_a_step_that_is_not_finite_says_so_and_changes_nothing(broken):
     trainer, feed = trainer_of(run_config())
     weight = dict(trainer.stages[0].named_parameters())["final_norm.weight"]
     with torch.no_grad():
         weight.fill_(float("nan") if broken == "loss" else 1e38)
     before = [p.detach().clone() for p in trainer.stages[0].parameters()]
-    with pytest.raises(MtcliError) as caught:
-        trainer.train_step(feed)
+    step = trainer.train_step(feed)
     feed.close()
-    (problem,) = caught.value.problems
-    assert problem.message.startswith("step 1: loss ") and ", gradient norm " in problem.message
-    assert "nan" in problem.message or "inf" in problem.message
-    assert "the last checkpoint is kept" in problem.hint and caught.value.code == 1
+    assert (step.step, step.finite) == (1, False)
+    assert not math.isfinite(step.loss + step.grad_norm)
     assert trainer.step == 0
-    after = list(trainer.stages[0].parameters())
-    assert all(a.equal(b) or b.isnan().all() for a, b in zip(after, before, strict=True))
+    for parameter, value in zip(trainer.stages[0].parameters(), before, strict=True):
+        assert torch.equal(parameter.nan_to_num(), value.nan_to_num())
+    assert not any(tensor.any() for tensor in trainer.optimizer.state().values())
+
+
+def diverging(runtime, config):
+    """What a run whose weights overflow in its first step comes to: (finished or error, rows)."""
+    try:
+        answer = train(config, runtime, resume=False, init=None)
+    except MtcliError as error:
+        answer = error.problems, int(error.code)
+    lines = (Path(config.train.output) / "metrics.jsonl").read_text().splitlines()
+    return answer, [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("choice", ["stop", "skip"])
+def test_a_loop_stops_at_or_skips_steps_that_are_not_finite(tmp_path, choice):
+    write_dataset(tmp_path / "data", documents(), token_dtype(101))
+    settings = {"steps": 3, "output": str(tmp_path / "run"), "on_nonfinite": choice}
+    optimizer = {"lr": 1e38, "warmup_steps": 0, "schedule": "constant"}
+    data = {"train": [str(tmp_path / "data")]}
+    config = run_config(data=data, optimizer=optimizer, train=settings)
+    ((answer, rows),) = run_ranks(1, diverging, config)
+    assert rows[0]["loss"] == pytest.approx(math.log(101), abs=0.2)
+    if choice == "skip":
+        assert answer is True and [row["step"] for row in rows] == [1, 2, 3]
+        assert rows[1]["loss"] is None, "JSON has no NaN"
+        return
+    ((problem,), code) = answer
+    assert problem.message.startswith("step 2: loss nan, gradient norm nan; first ")
+    assert "the last checkpoint is kept" in problem.hint and "'skip'" in problem.hint
+    assert code == 1 and len(rows) == 1
 
 
 @pytest.mark.parametrize(("precision", "state"), [("fp32", 4 + 4 + 8), ("bf16", 2 + 4 + 12)])
