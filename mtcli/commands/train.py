@@ -14,6 +14,12 @@ Init = Annotated[
     str | None,
     typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
 ]
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts", min=0, help="start again from the last checkpoint when a worker dies"
+    ),
+]
 
 
 def train(
@@ -22,9 +28,10 @@ def train(
     nproc: Nproc = 1,
     resume: Resume = False,
     init: Init = None,
+    max_restarts: MaxRestarts = 0,
 ) -> None:
     """Train or fine-tune a model from a config; a run folder comes out."""
-    from mtcli.core.runtime import bring_up, environment_world, launch
+    from mtcli.core.runtime import bring_up, environment_world, launch, restarts
     from mtcli.core.spec import check
     from mtcli.core.spec.load import load_config
 
@@ -33,8 +40,9 @@ def train(
     check.require(run, world or nproc)
     check.require_trainable(run)
     if world is None:
-        launch(nproc, sys.argv[1:])
+        launch(nproc, sys.argv[1:], max_restarts)
         return
+    resume = resume or restarts() > 0
     with bring_up(run.train.device, run.train.timeout, run.train.matmul) as runtime:
         from mtcli.core.train import train as train_run  # imports torch: after the checks
 

@@ -48,6 +48,11 @@ def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
     return ranks[1] if ranks else None
 
 
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often torch's elastic launcher has started these workers again."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
     """Runs `mtcli <arguments>` in nproc workers and returns when all are done.
 
@@ -140,7 +145,10 @@ def _start(device: str, timeout: float, matmul: str) -> Runtime:
             os.environ |= {"MASTER_ADDR": first, "MASTER_PORT": "29531"}
         backend = "nccl" if where.type == "cuda" else "gloo"
         limit = timedelta(seconds=timeout)
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit)
+        store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
+        # the launcher keeps its store over restarts: an attempt must not find the last one's peers
+        store = dist.PrefixStore(f"attempt_{restarts()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return Runtime(rank, world, local_rank, local_world, where)
 
 
