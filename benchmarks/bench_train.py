@@ -78,15 +78,21 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
 def show(args: argparse.Namespace, rows: dict[str, dict]) -> None:
     layers, hidden, _, vocab, seq, batch = SIZES[args.model]
     ours = rows["ours"]
-    print(f"\n{args.model}: {layers} layers of {hidden}, V {vocab}, {batch} x {seq} tokens, "
-          f"{args.precision}, {os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps")
-    print(f"{'':14}{'tok/s best':>11}{'median':>9}{'ours/it: best':>15}{'median':>9}{'loss gap':>10}")
+    print(
+        f"\n{args.model}: {layers} layers of {hidden}, V {vocab}, {batch} x {seq} tokens, "
+        f"{args.precision}, {os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps"
+    )
+    print(
+        f"{'':14}{'tok/s best':>11}{'median':>9}{'ours/it: best':>15}{'median':>9}{'loss gap':>10}"
+    )
     for name, row in rows.items():
         best, middle = (pick(row["seconds"]) for pick in (min, median))
         ratios = min(row["seconds"]) / min(ours["seconds"]), middle / median(ours["seconds"])
         tokens = batch * seq
-        print(f"{name:14}{tokens / best:11,.0f}{tokens / middle:9,.0f}{ratios[0]:15.2f}"
-              f"{ratios[1]:9.2f}{row['largest_loss_gap']:10.1e}")
+        print(
+            f"{name:14}{tokens / best:11,.0f}{tokens / middle:9,.0f}{ratios[0]:15.2f}"
+            f"{ratios[1]:9.2f}{row['largest_loss_gap']:10.1e}"
+        )
 
 
 def median(values: list[float]) -> float:
@@ -120,14 +126,27 @@ def make_trainer(args: argparse.Namespace):
     from mtcli.core.trainer import Trainer
 
     layers, hidden, heads, vocab, seq, batch = SIZES[args.model]
-    config = config_of({
-        "model": {"num_layers": layers, "hidden_size": hidden, "num_heads": heads,
-                  "vocab_size": vocab, "max_seq_len": seq, "activation": "gelu_tanh"},
-        "batch": {"seq_len": seq, "micro_batch_size": batch, "global_batch_size": batch},
-        "optimizer": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY, "clip": CLIP,
-                      "schedule": "constant"},
-        "train": {"steps": args.steps + 1, "precision": args.precision},
-    })
+    config = config_of(
+        {
+            "model": {
+                "num_layers": layers,
+                "hidden_size": hidden,
+                "num_heads": heads,
+                "vocab_size": vocab,
+                "max_seq_len": seq,
+                "activation": "gelu_tanh",
+            },
+            "batch": {"seq_len": seq, "micro_batch_size": batch, "global_batch_size": batch},
+            "optimizer": {
+                "lr": LR,
+                "betas": list(BETAS),
+                "weight_decay": DECAY,
+                "clip": CLIP,
+                "schedule": "constant",
+            },
+            "train": {"steps": args.steps + 1, "precision": args.precision},
+        }
+    )
     if args.child == "ours":
         _set_matmul("fast")
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
@@ -152,8 +171,11 @@ def ours(trainer, args: argparse.Namespace):
         def step(self, step: int, training: bool = True):
             rows = self.rows
             return lambda m: make_inputs(
-                trainer.config.model, rows.dtype, rows[:, :-1].contiguous(),
-                labels=rows[:, 1:].contiguous())
+                trainer.config.model,
+                rows.dtype,
+                rows[:, :-1].contiguous(),
+                labels=rows[:, 1:].contiguous(),
+            )
 
     feed = Fixed()
 
@@ -169,8 +191,17 @@ def hugging_face(trainer, args: argparse.Namespace):
 
     layers, hidden, heads, vocab, seq, _ = SIZES[args.model]
     config = transformers.GPT2Config(
-        vocab_size=vocab, n_positions=seq, n_embd=hidden, n_layer=layers, n_head=heads,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+        vocab_size=vocab,
+        n_positions=seq,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = transformers.GPT2LMHeadModel(config)
     ours_to_gpt2(trainer, model.state_dict(), "transformer.", transposed=True)
     model.tie_weights()
@@ -200,7 +231,10 @@ def stepper(model, loss_of, args: argparse.Namespace):
     others = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decays, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}],
-        lr=LR, betas=BETAS, fused=True)
+        lr=LR,
+        betas=BETAS,
+        fused=True,
+    )
     cast = torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16")
 
     def train(rows) -> float:
@@ -219,8 +253,14 @@ def ours_to_gpt2(trainer, state: dict, prefix: str, transposed: bool) -> None:
     """Copies our weights into a state dict with GPT-2's names (and its transposed matrices)."""
     ours = {n: p.data.float() for s in trainer.stages.values() for n, p in s.named_parameters()}
     names = {"embedding": "wte", "position_embedding": "wpe", "final_norm": "ln_f"}
-    blocks = {"attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "mlp_norm": "ln_2",
-              "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    blocks = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "mlp_norm": "ln_2",
+        "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
     for name, value in ours.items():
         module, _, kind = name.rpartition(".")
         if module.startswith("blocks."):
