@@ -5,8 +5,6 @@ stored tensor seen in another shape and order of dimensions.
 """
 
 import difflib
-import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.blocks import verify_file
 from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.dtypes import dtype_of_code
-from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
+from mtcli.core.checkpoint.manifest import FileRecord
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.config import ModelConfig, RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.sharding import Rectangle
-
-HASH_THREADS = 2
 
 
 class Region(NamedTuple):
@@ -109,7 +106,7 @@ class Checkpoint:
         Raises MtcliError that names the first damaged file.
         """
         for name in sorted(self.files)[part::parts]:
-            _verify(self.folder / name, self.files[name])
+            verify_file(self.folder / name, self.files[name])
 
     def check_headers(self) -> None:
         """Raises MtcliError where a file's header does not agree with what is expected of it."""
@@ -173,23 +170,3 @@ def _is_inside(box: Rectangle, shape: tuple[int, ...]) -> bool:
         min(a, n) >= 0 and a + n <= size
         for a, n, size in zip(box.start, box.size, shape, strict=True)
     )
-
-
-def _verify(path: Path, record: FileRecord) -> None:
-    blocks = range(0, record.bytes, BLOCK_BYTES)
-    if len(blocks) != len(record.sha256):
-        raise damaged(path, f"it has {len(blocks)} blocks and {len(record.sha256)} hashes")
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        digests = pool.map(lambda at: _block_digest(path, at), blocks)
-        for at, digest, expected in zip(blocks, digests, record.sha256, strict=True):
-            if digest != expected:
-                raise damaged(path, f"the bytes from {at} do not have the hash of the manifest")
-
-
-def _block_digest(path: Path, at: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(at)
-            return hashlib.sha256(file.read(BLOCK_BYTES)).hexdigest()
-    except OSError as error:
-        raise damaged(path, f"it cannot be read ({error.strerror})") from None

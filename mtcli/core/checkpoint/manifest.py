@@ -18,7 +18,7 @@ from mtcli.core.spec.sharding import Rectangle
 NAME = "manifest.json"
 FORMAT = "mtcli-checkpoint"
 VERSION = 1
-BLOCK_BYTES = 16 << 20  # of hashing and writing
+BLOCK_BYTES = 2 << 20  # of checksums and writing
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_CELLS = 1 << 24  # of the grid that proves that pieces tile a tensor
 
@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Counts = Annotated[tuple[Count, ...], Field(max_length=16)]
 _PART = r"[^/\\\x00.][^/\\\x00]*"
 FileName = Annotated[str, Field(pattern=rf"^{_PART}(/{_PART})?$")]  # cannot leave the folder
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Record(BaseModel):
@@ -40,7 +40,7 @@ class FileRecord(Record):
 
     bytes: Count
     """its size"""
-    sha256: list[Digest]
+    crc32: list[Checksum]
     """of each BLOCK_BYTES of it in turn"""
 
 

@@ -1,5 +1,5 @@
 """Writing tensor files at the disk's speed: bytes are gathered into aligned blocks, and each block
-is hashed and written past the page cache while the next one is filled.
+is summed and written past the page cache while the next one is filled.
 
 Buffered writes of a fresh file were measured at 0.35 of the disk (first touch of page-cache
 memory), direct ones at the disk's own rate. A file system without direct I/O gets ordinary writes.
@@ -7,8 +7,6 @@ memory), direct ones at the disk's own rate. A file system without direct I/O ge
 
 import errno
 import fcntl
-import hashlib
-import mmap
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,18 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from mtcli.core.checkpoint.blocks import Bytes, aligned_blocks, checksum
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from mtcli.core.checkpoint.tensorfile import Planned, encode_header
 
-# Copies are numpy's: torch's wake an OpenMP thread that then spins, 0.4 s of CPU time per GB.
-Bytes = NDArray[np.uint8]
-
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has none
 ALIGNMENT = 4096  # of direct writes: a multiple of every device's block
-THREADS = 3  # sha256 runs at 2 GB/s a core, the disk at 2.4: one block is written, others hashed
+THREADS = 2  # one block is written while another is summed
 
 
 def write_tensors(
@@ -39,7 +34,7 @@ def write_tensors(
     """Writes and fsyncs a safetensors file of planned tensors, in order.
 
     `tensors` may be a generator: at most one of them is held at a time. Returns the file's size and
-    hashes. Raises OSError as the system does (disk full).
+    checksums. Raises OSError as the system does (disk full).
     """
     with BlockWriter(path) as writer:
         writer.write(np.frombuffer(encode_header(plan, metadata), dtype=np.uint8))
@@ -50,16 +45,16 @@ def write_tensors(
 
 
 class BlockWriter:
-    """A file that is written front to back in hashed, aligned blocks, THREADS of them at a time."""
+    """A file that is written front to back in summed, aligned blocks, THREADS of them at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct(path), 0o644)
         self._pool = ThreadPoolExecutor(THREADS)
-        self._blocks = [_aligned_block() for _ in range(THREADS + 1)]
-        self._busy: list[Future[str] | None] = [None] * len(self._blocks)
-        self._digests: list[Future[str]] = []
+        self._blocks = aligned_blocks(THREADS + 1)
+        self._busy: list[Future[int] | None] = [None] * len(self._blocks)
+        self._sums: list[Future[int]] = []
 
     def __enter__(self) -> "BlockWriter":
         return self
@@ -76,10 +71,11 @@ class BlockWriter:
         """Appends bytes [n]."""
         done = 0
         while done < len(data):
-            index, at = len(self._digests) % len(self._blocks), self.size % BLOCK_BYTES
+            index, at = len(self._sums) % len(self._blocks), self.size % BLOCK_BYTES
             if at == 0:
                 self._wait(index)
             part = data[done : done + BLOCK_BYTES - at]
+            # numpy's copy: torch's wakes an OpenMP thread that spins, 0.4 s of CPU time per GB
             np.copyto(self._blocks[index][at : at + len(part)], part)
             done += len(part)
             self.size += len(part)
@@ -87,20 +83,20 @@ class BlockWriter:
                 self._submit(index, BLOCK_BYTES)
 
     def record(self) -> FileRecord:
-        """The size and hashes of what was written."""
-        return FileRecord(bytes=self.size, sha256=[digest.result() for digest in self._digests])
+        """The size and checksums of what was written."""
+        return FileRecord(bytes=self.size, crc32=[found.result() for found in self._sums])
 
     def _wait(self, index: int) -> None:
         if (busy := self._busy[index]) is not None:
             busy.result()
 
     def _submit(self, index: int, count: int) -> None:
-        offset = len(self._digests) * BLOCK_BYTES
+        offset = len(self._sums) * BLOCK_BYTES
         future = self._pool.submit(self._put, self._blocks[index], count, offset)
         self._busy[index] = future
-        self._digests.append(future)
+        self._sums.append(future)
 
-    def _put(self, block: Bytes, count: int, offset: int) -> str:
+    def _put(self, block: Bytes, count: int, offset: int) -> int:
         padded = -(-count // ALIGNMENT) * ALIGNMENT  # the last block; truncated at the end
         view = memoryview(block)
         done = 0
@@ -110,25 +106,25 @@ class BlockWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not _drop_direct(self._file):
                     raise
-        return hashlib.sha256(view[:count]).hexdigest()
+        return checksum(view[:count])
 
     def _finish(self) -> None:
         if rest := self.size % BLOCK_BYTES:
-            self._submit(len(self._digests) % len(self._blocks), rest)
-        for digest in self._digests:
-            digest.result()
+            self._submit(len(self._sums) % len(self._blocks), rest)
+        for found in self._sums:
+            found.result()
         os.ftruncate(self._file, self.size)
         os.fsync(self._file)
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Writes and fsyncs a small file; returns its size and hashes."""
+    """Writes and fsyncs a small file; returns its size and checksums."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    return FileRecord(bytes=len(data), sha256=[hashlib.sha256(b).hexdigest() for b in blocks])
+    return FileRecord(bytes=len(data), crc32=[checksum(block) for block in blocks])
 
 
 def sync_folder(folder: Path) -> None:
@@ -142,10 +138,6 @@ def sync_folder(folder: Path) -> None:
 
 def _bytes(tensor: Tensor) -> Bytes:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def _aligned_block() -> Bytes:
-    return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), dtype=np.uint8)
 
 
 def _direct(path: Path) -> int:

@@ -115,11 +115,11 @@ def test_ranks_share_the_files_to_hash(run):
         except MtcliError as error:
             found.append(str(error))
     assert len(found) == 1
-    assert f"{RANK} is damaged: the bytes from 0 do not have the hash of the manifest" in found[0]
+    assert f"{RANK} is damaged: the bytes from 0 do not have the manifest's hash" in found[0]
 
 
 def test_a_file_with_too_few_hashes_is_refused(run):
-    edit_manifest(newest(run), lambda m: m["files"][RANK].update(sha256=[]))
+    edit_manifest(newest(run), lambda m: m["files"][RANK].update(crc32=[]))
     with pytest.raises(MtcliError, match="it has 1 blocks and 0 hashes"):
         open_checkpoint(newest(run)).verify_hashes()
 
@@ -150,9 +150,9 @@ def test_a_header_that_disagrees_with_the_manifest_is_refused(run):
         (lambda m: m.update(surprise=1), "surprise: Extra inputs"),
         (lambda m: m.pop("step"), "step: Field required"),
         (lambda m: m.update(step=-1), "step"),
-        (lambda m: m["files"].update({"../x": {"bytes": 0, "sha256": []}}), "files"),
-        (lambda m: m["files"].update({"/etc/passwd": {"bytes": 0, "sha256": []}}), "files"),
-        (lambda m: m["files"].update({"a/../b": {"bytes": 0, "sha256": []}}), "files"),
+        (lambda m: m["files"].update({"../x": {"bytes": 0, "crc32": []}}), "files"),
+        (lambda m: m["files"].update({"/etc/passwd": {"bytes": 0, "crc32": []}}), "files"),
+        (lambda m: m["files"].update({"a/../b": {"bytes": 0, "crc32": []}}), "files"),
         (lambda m: m["tensors"]["final_norm.bias"].update(dtype="int8"), "dtype"),
         (lambda m: piece(m).update(file="rank-00009.safetensors"), "which it does not list"),
         (lambda m: piece(m).update(file="../../secret"), "file"),

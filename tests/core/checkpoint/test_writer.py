@@ -1,8 +1,8 @@
-"""Files written in hashed blocks; the oracles are the safetensors library and hashlib."""
+"""Files written in hashed blocks; the oracles are the safetensors library and zlib."""
 
 import errno
-import hashlib
 import os
+import zlib
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def write(path, tensors):
 def blocks_of(path):
     data = path.read_bytes()
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    return [hashlib.sha256(block).hexdigest() for block in blocks]
+    return [zlib.crc32(block) for block in blocks]
 
 
 @pytest.fixture(params=["direct", "buffered", "refused"])
@@ -50,7 +50,7 @@ def test_the_library_reads_what_was_written(tmp_path, direct, count):
     found = load_file(tmp_path / "f")
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert record.bytes == (tmp_path / "f").stat().st_size
-    assert record.sha256 == blocks_of(tmp_path / "f")
+    assert record.crc32 == blocks_of(tmp_path / "f")
 
 
 def test_strided_tensors_and_scalars_are_written_in_order(tmp_path):
@@ -92,4 +92,4 @@ def test_a_small_file_is_hashed_by_block(tmp_path):
     data = bytes(range(256)) * (BLOCK_BYTES // 256 + 1)
     record = write_bytes(tmp_path / "f", data)
     assert (tmp_path / "f").read_bytes() == data
-    assert (record.bytes, record.sha256) == (len(data), blocks_of(tmp_path / "f"))
+    assert (record.bytes, record.crc32) == (len(data), blocks_of(tmp_path / "f"))
