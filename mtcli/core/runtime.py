@@ -227,9 +227,9 @@ def _first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     codes = {failure.exitcode for failure in error.failures.values()}
     if Exit.INTERRUPTED in codes:
         return KeyboardInterrupt()
-    rank, failure = error.get_first_failure()
+    rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
     told = failure.message if isinstance(failure.message, dict) else {}
-    if "problems" in told.get("extraInfo", {}):
+    if _has_problems(failure):
         problems = [Problem(*problem) for problem in told["extraInfo"]["problems"]]
         return MtcliError(*problems, code=Exit(told["extraInfo"]["code"]))
     cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
@@ -237,6 +237,17 @@ def _first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
     hint = "the last good checkpoint is kept: run the same command with --resume"
     return MtcliError(Problem(f"rank {rank} failed: {cause}", hint), code=Exit.FAILED)
+
+
+def _consequence(failure: Any) -> tuple[bool, bool, int]:
+    """Sorts causes first: a killed rank before its peers, who only say that they lost it."""
+    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+    return not killed, not _has_problems(failure), failure.timestamp
+
+
+def _has_problems(failure: Any) -> bool:
+    message = failure.message
+    return isinstance(message, dict) and "problems" in message.get("extraInfo", {})
 
 
 def _hand_over(error: BaseException) -> None:

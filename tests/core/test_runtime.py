@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,3 +116,38 @@ def test_the_first_signal_is_remembered_and_the_second_interrupts(handlers, numb
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1.0)
+
+
+class Failures:
+    """What the elastic launcher raises, of failures (exit code, timestamp, message) by rank."""
+
+    def __init__(self, failures):
+        names = ("exitcode", "timestamp", "message")
+        self.failures = {
+            rank: SimpleNamespace(**dict(zip(names, failure, strict=True)))
+            for rank, failure in failures.items()
+        }
+
+
+LOST = {"message": "RuntimeError: Connection closed by peer", "extraInfo": {"code": 1}}
+TOLD = {"message": "", "extraInfo": {"code": 2, "problems": [["it is wrong", "do this", "a.b"]]}}
+
+
+@pytest.mark.parametrize(
+    ("failures", "text", "code"),
+    [
+        ({0: (1, 5, LOST), 3: (-9, 5, "")}, "rank 3 failed: it was killed by SIGKILL", 1),
+        ({0: (1, 4, LOST), 1: (2, 5, TOLD)}, "error: a.b: it is wrong\n\nhint: do this", 2),
+        ({0: (1, 6, LOST), 1: (1, 5, "")}, "rank 1 failed: it ended with exit code 1", 1),
+        ({0: (-15, 5, ""), 1: (1, 6, LOST)}, "rank 0 failed: it was killed by SIGTERM", 1),
+    ],
+    ids=["killed", "told", "first", "terminated"],
+)
+def test_of_several_failures_the_cause_is_told(failures, text, code):
+    error = runtime._first_failure(Failures(failures))
+    assert text in str(error) and int(error.code) == code
+
+
+def test_a_worker_that_was_interrupted_interrupts_the_launcher():
+    error = runtime._first_failure(Failures({0: (1, 5, LOST), 1: (130, 5, "")}))
+    assert isinstance(error, KeyboardInterrupt)
