@@ -1,8 +1,9 @@
 """Files as blocks of 2 MiB: the unit of direct writes and of checksums.
 
 The checksum is zlib's CRC-32, of each block: it finds every burst of up to 32 flipped bits and all
-but one in 2**32 of other damages, at 7 GB/s a core. sha256 (2 GB/s a core) made saving 0.6 of the
-disk's speed on two busy cores, this makes it 0.8 to 0.95; neither proves who wrote a file that lies beside it.
+but one in 2**32 of other damages, at 7 GB/s a core. sha256 (2 GB/s a core) held saving at 0.6 of
+the disk's speed on two busy cores, this holds it at 0.8 to 0.95. Neither proves who wrote a file
+that it lies beside.
 """
 
 import mmap
