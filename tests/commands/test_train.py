@@ -165,28 +165,6 @@ def test_an_output_that_holds_a_run_is_refused_by_every_worker_in_one_voice(home
     assert "hint: --resume goes on from it" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("optimizer.lr=0.1", None),
-        ("seed=8", "seed is 8, and the run was trained with 7"),
-        ("batch.seq_len=4", "batch.seq_len is 4, and the run was trained with 8"),
-        ("model.num_layers=2", "model.num_layers is 2, and the run was trained with 4"),
-    ],
-)
-def test_a_resumed_run_keeps_its_model_and_data_order(home, base, tmp_path, setting, message):
-    from mtcli.core.spec.errors import MtcliError
-    from mtcli.core.train import _require_same_run
-
-    config = load_config(str(home / "run.toml"), [setting])
-    if message is None:
-        _require_same_run(config, open_checkpoint(base[0]))
-        return
-    with pytest.raises(MtcliError) as caught:
-        _require_same_run(config, open_checkpoint(base[0]))
-    assert message in str(caught.value) and "--init" in str(caught.value)
-
-
 def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
     done = mtcli(home, to(tmp_path / "tuned"), "train.steps=1", flags=["--init", str(base[0])])
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,11 @@ from mtcli.core.checkpoint.store import save
 from mtcli.core.feed import Feed
 from mtcli.core.parallel.collectives import gather_objects
 from mtcli.core.saving import pieces
+from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.load import config_of as config_from
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import parameters
+from mtcli.core.train import _require_same_run
 from mtcli.core.trainer import Trainer
 
 TALL = {"micro_batch_size": 2}
@@ -136,3 +139,28 @@ def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(t
     losses = run_ranks(1, train, plain, tmp_path / "plain", 0, STOP)[0]
     more = run_ranks(1, train, config, tmp_path / "plain", STOP, STEPS)[0]
     assert len(losses + more) == STEPS and more[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 8}, "seed is 8, and the run was trained with 7"),
+        ({"batch": {"seq_len": 4}}, "batch.seq_len is 4, and the run was trained with 8"),
+        (
+            {"batch": {"global_batch_size": 8}},
+            "batch.global_batch_size is 8, and the run was trained with 4",
+        ),
+        ({"model": {"init_std": 0.5}}, "model.init_std is 0.5, and the run was trained with 0.02"),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_keeps_its_model_and_data_order(run, change, message):
+    checkpoint = open_checkpoint(run[1] / f"step-{STOP:08d}")
+    free = {"parallel": {"pp": 2}, "train": {"precision": "bf16"}, "optimizer": {"lr": 0.1}}
+    _require_same_run(run_config(run[0], **free), checkpoint)
+    table = run_config(run[0]).model_dump(exclude_none=True)
+    for name, value in change.items():
+        table[name] = table[name] | value if isinstance(value, dict) else value
+    with pytest.raises(MtcliError) as caught:
+        _require_same_run(config_from(table), checkpoint)
+    assert message in str(caught.value) and "--init into another output" in str(caught.value)
