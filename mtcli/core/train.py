@@ -63,6 +63,7 @@ def _start(trainer: Trainer, resume: bool, init: str | None) -> Checkpoint | Non
         raise wrong(f"{output} already holds a run", hint, "train.output")
     if there:
         checkpoint = open_checkpoint(output)
+        checkpoint.verify_hashes(trainer.groups.rank, trainer.layout.world)
         _require_same_run(trainer.config, checkpoint)
         trainer.resume(checkpoint)
         return checkpoint

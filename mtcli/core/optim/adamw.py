@@ -1,5 +1,7 @@
 """AdamW (arXiv:1711.05101) over float32 masters, by torch's fused kernel.
 
+The kernel is called directly: making a torch.optim.AdamW imports torch._dynamo, 0.9 s of start-up.
+
 Parameters of 16 bits have a float32 master that the update is made on and that they are rounded
 from; wider ones are their own master.
 """
@@ -7,7 +9,7 @@ from; wider ones are their own master.
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtcli.core.spec.config import OptimizerConfig
 from mtcli.core.spec.sharding import Parameter
@@ -24,30 +26,21 @@ class AdamW:
     ) -> None:
         self.named = {name: part for name, part in named.items() if part.numel()}
         self.masters = {name: _master(part) for name, part in self.named.items()}
-        decays = [m for name, m in self.masters.items() if table[name].decays]
-        others = [m for name, m in self.masters.items() if not table[name].decays]
-        groups = [
-            {"params": decays, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.update = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        self.moments = {
+            kind: {name: torch.zeros_like(m) for name, m in self.masters.items()}
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        self.count = torch.zeros((), dtype=torch.float32)  # updates made, for bias correction
+        self.config = config
+        self.decays = {name for name in self.masters if table[name].decays}
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """One update with the reduced gradients."""
-        for group in self.update.param_groups:
-            group["lr"] = lr
+        self.count += 1
+        for names, decay in self._groups():
+            self._update(names, gradients, lr, decay)
         for name, master in self.masters.items():
-            master.grad = gradients[name]
-        self.update.step()
-        for name, master in self.masters.items():
-            master.grad = None
             if master.dtype != self.named[name].dtype:
                 self.named[name].copy_(master)
 
@@ -58,33 +51,46 @@ class AdamW:
             master.copy_(self.named[name])
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint holds besides the weights: `<kind>/<name>`.
-
-        Moments are there before the first step too, as zeros, so that loading can fill them.
-        """
+        """The tensors that a checkpoint holds besides the weights: `<kind>/<name>`."""
         tensors = {}
         for name, master in self.masters.items():
-            moments = self._moments(master)
-            tensors |= {f"{kind}/{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+            tensors |= {f"{kind}/{name}": moments[name] for kind, moments in self.moments.items()}
             if master.dtype != self.named[name].dtype:
-                tensors[f"master/{name}"] = master.data
+                tensors[f"master/{name}"] = master
         return tensors
 
     def set_step(self, step: int) -> None:
         """Sets the number of updates made, which bias correction depends on."""
-        for master in self.masters.values():
-            self._moments(master)["step"].fill_(step)
+        self.count.fill_(step)
 
-    def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        state = self.update.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"] = torch.zeros_like(master, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(master, requires_grad=False)
-        return state
+    def _groups(self) -> list[tuple[list[str], float]]:
+        """Names and their weight decay."""
+        decays = [name for name in self.masters if name in self.decays]
+        others = [name for name in self.masters if name not in self.decays]
+        groups = [(decays, self.config.weight_decay), (others, 0.0)]
+        return [(names, decay) for names, decay in groups if names]
+
+    def _update(
+        self, names: list[str], gradients: Mapping[str, Tensor], lr: float, decay: float
+    ) -> None:
+        device = self.masters[names[0]].device
+        torch._fused_adamw_(
+            [self.masters[name] for name in names],
+            [gradients[name] for name in names],
+            [self.moments["exp_avg"][name] for name in names],
+            [self.moments["exp_avg_sq"][name] for name in names],
+            [],
+            [self.count.to(device)] * len(names),
+            lr=lr,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            weight_decay=decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _master(part: Tensor) -> Tensor:
-    """The part itself, sharing its memory, or a float32 copy of a 16-bit one."""
-    wide = torch.promote_types(part.dtype, torch.float32)
-    return nn.Parameter(part.to(wide))
+    """The part itself, or a float32 copy of a 16-bit one."""
+    return part.to(torch.promote_types(part.dtype, torch.float32))

@@ -15,6 +15,7 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import Rotation, all_to_all, gather_in
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.attention import attention, attention_backward, merge_
+from mtcli.kernels.attention import causal_attention as whole_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, Axis], Tensor]
 
@@ -43,20 +44,15 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     return parts[sequence_order(parts.shape[0], axis)].transpose(0, 2)
 
 
-def _local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
     """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
-    return _local(q, k, v) if axis.size == 1 else _Ring.apply(q, torch.stack([k, v]), axis)
+    return whole_attention(q, k, v) if axis.size == 1 else _Ring.apply(q, torch.stack([k, v]), axis)
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
     """Every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
     if axis.size == 1:
-        return _local(q, k, v)
+        return whole_attention(q, k, v)
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
     mine = zigzag(k.shape[2], axis.size, axis.rank).to(q.device)
     mask = mine[:, None] >= torch.arange(k.shape[2], device=q.device)
@@ -67,8 +63,8 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
     """Ulysses (arXiv:2309.14509): whole sequences for 1/cp of the heads, and back."""
     if axis.size == 1:
-        return _local(q, k, v)
-    mixed = _local(*(_to_heads(x, axis) for x in (q, k, v)))
+        return whole_attention(q, k, v)
+    mixed = whole_attention(*(_to_heads(x, axis) for x in (q, k, v)))
     return _to_tokens(mixed, axis)
 
 
