@@ -38,10 +38,9 @@ class RunLog:
         (self.folder / FACTS).write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
         self.metrics = _truncated(self.folder / "metrics.jsonl", self.first_step)
         self.trackers = open_trackers(config)
-        p = config.parallel
         rows = {
             "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
-            "layout": f"{world} ranks: tp={p.tp} pp={p.pp} dp={world // (p.tp * p.cp * p.pp)}",
+            "layout": f"{world} ranks: {_axes(config, world)}",
             "step": f"{batch.global_batch_size * batch.seq_len:,} tokens, {config.train.precision}",
             "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
             "from": resumed_from,
@@ -98,6 +97,15 @@ class RunLog:
         """Names what was written last."""
         if self.speaks:
             typer.echo(f"wrote {self.last_saved or self.folder}")
+
+
+def _axes(config: RunConfig, world: int) -> str:
+    """The axes' sizes; those that many runs leave at 1 only where they are not."""
+    p = config.parallel
+    sizes = {"tp": p.tp, "pp": p.pp, "dp": world // (p.tp * p.cp * p.pp)}
+    rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}
+    sizes |= {axis: size for axis, size in rarer.items() if size != (axis != "zero")}
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def _line(row: dict[str, Any]) -> str:

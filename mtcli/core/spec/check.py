@@ -200,13 +200,7 @@ def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
-    o, steps = config.optimizer, config.train.steps
-    if o.warmup_steps > steps:
-        yield Problem(
-            f"warmup_steps={o.warmup_steps} is more than train.steps={steps}",
-            f"0 to {steps}",
-            "optimizer.warmup_steps",
-        )
+    o = config.optimizer
     if o.min_lr > o.lr:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
 
@@ -253,7 +247,6 @@ def require_trainable(config: RunConfig) -> None:
     """Raises MtcliError for what can be planned and not yet trained."""
     p = config.parallel
     untrained = {
-        "parallel.tp_mode": p.tp_mode == "2d",
         "parallel.zero": p.zero == 3,
     }
     problems = [

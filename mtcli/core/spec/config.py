@@ -167,8 +167,8 @@ class ParallelConfig(Section):
 
     tp: PositiveInt = 1
     """tensor parallel size"""
-    tp_mode: Literal["1d", "2d"] = "1d"
-    """1d is Megatron-LM; 2d is Optimus, with tp = q*q"""
+    tp_mode: Literal["1d"] = "1d"
+    """1d is Megatron-LM's"""
     sequence_parallel: bool = True
     """norms, dropout and residuals hold 1/tp of the tokens"""
     cp: PositiveInt = 1
@@ -201,7 +201,7 @@ class BatchConfig(Section):
     """Sizes of a step, in sequences and tokens."""
 
     seq_len: PositiveInt = 1024
-    """tokens of a sequence"""
+    """tokens of a sequence [the smaller of 1024 and max_seq_len]"""
     micro_batch_size: PositiveInt = 1
     """sequences of one unit of pipeline work"""
     global_batch_size: PositiveInt = 8
@@ -286,3 +286,14 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_sequences(cls, values: Any) -> Any:
+        """Sequences are as long as the model takes, up to 1024, where nothing is said."""
+        match values:
+            case {"model": {"max_seq_len": int(longest)}} if 0 < longest < 1024:
+                batch = values.get("batch", {})
+                if isinstance(batch, dict):
+                    return values | {"batch": {"seq_len": longest} | batch}
+        return values

@@ -12,6 +12,7 @@ from mtcli.core.spec.load import (
     preset_names,
     read_config,
     read_table,
+    validate,
     with_overrides,
 )
 
@@ -219,3 +220,13 @@ def _message(source, *overrides):
         load_config(source, overrides)
     assert caught.value.code == Exit.WRONG_INPUT
     return str(caught.value)
+
+
+def test_sequences_are_as_long_as_a_short_model_takes_unless_said_otherwise():
+    short = {"model": {"preset": "tiny"}}  # of 256 positions
+    assert validate(short)[0].batch.seq_len == 256
+    assert validate(short | {"batch": {"seq_len": 64}})[0].batch.seq_len == 64
+    assert validate({"model": {"preset": "llama-3.1-8b"}})[0].batch.seq_len == 1024
+    config, problems = validate(short | {"batch": 3})
+    assert config.batch.seq_len == 256
+    assert [problem.field for problem in problems] == ["batch"]
