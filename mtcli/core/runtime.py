@@ -142,7 +142,9 @@ def _start(device: str, timeout: float, matmul: str) -> Runtime:
     if world > 1:
         if "MASTER_ADDR" not in os.environ:  # Slurm names hosts, torchrun sets these two
             first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
-            os.environ |= {"MASTER_ADDR": first, "MASTER_PORT": "29531"}
+            port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000  # one for each job
+            os.environ["MASTER_ADDR"] = first
+            os.environ.setdefault("MASTER_PORT", str(port))
         backend = "nccl" if where.type == "cuda" else "gloo"
         limit = timedelta(seconds=timeout)
         store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
