@@ -31,6 +31,11 @@ MODELS = {
     "llama": LLAMA,
     "llama dropout": LLAMA | DROPPING,
     "moe": MOE,
+    "moe capped": MOE | {"capacity_factor": 1.0},
+    "moe early": MOE | {"capacity_factor": 0.5, "drop_policy": "position", "pad_to_capacity": True},
+    "moe wide": MOE
+    | {"num_experts": 8, "router_groups": 4, "router_top_groups": 2}
+    | {"router_score": "sigmoid", "shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True},
 }
 
 
@@ -82,6 +87,13 @@ ROWS = [
     Row("moe", 2, {"ep": 2}),
     Row("moe", 4, {"tp": 2, "ep": 2, "etp": 2, "zero": 1}, TALL),
     Row("moe", 4, {"cp": 2, "pp": 2, "etp": 2}),
+    Row("gpt dropout", 2, {"pp": 2, "schedule": "zero_bubble"}),
+    Row("llama", 4, {"tp": 2, "pp": 2, "schedule": "zero_bubble", "zero": 1}, TALL),
+    Row("moe capped", 4, {"tp": 2, "cp": 2, "ep": 4}, TALL),
+    Row("moe capped", 2, {"ep": 2, "dispatcher": "all_gather"}),
+    Row("moe early", 4, {"tp": 2, "ep": 2, "etp": 2, "dispatcher": "all_gather"}, TALL),
+    Row("moe early", 2, {"cp": 2, "ep": 2}),
+    Row("moe wide", 8, {"tp": 2, "cp": 2, "ep": 8}, TALL),
 ]
 LARGE = Row("gpt dropout", 8, {"tp": 2, "pp": 2})
 
