@@ -1,0 +1,97 @@
+"""Routing against brute force: one token, one expert at a time, in plain Python."""
+
+import math
+
+import pytest
+import torch
+
+from mtcli.core.model.inputs import make_inputs
+from mtcli.core.model.router import Router
+from mtcli.core.parallel.build import Build
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model import parameters
+from tests.tiny import MOE, run_config
+
+B, S = 2, 12
+CASES = {
+    "softmax": {},
+    "softmax, not rescaled": {"normalize_top_k": False},
+    "sigmoid": {"router_score": "sigmoid"},
+    "best 1 of 2 groups": {"router_groups": 2},
+    "best 2 of 4 groups, sigmoid": {
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "router_score": "sigmoid",
+    },
+    "likeliest within capacity": {"capacity_factor": 0.75},
+    "earliest within capacity": {"capacity_factor": 0.5, "drop_policy": "position"},
+    "capacity of what a rank holds": {"capacity_factor": 0.75, "drop_scope": "sub_sequence"},
+}
+
+
+def routed(changes):
+    """(model, scores [T, E] by plain softmax or sigmoid, what Router says)."""
+    model = run_config(MOE | {"num_experts": 8, "top_k": 2} | changes).model
+    groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
+    router = Router("blocks.0.mlp.router", model, Build(parameters(model), groups, torch.float64))
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(B * S, model.hidden_size, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+    inputs = make_inputs(model, torch.float64, torch.zeros(B, S, dtype=torch.long))
+    logits = (x @ router.weight.T).tolist()
+    return model, [_scores(row, model.router_score) for row in logits], router(x, inputs)[1]
+
+
+def _scores(logits, kind):
+    if kind == "sigmoid":
+        return [1 / (1 + math.exp(-z)) for z in logits]
+    total = sum(math.exp(z) for z in logits)
+    return [math.exp(z) / total for z in logits]
+
+
+def _choices(scores, model):
+    """The experts of one token, best first, within its best groups."""
+    size = len(scores) // model.router_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(model.router_groups)]
+    counted = 2 if model.router_score == "sigmoid" else 1  # DeepSeek-V3's and V2's strengths
+    groups.sort(key=lambda g: -sum(sorted((scores[e] for e in g), reverse=True)[:counted]))
+    allowed = [e for group in groups[: model.router_top_groups] for e in group]
+    return sorted(allowed, key=lambda e: -scores[e])[: model.top_k]
+
+
+def _kept(chosen, scores, model):
+    """The (token, expert) pairs that fit, a set of tokens and an expert at a time."""
+    if not model.capacity_factor:
+        return {(t, e) for t, experts in enumerate(chosen) for e in experts}
+    sets = [range(B * S)]
+    if model.drop_scope == "full_sequence":
+        sets = [range(b * S, (b + 1) * S) for b in range(B)]
+    kept = set()
+    for tokens in sets:
+        limit = math.ceil(len(tokens) * model.top_k / model.num_experts * model.capacity_factor)
+        for expert in range(model.num_experts):
+            queue = [t for t in tokens if expert in chosen[t]]
+            if model.drop_policy == "probs":
+                queue.sort(key=lambda t: -scores[t][expert])
+            kept |= {(t, expert) for t in queue[:limit]}
+    return kept
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_go_where_brute_force_sends_them(case):
+    model, scores, routing = routed(CASES[case])
+    chosen = [_choices(row, model) for row in scores]
+    assert routing.experts.tolist() == chosen
+    weights = [[row[e] for e in experts] for row, experts in zip(scores, chosen, strict=True)]
+    if model.normalize_top_k:
+        weights = [[w / sum(row) for w in row] for row in weights]
+    expected = torch.tensor(weights, dtype=torch.float64)
+    torch.testing.assert_close(routing.weights.detach(), expected, rtol=1e-12, atol=1e-12)
+    kept = _kept(chosen, scores, model)
+    assert routing.kept.tolist() == [
+        [(t, e) in kept for e in experts] for t, experts in enumerate(chosen)
+    ]
+    dropped = B * S * model.top_k - len(kept)
+    assert (dropped > 0) == (model.capacity_factor > 0)  # the case is a case
