@@ -50,11 +50,9 @@ def profile(
         return
     from mtcli.core.runtime import bring_up, environment_world, launch
     from mtcli.core.spec import check
-    from mtcli.core.spec.load import load_config
 
-    run = load_config(config, overrides)
     world = environment_world()
-    check.require(run, world or nproc)
+    run = check.load_checked(config, overrides, world or nproc)
     check.require_trainable(run)
     if world is None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr

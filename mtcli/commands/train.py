@@ -33,11 +33,9 @@ def train(
     """Train or fine-tune a model from a config; a run folder comes out."""
     from mtcli.core.runtime import bring_up, environment_world, launch, restarts
     from mtcli.core.spec import check
-    from mtcli.core.spec.load import load_config
 
-    run = load_config(config, overrides)
     world = environment_world()
-    check.require(run, world or nproc)
+    run = check.load_checked(config, overrides, world or nproc)
     check.require_trainable(run)
     if world is None:
         launch(nproc, sys.argv[1:], max_restarts)

@@ -1,9 +1,10 @@
 """The cross-field rules: one small function per rule, all problems reported at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem
+from mtcli.core.spec.load import read_config
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
@@ -11,6 +12,19 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 def problems(config: RunConfig, world: int) -> list[Problem]:
     """Every rule that `config` breaks on `world` ranks."""
     return [problem for rule in RULES for problem in rule(config, world)]
+
+
+def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
+    """The run config of a TOML file, run folder or preset, legal on `world` ranks.
+
+    Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
+    """
+    config, found = read_config(source, overrides)
+    if config is not None:
+        found = found + problems(config, world)
+    if config is None or found:
+        raise MtcliError(*found)
+    return config
 
 
 def require(config: RunConfig, world: int) -> None:

@@ -7,6 +7,7 @@ from mtcli.core.spec.check import (
     data_parallel_size,
     divisors,
     listing,
+    load_checked,
     problems,
     require,
     require_trainable,
@@ -195,3 +196,15 @@ def test_long_lists_keep_their_ends():
     assert listing([1]) == "1"
     assert listing([1, 2]) == "1 or 2"
     assert listing(divisors(720)) == "1, 2, 3, 4, 5, 6, 8, 9, ... or 720"
+
+
+def test_unknown_keys_illegal_values_and_broken_rules_are_reported_together():
+    given = ["optimizer.lrr=1", "parallel.pp=0", "parallel.tp=3", "batch.global_batch_size=7"]
+    with pytest.raises(MtcliError) as caught:
+        load_checked("tiny", given, 2)
+    text = str(caught.value)
+    assert "unknown key 'lrr' in [optimizer]" in text
+    assert "parallel.pp: 0 should be greater than 0" in text
+    assert "tp*cp*pp = 3*1*1 = 3 does not divide the world of 2 ranks" in text
+    assert "micro_batch_size*dp = 8*1 = 8 does not divide global_batch_size=7" in text
+    assert load_checked("tiny", [], 2) == load_config("tiny")
