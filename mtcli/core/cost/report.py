@@ -5,6 +5,7 @@ from typing import Any
 
 from mtcli.core.cost.memory import rank_elements
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction
+from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.errors import Problem
 from mtcli.core.spec.model import count_active, count_parameters
 
@@ -39,9 +40,9 @@ def as_json(prediction: Prediction, candidates: Sequence[Prediction] = ()) -> Js
     return {"ok": True, "problems": [], **_figures(prediction), "candidates": found}
 
 
-def layout_of(prediction: Prediction) -> Json:
+def layout_of(work: Workload) -> Json:
     """Every size that says how the step is cut."""
-    work, layout = prediction.work, prediction.work.layout
+    layout = work.layout
     axes = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
     return {
         "world": layout.world,
@@ -85,7 +86,7 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
 
 def describe(prediction: Prediction) -> str:
     """The layout in one line, axes of size 1 left out."""
-    layout = layout_of(prediction)
+    layout = layout_of(prediction.work)
     axes = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
     sizes = [f"{axis}={layout[axis]}" for axis in axes if layout[axis] > 1] or ["one rank"]
     sizes.append(f"micro-batch {layout['micro_batch_size']}")
@@ -107,7 +108,7 @@ def _figures(p: Prediction) -> Json:
     model = p.work.model
     most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
     return {
-        "layout": layout_of(p),
+        "layout": layout_of(p.work),
         "parameters": {
             "total": count_parameters(model),
             "active": count_active(model),

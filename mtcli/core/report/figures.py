@@ -8,6 +8,7 @@ from typing import Any
 
 from mtcli.core.cost.hardware import NAMES, device_named, shared
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
+from mtcli.core.cost.report import layout_of
 from mtcli.core.cost.workload import Workload
 from mtcli.core.report import attribution
 from mtcli.core.report.records import RankRecord
@@ -19,7 +20,6 @@ from mtcli.core.spec.model import count_active, count_parameters, forward_flops
 
 Json = dict[str, Any]
 TOP_KERNELS = 20
-AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Profile:
             "communication": self._communication(),
             "stragglers": attribution.stragglers(self.records),
             "kernels": [k._asdict() for k in self.records[0].profiled.kernels[:TOP_KERNELS]],
-            "layout": self._layout(),
+            "layout": layout_of(self.work),
             "world": self.world,
             "device": self.device,
             "predicted": self._predicted(),
@@ -147,22 +147,6 @@ class Profile:
     @property
     def _fullest(self) -> RankRecord:
         return max(self.records, key=lambda record: sum(record.state_bytes.values()))
-
-    def _layout(self) -> Json:
-        work, layout = self.work, self.work.layout
-        return {
-            **{axis: layout.size(axis) for axis in AXES},
-            "vpp": layout.vpp,
-            "schedule": work.schedule_name,
-            "zero": work.zero,
-            "recompute": work.recompute,
-            "sequence_parallel": work.sequence_parallel,
-            "micro_batch_size": work.micro_batch_size,
-            "num_micro_batches": work.num_micro_batches,
-            "global_batch_size": work.global_batch_size,
-            "seq_len": work.seq_len,
-            "precision": work.precision,
-        }
 
     def _communication(self) -> Json:
         """Collectives of the profiled step on rank 0: seconds by name, and what is hidden."""
