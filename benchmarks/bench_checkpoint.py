@@ -33,8 +33,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, empty
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Piece, save
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Rectangle
 
 SHAPE = (1024, 4096)  # 16 MiB

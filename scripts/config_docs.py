@@ -12,7 +12,8 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtcli.core.spec.config import ARCHITECTURES, ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.model_config import ARCHITECTURES, ModelConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 BEGIN, END = "<!-- fields: written by scripts/config_docs.py -->\n", "<!-- end of fields -->\n"

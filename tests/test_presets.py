@@ -10,9 +10,10 @@ from importlib.resources import files
 import pytest
 
 from mtcli.core.spec.check import problems
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml, load_config, preset_names, validate
 from mtcli.core.spec.model import count_active, count_parameters
+from mtcli.core.spec.model_config import ModelConfig
 
 # fmt: off
 RELEASED = {  # parameters of the released checkpoints, to the unit

@@ -22,11 +22,12 @@ from mtcli.core.parallel.split import WeightWork
 from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.spec import check
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
 from mtcli.core.spec.model import parameters, stage_layers
+from mtcli.core.spec.model_config import ModelConfig
 
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}

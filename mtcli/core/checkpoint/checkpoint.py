@@ -17,9 +17,10 @@ from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.manifest import FileRecord
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Rectangle
 
 

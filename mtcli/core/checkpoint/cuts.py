@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.names import parameter_of
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters, stage_layers, stage_parameters
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter, Rectangle
 
 

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from mtcli.core.checkpoint.families.family import Demand, Family, Field, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE, FAMILIES
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.model_config import ModelConfig
 
 NAME = "config.json"
 MAX_BYTES = 16 << 20

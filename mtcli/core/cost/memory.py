@@ -22,9 +22,9 @@ from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.check import in_flight
 from mtcli.core.schedule.generators import schedule_for
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter
 
 

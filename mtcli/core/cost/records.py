@@ -11,9 +11,9 @@ from typing import Any
 
 from mtcli.core.cost.hardware import GPUS, Device
 from mtcli.core.cost.workload import Workload
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import forward_flops
+from mtcli.core.spec.model_config import ModelConfig
 
 Table = dict[str, Any]
 

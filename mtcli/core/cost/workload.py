@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model_config import ModelConfig
 
 
 class Precision(NamedTuple):

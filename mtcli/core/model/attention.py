@@ -11,7 +11,7 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.cp import causal_attention, gather_sequence
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.random import keep_mask, stream_key
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter, Rectangle
 from mtcli.kernels.random import BLOCK, normal, stream_key
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.model.rope import Rotation, rotation
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.parallel.build import Build
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.random import keep_mask, stream_key
 
 

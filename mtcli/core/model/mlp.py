@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 
 
 class Mlp(nn.Module):

@@ -13,7 +13,7 @@ from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.router import Router
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.ep import dispatch
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 
 
 class ExpertArray(nn.Module):

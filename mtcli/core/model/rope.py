@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.spec.config import ModelConfig, RopeScaling
+from mtcli.core.spec.model_config import ModelConfig, RopeScaling
 
 
 class Rotation(NamedTuple):

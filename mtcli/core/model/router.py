@@ -15,7 +15,7 @@ from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.cp import sequence_order
 from mtcli.core.parallel.ep import Routing
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 
 
 class Router(nn.Module):

@@ -17,7 +17,7 @@ from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.tp import VocabEmbedding
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Literal
 
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Init, Parameter
 
 Owner = int | Literal["first", "last"]

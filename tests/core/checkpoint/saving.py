@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from mtcli.core.checkpoint.store import Piece, save
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=12, num_heads=2, vocab_size=13, max_seq_len=6, ffn_hidden_size=20

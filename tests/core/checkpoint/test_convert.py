@@ -19,11 +19,12 @@ from mtcli.core.checkpoint.export import to_hf
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import About, Piece, commit, write_pieces
 from mtcli.core.spec import check
-from mtcli.core.spec.config import ModelConfig, ParallelConfig, RunConfig
+from mtcli.core.spec.config import ParallelConfig, RunConfig
 from mtcli.core.spec.errors import Exit, MtcliError
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 
 DENSE = ModelConfig(
     num_layers=4, hidden_size=8, num_heads=4, vocab_size=300, max_seq_len=6, ffn_hidden_size=12
@@ -271,7 +272,8 @@ from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
 from mtcli.core.checkpoint.export import to_hf
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Piece, save
-from mtcli.core.spec.config import ModelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import parameters
 model = ModelConfig(num_layers=int(sys.argv[1]), hidden_size={hidden}, num_heads=8,

@@ -19,10 +19,10 @@ from mtcli.core.checkpoint.export import to_hf
 from mtcli.core.checkpoint.hfconfig import family_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.data.tokenize import load_tokenizer
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.load import load_config, preset_names
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Rectangle
 
 LAYOUTS = {

@@ -11,8 +11,8 @@ from saving import MODEL, save_halves, values
 
 from mtcli.core.checkpoint.manifest import Manifest, read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import Exit, MtcliError
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Rectangle
 
 RANK = "rank-00001.safetensors"

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from mtcli.core.cost.hardware import GPUS
 from mtcli.core.cost.memory import memory, memory_by_stage, rank_elements, state_bytes
 from mtcli.core.cost.workload import Workload, spread
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model import parameters, stage_parameters
 from mtcli.core.spec.model import stage_layers as even_stages
+from mtcli.core.spec.model_config import ModelConfig
 
 H100 = GPUS["h100"]
 

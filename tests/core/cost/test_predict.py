@@ -12,10 +12,10 @@ from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import predict, predict_workload, recomputed_share
 from mtcli.core.cost.step import pipeline_seconds, simulated, step_costs
 from mtcli.core.cost.workload import Workload
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import load_config
+from mtcli.core.spec.model_config import ModelConfig
 
 H100, A100 = GPUS["h100"], GPUS["a100-80gb"]
 PERFECT = replace(

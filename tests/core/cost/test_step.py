@@ -10,8 +10,8 @@ from mtcli.core.cost.kernels import attention_seconds, head_seconds
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.step import simulated, stage_seconds, step_costs, weight_seconds
 from mtcli.core.cost.workload import Workload
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model_config import ModelConfig
 
 H100 = GPUS["h100"]
 MODEL = ModelConfig(

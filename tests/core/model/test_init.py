@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from tiny import GPT, LLAMA, run_config
 
 from mtcli.core.model.init import initial_values
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter, Rectangle
 from mtcli.kernels.random import BLOCK
 

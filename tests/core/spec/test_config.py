@@ -3,7 +3,8 @@
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from mtcli.core.spec.config import ModelConfig, RunConfig, with_model_defaults
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.model_config import ModelConfig, with_model_defaults
 
 SIZES = {
     "num_layers": 2,

@@ -5,7 +5,6 @@ Counts are held to published ones in tests/test_presets.py.
 
 import pytest
 
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model import (
@@ -16,6 +15,7 @@ from mtcli.core.spec.model import (
     stage_layers,
     stage_parameters,
 )
+from mtcli.core.spec.model_config import ModelConfig
 
 GPT = ModelConfig(num_layers=4, hidden_size=32, num_heads=4, vocab_size=300, max_seq_len=16)
 UNTIED = GPT.model_copy(update={"tie_embeddings": False})

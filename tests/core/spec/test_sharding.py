@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter, Rectangle
 
 GPT = ModelConfig(num_layers=1, hidden_size=32, num_heads=4, vocab_size=301, max_seq_len=8)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from mtcli.core.checkpoint.families.family import Table
 from mtcli.core.checkpoint.families.llama import LLAMA
 from mtcli.core.checkpoint.families.rope import read_rope, write_rope
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.model_config import ModelConfig
 
 WINDOW = 4096  # where config.json does not say
 

@@ -5,8 +5,8 @@ them in `rope_parameters` since 5. The older form is written: every version read
 from typing import Any
 
 from mtcli.core.checkpoint.families.family import Table
-from mtcli.core.spec.config import ModelConfig
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.model_config import ModelConfig
 
 NAMES = {  # of RopeScaling's fields in config.json
     "factor": "factor",

@@ -5,7 +5,7 @@ E experts.
 """
 
 from mtcli.core.checkpoint.families.family import Part, Rule
-from mtcli.core.spec.config import ModelConfig
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter
 
 
