@@ -18,8 +18,9 @@ from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import Prediction, predict_workload
 from mtcli.core.cost.step import block_costs, stage_seconds, step_costs, weight_seconds
 from mtcli.core.cost.workload import Workload
-from mtcli.core.spec.check import divisors, problems
+from mtcli.core.spec.check import problems
 from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.divisors import divisors
 from mtcli.core.spec.layout import ParallelLayout
 
 Choice = dict[str, Any]

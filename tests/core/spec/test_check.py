@@ -4,15 +4,14 @@ import pytest
 
 from mtcli.core.spec.check import (
     RULES,
-    data_parallel_size,
-    divisors,
-    listing,
     load_checked,
     problems,
     require,
     require_trainable,
 )
+from mtcli.core.spec.divisors import divisors, listing
 from mtcli.core.spec.errors import Exit, MtcliError
+from mtcli.core.spec.layout_rules import data_parallel_size
 from mtcli.core.spec.load import load_config
 
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
@@ -190,6 +189,11 @@ def test_data_parallel_is_what_the_other_axes_leave():
     config = load_config("tiny", ["parallel.tp=2", "parallel.cp=3", "parallel.pp=2"])
     assert data_parallel_size(config, 48) == 4
     assert data_parallel_size(config, 5) == 1  # never 0: other rules are still applied
+
+
+def test_divisors_are_all_the_numbers_that_divide():
+    for n in range(1, 200):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
 
 
 def test_long_lists_keep_their_ends():

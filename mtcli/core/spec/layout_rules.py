@@ -1,0 +1,155 @@
+"""The rules of a layout: how a world of ranks may cut a model and its batch.
+
+What breaks one of these can be cured by another layout, and `nearest.py` looks for it.
+"""
+
+from collections.abc import Callable, Iterator
+
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.divisors import divides, divisors, listing
+from mtcli.core.spec.errors import Problem
+
+Rule = Callable[[RunConfig, int], Iterator[Problem]]
+
+
+def data_parallel_size(config: RunConfig, world: int) -> int:
+    """What the other axes leave of the world: world / (tp * cp * pp)."""
+    p = config.parallel
+    return max(1, world // (p.tp * p.cp * p.pp))
+
+
+def _world_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    used = p.tp * p.cp * p.pp
+    if world % used:
+        above = -(-world // used) * used
+        near = f"{world - world % used} or {above}" if world > used else f"{used}"
+        yield Problem(
+            f"tp*cp*pp = {p.tp}*{p.cp}*{p.pp} = {used} does not divide the world of {world} ranks",
+            f"run {near} ranks (--nproc), or choose tp*cp*pp among {listing(divisors(world))}",
+            "parallel",
+        )
+
+
+def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m = config.parallel, config.model
+    if m.num_experts == 0:
+        if p.ep * p.etp > 1:
+            yield Problem(
+                f"ep={p.ep} etp={p.etp} cut experts, and num_experts=0",
+                "set parallel.ep and parallel.etp to 1, or model.num_experts",
+                "parallel.ep",
+            )
+        return
+    if world % (p.pp * p.ep * p.etp):
+        yield Problem(
+            f"ep*etp*pp = {p.ep}*{p.etp}*{p.pp} does not divide the world of {world} ranks",
+            f"choose ep*etp among {listing(divisors(max(1, world // p.pp)))}",
+            "parallel.ep",
+        )
+    yield from divides("parallel.ep", p.ep, "model.num_experts", m.num_experts)
+    yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
+
+
+def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m = config.parallel, config.model
+    yield from divides("parallel.tp", p.tp, "model.num_kv_heads", m.num_kv_heads)
+    if m.num_experts == 0:
+        yield from divides("parallel.tp", p.tp, "model.ffn_hidden_size", m.ffn_hidden_size)
+    elif m.shared_expert_ffn_hidden_size:
+        name = "model.shared_expert_ffn_hidden_size"
+        yield from divides("parallel.tp", p.tp, name, m.shared_expert_ffn_hidden_size)
+
+
+def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, b = config.parallel, config.batch
+    if p.sequence_parallel:
+        tokens = b.micro_batch_size * b.seq_len // p.cp
+        yield from divides("parallel.tp", p.tp, "the tokens of a micro-batch", tokens)
+
+
+def _context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m, b = config.parallel, config.model, config.batch
+    if p.cp > 1 and b.seq_len % (2 * p.cp):
+        near = sorted(
+            {max(1, b.seq_len // (2 * p.cp)) * 2 * p.cp, -(-b.seq_len // (2 * p.cp)) * 2 * p.cp}
+        )
+        yield Problem(
+            f"2*cp={2 * p.cp} does not divide seq_len={b.seq_len}: each rank holds two chunks",
+            f"seq_len {listing(near)}",
+            "parallel.cp",
+        )
+    if p.cp > 1 and p.cp_mode == "a2a" and m.num_kv_heads % (p.tp * p.cp):
+        yield Problem(
+            f"cp_mode='a2a' cuts heads, and tp*cp={p.tp}*{p.cp} does not divide "
+            f"num_kv_heads={m.num_kv_heads}",
+            f"tp*cp {listing(divisors(m.num_kv_heads))}, or cp_mode 'ring' or 'all_gather'",
+            "parallel.cp",
+        )
+
+
+def _experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    if config.model.num_experts and p.tp > 1 and not p.sequence_parallel:
+        yield Problem(
+            f"with tp={p.tp} and sequence_parallel=false experts would see tokens {p.tp} times",
+            "parallel.sequence_parallel = true, or parallel.tp = 1",
+            "parallel.sequence_parallel",
+        )
+
+
+def _layers_fill_stages(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m = config.parallel, config.model
+    stages = p.pp * p.vpp
+    if p.stage_layers:
+        if len(p.stage_layers) != stages or sum(p.stage_layers) != m.num_layers:
+            yield Problem(
+                f"stage_layers has {len(p.stage_layers)} stages of {sum(p.stage_layers)} layers, "
+                f"and the run has pp*vpp={stages} stages of num_layers={m.num_layers}",
+                f"give {stages} numbers that sum to {m.num_layers}",
+                "parallel.stage_layers",
+            )
+    elif m.num_layers % stages:
+        yield Problem(
+            f"pp*vpp={p.pp}*{p.vpp}={stages} does not divide num_layers={m.num_layers}",
+            f"choose pp*vpp among {listing(divisors(m.num_layers))}, or set parallel.stage_layers",
+            "parallel.pp",
+        )
+
+
+def _schedule_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    if (p.vpp > 1) != (p.schedule == "interleaved"):
+        yield Problem(
+            f"vpp={p.vpp} with schedule={p.schedule!r}",
+            "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1",
+            "parallel.schedule",
+        )
+
+
+def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    b, dp = config.batch, data_parallel_size(config, world)
+    unit = b.micro_batch_size * dp
+    if b.global_batch_size % unit:
+        near = sorted(
+            {max(unit, b.global_batch_size // unit * unit), -(-b.global_batch_size // unit) * unit}
+        )
+        yield Problem(
+            f"micro_batch_size*dp = {b.micro_batch_size}*{dp} = {unit} does not divide "
+            f"global_batch_size={b.global_batch_size}",
+            f"global_batch_size {listing(near)}",
+            "batch.global_batch_size",
+        )
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    _experts_see_tokens_once,
+    _world_divides,
+    _experts_fit,
+    _tensor_parallel_divides,
+    _sequence_divides,
+    _context_divides,
+    _layers_fill_stages,
+    _schedule_fits,
+    _batch_divides,
+)
