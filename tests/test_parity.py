@@ -93,6 +93,11 @@ ROWS = [
     Row("moe capped", 2, {"ep": 2, "dispatcher": "all_gather"}),
     Row("moe early", 4, {"tp": 2, "ep": 2, "etp": 2, "dispatcher": "all_gather"}, TALL),
     Row("moe early", 2, {"cp": 2, "ep": 2}),
+    Row("gpt dropout", 2, {"zero": 3}),
+    Row("llama", 4, {"tp": 2, "zero": 3, "recompute": "full"}, TALL),
+    Row("gpt dropout", 4, {"pp": 2, "zero": 3, "schedule": "gpipe"} | NO_SP),
+    Row("moe", 4, {"cp": 2, "ep": 2, "zero": 3}),
+    Row("moe capped", 4, {"tp": 2, "ep": 2, "etp": 2, "pp": 1, "zero": 3}, TALL),
     Row("moe wide", 8, {"tp": 2, "cp": 2, "ep": 8}, TALL),
 ]
 LARGE = Row("gpt dropout", 8, {"tp": 2, "pp": 2})
@@ -112,12 +117,11 @@ def train_on(runtime, config, steps):
     """Trains `steps` steps on a rank and returns its Measured."""
     trainer = Trainer(config, runtime)
     trainer.initialise()
-    named = [(n, p) for stage in trainer.stages.values() for n, p in stage.named_parameters()]
-    weights = {name: parameter.detach().clone() for name, parameter in named}
+    weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.gradients.held.items()}
     feed = Feed(Samples(config), config, trainer.groups)
     done = [trainer.train_step(feed)]
     gradients = {name: view.clone() for name, view in trainer.gradients.views.items()}
-    rows = {name: trainer.gradients.rows(name) for name in gradients}
+    rows = {name: trainer.ownership.rows(name) for name in gradients}
     done += [trainer.train_step(feed) for _ in range(steps - 1)]
     feed.close()
     return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)))
@@ -169,14 +173,12 @@ def slices(row, rank, mine, whole):
     table, largest = parameters(row.config().model), 0.0
     for name, gradient in mine.gradients.items():
         box = table[name].rectangle(layout, rank)
-        weight, expected = (
-            torch.zeros_like(mine.weights[name]),
-            torch.zeros_like(mine.weights[name]),
-        )
-        inside = tuple(slice(n) for n in box.size)
-        weight[inside] = whole.weights[name][box.slices]
-        assert torch.equal(mine.weights[name], weight), f"{name} starts otherwise"
-        expected[inside] = whole.gradients[name][box.slices]
+        shape = table[name].local_shape(layout)
+        weight, expected = (torch.zeros(shape, dtype=gradient.dtype) for _ in range(2))
+        weight[box.inside] = whole.weights[name][0][box.slices]
+        kept, at = mine.weights[name]
+        assert torch.equal(kept, weight[at]), f"{name} starts otherwise"
+        expected[box.inside] = whole.gradients[name][box.slices]
         error = gradient - expected[mine.rows[name]]
         largest = max(largest, float(error.norm() / whole.gradients[name].norm()))
     return largest
@@ -207,7 +209,7 @@ def layouts(draw):
         "etp": draw(experts),
         "sequence_parallel": draw(st.booleans()),
         "cp_mode": draw(st.sampled_from(["ring", "all_gather", "a2a"])),
-        "zero": draw(st.sampled_from([0, 1])),
+        "zero": draw(st.sampled_from([0, 1, 3])),
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "bucket_mib": draw(st.sampled_from([1e-6, 0.004, 25.0])),
         "schedule": schedule,

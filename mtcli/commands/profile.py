@@ -53,7 +53,6 @@ def profile(
 
     world = environment_world()
     run = check.load_checked(config, overrides, world or nproc)
-    check.require_trainable(run)
     if world is None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
         launch(nproc, sys.argv[1:])

@@ -36,7 +36,6 @@ def train(
 
     world = environment_world()
     run = check.load_checked(config, overrides, world or nproc)
-    check.require_trainable(run)
     if world is None:
         launch(nproc, sys.argv[1:], max_restarts)
         return

@@ -1,6 +1,6 @@
 """A model on this rank: its stages, their weights, and forward passes for evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Groups, make_groups
+from mtcli.core.parallel.ownership import Held, whole
 from mtcli.core.parallel.pp import Pipeline, Wire
 from mtcli.core.parallel.split import WeightWork
 from mtcli.core.runtime import Runtime
@@ -33,16 +34,19 @@ SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocab
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_stages(config: RunConfig, groups: Groups) -> dict[int, Stage]:
+def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> dict[int, Stage]:
     """This rank's stages, uninitialised, by stage number.
 
-    A tied embedding that is first and last stage of one rank is one parameter.
+    A tied embedding that is first and last stage of one rank is one parameter. With `sharded`
+    every data rank holds some rows of each parameter (zero = 3).
     """
     parallel, layout = config.parallel, groups.layout
+    dtype = DTYPES[config.train.precision]
     build = Build(
         table=parameters(config.model),
         groups=groups,
-        dtype=DTYPES[config.train.precision],
+        dtype=torch.promote_types(dtype, torch.float32) if sharded else dtype,
+        device=torch.device("meta") if sharded else groups.device,
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
@@ -63,6 +67,10 @@ def build_stages(config: RunConfig, groups: Groups) -> dict[int, Stage]:
     first, last = stages.get(0), stages.get(layout.num_stages - 1)
     if first and last and first is not last and config.model.tie_embeddings:
         last.embedding = first.embedding
+    if sharded:
+        from mtcli.core.parallel.zero import shard  # half a second of torch's imports
+
+        shard(stages, groups, dtype)
     return stages
 
 
@@ -73,16 +81,16 @@ def wire_of(config: RunConfig) -> Wire:
 
 
 @torch.no_grad()
-def load_weights(stages: dict[int, Stage], checkpoint: Checkpoint, groups: Groups) -> None:
-    """Fills the stages with this rank's slices of a checkpoint, whatever layout wrote it."""
-    model = next(iter(stages.values())).model
+def load_weights(
+    held: Mapping[str, Held], checkpoint: Checkpoint, model: ModelConfig, groups: Groups
+) -> None:
+    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it."""
     checkpoint.require_model(model)
     table = parameters(model)
-    for stage in stages.values():
-        for name, parameter in stage.named_parameters():
-            box = table[name].rectangle(groups.layout, groups.rank)
-            parameter.zero_()  # rows that pad the vocabulary
-            parameter[tuple(slice(n) for n in box.size)] = checkpoint.read(name, box).to(parameter)
+    for name, (tensor, rows) in held.items():
+        box = table[name].rectangle(groups.layout, groups.rank).rows(rows)
+        tensor.zero_()  # rows that pad the vocabulary
+        tensor[box.inside] = checkpoint.read(name, box).to(tensor)
 
 
 @dataclass(frozen=True)
@@ -213,7 +221,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     layout = ParallelLayout.of(config.parallel, runtime.world)
     groups = make_groups(layout, runtime.rank, runtime.device, config.train.timeout)
     stages = build_stages(config, groups)
-    load_weights(stages, checkpoint, groups)
+    load_weights(whole(stages), checkpoint, config.model, groups)
     for stage in stages.values():
         stage.requires_grad_(False)
     folder = checkpoint.tokenizer_folder

@@ -17,16 +17,14 @@ OPTIMIZER = "optimizer."  # before the kind and the parameter's name: optimizer.
 
 def pieces(trainer: "Trainer") -> list[Piece]:
     """The weights and the optimizer state that this rank answers for, without padding."""
-    gradients, layout, rank = trainer.gradients, trainer.layout, trainer.groups.rank
     found = []
-    for name, parameter in gradients.parameters.items():
-        described = trainer.table[name]
-        if described.is_primary(layout, rank) and not gradients.is_second_copy(name):
-            box = described.rectangle(layout, rank)
-            found.append(_piece(name, parameter.data, box, described))
+    for name, (tensor, rows) in trainer.gradients.held.items():
+        if trainer.saves(name):
+            box = _box(trainer, name).rows(rows)
+            found.append(_piece(name, tensor.to(trainer.dtype), box, trainer.table[name]))
     for key, tensor in trainer.optimizer.state().items():
         name = key.partition("/")[2]
-        if gradients.answers_for(name):
+        if trainer.ownership.answers_for(name):
             box = _share(trainer, name)
             found.append(_piece(f"{OPTIMIZER}{key}", tensor, box, trainer.table[name]))
     return found
@@ -46,22 +44,18 @@ def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
             stored = name
         box = _share(trainer, name)
         tensor.zero_()
-        tensor[_inside(box)] = checkpoint.read(stored, box).to(tensor)
+        tensor[box.inside] = checkpoint.read(stored, box).to(tensor)
     trainer.optimizer.set_step(checkpoint.step)
 
 
 def _share(trainer: "Trainer", name: str) -> Rectangle:
     """The rectangle of the rows that this rank's optimizer owns of a parameter."""
-    box = trainer.table[name].rectangle(trainer.layout, trainer.groups.rank)
-    rows = trainer.gradients.rows(name)
-    first, last = min(rows.start, box.size[0]), min(rows.stop, box.size[0])  # padding is cut off
-    return Rectangle((box.start[0] + first, *box.start[1:]), (last - first, *box.size[1:]))
+    return _box(trainer, name).rows(trainer.ownership.rows(name))
+
+
+def _box(trainer: "Trainer", name: str) -> Rectangle:
+    return trainer.table[name].rectangle(trainer.layout, trainer.groups.rank)
 
 
 def _piece(name: str, tensor: Tensor, box: Rectangle, described: Parameter) -> Piece:
-    return Piece(name, tensor[_inside(box)].cpu(), box.start, described.shape)
-
-
-def _inside(box: Rectangle) -> tuple[slice, ...]:
-    """The part of a local tensor that is not padding."""
-    return tuple(slice(n) for n in box.size)
+    return Piece(name, tensor[box.inside].cpu(), box.start, described.shape)

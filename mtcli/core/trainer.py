@@ -11,14 +11,15 @@ from typing import NamedTuple
 import torch
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.engine import build_stages, load_weights, wire_of
+from mtcli.core.engine import DTYPES, build_stages, load_weights, wire_of
 from mtcli.core.feed import Feed
 from mtcli.core.model.init import initialise
 from mtcli.core.optim.adamw import AdamW
 from mtcli.core.optim.lr import learning_rate
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.dp import Gradients
+from mtcli.core.parallel.dp import Gradients, Reduction, square_sum
 from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.parallel.pp import Pipeline
 from mtcli.core.runtime import Runtime
 from mtcli.core.saving import load_optimizer
@@ -59,18 +60,12 @@ class Trainer:
         self.layout = ParallelLayout.of(config.parallel, runtime.world)
         timeout = config.train.timeout
         self.groups = make_groups(self.layout, runtime.rank, runtime.device, timeout)
-        self.stages = build_stages(config, self.groups)
-        self.table = parameters(config.model)
-        self.gradients = Gradients(
-            self.stages,
-            self.table,
-            self.groups,
-            sequence_parallel=config.parallel.sequence_parallel,
-            shard_optimizer=config.parallel.zero == 1,
-            bucket_bytes=config.parallel.bucket_mib * 2**20,
-        )
-        self.optimizer = AdamW(self.gradients.owned(), self.table, config.optimizer)
         b, p = config.batch, config.parallel
+        self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
+        self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
+        self.stages = build_stages(config, self.groups, self._is_sharded)
+        self.gradients = self._reduction()
+        self.optimizer = AdamW(self.gradients.owned(), self.table, config.optimizer, self.dtype)
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(config))
@@ -80,20 +75,27 @@ class Trainer:
 
     def initialise(self) -> None:
         """Fills the weights from the config's seed."""
-        for stage in self.stages.values():
-            initialise(stage, self.config.model, self.groups, self.config.seed)
+        model, seed = self.config.model, self.config.seed
+        initialise(self.gradients.held, model, self.groups, seed, self.dtype)
         self.optimizer.reset_masters()
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Takes the weights of any checkpoint of this model and starts at step 0."""
-        load_weights(self.stages, checkpoint, self.groups)
+        load_weights(self.gradients.held, checkpoint, self.config.model, self.groups)
         self.optimizer.reset_masters()
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Takes weights, optimizer and step of a run's checkpoint, whatever layout wrote it."""
-        load_weights(self.stages, checkpoint, self.groups)
+        load_weights(self.gradients.held, checkpoint, self.config.model, self.groups)
         load_optimizer(self, checkpoint)
         self.step = checkpoint.step
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank writes what it holds of a parameter into a checkpoint."""
+        if self._is_sharded:
+            return self.ownership.answers_for(name)
+        primary = self.table[name].is_primary(self.layout, self.groups.rank)
+        return primary and not self.ownership.is_second_copy(name)
 
     def state_bytes(self) -> int:
         """Bytes of this rank's weights, gradients, masters and moments."""
@@ -101,11 +103,12 @@ class Trainer:
 
     def state_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients and optimizer (masters and moments)."""
-        weights = {id(p): p for stage in self.stages.values() for p in stage.parameters()}
+        weights = [held.tensor for held in self.gradients.held.values()]
+        here = {weight.data_ptr() for weight in weights}  # masters too, where zero = 3
         kinds = {
-            "weights": weights.values(),
+            "weights": weights,
             "gradients": self.gradients.buffers(),
-            "optimizer": self.optimizer.state().values(),
+            "optimizer": [x for x in self.optimizer.state().values() if x.data_ptr() not in here],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 
@@ -121,9 +124,9 @@ class Trainer:
         """
         config, start = self.config, perf_counter()
         loss_sum, marks = self.forward_backward(feed)
-        square_sum = self.gradients.square_sum()
+        squares = square_sum(self.gradients)
         marks.append(self.pipeline.clock())
-        loss, norm = self._global(loss_sum, square_sum)
+        loss, norm = self._global(loss_sum, squares)
         marks.append(self.pipeline.clock())
         lr = learning_rate(config.optimizer, self.step + 1, config.train.steps)
         finite = math.isfinite(loss + norm)
@@ -151,6 +154,20 @@ class Trainer:
         self.gradients.finish()
         marks.append(clock())
         return loss_sum, marks
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether parameters are cut over data ranks: there are some, and zero = 3."""
+        shared = max(self.groups.axes[name].size for name in ("data", "edp"))
+        return self.config.parallel.zero == 3 and shared > 1
+
+    def _reduction(self) -> Reduction:
+        if not self._is_sharded:
+            bucket_bytes = self.config.parallel.bucket_mib * 2**20
+            return Gradients(self.stages, self.ownership, bucket_bytes)
+        from mtcli.core.parallel.zero import ShardedGradients  # half a second of torch's imports
+
+        return ShardedGradients(self.stages, self.ownership)
 
     def _update(self, norm: float, lr: float) -> None:
         clip = self.config.optimizer.clip

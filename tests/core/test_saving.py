@@ -25,6 +25,7 @@ TO = [
     (2, {"tp": 2}, TALL),
     (2, {"pp": 2}, {}),
     (2, {"zero": 1}, {}),
+    (4, {"tp": 2, "zero": 3}, TALL),
     (4, {"tp": 2, "pp": 2, "sequence_parallel": False}, {}),
 ]
 
@@ -123,6 +124,17 @@ def copy(runtime, config, folder, to):
     gather = lambda value: gather_objects(value, trainer.groups.world)  # noqa: E731
     options = {"extra": {}, "config_toml": dump_toml(config), "tokenizer": None, "keep": 0}
     save(to, trainer.step, pieces(trainer), rank=runtime.rank, gather=gather, **options)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_sharded_masters_are_the_same_in_a_checkpoint_as_masters_beside_weights(zero, tmp_path):
+    first, second = (config_of(LLAMA, (2, {"zero": z}, {}), "bf16") for z in (1, zero))
+    run_ranks(2, train, first, tmp_path / "one", 0, STOP)
+    run_ranks(2, copy, second, tmp_path / "one", tmp_path / "two")
+    before, after = (tensors(tmp_path / name, STOP) for name in ("one", "two"))
+    assert before.keys() == after.keys() and "optimizer.master/final_norm.weight" in after
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
 
 
 def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(tmp_path):

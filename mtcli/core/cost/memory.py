@@ -76,7 +76,6 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     chunks, vpp, last = _in_flight(work), work.layout.vpp, work.layout.pp - 1
     saved, again = layer_activations(work), recomputed_block(work)
     waiting = output_gradients(work)
-    gathered = 2 * work.sizes.weight * block_elements(work).total if work.zero == 3 else 0
     found = []
     for pp_rank, held in enumerate(chunks):
         weights, gradients, optimizer = state_bytes(work, pp_rank)
@@ -86,7 +85,7 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
         kept += head_activations(work) if pp_rank == last else 0.0
         # For a moment only: a block computed again, or the gradient of the logits.
         moment = max(again, logits_bytes(work) if pp_rank == last else 0.0)
-        other = device.reserved_bytes + moment + gathered
+        other = device.reserved_bytes + moment + _gathered(work, pp_rank)
         found.append(Memory(weights, gradients, optimizer, kept, other))
     return found
 
@@ -95,13 +94,34 @@ def state_bytes(work: Workload, pp_rank: int) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state (masters and moments) on a pipeline rank.
 
     zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
-    (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three.
+    (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
+    the weights it keeps are the masters.
     """
     held, sizes = rank_elements(work, pp_rank), work.sizes
-    kept = held.shard if work.zero == 3 else held.total
+    if _is_sharded(work):
+        kept = held.shard
+        return kept * (sizes.master or sizes.weight), kept * sizes.gradient, kept * sizes.moments
     state = held.shard if work.zero else held.total
-    gradients = held.padded if work.zero == 1 else kept
-    return kept * sizes.weight, gradients * sizes.gradient, state * (sizes.master + sizes.moments)
+    gradients = held.padded if work.zero == 1 else held.total
+    return (
+        held.total * sizes.weight,
+        gradients * sizes.gradient,
+        state * (sizes.master + sizes.moments),
+    )
+
+
+def _is_sharded(work: Workload) -> bool:
+    """Whether zero=3 has data ranks to cut parameters over."""
+    return work.zero == 3 and max(work.layout.dp * work.layout.cp, work.layout.edp) > 1
+
+
+def _gathered(work: Workload, pp_rank: int) -> int:
+    """Bytes of whole weights under zero=3: two blocks, and embedding and head all the time."""
+    if not _is_sharded(work):
+        return 0
+    ends = rank_elements(work, pp_rank).total
+    ends -= work.layers_of_rank(pp_rank) * block_elements(work).total
+    return work.sizes.weight * (2 * block_elements(work).total + ends)
 
 
 def rank_elements(work: Workload, pp_rank: int) -> Held:

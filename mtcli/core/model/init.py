@@ -1,11 +1,13 @@
 """Initial weights: each element a function of (seed, parameter name, global index) only."""
 
 import math
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.ownership import Held
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter, Rectangle
@@ -13,15 +15,16 @@ from mtcli.kernels.random import BLOCK, normal, stream_key
 
 
 @torch.no_grad()
-def initialise(stage: nn.Module, model: ModelConfig, groups: Groups, seed: int) -> None:
-    """Fills a stage's parameters with this rank's slices of the global initial weights."""
+def initialise(
+    held: Mapping[str, Held], model: ModelConfig, groups: Groups, seed: int, dtype: torch.dtype
+) -> None:
+    """Fills parameters with this rank's slice of the initial weights, rounded to `dtype`."""
     table = parameters(model)
-    for name, parameter in stage.named_parameters():
-        described = table[name]
-        box = described.rectangle(groups.layout, groups.rank)
-        parameter.zero_()  # rows that pad the vocabulary stay zero
-        values = initial_values(described, model, box, seed)
-        parameter[tuple(slice(n) for n in box.size)] = values.to(parameter)
+    for name, (tensor, rows) in held.items():
+        box = table[name].rectangle(groups.layout, groups.rank).rows(rows)
+        tensor.zero_()  # rows that pad the vocabulary stay zero
+        values = initial_values(table[name], model, box, seed)
+        tensor[box.inside] = values.to(dtype).to(tensor)
 
 
 def initial_values(described: Parameter, model: ModelConfig, box: Rectangle, seed: int) -> Tensor:

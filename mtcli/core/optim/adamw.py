@@ -23,7 +23,10 @@ class AdamW:
         named: Mapping[str, Tensor],
         table: Mapping[str, Parameter],
         config: OptimizerConfig,
+        dtype: torch.dtype,
     ) -> None:
+        """`named` are the parts that this rank updates; the model computes in `dtype`."""
+        self.dtype = dtype
         self.named = {name: part for name, part in named.items() if part.numel()}
         self.masters = {name: _master(part) for name, part in self.named.items()}
         self.moments = {
@@ -55,7 +58,7 @@ class AdamW:
         tensors = {}
         for name, master in self.masters.items():
             tensors |= {f"{kind}/{name}": moments[name] for kind, moments in self.moments.items()}
-            if master.dtype != self.named[name].dtype:
+            if master.dtype != self.dtype:
                 tensors[f"master/{name}"] = master
         return tensors
 

@@ -21,6 +21,7 @@ from mtcli.core.parallel.collectives import (
     start_reduce_scatter,
 )
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.ownership import owned_rows
 
 
 class Slot(NamedTuple):
@@ -79,9 +80,7 @@ class Bucket:
 
     def rows(self, name: str) -> slice:
         """The rows of a parameter that this rank owns; maybe none."""
-        slot = self.slots[name]
-        first = min(self.owners.rank * slot.rows, slot.shape[0])
-        return slice(first, min(first + slot.rows, slot.shape[0]))
+        return owned_rows(self.slots[name].shape[0], self.owners)
 
     def gradient(self, name: str) -> Tensor:
         """The kept gradient: a view [rows of this owner, ...]."""

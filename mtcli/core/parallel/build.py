@@ -27,6 +27,7 @@ class Build:
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     weight_work: WeightWork | None = None  # where the schedule splits the backward
+    device: torch.device | None = None  # of new parameters; None is the rank's
 
     @property
     def linear(self) -> Callable[..., Tensor]:
@@ -36,7 +37,8 @@ class Build:
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank's local shape, padding included."""
         shape = self.table[name].local_shape(self.groups.layout)
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.groups.device))
+        device = self.device or self.groups.device
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
 
     def optional(self, name: str) -> nn.Parameter | None:
         """The parameter, or None where the model has none of that name, such as a bias."""

@@ -36,21 +36,6 @@ def require(config: RunConfig, world: int) -> None:
         raise MtcliError(*broken)
 
 
-def require_trainable(config: RunConfig) -> None:
-    """Raises MtcliError for what can be planned and not yet trained."""
-    p = config.parallel
-    untrained = {
-        "parallel.zero": p.zero == 3,
-    }
-    problems = [
-        Problem("this can be planned and not yet trained", "see docs/architecture.md", field)
-        for field, chosen in untrained.items()
-        if chosen
-    ]
-    if problems:
-        raise MtcliError(*problems)
-
-
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.num_heads % m.num_kv_heads:

@@ -127,6 +127,23 @@ def _schedule_fits(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
+def _sharding_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    if p.zero == 3 and p.schedule == "zero_bubble":
+        yield Problem(
+            "zero=3 with schedule='zero_bubble': FSDP2 reduces gradients where a backward ends, "
+            "and zero_bubble computes those of weights later",
+            "schedule '1f1b', 'interleaved' or 'gpipe', or zero 0 or 1",
+            "parallel.zero",
+        )
+    if p.zero == 3 and p.pp == 1 and p.vpp > 1 and config.model.tie_embeddings:
+        yield Problem(
+            f"zero=3 with pp=1 and vpp={p.vpp}: two stages of a rank share the tied embedding",
+            "vpp 1, which computes the same",
+            "parallel.vpp",
+        )
+
+
 def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     b, dp = config.batch, data_parallel_size(config, world)
     unit = b.micro_batch_size * dp
@@ -151,5 +168,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _context_divides,
     _layers_fill_stages,
     _schedule_fits,
+    _sharding_fits,
     _batch_divides,
 )

@@ -27,6 +27,17 @@ class Rectangle(NamedTuple):
         """The block as an index into the global tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
+    def rows(self, rows: slice) -> "Rectangle":
+        """Some rows (dimension 0) of the block, as far as it has them: padding is cut off."""
+        first, last = min(rows.start, self.size[0]), min(rows.stop, self.size[0])
+        start, size = (self.start[0] + first, *self.start[1:]), (last - first, *self.size[1:])
+        return Rectangle(start, size)
+
+    @property
+    def inside(self) -> tuple[slice, ...]:
+        """The part of a local tensor that is the block; the rest is padding."""
+        return tuple(slice(n) for n in self.size)
+
 
 @dataclass(frozen=True)
 class Parameter:

@@ -17,6 +17,10 @@ ROWS = {
     "zero=1 over dp": (2, LLAMA, {"zero": 1}, "fp32"),
     "zero=1 over cp, masters": (2, GPT, {"cp": 2, "zero": 1}, "bf16"),
     "zero=1 of experts": (4, MOE, {"ep": 2, "zero": 1}, "fp32"),
+    "zero=3, odd rows": (4, GPT, {"zero": 3}, "fp32"),
+    "zero=3 is its own masters": (4, GPT, {"tp": 2, "zero": 3}, "bf16"),
+    "zero=3 of experts": (4, MOE, {"pp": 2, "ep": 2, "zero": 3}, "bf16"),
+    "zero=3 of nobody": (2, GPT, {"tp": 2, "zero": 3}, "bf16"),
     "folded": (4, MOE, {"tp": 2, "ep": 2, "etp": 2}, "fp32"),
 }
 

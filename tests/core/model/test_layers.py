@@ -13,6 +13,7 @@ from mtcli.core.model.inputs import make_inputs
 from mtcli.core.model.layers import Dropout
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import whole
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.kernels.random import keep_mask, stream_key
@@ -84,7 +85,7 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model):
 def made(model, **sections):
     config = run_config(model, **sections)
     (stage,) = build_stages(config, alone()).values()
-    initialise(stage, config.model, alone(), config.seed)
+    initialise(whole({0: stage}), config.model, alone(), config.seed, torch.float32)
     return config, stage
 
 

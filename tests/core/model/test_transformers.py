@@ -12,6 +12,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.engine import build_stages, load_weights
 from mtcli.core.model.inputs import Cache, make_inputs
 from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import whole
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
 
@@ -73,7 +74,7 @@ def both(request, tmp_path):
     config = config_of({"model": model, "train": {"precision": "fp64"}})
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     stages = build_stages(config, groups)
-    load_weights(stages, checkpoint, groups)
+    load_weights(whole(stages), checkpoint, config.model, groups)
     return theirs.double(), stages[0], config.model
 
 

@@ -5,8 +5,9 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
-from mtcli.core.parallel.dp import Gradients
+from mtcli.core.parallel.dp import Gradients, square_sum
 from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.sharding import Parameter
 
@@ -33,8 +34,8 @@ def table(cut=None):
 def made(runtime, bucket_bytes, dtype=torch.float32, **layout):
     module = Sum(dtype)
     groups = make_groups(ParallelLayout(runtime.world, **layout), runtime.rank, runtime.device)
-    options = {"sequence_parallel": True, "bucket_bytes": bucket_bytes}
-    return module, Gradients({0: module}, table(), groups, **options)
+    ownership = Ownership(groups, table(), sequence_parallel=True, shard=False)
+    return module, Gradients({0: module}, ownership, bucket_bytes)
 
 
 def x_of(rank, micro_batch):
@@ -110,9 +111,9 @@ def squares(runtime):
     gradients.arm(0)
     module(x_of(0, 0)).backward()
     gradients.finish()
-    before = gradients.square_sum()
+    before = square_sum(gradients)
     gradients.scale_(0.5)
-    return before, gradients.square_sum()
+    return before, square_sum(gradients)
 
 
 def test_a_replicated_parameter_counts_once_in_the_norm():

@@ -1,0 +1,91 @@
+"""Who sums, keeps and answers for each parameter on this rank.
+
+A rank's rectangle of a parameter (Parameter.rectangle) may be cut once more, by rows (dimension 0)
+over the ranks that hold the same rectangle and see other data: rank i of n owners has rows
+[i * r, (i + 1) * r) with r = ceil(rows / n), the last ones fewer or none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.spec.sharding import Parameter
+
+TIED = "embedding.weight"  # on the first stage, and again on the last where the head is tied
+HEAD = "head.weight"  # in the table where it is not
+
+
+class Held(NamedTuple):
+    """The memory that a rank keeps of a parameter: `tensor` is rows `rows` of its rectangle."""
+
+    tensor: Tensor
+    rows: slice
+
+
+def whole(stages: Mapping[int, nn.Module]) -> dict[str, Held]:
+    """Every parameter of some stages by name, each with all rows of its rectangle."""
+    return {
+        name: Held(parameter.data, slice(0, len(parameter)))
+        for stage in stages.values()
+        for name, parameter in stage.named_parameters()
+    }
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What a rank has to do with each parameter; `shard` cuts ownership over data ranks."""
+
+    groups: Groups
+    table: Mapping[str, Parameter]
+    sequence_parallel: bool
+    shard: bool
+
+    def summed_over(self, name: str) -> tuple[str, ...]:
+        """The axes over which this rank's gradient is a partial sum."""
+        return self.table[name].gradient_axes(self.groups.layout, self.sequence_parallel)
+
+    def owner_axes(self, name: str) -> tuple[str, ...]:
+        """The axes over which the optimizer state of a parameter is cut."""
+        if not self.shard:
+            return ()
+        return tuple(axis for axis in self.summed_over(name) if axis != "tp")
+
+    def owners(self, name: str) -> Axis:
+        """The ranks that share a parameter's rows; this rank alone where they are not cut."""
+        return self.groups.over(self.owner_axes(name))
+
+    def rest(self, name: str) -> Axis:
+        """The ranks over which owners have to sum what they keep."""
+        left = set(self.summed_over(name)) - set(self.owner_axes(name))
+        return self.groups.over(tuple(left))
+
+    def rows(self, name: str) -> slice:
+        """The rows of its rectangle that this rank owns; maybe none."""
+        rows = self.table[name].local_shape(self.groups.layout)[0]
+        return owned_rows(rows, self.owners(name))
+
+    def answers_for(self, name: str) -> bool:
+        """Whether this rank counts and saves its share of a parameter's optimizer state."""
+        place = self.groups.layout.place(self.groups.rank)
+        cut = self.owner_axes(name)
+        copies = [a for a in self.table[name].replicated_over(self.groups.layout) if a not in cut]
+        return all(place[axis] == 0 for axis in copies) and not self.is_second_copy(name)
+
+    def is_second_copy(self, name: str) -> bool:
+        """Whether this is the last stage's copy of a tied embedding."""
+        return name == self.tied and self.groups.axes["ends"].rank > 0
+
+    @property
+    def tied(self) -> str | None:
+        """The parameter that the first and the last stage both hold, if any."""
+        return TIED if HEAD not in self.table else None
+
+
+def owned_rows(rows: int, owners: Axis) -> slice:
+    """Rows [first, last) of this rank among the owners."""
+    share = -(-rows // owners.size)
+    first = min(owners.rank * share, rows)
+    return slice(first, min(first + share, rows))
