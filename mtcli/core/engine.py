@@ -1,6 +1,6 @@
 """A model on this rank: its stages, their weights, and forward passes for evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import Problem, wrong
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
 from mtcli.core.spec.model import parameters, stage_layers
@@ -214,10 +214,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     """
     checkpoint = open_checkpoint(Path(path))
     config = evaluation_config(checkpoint.model, overrides, runtime.world)
-    check.require(config, runtime.world)
-    if config.parallel.cp > 1:
-        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
-        raise wrong(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
+    check.require(config, runtime.world, _whole_sequences)
     layout = ParallelLayout.of(config.parallel, runtime.world)
     groups = make_groups(layout, runtime.rank, runtime.device, config.train.timeout)
     stages = build_stages(config, groups)
@@ -227,6 +224,12 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)
     return OpenModel(Engine(config, groups, stages), tokenizer, checkpoint)
+
+
+def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.parallel.cp > 1:
+        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
+        yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
 
 
 def evaluation_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:

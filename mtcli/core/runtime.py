@@ -232,8 +232,9 @@ def _first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
     told = failure.message if isinstance(failure.message, dict) else {}
     if _has_problems(failure):
-        problems = [Problem(*problem) for problem in told["extraInfo"]["problems"]]
-        return MtcliError(*problems, code=Exit(told["extraInfo"]["code"]))
+        extra = told["extraInfo"]
+        problems = [Problem(*problem) for problem in extra["problems"]]
+        return MtcliError(*problems, code=Exit(extra["code"]), hint=extra["hint"])
     cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
@@ -258,6 +259,7 @@ def _hand_over(error: BaseException) -> None:
     extra: dict[str, Any] = {"timestamp": str(int(time.time())), "code": int(code)}
     if isinstance(error, MtcliError):
         extra["problems"] = [list(problem) for problem in error.problems]
+        extra["hint"] = error.hint
     elif isinstance(error, KeyboardInterrupt):
         os._exit(Exit.INTERRUPTED)
     frame = traceback.extract_tb(error.__traceback__)[-1]

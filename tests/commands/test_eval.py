@@ -264,6 +264,16 @@ def test_wrong_input_is_refused_without_a_traceback(folder, flags, message):
     assert "Traceback" not in done.stderr
 
 
+def test_workers_refuse_a_layout_once_and_name_the_nearest_legal_ones(folder):
+    flags = ["--nproc", 2, "--device", "cpu", "--set", "parallel.cp=2", "--set", "parallel.pp=2"]
+    done = mtcli("eval", folder / "model", "--task", tasks_of(folder)[0], *flags)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert done.stderr.count("cp=2: evaluation and generation hold whole sequences") == 1
+    assert done.stderr.count("tp*cp*pp = 1*2*2 = 4 does not divide the world of 2 ranks") == 1
+    nearest = "\n\nhint: the nearest legal layouts on 2 ranks:\n  --set parallel.cp=1   tp=1 pp=2"
+    assert nearest in done.stderr
+
+
 def test_a_checkpoint_without_a_tokenizer_asks_for_one(folder, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -100,8 +100,18 @@ def test_fixed_fields_and_sizes_are_kept_in_a_search(capsys):
 def test_fixing_what_is_not_searched_or_not_legal_is_refused(capsys):
     code, _, err = run(capsys, "tiny", "--gpus", "4", "--fix", "optimizer.lr=1")
     assert code == 2 and "--fix optimizer.lr pins a field that is not searched" in err
-    code, _, err = run(capsys, "tiny", "--gpus", "6", "--fix", "parallel.tp=3")
+    code, _, err = run(capsys, "tiny", "--gpus", "8", "--fix", "parallel.tp=3")
     assert code == 2 and "tp=3 does not divide num_kv_heads=4" in err
+    assert "  --set parallel.tp=4                                  tp=4 pp=1 dp=2\n" in err
+
+
+def test_a_refused_layout_ends_with_the_nearest_legal_ones(capsys):
+    wrong = ("--set", "parallel.tp=3", "--set", "parallel.pp=3")
+    code, _, err = run(capsys, "tiny", *wrong, "--gpus", "8")
+    assert code == 2 and "hint: the nearest legal layouts on 8 ranks:\n" in err
+    assert "  --set parallel.tp=4 --set parallel.pp=2   tp=4 pp=2 dp=1\n" in err
+    code, _, err = run(capsys, "tiny", *wrong)
+    assert code == 2 and "hint: the nearest legal layouts:\n" in err
 
 
 def test_a_batch_that_no_layout_divides_is_refused(capsys):

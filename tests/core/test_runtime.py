@@ -130,14 +130,21 @@ class Failures:
 
 
 LOST = {"message": "RuntimeError: Connection closed by peer", "extraInfo": {"code": 1}}
-TOLD = {"message": "", "extraInfo": {"code": 2, "problems": [["it is wrong", "do this", "a.b"]]}}
+TOLD = {
+    "message": "",
+    "extraInfo": {"code": 2, "problems": [["it is wrong", "do this", "a.b"]], "hint": "or that"},
+}
 
 
 @pytest.mark.parametrize(
     ("failures", "text", "code"),
     [
         ({0: (1, 5, LOST), 3: (-9, 5, "")}, "rank 3 failed: it was killed by SIGKILL", 1),
-        ({0: (1, 4, LOST), 1: (2, 5, TOLD)}, "error: a.b: it is wrong\n\nhint: do this", 2),
+        (
+            {0: (1, 4, LOST), 1: (2, 5, TOLD)},
+            "a.b: it is wrong\n\nhint: do this\n\nhint: or that",
+            2,
+        ),
         ({0: (1, 6, LOST), 1: (1, 5, "")}, "rank 1 failed: it ended with exit code 1", 1),
         ({0: (-15, 5, ""), 1: (1, 6, LOST)}, "rank 0 failed: it was killed by SIGTERM", 1),
     ],

@@ -11,6 +11,7 @@ from mtcli.core.cost.search import Found, apply, search
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.check import problems as broken_rules
+from mtcli.core.spec.check import refusal
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
 from mtcli.core.spec.load import dump_toml
@@ -108,9 +109,11 @@ def answer(request: Request, top: int | None) -> Answer:
     """
     config = request.config
     if top is None and not request.wants_search:
-        if problems := rule_problems(request):
+        problems = rule_problems(request)
+        if config is None:
             raise MtcliError(*problems)
-        assert config is not None, "a config without problems exists"
+        if problems:
+            raise refusal(config, request.gpus, problems)
         work = Workload.of(config, request.world)
         return Answer(config, predict_workload(work, request.device))
     if request.problems or config is None:
@@ -132,4 +135,4 @@ def _best(config: RunConfig, request: Request, found: Found) -> Answer:
     hint = "choose a global batch that the data ranks divide, or pin fewer fields"
     message = f"no layout of {request.world} ranks cuts this model and global_batch_size={batch}"
     none = Problem(message, hint, "--gpus")
-    raise MtcliError(none, *broken_rules(config, request.world))
+    raise refusal(config, request.gpus, [none, *broken_rules(config, request.world)])

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 
 from mtcli.core.cost.hardware import Device, device_named, shared
 from mtcli.core.spec.check import problems as broken_rules
-from mtcli.core.spec.config import ParallelConfig, RunConfig
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Problem
+from mtcli.core.spec.layout import smallest_world
 from mtcli.core.spec.load import Table, preset_names, read_table, validate, with_overrides
 
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
@@ -20,6 +20,7 @@ class Request:
 
     config: RunConfig | None
     problems: tuple[Problem, ...]
+    gpus: int | None  # as asked for
     world: int
     device: Device
     pinned: frozenset[str]
@@ -49,7 +50,7 @@ def read_request(
     problems += _not_searched(pinned)
     found = tuple(problems)
     search = bare or bool(fixed)
-    return Request(config, found, world, shared(chosen, world), pinned, search)
+    return Request(config, found, gpus, world, shared(chosen, world), pinned, search)
 
 
 def rule_problems(request: Request) -> list[Problem]:
@@ -58,11 +59,6 @@ def rule_problems(request: Request) -> list[Problem]:
     if request.config:
         found += broken_rules(request.config, request.world)
     return found
-
-
-def smallest_world(parallel: ParallelConfig) -> int:
-    """The fewest ranks that hold both grids: pp times what tp*cp and ep*etp both divide."""
-    return parallel.pp * lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
 
 
 def _filled(table: Table, gpus: int | None, device: Device) -> Table:

@@ -3,18 +3,22 @@
 The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divides, divisors, listing
 from mtcli.core.spec.errors import MtcliError, Problem
+from mtcli.core.spec.layout import smallest_world
 from mtcli.core.spec.layout_rules import LAYOUT_RULES, Rule
 from mtcli.core.spec.load import read_config
+from mtcli.core.spec.nearest import nearest_hint
+
+SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
 def problems(config: RunConfig, world: int) -> list[Problem]:
     """Every rule that `config` breaks on `world` ranks."""
-    return [problem for rule in RULES for problem in rule(config, world)]
+    return _broken(RULES, config, world)
 
 
 def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
@@ -25,15 +29,41 @@ def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig
     config, found = read_config(source, overrides)
     if config is not None:
         found = found + problems(config, world)
-    if config is None or found:
+    if config is None:
         raise MtcliError(*found)
+    if found:
+        raise refusal(config, world, found)
     return config
 
 
-def require(config: RunConfig, world: int) -> None:
-    """Raises MtcliError with every rule that `config` breaks on `world` ranks."""
-    if broken := problems(config, world):
-        raise MtcliError(*broken)
+def require(config: RunConfig, world: int, *more: Rule) -> None:
+    """Raises MtcliError with every rule that `config` breaks on `world` ranks, `more` included."""
+    if broken := problems(config, world) + _broken(more, config, world):
+        raise refusal(config, world, broken, *more)
+
+
+def refusal(
+    config: RunConfig, world: int | None, found: Sequence[Problem], *more: Rule
+) -> MtcliError:
+    """The error of what was found to be wrong. Where another layout would cure some of it, the last
+    words are the nearest legal ones on `world` ranks; on as many as each needs where that is None.
+    """
+    ranks = world or smallest_world(config.parallel)
+    curable = _broken((*LAYOUT_RULES, *more), config, ranks)
+    lasting = [p for p in problems(config, ranks) if p not in curable]
+    misread = [p for p in found if p not in curable and p not in lasting]
+    if not curable or any(p.field.startswith(SHAPES) for p in misread):
+        return MtcliError(*found)
+
+    def legal(candidate: RunConfig, world: int) -> bool:
+        broken = (problem for rule in (*RULES, *more) for problem in rule(candidate, world))
+        return all(problem in lasting for problem in broken)
+
+    return MtcliError(*found, hint=nearest_hint(config, world, legal))
+
+
+def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
+    return [problem for rule in rules for problem in rule(config, world)]
 
 
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:

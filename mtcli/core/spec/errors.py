@@ -26,12 +26,17 @@ class Problem(NamedTuple):
 
 
 class MtcliError(Exception):
-    """Wrong input (exit 2) or failed work (exit 1), as a list of problems, all found at once."""
+    """Wrong input (exit 2) or failed work (exit 1), as a list of problems, all found at once.
 
-    def __init__(self, *problems: Problem, code: Exit = Exit.WRONG_INPUT) -> None:
+    `hint` closes the text: what would cure several of them together.
+    """
+
+    def __init__(self, *problems: Problem, code: Exit = Exit.WRONG_INPUT, hint: str = "") -> None:
         assert problems, "an error needs at least one problem"
-        super().__init__("\n\n".join(str(problem) for problem in problems))
+        closing = [f"hint: {hint}"] if hint else []
+        super().__init__("\n\n".join([*map(str, problems), *closing]))
         self.problems = problems
+        self.hint = hint
         self.code = code
 
 

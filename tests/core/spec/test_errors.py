@@ -16,6 +16,12 @@ def test_several_problems_are_one_error_with_a_blank_line_between():
     assert str(MtcliError(Problem("a", "b"), Problem("c"))) == "error: a\n\nhint: b\n\nerror: c"
 
 
+def test_a_hint_for_all_of_them_closes_the_error():
+    error = MtcliError(Problem("a", "b"), Problem("c"), hint="d")
+    assert str(error) == "error: a\n\nhint: b\n\nerror: c\n\nhint: d"
+    assert error.problems == (Problem("a", "b"), Problem("c"))
+
+
 def test_wrong_input_exits_2_and_failed_work_1():
     assert wrong("a").code == Exit.WRONG_INPUT == 2
     assert failed("a").code == Exit.FAILED == 1
