@@ -1,0 +1,138 @@
+"""What a row of the parity table is, and how it is measured: on its layout and by one rank."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from ranks import run_ranks
+from tiny import DROPPING, GPT, LLAMA, MOE, Samples, run_config
+
+from mtcli.core.feed import Feed
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model import parameters
+from mtcli.core.trainer import Trainer
+
+STEPS = 20  # of the curve
+TWO_LAYERS = {"num_layers": 2}
+
+MODELS = {
+    "gpt": GPT | TWO_LAYERS,
+    "gpt dropout": GPT | DROPPING | TWO_LAYERS,
+    "gpt deep": GPT | DROPPING | {"num_layers": 8},
+    "llama": LLAMA | TWO_LAYERS,
+    "llama dropout": LLAMA | DROPPING | TWO_LAYERS,
+    "llama deep": LLAMA,
+    "moe": MOE,
+    "moe capped": MOE | {"capacity_factor": 1.0},
+    "moe early": MOE | {"capacity_factor": 0.5, "drop_policy": "position", "pad_to_capacity": True},
+    "moe wide": MOE
+    | {"num_kv_heads": 4, "num_experts": 8, "router_groups": 4, "router_top_groups": 2}
+    | {"router_score": "sigmoid", "shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True},
+}
+
+
+class Row(NamedTuple):
+    """A layout on `world` ranks of a model: `parallel` and `batch` sections over the defaults."""
+
+    model: str
+    world: int
+    parallel: dict
+    batch: dict = {}
+
+    def __str__(self):
+        sizes = {"world": self.world} | self.parallel | self.batch
+        return f"{self.model}: " + " ".join(f"{k}={v}" for k, v in sizes.items())
+
+    def config(self, precision="fp64", steps=STEPS):
+        train = {"precision": precision, "steps": steps, "matmul": "strict"}
+        model = MODELS[self.model]
+        return run_config(model, parallel=self.parallel, batch=self.batch, train=train)
+
+
+class Measured(NamedTuple):
+    """What a rank saw: its weights, and the rows it keeps of the first gradients, by name."""
+
+    weights: dict
+    gradients: dict
+    rows: dict
+    losses: list
+    norms: list
+
+
+def train_on(runtime, config, steps):
+    """Trains `steps` steps on a rank and returns its Measured."""
+    trainer = Trainer(config, runtime)
+    trainer.initialise()
+    weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.gradients.held.items()}
+    feed = Feed(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(feed)]
+    gradients = {name: view.clone() for name, view in trainer.gradients.views.items()}
+    rows = {name: trainer.ownership.rows(name) for name in gradients}
+    done += [trainer.train_step(feed) for _ in range(steps - 1)]
+    feed.close()
+    return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)))
+
+
+def measure(runtime, row):
+    """(a curve in float64, the same in float32) of a row on a rank."""
+    return tuple(train_on(runtime, row.config(p), STEPS) for p in ("fp64", "fp32"))
+
+
+@cache
+def one_rank(model):
+    """The oracle: the same model and samples in one process, one sequence at a time."""
+    return run_ranks(1, measure, Row(model, 1, {}))[0]
+
+
+class Differences(NamedTuple):
+    """The largest differences of a row from one rank, relative: the first step's gradients by
+    parameter norm, and loss and gradient norm of every step."""
+
+    gradient_64: float
+    curve_64: float
+    gradient_32: float
+    curve_32: float
+
+
+def compare(row):
+    """The Differences of a row. Raises AssertionError where a weight differs in any bit."""
+    ranks, (exact, close) = run_ranks(row.world, measure, row), one_rank(row.model)
+    found = [
+        Differences(
+            slices(row, rank, mine, exact),
+            worst(exact, mine),
+            slices(row, rank, rounded, close),
+            worst(close, rounded),
+        )
+        for rank, (mine, rounded) in enumerate(ranks)
+    ]
+    held = [set(mine.weights) for mine, _ in ranks]
+    assert set.union(*held) == set(exact.weights), "together the ranks hold every parameter"
+    kept = sum(gradient.numel() for mine, _ in ranks for gradient in mine.gradients.values())
+    assert kept >= sum(gradient.numel() for gradient in exact.gradients.values())
+    return Differences(*(max(values) for values in zip(*found, strict=True)))
+
+
+def slices(row, rank, mine, whole):
+    """The largest relative difference of a rank's gradients from its slices of the whole ones,
+    zeros where it holds padding."""
+    layout = ParallelLayout.of(row.config().parallel, row.world)
+    table, largest = parameters(row.config().model), 0.0
+    for name, gradient in mine.gradients.items():
+        box = table[name].rectangle(layout, rank)
+        shape = table[name].local_shape(layout)
+        weight, expected = (torch.zeros(shape, dtype=gradient.dtype) for _ in range(2))
+        weight[box.inside] = whole.weights[name][0][box.slices]
+        kept, at = mine.weights[name]
+        assert torch.equal(kept, weight[at]), f"{name} starts otherwise"
+        expected[box.inside] = whole.gradients[name][box.slices]
+        error = gradient - expected[mine.rows[name]]
+        largest = max(largest, float(error.norm() / whole.gradients[name].norm()))
+    return largest
+
+
+def worst(whole, mine):
+    """The largest relative difference of losses and gradient norms, in the steps that both did."""
+    a, b = (torch.tensor([m.losses, m.norms], dtype=torch.float64) for m in (whole, mine))
+    steps = min(a.shape[1], b.shape[1])
+    return float(((a - b)[:, :steps].abs() / a[:, :steps].abs()).max())
