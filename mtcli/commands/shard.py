@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from mtcli.commands.options import JsonOut, write_json
-from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.spec.errors import wrong
 
 if TYPE_CHECKING:
     import torch
 
     from mtcli.core.checkpoint.checkpoint import Checkpoint
+    from mtcli.core.spec.upcycle import Recipe
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -27,7 +28,7 @@ Words = Annotated[
 To = Annotated[
     Literal["mtcli", "hf"] | None,
     typer.Option(
-        help="the format to write; default: the other one, or mtcli where --layout is given"
+        help="the format to write; default: the other one, or mtcli with --layout or --upcycle"
     ),
 ]
 Layout = Annotated[
@@ -39,6 +40,15 @@ Layout = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(metavar="fp32|bf16|fp16|fp64", help="of the weights; default: as they are"),
+]
+Upcycle = Annotated[
+    str | None,
+    typer.Option(
+        metavar="num_experts=8,top_k=2",
+        help="make a mixture of experts that starts as the dense model SRC; also granularity "
+        "(slices of the MLP that the experts are), seed (of the router), and the fields of "
+        "[model] that concern routing, such as router_score",
+    ),
 ]
 MaxShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="of a Hugging Face file; default: 5GB")
@@ -58,12 +68,14 @@ class Plan(NamedTuple):
     max_shard_bytes: int
     verify: bool
     force: bool
+    recipe: "Recipe | None"
 
 
 def shard(
     words: Words,
     to: To = None,
     layout: Layout = None,
+    upcycle: Upcycle = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
     verify: Verify = False,
@@ -73,17 +85,21 @@ def shard(
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect and compare them."""
     from mtcli.core.checkpoint.dtypes import parse_dtype
     from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.spec.upcycle import recipe_of
 
     cast = None if dtype is None else parse_dtype(dtype)
+    if words[0] in ("inspect", "verify") and upcycle is not None:
+        raise wrong(f"--upcycle with {words[0]}", "it goes with SRC DST")
     if words[0] == "inspect" and len(words) == 2:
         _inspect(open_checkpoint(Path(words[1])), json_out)
     elif words[0] == "verify" and len(words) == 3:
         _compare(Path(words[1]), Path(words[2]), cast, verify, json_out)
     elif len(words) == 2:
         source = open_checkpoint(Path(words[0]))
-        chosen = _target(source, to, layout, max_shard_size)
+        recipe = None if upcycle is None else recipe_of(upcycle, source.model)
+        chosen = _target(source, to or ("mtcli" if recipe else None), layout, max_shard_size)
         size = _size(max_shard_size or "5GB")
-        plan = Plan(chosen, layout or "", cast, size, verify, force)
+        plan = Plan(chosen, layout or "", cast, size, verify, force, recipe)
         _convert(source, Path(words[1]), plan, json_out)
     else:
         given = " ".join(words)
@@ -120,39 +136,73 @@ def _compare(
     a: Path, b: Path, dtype: "torch.dtype | None", logits: bool, json_out: str | None
 ) -> None:
     from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.checkpoint.proof import require_same, require_same_logits
 
     facts = {"a": str(a), "b": str(b)}
     first, second = open_checkpoint(a), open_checkpoint(b)
     first.verify_hashes()
-    facts |= _proof(first, second, dtype, logits)
+    facts |= require_same(first, second, dtype)
+    if logits:
+        facts |= require_same_logits(first, second, dtype)
     _finish(facts, json_out)
 
 
-def _convert(source: "Checkpoint", target: Path, plan: Plan, json_out: str | None) -> None:
+def _convert(dense: "Checkpoint", target: Path, plan: Plan, json_out: str | None) -> None:
     from time import perf_counter
 
     from mtcli.core.checkpoint.describe import describe
     from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.checkpoint.upcycle import upcycled
 
-    start, before = perf_counter(), describe(source)
-    dropped = before["optimizer"] if plan.to == "hf" else []
-    typer.echo(
-        f"{source.folder}: {before['format']}, {before['parameters']:,} parameters, "
-        f"{before['bytes']:,} bytes, step {source.step:,}; writing {plan.to} to {target}"
-        + (f", {plan.layout}" if plan.layout else "")
-        + (f"; leaving out {', '.join(dropped)}: Hugging Face has no place" if dropped else ""),
-        err=True,
-    )
+    start, before = perf_counter(), describe(dense)
+    source = dense if plan.recipe is None else upcycled(dense, plan.recipe)
+    dropped = before["optimizer"] if plan.to == "hf" or plan.recipe else []
+    _announce(before, source, target, plan, dropped)
     _write(source, target, plan)
     after = open_checkpoint(target)
     now = describe(after)
     facts = {name: now[name] for name in ("format", "step", "layout", "bytes", "dtype")}
     facts |= {"source": str(source.folder), "output": str(target), "dropped": dropped}
-    facts |= {"parameters": before["parameters"], "seconds": perf_counter() - start}
+    facts |= {"parameters": now["parameters"], "seconds": perf_counter() - start}
+    if plan.recipe:
+        sizes = {name: now["model"][name] for name in ("num_experts", "top_k")}
+        facts["upcycled"] = sizes | {"granularity": plan.recipe.granularity}
     if plan.verify:
-        facts |= _proof(source, after, plan.dtype, logits=True)
+        facts |= _proof(dense, source, after, plan)
     _finish(facts, json_out)
     typer.echo(f"wrote {target}", err=True)
+
+
+def _announce(
+    before: dict[str, Any], source: "Checkpoint", target: Path, plan: Plan, dropped: list[str]
+) -> None:
+    from mtcli.core.spec.model import count_active, count_parameters
+
+    line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
+    line += f"{before['bytes']:,} bytes, step {before['step']:,}; writing {plan.to} to {target}"
+    line += f", {plan.layout}" if plan.layout else ""
+    model = source.model
+    if plan.recipe:
+        line += f"; {model.num_experts} experts of {model.moe_ffn_hidden_size}, {model.top_k} for "
+        line += f"each token: {count_parameters(model):,} parameters, {count_active(model):,} used"
+    if dropped:
+        why = "the model is new" if plan.recipe else "Hugging Face has no place"
+        line += f"; leaving out {', '.join(dropped)}: {why}"
+    typer.echo(line, err=True)
+
+
+def _proof(
+    dense: "Checkpoint", source: "Checkpoint", after: "Checkpoint", plan: Plan
+) -> dict[str, Any]:
+    """Proves that `after` holds what `source` says, and that it is the function of `dense`."""
+    from mtcli.core.checkpoint.proof import require_same, require_same_logits
+    from mtcli.core.checkpoint.upcycle import rounding
+
+    same = require_same(source, after, plan.dtype)
+    if plan.recipe is None:
+        return same | require_same_logits(dense, after, plan.dtype)
+    dtype = rounding(dense, plan.recipe, plan.dtype)
+    return same | require_same_logits(dense, after, dtype, dense.model.num_layers)
 
 
 def _write(source: "Checkpoint", target: Path, plan: Plan) -> None:
@@ -172,30 +222,6 @@ def _write(source: "Checkpoint", target: Path, plan: Plan) -> None:
             to_hf(source, target, plan.max_shard_bytes, options)
         else:
             to_mtcli(source, target, *layout, options)
-
-
-def _proof(
-    a: "Checkpoint", b: "Checkpoint", dtype: "torch.dtype | None", logits: bool
-) -> dict[str, Any]:
-    """What was compared. Raises MtcliError (exit 1) that names the first tensor that differs."""
-    from mtcli.core.checkpoint.compare import differences, shared_names
-
-    b.verify_hashes()
-    difference = next(differences(a, b, dtype), None)
-    if difference is not None:
-        message = f"{difference.name} {difference.what}"
-        raise failed(f"{a.folder} and {b.folder} are not the same: {message}")
-    facts: dict[str, Any] = {"tensors_equal": len(shared_names(a, b))}
-    if logits:
-        from mtcli.core.checkpoint.proof import logit_difference, tolerance
-
-        apart, largest = logit_difference(a.folder, b.folder)
-        limit = tolerance(largest, dtype)
-        if not apart <= limit:  # nor where it is NaN
-            message = f"the logits of {a.folder} and {b.folder} are {apart:g} apart"
-            raise failed(f"{message}, and {limit:g} at most is rounding")
-        facts["logits_apart"] = apart
-    return facts
 
 
 def _target(

@@ -5,6 +5,7 @@ stored tensor seen in another shape and order of dimensions.
 """
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,11 +47,15 @@ class Region(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A global tensor: its dtype and shape, and the regions that tile it."""
+    """A global tensor: its dtype and shape, and the regions that tile it.
+
+    Where no file holds it, `computed` gives the elements of a box of it, and there are no regions.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
+    computed: Callable[[Rectangle], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class Checkpoint:
         box = box or Rectangle((0,) * len(stored.shape), stored.shape)
         if not _is_inside(box, stored.shape):
             raise wrong(f"{name} has the shape {stored.shape} and the box {box} is not in it")
+        if stored.computed is not None:
+            return stored.computed(box)
         out = torch.empty(box.size, dtype=stored.dtype)
         for region in stored.regions:
             if shared := intersection(region.box, box):
@@ -126,8 +133,17 @@ class Checkpoint:
                 message = f"{name} is {shape} in {self.folder} and {parameter.shape} in the model"
                 problems.append(Problem(message))
         if problems:
-            hint = "the checkpoint is of another model; compare its config.toml with yours"
-            raise MtcliError(*problems[:8], problems[-1]._replace(hint=hint))
+            raise MtcliError(*problems[:8], problems[-1]._replace(hint=self._way_to(model)))
+
+    def _way_to(self, model: ModelConfig) -> str:
+        """What to do about a model whose tensors are not here."""
+        if not model.num_experts or self.model.num_experts:
+            return "the checkpoint is of another model; compare its config.toml with yours"
+        sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
+        if (parts := self.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)) > 1:
+            sizes += f",granularity={parts}"
+        made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
+        return f"the checkpoint is dense: {made} makes a mixture of experts of it"
 
     def _stored(self, name: str) -> Stored:
         if name not in self.tensors:

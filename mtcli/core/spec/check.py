@@ -98,6 +98,13 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
             f"1 to {m.router_groups}",
             "model.router_top_groups",
         )
+    allowed = m.router_top_groups * (m.num_experts // m.router_groups)
+    if m.router_groups > 1 and allowed < m.top_k <= m.num_experts:
+        yield Problem(
+            f"top_k={m.top_k} of the {allowed} experts of router_top_groups={m.router_top_groups}",
+            f"1 to {allowed}, or more router_top_groups",
+            "model.top_k",
+        )
     if m.pad_to_capacity and not m.capacity_factor:
         yield Problem(
             "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",

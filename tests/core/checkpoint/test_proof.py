@@ -28,3 +28,10 @@ def test_the_difference_of_a_conversion_is_zero_and_of_a_rounding_is_small(hf_fo
     apart, largest = logit_difference(source.folder, tmp_path / "half")
     assert 0.0 < apart < tolerance(largest, torch.bfloat16) < largest
     assert tolerance(largest, None) == 0.0
+
+
+def test_a_sum_in_another_order_may_round_once_for_each_layer_in_float32():
+    one = tolerance(2.0, None, resummed=1)
+    assert one == 16 * 2.0**-23 * 2.0
+    assert tolerance(2.0, None, resummed=24) == 24 * one
+    assert tolerance(2.0, torch.bfloat16, resummed=24) == tolerance(2.0, torch.bfloat16)
