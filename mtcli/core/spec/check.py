@@ -102,7 +102,7 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.router_groups > 1 and allowed < m.top_k <= m.num_experts:
         yield Problem(
             f"top_k={m.top_k} of the {allowed} experts of router_top_groups={m.router_top_groups}",
-            f"1 to {allowed}, or more router_top_groups",
+            f"at most {allowed}, or more router_top_groups",
             "model.top_k",
         )
     if m.pad_to_capacity and not m.capacity_factor:

@@ -89,7 +89,7 @@ ALSO = {  # further branches of the same rules
     "router groups with too few experts": (
         [*MOE, "model.router_groups=8"], 1, "model.top_k",
         "top_k=2 of the 1 experts of router_top_groups=1",
-        "1 to 1, or more router_top_groups"),
+        "at most 1, or more router_top_groups"),
     "padding to no capacity": (
         [*MOE, "model.pad_to_capacity=true"], 1, "model.pad_to_capacity",
         "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
