@@ -82,7 +82,7 @@ def shard(
     force: Force = False,
     json_out: JsonOut = None,
 ) -> None:
-    """Convert, reshard and upcycle checkpoints, ours and Hugging Face's; inspect and compare them."""
+    """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
     from mtcli.core.checkpoint.dtypes import parse_dtype
     from mtcli.core.checkpoint.opening import open_checkpoint
     from mtcli.core.spec.upcycle import recipe_of

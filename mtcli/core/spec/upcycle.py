@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.divisors import divisors, listing
 from mtcli.core.spec.errors import MtcliError, Problem
 from mtcli.core.spec.load import closest, validate, with_overrides
 from mtcli.core.spec.model_config import ModelConfig
@@ -119,11 +120,11 @@ def _slices(model: ModelConfig, dense: ModelConfig, parts: int) -> Iterator[Prob
     for name, size in sizes.items():
         if size % parts:
             message = f"granularity={parts} does not divide {name}={size}"
-            yield Problem(message, check.listing(check.divisors(size)), FLAG)
+            yield Problem(message, listing(divisors(size)), FLAG)
     share = model.num_experts // model.router_groups
     if parts > 1 and model.router_groups > 1 and share % parts:
         message = f"granularity={parts} does not divide the {share} experts of a router group"
-        yield Problem(message, f"granularity {check.listing(check.divisors(share))}", FLAG)
+        yield Problem(message, f"granularity {listing(divisors(share))}", FLAG)
 
 
 def _is_exact(model: ModelConfig) -> Iterator[Problem]:
