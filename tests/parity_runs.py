@@ -110,14 +110,14 @@ def compare(row):
     assert set.union(*held) == set(exact.weights), "together the ranks hold every parameter"
     kept = sum(gradient.numel() for mine, _ in ranks for gradient in mine.gradients.values())
     assert kept >= sum(gradient.numel() for gradient in exact.gradients.values())
-    return Differences(*(max(values) for values in zip(*found, strict=True)))
+    return Differences(*torch.tensor(found, dtype=torch.float64).amax(0).tolist())
 
 
 def slices(row, rank, mine, whole):
     """The largest relative difference of a rank's gradients from its slices of the whole ones,
     zeros where it holds padding."""
     layout = ParallelLayout.of(row.config().parallel, row.world)
-    table, largest = parameters(row.config().model), 0.0
+    table, found = parameters(row.config().model), []
     for name, gradient in mine.gradients.items():
         box = table[name].rectangle(layout, rank)
         shape = table[name].local_shape(layout)
@@ -127,8 +127,8 @@ def slices(row, rank, mine, whole):
         assert torch.equal(kept, weight[at]), f"{name} starts otherwise"
         expected[box.inside] = whole.gradients[name][box.slices]
         error = gradient - expected[mine.rows[name]]
-        largest = max(largest, float(error.norm() / whole.gradients[name].norm()))
-    return largest
+        found.append(float(error.norm() / whole.gradients[name].norm()))
+    return float(torch.tensor([0.0, *found]).max())  # Python's max would pass over a NaN
 
 
 def worst(whole, mine):

@@ -119,7 +119,7 @@ def doubled(draw, ranks, most):
     return sizes
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(layouts())
 def test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients(row):
     assume(not check.problems(row.config(), row.world))
