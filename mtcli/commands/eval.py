@@ -75,7 +75,7 @@ def eval(
     if environment_world() is None:
         return launch(nproc, sys.argv[1:])
     train = train_settings(overrides, device=device)
-    with bring_up(train.device, train.timeout, train.matmul) as runtime:
+    with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
         from mtcli.core.engine import open_model
         from mtcli.core.evaluate.jobs import make_jobs
         from mtcli.core.evaluate.prepared import Options

@@ -40,7 +40,7 @@ def generate(
         launch(nproc, sys.argv[1:])
         return
     train = train_settings(overrides, device=device)
-    with bring_up(train.device, train.timeout, train.matmul) as runtime:
+    with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
         from mtcli.core.engine import open_model
         from mtcli.core.generate import Sampling
         from mtcli.core.generate import generate as generate_tokens

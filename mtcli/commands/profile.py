@@ -59,7 +59,8 @@ def profile(
         return
     total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})
     run = run.model_copy(update={"train": total})
-    with bring_up(run.train.device, run.train.timeout, run.train.matmul) as runtime:
+    settings = run.train.device, run.train.timeout, run.train.matmul
+    with bring_up(*settings, run.train.debug_collectives) as runtime:
         from mtcli.core.measure import measure
         from mtcli.core.report.figures import Profile
 

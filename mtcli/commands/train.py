@@ -40,7 +40,8 @@ def train(
         launch(nproc, sys.argv[1:], max_restarts)
         return
     resume = resume or restarts() > 0
-    with bring_up(run.train.device, run.train.timeout, run.train.matmul) as runtime:
+    settings = run.train.device, run.train.timeout, run.train.matmul
+    with bring_up(*settings, run.train.debug_collectives) as runtime:
         from mtcli.core.train import train as train_run  # imports torch: after the checks
 
         finished = train_run(run, runtime, resume=resume, init=init)

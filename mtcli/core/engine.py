@@ -216,7 +216,8 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     config = evaluation_config(checkpoint.model, overrides, runtime.world)
     check.require(config, runtime.world, _whole_sequences)
     layout = ParallelLayout.of(config.parallel, runtime.world)
-    groups = make_groups(layout, runtime.rank, runtime.device, config.train.timeout)
+    place, timeout = (runtime.rank, runtime.device), config.train.timeout
+    groups = make_groups(layout, *place, timeout, runtime.ledger)
     stages = build_stages(config, groups)
     load_weights(whole(stages), checkpoint, config.model, groups)
     for stage in stages.values():

@@ -5,21 +5,22 @@ set the same variables) and of Slurm. Imports torch only inside functions: a lau
 allocator settings before torch is loaded.
 """
 
-import json
 import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from mtcli.core.spec.errors import Exit, MtcliError, Problem, wrong
+from mtcli.core.failures import LAUNCHED, end_rank, first_failure, hand_over
+from mtcli.core.parallel.ledger import Check, Ledger, Reached
+from mtcli.core.spec.errors import failed, wrong
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 # glibc gives freed blocks back to the system and faults them in again at the next step; keeping
 # them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read at exec.
@@ -28,7 +29,6 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "268435456",
 }
-LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Runtime:
     local_rank: int
     local_world: int
     device: "torch.device"
+    ledger: Ledger = field(default_factory=Ledger)  # of its collectives
 
 
 def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -68,20 +69,25 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
 
 
 @contextmanager
-def bring_up(device: str, timeout: float, matmul: str = "fast") -> Iterator[Runtime]:
-    """This process's Runtime, with process groups up; they are taken down at the end.
+def bring_up(
+    device: str, timeout: float, matmul: str = "fast", debug_collectives: bool = False
+) -> Iterator[Runtime]:
+    """This process's Runtime, with process groups up and watched; both are taken down at the end.
 
-    An error inside is handed to our launcher, which reports the first one, once.
+    A rank that waits for another for `timeout` seconds ends the run. An error inside is handed to
+    our launcher, which reports the first one, once.
     """
-    try:
-        runtime = _start(device, timeout, matmul)
-        yield runtime
-    except (Exception, KeyboardInterrupt) as error:
-        if LAUNCHED in os.environ:
-            _hand_over(error)
-        raise
-    finally:
-        _stop()
+    with ExitStack() as end:
+        end.callback(_stop)
+        try:
+            runtime, store = _start(device, timeout, matmul, debug_collectives)
+            if store is not None:
+                end.callback(_watch(runtime, store, timeout))
+            yield runtime
+        except (Exception, KeyboardInterrupt) as error:
+            if LAUNCHED in os.environ:
+                hand_over(error)
+            raise
 
 
 def cores() -> int:
@@ -126,11 +132,10 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
     return rank, world, local_rank, local_world
 
 
-def _start(device: str, timeout: float, matmul: str) -> Runtime:
-    from datetime import timedelta
-
+def _start(
+    device: str, timeout: float, matmul: str, debug_collectives: bool
+) -> "tuple[Runtime, dist.Store | None]":
     import torch
-    import torch.distributed as dist
 
     rank, world, local_rank, local_world = _ranks(os.environ) or (0, 1, 0, 1)
     where = _device(device, local_rank)
@@ -139,19 +144,80 @@ def _start(device: str, timeout: float, matmul: str) -> Runtime:
         _set_matmul(matmul)
     else:
         torch.cuda.set_device(where)
-    if world > 1:
-        if "MASTER_ADDR" not in os.environ:  # Slurm names hosts, torchrun sets these two
-            first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
-            port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000  # one for each job
-            os.environ["MASTER_ADDR"] = first
-            os.environ.setdefault("MASTER_PORT", str(port))
-        backend = "nccl" if where.type == "cuda" else "gloo"
-        limit = timedelta(seconds=timeout)
-        store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
-        # the launcher keeps its store over restarts: an attempt must not find the last one's peers
-        store = dist.PrefixStore(f"attempt_{restarts()}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    return Runtime(rank, world, local_rank, local_world, where)
+    if world == 1:
+        return Runtime(rank, world, local_rank, local_world, where), None
+
+    store = _meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo")
+    check = _check(rank, store) if debug_collectives else None
+    ledger = Ledger(check, _mark if where.type == "cuda" else None)
+    return Runtime(rank, world, local_rank, local_world, where, ledger), store
+
+
+def _meet(rank: int, world: int, timeout: float, backend: str) -> "dist.Store":
+    """The store of a process group in which every rank has arrived."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from mtcli.core.parallel.groups import LATER
+
+    if "MASTER_ADDR" not in os.environ:  # Slurm names hosts, torchrun sets these two
+        first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+        port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000  # one for each job
+        os.environ["MASTER_ADDR"] = first
+        os.environ.setdefault("MASTER_PORT", str(port))
+    limit, later = timedelta(seconds=timeout), timedelta(seconds=timeout + LATER)
+    store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
+    # the launcher keeps its store over restarts: an attempt must not find the last one's peers
+    store = dist.PrefixStore(f"attempt_{restarts()}", store)
+    _await_all(store, rank, world, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=later)
+    return store
+
+
+def _await_all(store: "dist.Store", rank: int, world: int, timeout: float) -> None:
+    """Returns when every rank has come here. Raises MtcliError with those that have not."""
+    end = time.monotonic() + timeout
+    store.set(f"here/{rank}", "")
+    if store.add("here", 1) == world:
+        store.set("all here", "")
+    while not store.check(["all here"]):
+        if time.monotonic() > end:
+            missing = [str(one) for one in range(world) if not store.check([f"here/{one}"])]
+            message = f"after {timeout:g} s, of {world} ranks these have not started: "
+            raise failed(message + ", ".join(missing), "raise train.timeout if they need longer")
+        time.sleep(0.02)
+
+
+def _check(rank: int, store: "dist.Store") -> Check:
+    """What compares a call with the other ranks' before it is made."""
+    import torch.distributed as dist
+
+    from mtcli.core.parallel.agreement import Guard
+
+    return Guard(dist.PrefixStore("calls", store.clone()), rank).compare
+
+
+def _watch(runtime: Runtime, store: "dist.Store", timeout: float) -> Callable[[], None]:
+    """Starts the watch over this rank's ledger; returns what stops it."""
+    import torch.distributed as dist
+
+    from mtcli.core.parallel.watch import Watch
+
+    # A connection of its own: what waits on one holds up every other thread that uses it.
+    own = dist.PrefixStore("watch", store.clone())
+    watch = Watch(runtime.ledger, own, runtime.rank, runtime.world, timeout, end_rank)
+    watch.start(os.getpid())
+    return watch.stop
+
+
+def _mark() -> Reached:
+    """A mark in the CUDA stream: whether the device has got there."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
 
 
 def _device(name: str, local_rank: int) -> "torch.device":
@@ -222,51 +288,4 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
     except SignalException:
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
-        raise _first_failure(error) from None
-
-
-def _first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
-    codes = {failure.exitcode for failure in error.failures.values()}
-    if Exit.INTERRUPTED in codes:
-        return KeyboardInterrupt()
-    rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
-    told = failure.message if isinstance(failure.message, dict) else {}
-    if _has_problems(failure):
-        extra = told["extraInfo"]
-        problems = [Problem(*problem) for problem in extra["problems"]]
-        return MtcliError(*problems, code=Exit(extra["code"]), hint=extra["hint"])
-    cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
-    if failure.exitcode < 0:
-        cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
-    hint = "the last good checkpoint is kept: run the same command with --resume"
-    return MtcliError(Problem(f"rank {rank} failed: {cause}", hint), code=Exit.FAILED)
-
-
-def _consequence(failure: Any) -> tuple[bool, bool, int]:
-    """Sorts causes first: a killed rank before its peers, who only say that they lost it."""
-    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-    return not killed, not _has_problems(failure), failure.timestamp
-
-
-def _has_problems(failure: Any) -> bool:
-    message = failure.message
-    return isinstance(message, dict) and "problems" in message.get("extraInfo", {})
-
-
-def _hand_over(error: BaseException) -> None:
-    """Leaves the error in the file that the launcher reads, and ends this worker quietly."""
-    code = error.code if isinstance(error, MtcliError) else Exit.FAILED
-    extra: dict[str, Any] = {"timestamp": str(int(time.time())), "code": int(code)}
-    if isinstance(error, MtcliError):
-        extra["problems"] = [list(problem) for problem in error.problems]
-        extra["hint"] = error.hint
-    elif isinstance(error, KeyboardInterrupt):
-        os._exit(Exit.INTERRUPTED)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-    if os.environ.get("MTCLI_TRACEBACK"):
-        traceback.print_exception(error)
-    os._exit(code)
+        raise first_failure(error) from None

@@ -58,8 +58,8 @@ class Trainer:
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self.config = config
         self.layout = ParallelLayout.of(config.parallel, runtime.world)
-        timeout = config.train.timeout
-        self.groups = make_groups(self.layout, runtime.rank, runtime.device, timeout)
+        place, timeout = (runtime.rank, runtime.device), config.train.timeout
+        self.groups = make_groups(self.layout, *place, timeout, runtime.ledger)
         b, p = config.batch, config.parallel
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
         self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
@@ -123,6 +123,7 @@ class Trainer:
         Where the loss or a gradient is not finite, nothing changes and `finite` says so.
         """
         config, start = self.config, perf_counter()
+        self.groups.world.ledger.step = self.step + 1
         loss_sum, marks = self.forward_backward(feed)
         squares = square_sum(self.gradients)
         marks.append(self.pipeline.clock())

@@ -8,6 +8,7 @@ from tiny import DROPPING, GPT, Samples, documents, run_config
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.feed import Feed, open_feed
 from mtcli.core.parallel.groups import Axis, Groups, make_groups
+from mtcli.core.parallel.ledger import Ledger
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.layout import ParallelLayout
 
@@ -17,7 +18,8 @@ BATCH = {"global_batch_size": 12, "micro_batch_size": 2}
 def groups_of(layout, rank):
     """The groups of a rank with nobody else there: enough for reading data."""
     cp = layout.place(rank)["cp"]
-    return Groups(layout, rank, torch.device("cpu"), {"cp": Axis("cp", (0,) * layout.cp, cp, None)})
+    axis = Axis("cp", (0,) * layout.cp, cp, None, Ledger())
+    return Groups(layout, rank, torch.device("cpu"), {"cp": axis})
 
 
 def rows_of(config, layout, rank, step, **options):

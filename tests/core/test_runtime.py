@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mtcli.core import runtime
+from mtcli.core.failures import first_failure
 from mtcli.core.runtime import StopSignal, bring_up, cores, environment_world
 from mtcli.core.spec.errors import MtcliError
 
@@ -151,10 +152,10 @@ TOLD = {
     ids=["killed", "told", "first", "terminated"],
 )
 def test_of_several_failures_the_cause_is_told(failures, text, code):
-    error = runtime._first_failure(Failures(failures))
+    error = first_failure(Failures(failures))
     assert text in str(error) and int(error.code) == code
 
 
 def test_a_worker_that_was_interrupted_interrupts_the_launcher():
-    error = runtime._first_failure(Failures({0: (1, 5, LOST), 1: (130, 5, "")}))
+    error = first_failure(Failures({0: (1, 5, LOST), 1: (130, 5, "")}))
     assert isinstance(error, KeyboardInterrupt)

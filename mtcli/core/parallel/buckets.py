@@ -10,11 +10,11 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.core.parallel.collectives import (
+    Pending,
     all_reduce,
     start_all_gather,
     start_all_reduce,
@@ -49,7 +49,7 @@ class Bucket:
             part += size
         self.flat = like.new_zeros(owners.size, part)
         self.kept = self.flat[owners.rank]  # reduced in place
-        self.work: dist.Work | None = None
+        self.work: Pending | None = None
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:
         """Adds a micro-batch's gradient; the first of a step replaces what was there."""
@@ -108,7 +108,7 @@ class Sharing(NamedTuple):
     bucket: Bucket
     parameters: Mapping[str, Tensor]
     everyone: Tensor
-    work: dist.Work
+    work: Pending
 
     def finish(self) -> None:
         """Returns when the parameters are whole again."""

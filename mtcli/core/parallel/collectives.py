@@ -1,7 +1,8 @@
 """Collectives: plain ones, and differentiable ones that are each other's transposes.
 
 All cut and gather dim 0. An axis of one rank is the identity. Sums are done in the tensor's own
-dtype; callers that need float32 sums cast first (gradient buckets are float32 always).
+dtype; callers that need float32 sums cast first (gradient buckets are float32 always). Each one is
+written in the axis's ledger, so that a rank that waits can say for whom.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.ledger import Call
 
 # torch 2.13 renames two collectives and deprecates the old names, which are all that 2.11 has.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,7 +23,8 @@ _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or `op`) over the axis, in place; x on every rank."""
     if axis.size > 1:
-        dist.all_reduce(x, op=op, group=axis.group)
+        with axis.ledger.call("all_reduce", axis, x, op):
+            dist.all_reduce(x, op=op, group=axis.group)
     return x
 
 
@@ -30,7 +33,8 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    _gather_into(out, x.contiguous(), group=axis.group)
+    with axis.ledger.call("all_gather", axis, x):
+        _gather_into(out, x.contiguous(), group=axis.group)
     return out
 
 
@@ -39,23 +43,57 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    _scatter_from(out, x.contiguous(), group=axis.group)
+    with axis.ledger.call("reduce_scatter", axis, x):
+        _scatter_from(out, x.contiguous(), group=axis.group)
     return out
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> dist.Work:
+class Pending:
+    """A collective under way, beside what this rank does next."""
+
+    def __init__(self, call: Call, works: list[dist.Work]) -> None:
+        self.call, self.works = call, works
+
+    def wait(self) -> None:
+        """Returns when it is done."""
+        with self.call:
+            for work in self.works:
+                work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        return all(work.is_completed() for work in self.works)
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Starts the sum over the axis, in place."""
-    return dist.all_reduce(x, group=axis.group, async_op=True)
+    call = axis.ledger.call("all_reduce", axis, x)
+    return Pending(call, [dist.all_reduce(x, group=axis.group, async_op=True)])
 
 
-def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Starts x [n, ...] on each of n ranks -> out [...], row `rank` of the sum."""
-    return _scatter_from(out, x.view(-1), group=axis.group, async_op=True)
+    call = axis.ledger.call("reduce_scatter", axis, x)
+    return Pending(call, [_scatter_from(out, x.view(-1), group=axis.group, async_op=True)])
 
 
-def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Starts x [...] on each of n ranks -> out [n, ...]."""
-    return _gather_into(out.view(-1), x, group=axis.group, async_op=True)
+    call = axis.ledger.call("all_gather", axis, x)
+    return Pending(call, [_gather_into(out.view(-1), x, group=axis.group, async_op=True)])
+
+
+def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
+    """Starts sending x to a rank of the axis, which receives `what` under the same name."""
+    call = axis.ledger.call("send", axis, x, what, peer)
+    return Pending(call, [dist.isend(x, axis.ranks[peer], group=axis.group)])
+
+
+def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
+    """x, filled with what a rank of the axis has sent."""
+    with axis.ledger.call("recv", axis, x, what, peer):
+        dist.recv(x, axis.ranks[peer], group=axis.group)
+    return x
 
 
 def gather_objects(value: object, axis: Axis) -> list[object]:
@@ -63,7 +101,8 @@ def gather_objects(value: object, axis: Axis) -> list[object]:
     if axis.size == 1:
         return [value]
     values: list[object] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
+    with axis.ledger.call("gather_objects", axis):
+        dist.all_gather_object(values, value, group=axis.group)
     return values
 
 
@@ -118,16 +157,16 @@ class Rotation:
         self.received, self.sent = torch.empty_like(x), x.contiguous()
         after = axis.ranks[(axis.rank + 1) % axis.size]
         before = axis.ranks[(axis.rank - 1) % axis.size]
+        call = axis.ledger.call("rotate", axis, x)
         ops = [
             dist.P2POp(dist.isend, self.sent, after, axis.group),
             dist.P2POp(dist.irecv, self.received, before, axis.group),
         ]
-        self.works = dist.batch_isend_irecv(ops)
+        self.pending = Pending(call, dist.batch_isend_irecv(ops))
 
     def wait(self) -> Tensor:
         """The tensor, once it is here."""
-        for work in self.works:
-            work.wait()
+        self.pending.wait()
         return self.received
 
 
@@ -135,7 +174,8 @@ def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=axis.group)
+    with axis.ledger.call("all_to_all", axis, x):
+        dist.all_to_all_single(out, x.contiguous(), group=axis.group)
     return out
 
 
@@ -160,7 +200,8 @@ class _AllToAllV(torch.autograd.Function):
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group)
+    with axis.ledger.call("all_to_all_v", axis, x, (sent, received)):
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group)
     return out
 
 

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from mtcli.core.parallel.ledger import Ledger
 from mtcli.core.spec.layout import ParallelLayout
+
+LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
 # Every set of axes along which something is exchanged. Pipeline hops use one group per direction,
 # because on NCCL a forward and a backward hop on one communicator can wait for each other.
@@ -37,6 +40,7 @@ class Axis(NamedTuple):
     ranks: tuple[int, ...]
     rank: int  # this rank's place in `ranks`
     group: dist.ProcessGroup | None  # None where there is nobody to talk to
+    ledger: Ledger  # of this process
 
     @property
     def size(self) -> int:
@@ -82,20 +86,29 @@ class Groups:
         """The group along a set of axes; of no axes, this rank alone."""
         wanted = set(axes)
         if not wanted:
-            return Axis("alone", (self.rank,), 0, None)
+            return Axis("alone", (self.rank,), 0, None, self.world.ledger)
         return next(self.axes[name] for name, own in AXES.items() if set(own) == wanted)
 
 
 def make_groups(
-    layout: ParallelLayout, rank: int, device: torch.device, timeout: float = 600.0
+    layout: ParallelLayout,
+    rank: int,
+    device: torch.device,
+    timeout: float = 600.0,
+    ledger: Ledger | None = None,
 ) -> Groups:
-    """The process groups of a rank. Collective: every rank calls it with the same layout."""
-    axes = {name: _axis(name, _groups(layout, own), rank, timeout) for name, own in AXES.items()}
-    everyone = tuple(range(layout.world))
+    """The process groups of a rank, whose collectives are written to its ledger.
+
+    Collective: every rank calls it with the same layout.
+    """
+    ledger = ledger or Ledger()
     whole = dist.group.WORLD if layout.world > 1 else None
-    axes["world"] = Axis("world", everyone, rank, whole)
-    axes["ends"] = _axis("ends", _pipeline_ends(layout), rank, timeout)
-    return Groups(layout, rank, device, axes)
+    world = Axis("world", tuple(range(layout.world)), rank, whole, ledger)
+    lists = {name: _groups(layout, own) for name, own in AXES.items()}
+    lists["ends"] = _pipeline_ends(layout)
+    with ledger.call("make_groups", world):
+        axes = {name: _axis(name, groups, world, timeout) for name, groups in lists.items()}
+    return Groups(layout, rank, device, axes | {"world": world})
 
 
 def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
@@ -103,15 +116,15 @@ def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
     return grid.groups(*axes)
 
 
-def _axis(name: str, groups: list[list[int]], rank: int, timeout: float) -> Axis:
-    mine, handle = (rank,), None
+def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Axis:
+    mine, handle, limit = (world.rank,), None, timedelta(seconds=timeout + LATER)
     for ranks in groups:  # every rank takes part in making every group, in the same order
         if len(ranks) == 1:
             continue
-        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout), group_desc=name)
-        if rank in ranks:
+        made = dist.new_group(ranks, timeout=limit, group_desc=name)
+        if world.rank in ranks:
             mine, handle = tuple(ranks), made
-    return Axis(name, mine, mine.index(rank), handle)
+    return Axis(name, mine, mine.index(world.rank), handle, world.ledger)
 
 
 def _pipeline_ends(layout: ParallelLayout) -> list[list[int]]:

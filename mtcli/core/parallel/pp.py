@@ -12,11 +12,10 @@ from time import perf_counter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.parallel.build import Build
-from mtcli.core.parallel.collectives import all_gather
+from mtcli.core.parallel.collectives import Pending, all_gather, receive, start_send
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.split import Work
 from mtcli.core.schedule.ops import Op, Schedule, needs
@@ -198,7 +197,7 @@ class _Hops:
         self.axes = {"F": groups.axes["pp_forward"], "B": back, "I": back}
         self.me, self.device = groups.pp_rank, groups.device
         self.early: dict[Op, Tensor] = {}
-        self.sending: list[tuple[dist.Work, Tensor]] = []
+        self.sending: list[tuple[Pending, Tensor]] = []
         self.coming: dict[tuple[str, int], deque[Op]] = {}
 
     def send(self, op: Op, x: Tensor) -> None:
@@ -207,11 +206,10 @@ class _Hops:
         if peer == self.me:
             self.early[op] = x
             return
-        axis = self.axes[op.kind]
         part = self._my_part(x)
-        work = dist.isend(part, axis.ranks[peer], group=axis.group)
-        self.sending = [(w, kept) for w, kept in self.sending if not w.is_completed()]
-        self.sending.append((work, part))
+        pending = start_send(part, self.axes[op.kind], peer, str(op))
+        self.sending = [(p, kept) for p, kept in self.sending if not p.is_completed()]
+        self.sending.append((pending, part))
 
     def receive(self, op: Op, tokens: int) -> Tensor:
         """The result of an op, once it is there."""
@@ -225,8 +223,8 @@ class _Hops:
 
     def wait(self) -> None:
         """Returns when everything sent has left."""
-        for work, _ in self.sending:
-            work.wait()
+        for pending, _ in self.sending:
+            pending.wait()
         self.sending = []
         assert not self.early, f"results nobody took: {[str(op) for op in self.early]}"
 
@@ -235,11 +233,10 @@ class _Hops:
         if not wire.same_on_tp:
             shape = (tokens // self.tp.size, wire.columns)
             part = torch.empty(shape, dtype=wire.dtype, device=self.device)
-            dist.recv(part, axis.ranks[sender], group=axis.group)
-            return part
+            return receive(part, axis, sender, str(op))
         size = -(-tokens * wire.columns // self.tp.size)
         part = torch.empty(size, dtype=wire.dtype, device=self.device)
-        dist.recv(part, axis.ranks[sender], group=axis.group)
+        receive(part, axis, sender, str(op))
         return all_gather(part, self.tp)[: tokens * wire.columns].view(tokens, wire.columns)
 
     def _my_part(self, x: Tensor) -> Tensor:

@@ -118,7 +118,9 @@ class TrainConfig(Section):
     log_every: PositiveInt = 1
     """steps between progress lines and tracker records"""
     timeout: Annotated[float, Field(gt=0.0)] = 600.0
-    """seconds a collective may take before the run is stopped"""
+    """seconds a rank may wait for another before the run ends and says who is missing"""
+    debug_collectives: bool = False
+    """ranks compare every collective (op, number, shape, dtype, line) before it runs; slow"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what happens when a loss or gradient is not finite, once its origin is named"""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()

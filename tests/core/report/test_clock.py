@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.ledger import Ledger
 from mtcli.core.report.clock import DeviceClock, HostClock, clock_for, clock_offset, offset_between
 
 
@@ -17,7 +18,7 @@ def test_another_machines_clock_is_set_by_the_barriers_both_left():
 
 
 def test_a_rank_alone_is_on_its_own_clock():
-    assert clock_offset(Axis("world", (0,), 0, None)) == 0.0
+    assert clock_offset(Axis("world", (0,), 0, None, Ledger())) == 0.0
 
 
 def test_the_hosts_stamps_are_seconds_in_order():

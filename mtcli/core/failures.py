@@ -1,0 +1,103 @@
+"""How a worker's error reaches the user: it leaves it in a file, and the launcher tells one of all.
+
+The file is that of torch's elastic launcher, which waits for every worker before it reads.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mtcli.core.spec.errors import Exit, MtcliError, Problem
+
+LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
+
+
+def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
+    """The cause among the failures of a ChildFailedError, in its own words."""
+    codes = {failure.exitcode for failure in error.failures.values()}
+    if Exit.INTERRUPTED in codes:
+        return KeyboardInterrupt()
+    rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
+    told = failure.message if isinstance(failure.message, dict) else {}
+    if _has_problems(failure):
+        problems = [Problem(*problem) for problem in told["extraInfo"]["problems"]]
+        return MtcliError(*problems, code=Exit(told["extraInfo"]["code"]))
+    cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
+    hint = "the last good checkpoint is kept: run the same command with --resume"
+    return MtcliError(Problem(f"rank {rank} failed: {cause}", hint), code=Exit.FAILED)
+
+
+def _consequence(failure: Any) -> tuple[bool, bool, bool, int]:
+    """Sorts causes first: a killed rank before its peers, who only say that they lost it.
+
+    A watch knows best: it may have killed a rank that did not answer.
+    """
+    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+    watched = _has_problems(failure) and failure.message["extraInfo"]["watched"]
+    return not watched, not killed, not _has_problems(failure), failure.timestamp
+
+
+def _has_problems(failure: Any) -> bool:
+    message = failure.message
+    return isinstance(message, dict) and "problems" in message.get("extraInfo", {})
+
+
+def hand_over(error: BaseException) -> NoReturn:
+    """Leaves the error in the file that the launcher reads, and ends this worker quietly."""
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(Exit.INTERRUPTED)
+    if isinstance(error, MtcliError):
+        _leave(str(error), _problems(error, watched=False))
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        _leave(f"{type(error).__name__}: {error} ({where})", {"code": int(Exit.FAILED)})
+    if os.environ.get("MTCLI_TRACEBACK"):
+        traceback.print_exception(error)
+    os._exit(error.code if isinstance(error, MtcliError) else Exit.FAILED)
+
+
+def end_rank(error: MtcliError | None, silent: list[int]) -> NoReturn:
+    """Ends this rank from another thread: with the watch's error, or where it has none quietly.
+
+    Under our launcher it also kills the workers (process ids) that do not answer: it would wait
+    for them for half a minute.
+    """
+    if error is not None:
+        sys.stderr.write("\n")  # the progress line is not at its end
+    if error is not None and LAUNCHED in os.environ:
+        _leave(str(error), _problems(error, watched=True))
+        for pid in filter(_is_sibling, silent):
+            os.kill(pid, signal.SIGKILL)
+    elif error is not None:
+        sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
+    os._exit(Exit.FAILED)
+
+
+def _problems(error: MtcliError, *, watched: bool) -> dict[str, Any]:
+    problems = [list(problem) for problem in error.problems]
+    return {"code": int(error.code), "problems": problems, "watched": watched}
+
+
+def _leave(text: str, extra: dict[str, Any]) -> None:
+    extra = {"timestamp": str(int(time.time()))} | extra
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def _is_sibling(pid: int) -> bool:
+    """Whether a process lives and is this one's launcher's, by Linux's table; elsewhere no."""
+    table = Path(f"/proc/{pid}/stat")
+    if not table.exists():
+        return False
+    parent = table.read_text().rpartition(")")[2].split()[1]
+    return int(parent) == os.getppid()

@@ -1,0 +1,99 @@
+"""The ledger of a process: which collectives it takes part in, and where it waits for others.
+
+Collectives of an axis are numbered from 1, so ranks that agree are always at the same number; a
+message from one rank to another has a number of its own per pair. A thread that waits stands in
+`waits`; a device that does the waiting is asked later, through `queued`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mtcli.core.parallel.groups import Axis
+
+Reached = Callable[[], bool]  # whether the device has got past a mark in its queue
+
+
+class Call:
+    """One collective of this rank. Inside `with` its thread waits for the other ranks."""
+
+    __slots__ = ("axis", "channel", "ledger", "number", "op", "peer", "since", "thread")
+
+    def __init__(self, ledger: "Ledger", op: str, axis: "Axis", peer: int | None) -> None:
+        self.ledger, self.op, self.axis, self.peer = ledger, op, axis, peer
+        self.channel = axis.name
+        if peer is not None:
+            ends = (axis.rank, peer) if op == "send" else (peer, axis.rank)
+            self.channel = "{} {}>{}".format(axis.name, *(axis.ranks[end] for end in ends))
+        self.number = ledger.counts[self.channel] = ledger.counts.get(self.channel, 0) + 1
+        self.since, self.thread = 0.0, 0
+
+    def __enter__(self) -> None:
+        self.since, self.thread = monotonic(), get_ident()
+        self.ledger.waits[self.thread] = self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self.ledger.waits[self.thread]
+        if self.ledger.mark is not None and error is None:
+            self.ledger.queued.append((self, self.ledger.mark()))
+
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of the world that it needs, this one included."""
+        if self.peer is None:
+            return self.axis.ranks
+        return self.axis.ranks[self.axis.rank], self.axis.ranks[self.peer]
+
+
+Check = Callable[[Call, "Tensor | None", object], None]
+
+
+class Ledger:
+    """Counts and waits of one process.
+
+    `check` is called before each collective (train.debug_collectives). `mark` is for devices that
+    wait by themselves (CUDA): it puts a mark in the device's queue. Writing a collective down takes
+    0.9 us and a message 2.2 us (AMD EPYC, Python 3.11).
+    """
+
+    def __init__(
+        self, check: Check | None = None, mark: Callable[[], Reached] | None = None
+    ) -> None:
+        self.check, self.mark = check, mark
+        self.counts: dict[str, int] = {}  # collectives so far, by axis or pair
+        self.waits: dict[int, Call] = {}  # by thread
+        self.queued: deque[tuple[Call, Reached]] = deque()
+        self.step = 0  # of training: the one that runs
+
+    def call(
+        self,
+        op: str,
+        axis: "Axis",
+        x: "Tensor | None" = None,
+        detail: object = None,
+        peer: int | None = None,
+    ) -> Call:
+        """The next collective of an axis, or message to or from its rank `peer`.
+
+        x and `detail` are what the other ranks have to agree with. Raises MtcliError where `check`
+        finds that they do not.
+        """
+        call = Call(self, op, axis, peer)
+        if self.check is not None:
+            with call:
+                self.check(call, x, detail)
+        return call
+
+    def oldest(self) -> Call | None:
+        """What this rank has waited for longest, in a thread or on its device."""
+        while self.queued and self.queued[0][1]():
+            self.queued.popleft()
+        waiting = [*self.waits.values(), *(call for call, _ in list(self.queued)[:1])]
+        return min(waiting, key=lambda call: call.since, default=None)
