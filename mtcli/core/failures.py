@@ -16,6 +16,8 @@ from mtcli.core.spec.errors import Exit, MtcliError, Problem
 
 LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
 
+WATCHED, TOLD, LOST = "watched", "told", "lost"  # what an error is: the last follows from others
+
 
 def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     """The cause among the failures of a ChildFailedError, in its own words."""
@@ -25,8 +27,9 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
     told = failure.message if isinstance(failure.message, dict) else {}
     if _has_problems(failure):
-        problems = [Problem(*problem) for problem in told["extraInfo"]["problems"]]
-        return MtcliError(*problems, code=Exit(told["extraInfo"]["code"]))
+        extra = told["extraInfo"]
+        problems = [Problem(*problem) for problem in extra["problems"]]
+        return MtcliError(*problems, code=Exit(extra["code"]), hint=extra["hint"])
     cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
@@ -34,14 +37,24 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     return MtcliError(Problem(f"rank {rank} failed: {cause}", hint), code=Exit.FAILED)
 
 
-def _consequence(failure: Any) -> tuple[bool, bool, bool, int]:
+def _consequence(failure: Any) -> tuple[int, int, bool]:
     """Sorts causes first: a killed rank before its peers, who only say that they lost it.
 
-    A watch knows best: it may have killed a rank that did not answer.
+    A watch knows best: it may have killed a rank that did not answer. SIGTERM is what the launcher
+    sends to the peers of one that failed, so there the earliest counts.
     """
-    killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-    watched = _has_problems(failure) and failure.message["extraInfo"]["watched"]
-    return not watched, not killed, not _has_problems(failure), failure.timestamp
+    extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
+    cause, terminated = extra.get("cause"), failure.exitcode == -signal.SIGTERM
+    told = "problems" in extra
+    order = (
+        cause == WATCHED,
+        failure.exitcode < 0 and not terminated,
+        told and cause != LOST,
+        cause != LOST and not terminated,
+        told or terminated,
+        True,
+    )
+    return order.index(True), failure.timestamp, not told
 
 
 def _has_problems(failure: Any) -> bool:
@@ -54,37 +67,43 @@ def hand_over(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         os._exit(Exit.INTERRUPTED)
     if isinstance(error, MtcliError):
-        _leave(str(error), _problems(error, watched=False))
+        _leave(str(error), _problems(error, TOLD))
     else:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-        _leave(f"{type(error).__name__}: {error} ({where})", {"code": int(Exit.FAILED)})
+        _leave(
+            f"{type(error).__name__}: {error} ({where})", {"code": int(Exit.FAILED), "cause": TOLD}
+        )
     if os.environ.get("MTCLI_TRACEBACK"):
         traceback.print_exception(error)
     os._exit(error.code if isinstance(error, MtcliError) else Exit.FAILED)
 
 
-def end_rank(error: MtcliError | None, silent: list[int]) -> NoReturn:
+def end_rank(error: MtcliError | None, silent: list[int], lost: bool) -> NoReturn:
     """Ends this rank from another thread: with the watch's error, or where it has none quietly.
 
-    Under our launcher it also kills the workers (process ids) that do not answer: it would wait
-    for them for half a minute.
+    `lost` says that it follows from another rank's error, if that one has left any. Otherwise our
+    launcher's workers that do not answer (process ids) are killed: it would wait half a minute.
     """
-    if error is not None:
+    cause = LOST if lost else WATCHED
+    if error is None:
+        _leave("", {"code": int(Exit.FAILED), "cause": cause})
+    else:
         sys.stderr.write("\n")  # the progress line is not at its end
-    if error is not None and LAUNCHED in os.environ:
-        _leave(str(error), _problems(error, watched=True))
-        for pid in filter(_is_sibling, silent):
-            os.kill(pid, signal.SIGKILL)
-    elif error is not None:
-        sys.stderr.write(f"{error}\n")
-    sys.stderr.flush()
+        if LAUNCHED not in os.environ:
+            sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        _leave(str(error), _problems(error, cause))
+        if LAUNCHED in os.environ and not lost:
+            for pid in filter(_is_sibling, silent):
+                os.kill(pid, signal.SIGKILL)
     os._exit(Exit.FAILED)
 
 
-def _problems(error: MtcliError, *, watched: bool) -> dict[str, Any]:
+def _problems(error: MtcliError, cause: str) -> dict[str, Any]:
     problems = [list(problem) for problem in error.problems]
-    return {"code": int(error.code), "problems": problems, "watched": watched}
+    extra = {"code": int(error.code), "problems": problems, "hint": error.hint}
+    return extra | {"cause": cause}
 
 
 def _leave(text: str, extra: dict[str, Any]) -> None:

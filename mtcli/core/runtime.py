@@ -8,15 +8,14 @@ allocator settings before torch is loaded.
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mtcli.core.failures import LAUNCHED, end_rank, first_failure, hand_over
 from mtcli.core.parallel.ledger import Check, Ledger, Reached
-from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.spec.errors import wrong
 
 if TYPE_CHECKING:
     import torch
@@ -77,17 +76,16 @@ def bring_up(
     A rank that waits for another for `timeout` seconds ends the run. An error inside is handed to
     our launcher, which reports the first one, once.
     """
-    with ExitStack() as end:
-        end.callback(_stop)
-        try:
-            runtime, store = _start(device, timeout, matmul, debug_collectives)
-            if store is not None:
-                end.callback(_watch(runtime, store, timeout))
+    try:
+        runtime, store = _start(device, timeout, matmul, debug_collectives)
+        with _watched(runtime, store, timeout):
             yield runtime
-        except (Exception, KeyboardInterrupt) as error:
-            if LAUNCHED in os.environ:
-                hand_over(error)
-            raise
+    except (Exception, KeyboardInterrupt) as error:
+        if LAUNCHED in os.environ:
+            hand_over(error)
+        raise
+    finally:
+        _stop()
 
 
 def cores() -> int:
@@ -146,47 +144,12 @@ def _start(
         torch.cuda.set_device(where)
     if world == 1:
         return Runtime(rank, world, local_rank, local_world, where), None
+    from mtcli.core.rendezvous import meet
 
-    store = _meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo")
+    store = meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo", restarts())
     check = _check(rank, store) if debug_collectives else None
     ledger = Ledger(check, _mark if where.type == "cuda" else None)
     return Runtime(rank, world, local_rank, local_world, where, ledger), store
-
-
-def _meet(rank: int, world: int, timeout: float, backend: str) -> "dist.Store":
-    """The store of a process group in which every rank has arrived."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    from mtcli.core.parallel.groups import LATER
-
-    if "MASTER_ADDR" not in os.environ:  # Slurm names hosts, torchrun sets these two
-        first = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
-        port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000  # one for each job
-        os.environ["MASTER_ADDR"] = first
-        os.environ.setdefault("MASTER_PORT", str(port))
-    limit, later = timedelta(seconds=timeout), timedelta(seconds=timeout + LATER)
-    store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
-    # the launcher keeps its store over restarts: an attempt must not find the last one's peers
-    store = dist.PrefixStore(f"attempt_{restarts()}", store)
-    _await_all(store, rank, world, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=later)
-    return store
-
-
-def _await_all(store: "dist.Store", rank: int, world: int, timeout: float) -> None:
-    """Returns when every rank has come here. Raises MtcliError with those that have not."""
-    end = time.monotonic() + timeout
-    store.set(f"here/{rank}", "")
-    if store.add("here", 1) == world:
-        store.set("all here", "")
-    while not store.check(["all here"]):
-        if time.monotonic() > end:
-            missing = [str(one) for one in range(world) if not store.check([f"here/{one}"])]
-            message = f"after {timeout:g} s, of {world} ranks these have not started: "
-            raise failed(message + ", ".join(missing), "raise train.timeout if they need longer")
-        time.sleep(0.02)
 
 
 def _check(rank: int, store: "dist.Store") -> Check:
@@ -198,8 +161,12 @@ def _check(rank: int, store: "dist.Store") -> Check:
     return Guard(dist.PrefixStore("calls", store.clone()), rank).compare
 
 
-def _watch(runtime: Runtime, store: "dist.Store", timeout: float) -> Callable[[], None]:
-    """Starts the watch over this rank's ledger; returns what stops it."""
+@contextmanager
+def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> Iterator[None]:
+    """Watches over this rank's ledger, where it has peers."""
+    if store is None:
+        yield
+        return
     import torch.distributed as dist
 
     from mtcli.core.parallel.watch import Watch
@@ -208,7 +175,14 @@ def _watch(runtime: Runtime, store: "dist.Store", timeout: float) -> Callable[[]
     own = dist.PrefixStore("watch", store.clone())
     watch = Watch(runtime.ledger, own, runtime.rank, runtime.world, timeout, end_rank)
     watch.start(os.getpid())
-    return watch.stop
+    try:
+        yield
+        watch.leave()
+    except RuntimeError:
+        watch.explain()
+        raise
+    finally:
+        watch.stop()
 
 
 def _mark() -> Reached:

@@ -130,26 +130,37 @@ class Failures:
         }
 
 
-LOST = {"message": "RuntimeError: Connection closed by peer", "extraInfo": {"code": 1}}
-TOLD = {
-    "message": "",
-    "extraInfo": {"code": 2, "problems": [["it is wrong", "do this", "a.b"]], "hint": "or that"},
-}
+def told(cause, message):
+    """What a worker leaves in its file."""
+    return {
+        "message": "",
+        "extraInfo": {"code": 1, "cause": cause, "problems": [[message, "h", ""]], "hint": ""},
+    }
+
+
+RAISED = {"message": "ValueError: no (a.py:1)", "extraInfo": {"code": 1, "cause": "told"}}
+QUIET = {"message": "", "extraInfo": {"code": 1, "cause": "lost"}}
+LOST, WATCHED = told("lost", "it broke"), told("watched", "it waited")
+WRONG = {"code": 2, "cause": "told", "problems": [["it is wrong", "do this", "a.b"]]}
+TOLD = {"message": "", "extraInfo": WRONG | {"hint": "or that"}}
 
 
 @pytest.mark.parametrize(
     ("failures", "text", "code"),
     [
         ({0: (1, 5, LOST), 3: (-9, 5, "")}, "rank 3 failed: it was killed by SIGKILL", 1),
-        (
-            {0: (1, 4, LOST), 1: (2, 5, TOLD)},
-            "a.b: it is wrong\n\nhint: do this\n\nhint: or that",
-            2,
-        ),
-        ({0: (1, 6, LOST), 1: (1, 5, "")}, "rank 1 failed: it ended with exit code 1", 1),
+        ({0: (1, 4, LOST), 1: (2, 5, TOLD)}, "wrong\n\nhint: do this\n\nhint: or that", 2),
+        ({0: (1, 4, LOST), 1: (1, 5, "")}, "rank 1 failed: it ended with exit code 1", 1),
+        ({0: (1, 4, LOST), 1: (1, 5, RAISED)}, "rank 1 failed: ValueError: no (a.py:1)", 1),
+        ({0: (1, 6, RAISED), 1: (1, 5, "")}, "rank 1 failed: it ended with exit code 1", 1),
         ({0: (-15, 5, ""), 1: (1, 6, LOST)}, "rank 0 failed: it was killed by SIGTERM", 1),
+        ({0: (-15, 6, ""), 1: (1, 6, LOST)}, "error: it broke", 1),
+        ({0: (-9, 5, ""), 1: (1, 6, WATCHED), 2: (2, 4, TOLD)}, "error: it waited", 1),
+        ({0: (1, 4, QUIET), 1: (1, 5, LOST)}, "error: it broke", 1),
+        ({0: (1, 4, QUIET), 1: (-15, 5, "")}, "rank 1 failed: it was killed by SIGTERM", 1),
     ],
-    ids=["killed", "told", "first", "terminated"],
+    ids=["killed", "told", "first", "raised", "earliest", "terminated", "lost", "watched", "quiet"]
+    + ["quieter"],
 )
 def test_of_several_failures_the_cause_is_told(failures, text, code):
     error = first_failure(Failures(failures))

@@ -5,12 +5,13 @@ message from one rank to another has a number of its own per pair. A thread that
 `waits`; a device that does the waiting is asked later, through `queued`.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,10 @@ class Call:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del self.ledger.waits[self.thread]
+        if isinstance(error, RuntimeError) and self.ledger.broken is None:
+            from mtcli.core.parallel.callsite import caller  # imports torch: it is here by now
+
+            self.ledger.broken = Broken(self, caller(sys._getframe()), str(error))
         if self.ledger.mark is not None and error is None:
             self.ledger.queued.append((self, self.ledger.mark()))
 
@@ -50,6 +55,14 @@ class Call:
         if self.peer is None:
             return self.axis.ranks
         return self.axis.ranks[self.axis.rank], self.axis.ranks[self.peer]
+
+
+class Broken(NamedTuple):
+    """A collective that ended in an error: mostly because another rank has died."""
+
+    call: Call
+    place: str
+    error: str
 
 
 Check = Callable[[Call, "Tensor | None", object], None]
@@ -70,6 +83,7 @@ class Ledger:
         self.counts: dict[str, int] = {}  # collectives so far, by axis or pair
         self.waits: dict[int, Call] = {}  # by thread
         self.queued: deque[tuple[Call, Reached]] = deque()
+        self.broken: Broken | None = None  # the first one
         self.step = 0  # of training: the one that runs
 
     def call(

@@ -1,8 +1,9 @@
 """The watch of a process: ends a run in which a rank waits longer than it may, and says for whom.
 
 Two threads per rank. One asks the store about once a second whether an alarm was raised, raises it
-where this rank has waited for `timeout`, and answers where this rank is. The rank that raised it
-makes one error of all answers. The other thread needs no store: it speaks where that one cannot.
+where this rank has waited for `timeout` or a collective broke, and answers where this rank is. The
+rank that raised it makes one error of all answers. The other thread needs no store: it speaks where
+that one cannot.
 """
 
 import threading
@@ -12,16 +13,17 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mtcli.core.parallel.alarm import Answer, Wait, error_of
+from mtcli.core.parallel.alarm import KEPT, Answer, Wait, error_of
 from mtcli.core.parallel.callsite import calling, place
 from mtcli.core.parallel.ledger import Call, Ledger
 from mtcli.core.spec.errors import MtcliError, failed
 
 ALARM, REPORTED = "alarm", "reported"
-LEAVING = 0.3  # seconds by which other ranks leave later: a launcher must see the first one's error
+LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
 
-# Ends the process with an error, or without a word; and the processes of ranks that do not answer.
-End = Callable[[MtcliError | None, list[int]], None]
+# Ends this process, with an error or without a word, given the processes of ranks that do not
+# answer, and whether the error follows from another rank's.
+End = Callable[[MtcliError | None, list[int], bool], None]
 
 
 class Watch:
@@ -36,20 +38,33 @@ class Watch:
         self.poll = 4.0 * self.tick  # between looks at the store: 70 us of it
         self.grace = self.poll + 1.5  # by then every rank that lives has answered
         self.main, self.stopped = threading.get_ident(), threading.Event()
+        self.answered = False  # an alarm: another rank reports
         self.threads = [
             threading.Thread(target=work, name=f"mtcli-{work.__name__}", daemon=True)
             for work in (self._serve, self._fall_back)
         ]
 
     def start(self, pid: int) -> None:
-        """Starts watching; `pid` is what `end` is given of a rank that does not answer."""
+        """Starts watching; `pid` is what others give to `end` where this rank does not answer."""
         self.store.set_timeout(timedelta(seconds=self.grace))
         self.store.set(f"pid/{self.rank}", str(pid))
         for thread in self.threads:
             thread.start()
 
+    def explain(self) -> None:
+        """Where a collective broke, waits until the watch has ended this rank with the reason."""
+        if self.ledger.broken is not None:
+            self.threads[0].join(timeout=2.0 * self.grace)
+
+    def leave(self) -> None:
+        """Ends the watch of a rank that is done; rank 0, which may hold the store, leaves last."""
+        self.stop()
+        if self.rank == 0:
+            everyone = [f"answer/{rank}" for rank in range(self.world)]
+            self._await(lambda: self.store.check(everyone), self.grace)
+
     def stop(self) -> None:
-        """Ends the watch: this rank has done all its work."""
+        """Ends the watch."""
         self.stopped.set()
         for thread in self.threads:
             thread.join(timeout=self.grace)
@@ -60,23 +75,25 @@ class Watch:
             while not self.stopped.wait(self.tick):
                 call, now = self.ledger.oldest(), time.monotonic()
                 late = call is not None and now - call.since > self.timeout
-                if call is not None and late:
-                    self.store.compare_set(ALARM, "", self._answer(call).dump())
-                if late or now >= due:
+                if late or self.ledger.broken is not None:
+                    self.store.compare_set(ALARM, "", self._answer().dump())
+                    due = now
+                if now >= due:
                     due = now + self.poll
                     if self.store.check([ALARM]):
                         self._respond(Answer.load(self.store.get(ALARM)))
                         return
             self._tell(Answer(self.rank, self.ledger.step, "the end of its run", {}))
-        except RuntimeError:  # the store is gone: with its rank, or with the whole run
-            return
+        except RuntimeError:
+            self._end_alone()
 
     def _respond(self, alarm: Answer) -> None:
-        self._tell(self._answer(self.ledger.oldest()))
+        self._tell(self._answer())
         if alarm.rank != self.rank:
-            self._wait_for(lambda: self.store.check([REPORTED]))
+            self.answered = True
+            self._await(lambda: self.store.check([REPORTED]), self.grace)
             time.sleep(LEAVING)
-            self.end(None, [])
+            self.end(None, [], True)
             return
         others = set(range(self.world)) - {self.rank}
         answers: dict[int, Answer] = {}
@@ -87,29 +104,53 @@ class Watch:
                     answers[rank] = Answer.load(self.store.get(f"answer/{rank}"))
             return len(answers) == len(others)
 
-        self._wait_for(all_answered)
+        # A run that has broken down is not slow: its ranks look at their ledgers every tick.
+        self._await(all_answered, self.poll + 0.5 if alarm.broke else self.grace)
         error = error_of(alarm, answers, self.world, self.timeout)
         keys = [f"pid/{rank}" for rank in others - set(answers)]
         silent = [int(self.store.get(key)) for key in keys if self.store.check([key])]
         self.store.set(REPORTED, "")
-        self.end(error, silent)
+        time.sleep(0.1)  # the others look every 0.05 s; the store may end with this rank
+        self.end(error, silent, bool(alarm.broke))
 
-    def _wait_for(self, condition: Callable[[], bool]) -> None:
-        """Returns when the condition holds, or after the grace."""
-        end = time.monotonic() + self.grace
+    def _end_alone(self) -> None:
+        """Ends a rank that has lost the store, which the launcher holds, or rank 0."""
+        if self.answered:
+            self.end(None, [], True)
+            return
+        self._await(lambda: self.stopped.is_set() or self.ledger.broken is not None, self.grace)
+        if self.stopped.is_set():
+            return
+        own = self._answer()
+        if own.broke:
+            answers = dict.fromkeys(range(1, self.world), own)
+            self.end(error_of(own, answers, self.world, self.timeout), [], True)
+        else:
+            message = f"rank {self.rank}, at {own.place}, has lost the run's store: its launcher"
+            self.end(failed(f"{message}, or rank 0, has ended", KEPT), [], True)
+
+    def _await(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Returns when the condition holds, or after so many seconds."""
+        end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
             time.sleep(0.05)
 
     def _tell(self, answer: Answer) -> None:
         self.store.set(f"answer/{self.rank}", answer.dump())
 
-    def _answer(self, call: Call | None) -> Answer:
+    def _answer(self) -> Answer:
         step, counts = self.ledger.step, dict(self.ledger.counts)
+        if broken := self.ledger.broken:
+            wait = self._wait(broken.call)
+            return Answer(self.rank, step, broken.place, counts, wait, broken.error)
+        call = self.ledger.oldest()
         if call is None:
             return Answer(self.rank, step, place(self.main), counts)
+        return Answer(self.rank, step, calling(call.thread), counts, self._wait(call))
+
+    def _wait(self, call: Call) -> Wait:
         waited = time.monotonic() - call.since
-        wait = Wait(call.op, call.channel, call.peers(), call.number, waited)
-        return Answer(self.rank, step, calling(call.thread), counts, wait)
+        return Wait(call.op, call.channel, call.peers(), call.number, waited)
 
     def _fall_back(self) -> None:
         """Ends a rank whose store does not answer: its host may be what has stopped."""
@@ -117,9 +158,8 @@ class Watch:
             call = self.ledger.oldest()
             if call is None or time.monotonic() - call.since < self.timeout + 2.0 * self.grace:
                 continue
-            alone = self._answer(call)
-            waited = time.monotonic() - call.since
-            message = f"{alone.wait} has waited for {waited:.0f} s on rank {self.rank}, at "
-            message += f"{alone.place}; no rank could be asked why: rank 0's store does not answer"
+            wait, where = self._wait(call), calling(call.thread)
+            message = f"{wait} has waited for {wait.seconds:.0f} s on rank {self.rank}, at {where}"
+            message += "; no rank could be asked why: rank 0's store does not answer"
             hint = "the last good checkpoint is kept: look at rank 0's machine, then use --resume"
-            self.end(failed(message, hint), [])
+            self.end(failed(message, hint), [], False)

@@ -57,7 +57,11 @@ def test_the_ranks_between_are_followed_to_the_one_that_waits_for_nobody():
         waiting(1, Wait("all_reduce", "world", world, 5, 9.0), {"pp_forward 1>3": 2, "world": 5}),
         computing(0, {"world": 4}),
     )
-    assert problem.message.endswith("(step 7): rank 0 is absent: it is at feed.py:50 in step")
+    assert problem.message == (
+        "all_reduce number 5 on world (ranks 0, 1, 2, 3) has waited for 9 s on rank 1, "
+        "at tp.py:61 in forward (step 7): rank 0 is absent: it is at feed.py:50 in step, and its "
+        "last collective on world was number 4"
+    )
 
 
 def test_a_rank_that_has_come_is_not_waited_for():
@@ -109,7 +113,28 @@ def test_of_many_absent_ranks_the_first_are_told_and_the_others_counted():
     assert ranks_in_words((1, 2)) == "ranks 1, 2"
 
 
-@pytest.mark.parametrize("answer", [computing(3, {"tp": 11}), waiting(2, on_tp())])
+GLOO = "[/__w/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45788. This is typical"
+
+
+def test_a_collective_that_broke_is_told_with_the_ranks_that_are_gone():
+    alarm = waiting(2, on_tp())._replace(broke=GLOO)
+    problem = told(alarm, computing(0, {}), waiting(3, on_tp())._replace(broke=GLOO))
+    assert problem.message == (
+        "all_reduce number 12 on tp (ranks 2, 3) broke on rank 2, at tp.py:62 in forward (step 7): "
+        "Connection closed by peer [127.0.0.1]:45788; "
+        "rank 1 is absent: it does not answer (stopped, dead, or its machine lost)"
+    )
+    assert problem.hint == KEPT.removesuffix("; ")
+    alone = told(
+        alarm._replace(broke="ncclError\nof many lines"), *(computing(n, {}) for n in (0, 1, 3))
+    )
+    assert alone.message.endswith("(step 7): ncclError"), "all answer: none of them is the cause"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [computing(3, {"tp": 11}), waiting(2, on_tp()), waiting(2, on_tp())._replace(broke=GLOO)],
+)
 def test_an_answer_survives_the_store(answer):
     assert Answer.load(answer.dump()) == answer
     assert Answer.load(answer.dump().encode()) == answer

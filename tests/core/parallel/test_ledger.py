@@ -32,9 +32,18 @@ def test_a_rank_waits_only_between_the_start_and_the_end_of_a_call():
     with call:
         assert ledger.oldest() is call
     assert ledger.oldest() is None
-    with pytest.raises(RuntimeError), call:
-        raise RuntimeError("connection lost")
+
+
+def test_the_first_collective_that_breaks_is_kept_with_its_place():
+    ledger = Ledger()
+    for op in ("all_reduce", "all_gather"):
+        with pytest.raises(RuntimeError), ledger.call(op, axis(ledger)):
+            raise RuntimeError(f"{op} lost")
+    with pytest.raises(KeyError), ledger.call("all_reduce", axis(ledger)):
+        raise KeyError("of ours")
     assert ledger.oldest() is None
+    assert ledger.broken.call.op == "all_reduce" and ledger.broken.error == "all_reduce lost"
+    assert re.fullmatch(r"test_ledger\.py:\d+ in test_the_first\w+", ledger.broken.place)
 
 
 def test_of_several_threads_the_one_that_has_waited_longest_counts():

@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from mtcli.core.parallel import collectives
 from mtcli.core.parallel.buckets import Bucket
-from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.groups import Axis, make_groups
 from mtcli.core.parallel.watch import Watch
 from mtcli.core.spec.layout import ParallelLayout
 
@@ -26,7 +26,7 @@ class Ended(threading.Event):
 
     error, silent = None, []
 
-    def __call__(self, error, silent):
+    def __call__(self, error, silent, lost):
         if not self.is_set():
             self.error, self.silent = error and str(error), silent
         self.set()
@@ -114,6 +114,35 @@ def test_a_rank_that_does_not_answer_is_named_and_its_process_told(tmp_path):
     assert first[1] == [1234] and second[0] is None
 
 
+def broken(runtime, path):
+    """What rank 0's watch says where a collective of it breaks, and rank 1 is busy or gone."""
+    ended = Ended()
+    groups = make_groups(ParallelLayout(3, tp=3), runtime.rank, "cpu")
+    watch = Watch(groups.tp.ledger, dist.FileStore(path, 3), runtime.rank, 3, 30.0, ended)
+    if runtime.rank < 2:
+        watch.start(1)
+    start = time.monotonic()
+    if runtime.rank == 0:
+        with pytest.raises(RuntimeError), groups.tp.ledger.call("all_reduce", groups.tp):
+            raise RuntimeError("Connection closed by peer. And so on")
+        watch.explain()
+    elif runtime.rank == 1:
+        ended.wait(20.0)
+    return ended.error, ended.is_set(), time.monotonic() - start
+
+
+def test_a_collective_that_breaks_is_explained_before_its_rank_goes_on(tmp_path):
+    first, second, _ = run_ranks(3, broken, str(tmp_path / "store"))
+    assert re.fullmatch(
+        r"error: all_reduce number 1 on tp \(ranks 0, 1, 2\) broke on rank 0, "
+        r"at test_watch\.py:\d+ in broken: Connection closed by peer; "
+        r"rank 2 is absent: it does not answer \(stopped, dead, or its machine lost\)\n\nhint: .*",
+        first[0],
+    ), first
+    assert first[2] < 4.0, "two seconds, however long train.timeout is"
+    assert second[0] is None and second[1], "its peers leave without a word"
+
+
 def quick(runtime, path):
     """Whether a watch ended ranks that never wait long, though they work for long."""
     ended = Ended()
@@ -124,13 +153,13 @@ def quick(runtime, path):
     end = time.monotonic() + 2.0 * TIMEOUT
     while collectives.gather_objects(time.monotonic() < end, groups.tp)[0]:
         tensor(groups)
-    watch.stop()
+    watch.leave()
     still = [thread for thread in watch.threads if thread.is_alive()]
-    return ended.is_set(), len(still), store.check([f"answer/{runtime.rank}"])
+    return ended.is_set(), len(still), store.check([f"answer/{1 - runtime.rank}"])
 
 
 def test_ranks_that_meet_in_time_are_left_alone_and_say_when_they_end(tmp_path):
-    assert run_ranks(2, quick, str(tmp_path / "store")) == [(False, 0, True)] * 2
+    assert run_ranks(2, quick, str(tmp_path / "store"))[0] == (False, 0, True)
 
 
 class Stopped:
@@ -169,3 +198,42 @@ def test_a_rank_whose_store_does_not_answer_speaks_for_itself():
         ended.error,
     )
     assert ended.silent == []
+
+
+def test_a_collective_that_breaks_with_the_store_names_the_host_of_both():
+    ended, ledger = Ended(), make_groups(ParallelLayout(1), 0, torch.device("cpu")).tp.ledger
+    axis = Axis("data", (0, 1), 1, None, ledger)
+    watch = Watch(ledger, Gone(), 1, 2, 30.0, ended)
+    watch.start(1)
+    with pytest.raises(RuntimeError), ledger.call("all_reduce", axis):
+        raise RuntimeError("Connection reset by peer")
+    watch.explain()
+    assert re.fullmatch(
+        r"error: all_reduce number 1 on data \(ranks 0, 1\) broke on rank 1, "
+        r"at test_watch\.py:\d+ in test_\w+: Connection reset by peer; rank 0 is absent: "
+        r"it does not answer \(stopped, dead, or its machine lost\)\n\nhint: .*--resume",
+        ended.error,
+    )
+
+
+def test_a_rank_that_has_lost_the_store_ends_where_it_is():
+    ended, ledger = Ended(), make_groups(ParallelLayout(1), 0, torch.device("cpu")).tp.ledger
+    watch = Watch(ledger, Gone(), 1, 2, 30.0, ended)
+    watch.grace = 0.2
+    watch.start(1)
+    assert ended.wait(10.0)
+    assert re.fullmatch(
+        r"error: rank 1, at threading\.py:\d+ in wait, has lost the run's store: its launcher, "
+        r"or rank 0, has ended\n\nhint: .*--resume",
+        ended.error,
+    )
+
+
+class Gone(Stopped):
+    """A store whose host is dead."""
+
+    def check(self, keys):
+        raise RuntimeError("Broken pipe")
+
+    def compare_set(self, key, expected, value):
+        raise RuntimeError("Broken pipe")
