@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from ranks import run_ranks
-from tiny import DROPPING, GPT, LLAMA, MOE, Samples, run_config
+from tiny import DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
 
 from mtcli.core.feed import Feed
 from mtcli.core.spec.layout import ParallelLayout
@@ -22,6 +22,11 @@ MODELS = {
     "llama": LLAMA | TWO_LAYERS,
     "llama dropout": LLAMA | DROPPING | TWO_LAYERS,
     "llama deep": LLAMA,
+    "gpt full": GPT | {"causal": False} | TWO_LAYERS,
+    "llama documents": LLAMA | TWO_LAYERS,
+    "gpt dropout documents": GPT | DROPPING | TWO_LAYERS,
+    "llama full documents": LLAMA | {"causal": False} | TWO_LAYERS,
+    "moe early documents": MOE | {"capacity_factor": 0.5, "drop_policy": "position"},
     "moe": MOE,
     "moe capped": MOE | {"capacity_factor": 1.0},
     "moe early": MOE | {"capacity_factor": 0.5, "drop_policy": "position", "pad_to_capacity": True},
@@ -45,8 +50,9 @@ class Row(NamedTuple):
 
     def config(self, precision="fp64", steps=STEPS):
         train = {"precision": precision, "steps": steps, "matmul": "strict"}
-        model = MODELS[self.model]
-        return run_config(model, parallel=self.parallel, batch=self.batch, train=train)
+        sections = {"parallel": self.parallel, "batch": self.batch, "train": train}
+        sections["data"] = DOCUMENTS if self.model.endswith("documents") else {}
+        return run_config(MODELS[self.model], **sections)
 
 
 class Measured(NamedTuple):

@@ -32,6 +32,7 @@ MOE = LLAMA | {
     "z_loss_coeff": 0.001,
 }
 DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
+DOCUMENTS = {"document_mask": True, "document_positions": True}
 BATCH = {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 4}
 
 
@@ -63,6 +64,9 @@ class Samples:
 
     def __init__(self, config, count=10_000):
         self.rows = documents(256, config.model.vocab_size, config.batch.seq_len + 1)
+        ends = np.random.default_rng(1).random(self.rows.shape) < 0.3
+        ends[:, 0] = False
+        self.row_documents = ends.cumsum(1, dtype=np.int32)
         self.count = count
 
     def __len__(self):
@@ -70,3 +74,6 @@ class Samples:
 
     def batch(self, start, count):
         return self.rows[np.arange(start, start + count) % len(self.rows)]
+
+    def documents(self, start, count):
+        return self.row_documents[np.arange(start, start + count) % len(self.rows)]

@@ -210,9 +210,22 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     """Our checkpoint, a run folder or a Hugging Face folder, on any layout.
 
     `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
-    in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout.
+    in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, and
+    for a model that is not causal: what a token tells of the next one is then no prediction.
     """
     checkpoint = open_checkpoint(Path(path))
+    if not checkpoint.model.causal:
+        message = f"{path} has causal=false: its tokens see the ones they would predict"
+        hint = "generate and eval take models trained with model.causal=true"
+        raise wrong(message, hint, "model.causal")
+    engine = open_engine(checkpoint, overrides, runtime)
+    folder = checkpoint.tokenizer_folder
+    tokenizer = None if folder is None else load_tokenizer(folder)
+    return OpenModel(engine, tokenizer, checkpoint)
+
+
+def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime) -> Engine:
+    """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
     config = evaluation_config(checkpoint.model, overrides, runtime.world)
     check.require(config, runtime.world, _whole_sequences)
     layout = ParallelLayout.of(config.parallel, runtime.world)
@@ -222,9 +235,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     load_weights(whole(stages), checkpoint, config.model, groups)
     for stage in stages.values():
         stage.requires_grad_(False)
-    folder = checkpoint.tokenizer_folder
-    tokenizer = None if folder is None else load_tokenizer(folder)
-    return OpenModel(Engine(config, groups, stages), tokenizer, checkpoint)
+    return Engine(config, groups, stages)
 
 
 def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -5,9 +5,11 @@ and so on for mbs samples: a global batch holds the same samples on every layout
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtcli.core.data.batches import Batches, SampleId
 from mtcli.core.data.prefetch import Prefetcher
@@ -15,8 +17,16 @@ from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.cp import zigzag
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.seen import restarted
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
+
+
+class Read(NamedTuple):
+    """A micro-batch as the reader hands it on."""
+
+    tokens: np.ndarray  # int64 [mbs, seq_len + 1]
+    documents: np.ndarray | None  # int32 of the same shape, where the config asks for them
 
 
 class Feed:
@@ -28,15 +38,15 @@ class Feed:
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
         self.positions = positions.to(groups.device)  # of this rank's part of each sequence
         self.next_step = -1
-        self.reader: Prefetcher | None = None
+        self.reader: Prefetcher[Read] | None = None
 
     def step(self, step: int, training: bool = True) -> Callable[[int], Inputs]:
         """The micro-batches of step 0, 1, ...; those that follow are read meanwhile."""
         if step != self.next_step or self.reader is None:
             self.close()
-            self.reader = Prefetcher(self.batches, self._wanted(step))
-        arrays = iter(self.reader)
-        samples = [next(arrays) for _ in self._starts(step)]
+            self.reader = Prefetcher(self._read, self._wanted(step))
+        ready = iter(self.reader)
+        samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
         return lambda micro_batch: self._inputs(samples[micro_batch], step, micro_batch, training)
 
@@ -60,15 +70,21 @@ class Feed:
         first = step * size + self.groups.dp_rank * self._mbs
         return range(first, (step + 1) * size, self._mbs * dp)
 
-    def _inputs(self, samples: np.ndarray, step: int, micro_batch: int, training: bool) -> Inputs:
+    def _read(self, start: int, count: int) -> Read:
+        data = self.config.data
+        asked = data.document_mask or data.document_positions
+        documents = self.batches.documents(start, count) if asked else None
+        return Read(self.batches.batch(start, count), documents)
+
+    def _inputs(self, read: Read, step: int, micro_batch: int, training: bool) -> Inputs:
         mbs, seq_len = self._mbs, self.config.batch.seq_len
-        rows = torch.from_numpy(samples).to(self.groups.device, non_blocking=True)
-        positions = self.positions.expand(mbs, -1)
+        rows = torch.from_numpy(read.tokens).to(self.groups.device, non_blocking=True)
+        positions, documents = self._documents(read)
         model, numbers = self.config.model, None
         if training and (model.dropout or model.attention_dropout):
             first = self._starts(step)[micro_batch]
             ids = torch.arange(first, first + mbs, device=rows.device)
-            numbers = ids[:, None] * seq_len + positions
+            numbers = ids[:, None] * seq_len + self.positions
         return make_inputs(
             model,
             DTYPES[self.config.train.precision],
@@ -76,8 +92,19 @@ class Feed:
             labels=rows[:, self.positions + 1],
             positions=positions,
             numbers=numbers,
+            documents=documents,
             aux_scale=1.0 / (self.config.batch.global_batch_size * seq_len) if training else 0.0,
         )
+
+    def _documents(self, read: Read) -> tuple[Tensor, Tensor | None]:
+        """(positions [mbs, s of this rank], the documents of the whole rows if they are masked)."""
+        positions, data = self.positions.expand(self._mbs, -1), self.config.data
+        if read.documents is None:
+            return positions, None
+        documents = torch.from_numpy(read.documents).to(self.groups.device)[:, :-1].contiguous()
+        if data.document_positions:
+            positions = restarted(documents)[:, self.positions]
+        return positions, documents if data.document_mask else None
 
     @property
     def _mbs(self) -> int:

@@ -187,6 +187,10 @@ class Counter:
         first = np.arange(start, start + count, dtype=np.int64)[:, None] * self.seq_len
         return (first + np.arange(self.seq_len + 1)) % self.vocab_size
 
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """Each sample is one document: int32 zeros [count, seq_len + 1]."""
+        return np.zeros((count, self.seq_len + 1), np.int32)
+
 
 def counted(config: RunConfig, trainer: Trainer) -> Feed:
     """A feed of counted tokens."""

@@ -87,7 +87,7 @@ def _skip(trainer: Trainer, step: Step, where: str) -> None:
 
 
 def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """A resumed run may change its layout, precision and length, not its model or data order."""
+    """A resumed run may change its layout, precision and length, not its model or data."""
     before = checkpoint.config
     if before is None:
         return
@@ -98,6 +98,10 @@ def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
             before.batch.global_batch_size,
             config.batch.global_batch_size,
         ),
+    }
+    fixed |= {
+        "data.document_mask": (before.data.document_mask, config.data.document_mask),
+        "data.document_positions": (before.data.document_positions, config.data.document_positions),
     }
     shapes = before.model.model_dump(), config.model.model_dump()
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}

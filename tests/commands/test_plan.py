@@ -194,3 +194,20 @@ def test_the_530b_preset_is_planned_on_2240_gpus_without_torch(capsys):
     assert code == 0 and best["fits"]
     assert best["layout"]["tp"] in (4, 8) and best["layout"]["pp"] >= 14
     assert len(best["candidates"]) == 5
+
+
+def test_128k_tokens_fit_where_context_parallelism_cuts_them(capsys):
+    found = {}
+    for cp in (1, 2, 4, 8, 16):
+        sizes = (f"parallel.cp={cp}", "batch.seq_len=131072", "batch.global_batch_size=16")
+        flags = [word for value in (*sizes, "parallel.tp=8") for word in ("--set", value)]
+        code, out, _ = run(
+            capsys, "llama-3.1-8b", "--device", "h100", "--gpus", "128", *flags, "--json", "-"
+        )
+        found[cp] = json.loads(out)
+        assert found[cp]["layout"]["cp"] == cp and code == (0 if found[cp]["fits"] else 1)
+    held = {cp: plan["memory_bytes"]["activations"] for cp, plan in found.items()}
+    for cp in (2, 4, 8, 16):
+        assert held[cp] == pytest.approx(held[1] / cp, rel=1e-6), "a rank holds 1/cp of the tokens"
+    assert found[16]["fits"] and not found[1]["fits"]
+    assert found[16]["communication_seconds"]["cp"] > 0.0

@@ -3,10 +3,11 @@ import time
 
 import pytest
 import torch
-from tiny import DROPPING, GPT, Samples, documents, run_config
+from tiny import DOCUMENTS, DROPPING, GPT, Samples, documents, run_config
 
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.feed import Feed, open_feed
+from mtcli.core.parallel.cp import zigzag
 from mtcli.core.parallel.groups import Axis, Groups, make_groups
 from mtcli.core.parallel.ledger import Ledger
 from mtcli.core.spec.errors import MtcliError
@@ -69,6 +70,38 @@ def test_without_dropout_or_in_evaluation_tokens_have_no_numbers():
     assert rows_of(run_config(batch=BATCH), layout, 0, 0)[0].numbers is None
     dropping = run_config(GPT | DROPPING, batch=BATCH)
     assert rows_of(dropping, layout, 0, 0, training=False)[0].numbers is None
+
+
+def restarts_by_hand(documents):
+    """The position of each token in its document, counted along a row."""
+    found = []
+    for row in documents.tolist():
+        places = [0]
+        for before, document in zip(row, row[1:], strict=False):
+            places.append(places[-1] + 1 if document == before else 0)
+        found.append(places)
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("asked", [{}, *({key: True} for key in DOCUMENTS), DOCUMENTS], ids=str)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_every_context_rank_knows_the_documents_of_whole_rows(cp, asked):
+    config = run_config(GPT | DROPPING, batch=BATCH, data=asked)
+    whole = torch.from_numpy(Samples(config).documents(12, 12)[:, :8])
+    places = torch.arange(8).expand(12, 8)
+    if "document_positions" in asked:
+        places = restarts_by_hand(whole)
+    for rank in range(cp):
+        mine = zigzag(8, cp, rank)
+        for m, inputs in enumerate(rows_of(config, ParallelLayout(cp, cp=cp), rank, step=1)):
+            rows = slice(2 * m, 2 * m + 2)
+            if "document_mask" in asked:
+                assert torch.equal(inputs.seen.documents, whole[rows])
+            else:
+                assert inputs.seen.documents is None
+            assert torch.equal(inputs.positions, places[rows, mine])
+            ids = torch.arange(12, 24)[rows, None]
+            assert torch.equal(inputs.numbers, ids * 8 + mine), "dropout is by place in the row"
 
 
 class Counting(Samples):

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,6 +8,9 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 import mtcli.core.generate as subject
+from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.proof import logit_difference
 from mtcli.core.engine import open_model
 from mtcli.core.generate import Sampling, choose, generate
 from mtcli.core.runtime import Runtime
@@ -105,6 +111,20 @@ def test_a_prompt_that_does_not_fit_is_an_error_with_both_numbers(model, prompt)
     (problem,) = caught.value.problems
     assert problem.message == f"the prompt has {len(prompt)} tokens and the model takes 1 to 24"
     assert problem.field == "--prompt"
+
+
+def test_a_model_that_sees_the_future_is_refused_and_can_still_be_proven(model, tmp_path):
+    _, folder = model
+    source = open_checkpoint(Path(folder))
+    source = replace(source, model=source.model.model_copy(update={"causal": False}))
+    to_mtcli(source, tmp_path / "full", *parse_layout(""), Options())
+    with pytest.raises(MtcliError) as caught:
+        open_model(str(tmp_path / "full"), (), ALONE)
+    (problem,) = caught.value.problems
+    assert "full has causal=false: its tokens see the ones they would predict" in problem.message
+    assert problem.field == "model.causal" and "model.causal=true" in problem.hint
+    assert logit_difference(tmp_path / "full", tmp_path / "full")[0] == 0.0
+    assert logit_difference(tmp_path / "full", Path(folder))[0] > 0.01
 
 
 def test_a_seed_decides_the_text_and_seeds_differ(model):

@@ -106,6 +106,7 @@ def test_counted_tokens_go_on_from_sample_to_sample():
     batch = Counter(seq_len=4, vocab_size=10, num_samples=100).batch(1, 2)
     assert batch.tolist() == [[4, 5, 6, 7, 8], [8, 9, 0, 1, 2]]
     assert batch.dtype == np.int64
+    assert (Counter(4, 10, 100).documents(1, 2) == np.zeros((2, 5))).all()
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,14 @@ def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(t
             {"batch": {"global_batch_size": 8}},
             "batch.global_batch_size is 8, and the run was trained with 4",
         ),
+        (
+            {"data": {"document_mask": True}},
+            "data.document_mask is True, and the run was trained with False",
+        ),
+        (
+            {"data": {"document_positions": True}},
+            "data.document_positions is True, and the run was trained with False",
+        ),
         ({"model": {"init_std": 0.5}}, "model.init_std is 0.5, and the run was trained with 0.02"),
     ],
     ids=str,

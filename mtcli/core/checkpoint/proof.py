@@ -8,7 +8,8 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.compare import differences, shared_names
-from mtcli.core.engine import Engine, open_model
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.engine import Engine, open_engine
 from mtcli.core.model.inputs import Cache
 from mtcli.core.runtime import Runtime
 from mtcli.core.spec.errors import failed
@@ -20,7 +21,7 @@ ROUNDINGS = 16  # of the weights, that logits may be apart after a change of dty
 def logits_of(folder: Path) -> Tensor:
     """Float32 logits [SEQUENCES, positions, vocabulary] of a checkpoint on tokens of seed 0."""
     runtime = Runtime(0, 1, 0, 1, torch.device("cpu"))
-    engine = open_model(str(folder), (), runtime).scorer
+    engine = open_engine(open_checkpoint(folder), (), runtime)
     count = min(TOKENS, engine.max_seq_len)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(engine.vocab_size, (SEQUENCES, count), generator=generator)

@@ -69,7 +69,7 @@ def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     flops = 4.0 * work.tokens * work.seq_len * heads * m.head_dim
     rate = device.peak("fp16" if "fp16" in device.flops else _narrow(work)) * device.sustained
     if work.flash:
-        seconds = flops / 2 / (rate * physics.attention)
+        seconds = flops / (2 if m.causal else 1) / (rate * physics.attention)
         return Pass(seconds, 2.5 * seconds)
     aligned = 1.0 if m.head_dim % 8 == 0 else physics.misaligned
     seconds = flops / (rate * physics.unfused_attention * aligned)

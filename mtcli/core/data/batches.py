@@ -110,6 +110,19 @@ class Batches:
             np.concatenate(parts, out=out.reshape(-1), casting="unsafe")  # uint16 or int32 widened
         return out
 
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """Which document each token of `batch(start, count)` is of: int32 [count, seq_len + 1].
+
+        A document is a sequence of the .idx; those of a row are 0, 1, 2, ... as they come.
+        """
+        lengths: list[int] = []
+        for window, first, last in self._windows(start, count):
+            starts, stops = window.start[first:last], window.stop[first:last]
+            lengths += [stop - begin for begin, stop in zip(starts, stops, strict=True)]
+        flat = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        rows = flat.reshape(count, self.seq_len + 1)
+        return rows - rows[:, :1]
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Which spans of which dataset `batch(start, count)` is made of, for the sample ledger."""
         return [self._sample_id(number) for number in range(start, start + count)]

@@ -1,39 +1,40 @@
 """Batches made ready on a thread, so that a training step never waits for its data."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import Queue
-
-import numpy as np
-
-from mtcli.core.data.batches import Batches
+from typing import Generic, TypeVar, cast
 
 END = object()
+Ready = TypeVar("Ready")
 
 
-class Prefetcher:
-    """Iterates over `batches.batch(start, count)` for every (start, count) of `wanted`, in order.
+class Prefetcher(Generic[Ready]):
+    """Iterates over `read(start, count)`, such as a `Batches.batch`, for all `wanted`, in order.
 
-    A thread keeps up to `depth` arrays ready; copying tokens leaves the interpreter to others. What
-    it meets (a disk that fails) is raised where the array would have come. Close it, or use `with`.
+    A thread keeps up to `depth` results ready; copying tokens leaves the interpreter to others.
+    What it meets (a disk that fails) is raised where the result would have come. Close it, or use
+    `with`.
     """
 
-    def __init__(self, batches: Batches, wanted: Iterable[tuple[int, int]], depth: int = 4) -> None:
+    def __init__(
+        self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]], depth: int = 4
+    ) -> None:
         self._ready: Queue[object] = Queue(depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(
-            target=self._fill, args=(batches, wanted), name="prefetch", daemon=True
+            target=self._fill, args=(read, wanted), name="prefetch", daemon=True
         )
         self._thread.start()
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        """The arrays int64 [count, seq_len + 1]."""
+    def __iter__(self) -> Iterator[Ready]:
+        """What was read, in the order of `wanted`."""
         while (item := self._ready.get()) is not END:
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            yield cast(Ready, item)
 
-    def __enter__(self) -> "Prefetcher":
+    def __enter__(self) -> "Prefetcher[Ready]":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,13 +48,13 @@ class Prefetcher:
                 self._ready.get_nowait()
             self._thread.join(0.01)
 
-    def _fill(self, batches: Batches, wanted: Iterable[tuple[int, int]]) -> None:
+    def _fill(self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]]) -> None:
         last: object = END
         try:
             for start, count in wanted:
                 if self._stopped.is_set():
                     return
-                self._ready.put(batches.batch(start, count))
+                self._ready.put(read(start, count))
         except BaseException as error:  # handed to the thread that iterates
             last = error
         self._ready.put(last)

@@ -1,4 +1,4 @@
-"""Self-attention over this rank's heads; grouped queries, causal or masked.
+"""Self-attention over this rank's heads; grouped queries, causal, full or masked.
 
 b sequences of s tokens, T = b * s; h query heads and g key-value groups of this rank, r = h / g.
 """
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
-from mtcli.core.parallel.cp import causal_attention, gather_sequence
+from mtcli.core.parallel.cp import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.random import keep_mask, stream_key
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.drop = model.attention_dropout
         self.drop_key = stream_key(seed, "dropout", f"{name}.probabilities")
         self.tp_rank, self.cp = build.groups.tp.rank, build.groups.cp
-        self.attend = causal_attention(build.cp_mode)
+        self.attend = attention_over(build.cp_mode)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
@@ -53,23 +53,26 @@ class Attention(nn.Module):
         if self.drop > 0.0 and inputs.numbers is not None:
             return self._attend_with_dropout(q, k, v, inputs)
         if inputs.mask is None and q.shape[2] == k.shape[2]:
-            return self.attend(q, k, v, self.cp)
+            return self.attend(q, k, v, self.cp, inputs.seen)
         mask = None if inputs.mask is None else inputs.mask[:, None]  # a cached step sees all
         grouped = self.queries_per_group > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        """Causal attention with probabilities dropped by (query token, head, key position)."""
+        """Attention with probabilities dropped by (query token, head, key position)."""
         assert inputs.numbers is not None, "dropout is a function of token numbers"
         r, numbers = self.queries_per_group, inputs.numbers
         k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
         s = k.shape[2]
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-        future = inputs.positions[:, None, :, None] < torch.arange(s, device=q.device)
-        probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+        keys = torch.arange(s, device=q.device)
+        mask = inputs.seen.mask(keys[zigzag(s, self.cp.size, self.cp.rank)], keys)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        probabilities = scores.softmax(-1)
         heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]
         rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]
-        index = rows[..., None] * s + torch.arange(s, device=q.device)
+        index = rows[..., None] * s + keys
         keep = keep_mask(self.drop_key, index, self.drop).to(v.dtype).div_(1.0 - self.drop)
         return (probabilities.to(v.dtype) * keep) @ v

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.model.rope import Rotation, rotation
+from mtcli.core.parallel.seen import Seen
 from mtcli.core.spec.model_config import ModelConfig
 
 
@@ -29,6 +30,8 @@ class Cache:
 class Inputs:
     """One micro-batch of b sequences of s tokens; T = b * s tokens, sequence by sequence.
 
+    `positions` say where a token stands in its sequence or document, `seen` what it sees of its
+    row.
     `numbers` are the tokens' global numbers, sample * seq_len + position over the whole run: the
     index of every dropout mask. None means no dropout.
     """
@@ -37,7 +40,8 @@ class Inputs:
     positions: Tensor  # [b, s] int64
     labels: Tensor | None = None  # [b, s] int64
     numbers: Tensor | None = None  # [b, s] int64
-    mask: Tensor | None = None  # [b, s, s] bool, True may attend; None is causal
+    seen: Seen = Seen()
+    mask: Tensor | None = None  # [b, s, s] bool, True may attend, in place of what `seen` says
     rotation: Rotation | None = None
     cache: Cache | None = None
     aux_scale: float = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
@@ -49,9 +53,13 @@ class Inputs:
 
 
 def make_inputs(model: ModelConfig, dtype: torch.dtype, tokens: Tensor, **others: Any) -> Inputs:
-    """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation."""
+    """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation.
+
+    `documents` [b, s of whole rows] keep tokens from seeing other documents than their own.
+    """
     positions = others.pop("positions", None)
+    seen = Seen(model.causal, others.pop("documents", None))
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turns = rotation(model, positions, dtype) if model.position == "rope" else None
-    return Inputs(tokens, positions, rotation=turns, **others)
+    return Inputs(tokens, positions, rotation=turns, seen=seen, **others)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_gather, all_reduce
-from mtcli.core.parallel.cp import sequence_order
+from mtcli.core.parallel.cp import sequence_order, zigzag
 from mtcli.core.parallel.ep import Routing
 from mtcli.core.spec.model_config import ModelConfig
 
@@ -70,7 +70,7 @@ class Router(nn.Module):
             keeps = self._within_capacity((scores_TE * chosen)[None], chosen[None])[0]
         else:
             whole = [self._whole_sequences(x, inputs) for x in (scores_TE * chosen, chosen)]
-            keeps = self._my_part(self._within_capacity(*whole), inputs)
+            keeps = self._my_part(self._within_capacity(*whole))
         return keeps.gather(1, experts)
 
     def _within_capacity(self, scores_bsE: Tensor, chosen_bsE: Tensor) -> Tensor:
@@ -92,9 +92,10 @@ class Router(nn.Module):
         flat = parts.transpose(0, 1).reshape(b, groups.cp.size * n, -1)
         return flat[:, sequence_order(flat.shape[1], groups.cp)]
 
-    def _my_part(self, x_bsE: Tensor, inputs: Inputs) -> Tensor:
-        rows = torch.arange(len(x_bsE), device=x_bsE.device)[:, None]
-        return self.build.my_tokens(x_bsE[rows, inputs.positions].flatten(0, 1))
+    def _my_part(self, x_bsE: Tensor) -> Tensor:
+        cp = self.build.groups.cp
+        mine = zigzag(x_bsE.shape[1], cp.size, cp.rank)
+        return self.build.my_tokens(x_bsE[:, mine].flatten(0, 1))
 
     def _losses(
         self, logits_TE: Tensor, scores_TE: Tensor, experts: Tensor, inputs: Inputs

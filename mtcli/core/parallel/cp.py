@@ -6,7 +6,7 @@ tokens (half early, half late), d head width.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mtcli.core.parallel.collectives import Rotation, all_to_all, gather_in
 from mtcli.core.parallel.groups import Axis
-from mtcli.kernels.attention import attention, attention_backward, merge_
-from mtcli.kernels.attention import causal_attention as whole_attention
+from mtcli.core.parallel.seen import Seen
+from mtcli.kernels.attention import attention, attention_backward, merge_, whole_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, Axis], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Axis, Seen], Tensor]
 
 
 def zigzag(seq_len: int, axis_size: int, rank: int) -> Tensor:
@@ -28,10 +28,11 @@ def zigzag(seq_len: int, axis_size: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * axis_size - 1 - rank]])
 
 
-def causal_attention(mode: str) -> Attend:
-    """Causal attention over a context cut by `zigzag`, in one of three ways.
+def attention_over(mode: str) -> Attend:
+    """Attention over a context cut by `zigzag`, in one of three ways.
 
-    Each takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens and gives [b, h, n, d].
+    Each takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens, the axis and what a query
+    sees, and gives [b, h, n, d].
     """
     return {"ring": _ring, "all_gather": _gathered, "a2a": _by_heads}[mode]
 
@@ -44,28 +45,41 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     return parts[sequence_order(parts.shape[0], axis)].transpose(0, 2)
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
+def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: Seen) -> Tensor:
     """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
-    return whole_attention(q, k, v) if axis.size == 1 else _Ring.apply(q, torch.stack([k, v]), axis)
+    if axis.size == 1:
+        return _whole(q, k, v, seen)
+    return _Ring.apply(q, torch.stack([k, v]), axis, seen)
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
+def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: Seen) -> Tensor:
     """Every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
     if axis.size == 1:
-        return whole_attention(q, k, v)
+        return _whole(q, k, v, seen)
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
     mine = zigzag(k.shape[2], axis.size, axis.rank).to(q.device)
-    mask = mine[:, None] >= torch.arange(k.shape[2], device=q.device)
+    mask = seen.mask(mine, torch.arange(k.shape[2], device=q.device))
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: Seen) -> Tensor:
     """Ulysses (arXiv:2309.14509): whole sequences for 1/cp of the heads, and back."""
     if axis.size == 1:
-        return whole_attention(q, k, v)
-    mixed = whole_attention(*(_to_heads(x, axis) for x in (q, k, v)))
+        return _whole(q, k, v, seen)
+    mixed = _whole(*(_to_heads(x, axis) for x in (q, k, v)), seen)
     return _to_tokens(mixed, axis)
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
+    """Attention of whole rows [b, h, s, d]; of documents one by one, which needs no mask."""
+    if seen.documents is None:
+        return whole_attention(q, k, v, seen.causal)
+    rows = []
+    for *row, lengths in zip(q, k, v, seen.lengths, strict=True):
+        documents = zip(*(x[None].split(lengths, 2) for x in row), strict=True)
+        rows.append(torch.cat([whole_attention(*x, seen.causal) for x in documents], 2))
+    return torch.cat(rows)
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
@@ -96,11 +110,12 @@ class _Ring(torch.autograd.Function):
     """Partial attention against one rank's keys at a time, merged by log-sum-exp.
 
     Of another rank's block a causal mask leaves a rectangle: all queries see the early half of an
-    earlier rank's keys, and the late half of the queries sees all of a later rank's.
+    earlier rank's keys, and the late half of the queries sees all of a later rank's. Full attention
+    sees the square.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis, seen: Seen) -> Tensor:
         """q [b, h, n, d], kv [2, b, g, n, d] -> [b, h, n, d]."""
         wide = torch.promote_types(q.dtype, torch.float32)
         mixed = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -108,18 +123,19 @@ class _Ring(torch.autograd.Function):
         block = kv
         for hop in range(axis.size):
             coming = Rotation(block, axis) if hop + 1 < axis.size else None
-            queries, keys = _rectangle(q.shape[2], hop, axis)
-            k, v = block[:, :, :, keys]
-            part, part_lse = attention(q[:, :, queries], k, v, causal=hop == 0)
-            merge_(mixed[:, :, queries], lse[:, :, queries], part.to(wide), part_lse)
+            if met := _meeting(q.shape[2], hop, axis, seen):
+                at, keys, causal, mask = met
+                k, v = block[:, :, :, keys]
+                part, part_lse = attention(q[:, :, at], k, v, causal, mask)
+                merge_(mixed[:, :, at], lse[:, :, at], part.to(wide), part_lse)
             block = coming.wait() if coming else block
         out = mixed.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.axis = axis
+        ctx.axis, ctx.seen = axis, seen
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Keys and values go round again; their gradients travel with them and end at home."""
         q, kv, out, lse = ctx.saved_tensors
         axis, grad = ctx.axis, grad.contiguous()
@@ -127,19 +143,42 @@ class _Ring(torch.autograd.Function):
         block, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
         for hop in range(axis.size):
             coming = Rotation(block, axis) if hop + 1 < axis.size else None
-            at, keys = _rectangle(q.shape[2], hop, axis)
-            k, v = block[:, :, :, keys]
-            saved = q[:, :, at], k, v, out[:, :, at]
-            parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal=hop == 0)
-            dq[:, :, at] += parts[0]
-            dkv[:, :, :, keys] += torch.stack(parts[1:])
+            if met := _meeting(q.shape[2], hop, axis, ctx.seen):
+                at, keys, causal, mask = met
+                saved = q[:, :, at], *block[:, :, :, keys], out[:, :, at]
+                parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal, mask)
+                dq[:, :, at] += parts[0]
+                dkv[:, :, :, keys] += torch.stack(parts[1:])
             dkv = Rotation(dkv, axis).wait()
             block = coming.wait() if coming else block
-        return dq.to(q.dtype), dkv.to(kv.dtype), None
+        return dq.to(q.dtype), dkv.to(kv.dtype), None, None
+
+
+class _Meeting(NamedTuple):
+    """Which of this rank's queries meet which of another's keys, and who sees whom."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    mask: Tensor | None
+
+
+def _meeting(tokens: int, hop: int, axis: Axis, seen: Seen) -> _Meeting | None:
+    """What this rank computes with the keys of rank - hop; None where no query sees a key."""
+    square = slice(None), slice(None)
+    queries, keys = _rectangle(tokens, hop, axis) if seen.causal else square
+    if seen.documents is None:
+        return _Meeting(queries, keys, seen.causal and hop == 0, None)
+    ranks = axis.rank, (axis.rank - hop) % axis.size
+    device = seen.documents.device
+    mine, theirs = (zigzag(tokens * axis.size, axis.size, rank).to(device) for rank in ranks)
+    mask = seen.mask(mine[queries], theirs[keys])
+    assert mask is not None, "documents make a mask"
+    return _Meeting(queries, keys, False, mask) if mask.any() else None
 
 
 def _rectangle(tokens: int, hop: int, axis: Axis) -> tuple[slice, slice]:
-    """(queries, keys) that see each other when this rank meets the keys of rank - hop."""
+    """(queries, keys) that see each other causally when this rank meets the keys of rank - hop."""
     if hop == 0:
         return slice(None), slice(None)
     if hop <= axis.rank:  # an earlier rank

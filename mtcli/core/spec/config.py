@@ -92,6 +92,10 @@ class DataConfig(Section):
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
     """shares of train, valid and test where one set of prefixes serves all three"""
+    document_mask: bool = False
+    """tokens see only their own document (Megatron's --reset-attention-mask)"""
+    document_positions: bool = False
+    """positions begin again at each document (Megatron's --reset-position-ids)"""
 
 
 class TrainConfig(Section):

@@ -84,6 +84,8 @@ class ModelConfig(Section):
     """base of the rotary frequencies"""
     rope_scaling: RopeScaling | None = None
     """Llama 3's scaling of the rotary frequencies"""
+    causal: bool = True
+    """false: every token sees all of its sequence, as in an encoder such as BERT"""
     tie_embeddings: bool
     """the head shares the token embedding's weight"""
     bias: bool

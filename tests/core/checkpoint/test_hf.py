@@ -341,6 +341,8 @@ def test_a_model_that_no_family_has_is_refused_with_what_is_in_the_way():
     grouped = ModelConfig(**shapes, num_kv_heads=1)
     with pytest.raises(MtcliError, match="gpt2 cannot have num_kv_heads=1"):
         family_of(grouped)
+    with pytest.raises(MtcliError, match="gpt2 cannot have causal=False"):
+        family_of(ModelConfig(**shapes, causal=False))
     wide = ModelConfig(**shapes, head_dim=6)
     with pytest.raises(MtcliError, match="gpt2 cannot have head_dim=6"):
         family_of(wide)

@@ -65,6 +65,12 @@ def test_flash_attention_computes_half_the_square_and_two_and_a_half_of_it_backw
     assert times.backward == pytest.approx(2.5 * times.forward)
 
 
+def test_full_attention_costs_the_whole_square():
+    full = attention_seconds(step(model=LARGE.model_copy(update={"causal": False})), H100, PERFECT)
+    assert full.forward == pytest.approx(2 * attention_seconds(step(), H100, PERFECT).forward)
+    assert full.backward == pytest.approx(2.5 * full.forward)
+
+
 def test_unaligned_heads_slow_only_written_out_attention():
     narrow = LARGE.model_copy(update={"head_dim": 150})
     times = [attention_seconds(step(model=m, flash=False), H100, PHYSICS) for m in (LARGE, narrow)]

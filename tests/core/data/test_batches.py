@@ -194,7 +194,7 @@ def test_data_that_changed_is_not_read_with_the_old_indices(make_dataset, monkey
 def test_the_prefetcher_gives_what_was_asked_for_in_order(blend):
     words, whole = blend
     wanted = [(start, 7) for start in range(0, 2100, 7)]
-    with Prefetcher(make(words, num_samples=3000), wanted, depth=3) as ready:
+    with Prefetcher(make(words, num_samples=3000).batch, wanted, depth=3) as ready:
         found = list(ready)
     assert len(found) == 300
     assert np.array_equal(np.concatenate(found), whole[:2100])
@@ -203,25 +203,23 @@ def test_the_prefetcher_gives_what_was_asked_for_in_order(blend):
 def test_the_prefetcher_works_ahead_but_not_without_bound(blend):
     asked = []
 
-    class Slow:
-        def batch(self, start, count):
-            asked.append(start)
-            return np.zeros((count, 2), np.int64)
+    def slow(start, count):
+        asked.append(start)
+        return np.zeros((count, 2), np.int64)
 
-    with Prefetcher(Slow(), ((n, 1) for n in range(10**9)), depth=2) as ready:
+    with Prefetcher(slow, ((n, 1) for n in range(10**9)), depth=2) as ready:
         next(iter(ready))
         assert len(asked) <= 5
     assert not ready._thread.is_alive()
 
 
 def test_the_prefetcher_raises_what_went_wrong_in_its_place(blend):
-    class Broken:
-        def batch(self, start, count):
-            if start == 2:
-                raise OSError("the disk is gone")
-            return np.zeros((count, 2), np.int64)
+    def broken(start, count):
+        if start == 2:
+            raise OSError("the disk is gone")
+        return np.zeros((count, 2), np.int64)
 
-    with Prefetcher(Broken(), [(0, 1), (1, 1), (2, 1), (3, 1)]) as ready:
+    with Prefetcher(broken, [(0, 1), (1, 1), (2, 1), (3, 1)]) as ready:
         found = iter(ready)
         next(found), next(found)
         with pytest.raises(OSError, match="the disk is gone"):

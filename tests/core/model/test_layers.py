@@ -1,6 +1,7 @@
 """Dropout as a function of global numbers, and attention dropout written out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mtcli.core.model.layers import Dropout
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import whole
+from mtcli.core.parallel.seen import restarted
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.kernels.random import keep_mask, stream_key
@@ -59,16 +61,27 @@ def test_no_numbers_or_no_probability_is_no_dropout():
     assert Dropout("site", 0.0, 7)(x, torch.arange(4)) is x
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["heads", "grouped"])
-def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model):
-    config = run_config(model | {"attention_dropout": 0.4}).model
+def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, causal, masked):
+    config = run_config(model | {"attention_dropout": 0.4, "causal": causal}).model
     build = Build(parameters(config), alone(), torch.float64)
     attention = Attention(1, config, build, seed=7)
     h, g, d = config.num_heads, config.num_kv_heads, config.head_dim
     qkv = torch.randn(B, S, g, h // g + 2, d, dtype=torch.float64)
     numbers = torch.arange(B * S).view(B, S) + 1000
-    inputs = make_inputs(config, torch.float64, torch.zeros(B, S, dtype=torch.int64))
-    inputs = type(inputs)(inputs.tokens, inputs.positions, numbers=numbers)  # without rotation
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    documents = documents if masked else torch.zeros(B, S)
+    inputs = make_inputs(
+        config,
+        torch.float64,
+        torch.zeros(B, S, dtype=torch.int64),
+        positions=restarted(documents),
+        documents=documents if masked else None,
+        numbers=numbers,
+    )
+    inputs = replace(inputs, rotation=None)
     mixed = attention.mix(qkv.view(B * S, -1), inputs).view(B, S, h, d)
     key = stream_key(7, "dropout", "blocks.1.attention.probabilities")
     for b in range(B):
@@ -76,10 +89,12 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model):
             group, query = divmod(head, h // g)
             q, k, v = (qkv[b, :, group, i] for i in (query, -2, -1))
             for t in range(S):
-                p = (k[: t + 1] @ q[t] / math.sqrt(d)).softmax(0)
-                index = (numbers[b, t] * h + head) * S + torch.arange(t + 1)
+                seen = torch.arange(t + 1 if causal else S)
+                seen = seen[documents[b, seen] == documents[b, t]]
+                p = (k[seen] @ q[t] / math.sqrt(d)).softmax(0)
+                index = (numbers[b, t] * h + head) * S + seen
                 kept = keep_mask(key, index, 0.4) / 0.6
-                torch.testing.assert_close(mixed[b, t, head], (p * kept) @ v[: t + 1])
+                torch.testing.assert_close(mixed[b, t, head], (p * kept) @ v[seen])
 
 
 def made(model, **sections):

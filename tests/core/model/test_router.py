@@ -39,7 +39,9 @@ def routed(changes):
     x = torch.randn(B * S, model.hidden_size, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
-    inputs = make_inputs(model, torch.float64, torch.zeros(B, S, dtype=torch.long))
+    tokens = torch.zeros(B, S, dtype=torch.long)
+    positions = torch.arange(S).remainder(3).expand(B, S)  # documents of 3 tokens: no capacity's
+    inputs = make_inputs(model, torch.float64, tokens, positions=positions)
     logits = (x @ router.weight.T).tolist()
     return model, [_scores(row, model.router_score) for row in logits], router(x, inputs)[1]
 
