@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from ranks import run_ranks
-from tiny import DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
+from tiny import BIASED, DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
 
 from mtcli.core.feed import Feed
 from mtcli.core.spec.layout import ParallelLayout
@@ -33,6 +33,7 @@ MODELS = {
     "moe wide": MOE
     | {"num_kv_heads": 4, "num_experts": 8, "router_groups": 4, "router_top_groups": 2}
     | {"router_score": "sigmoid", "shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True},
+    "moe biased": BIASED,
 }
 
 
@@ -63,6 +64,7 @@ class Measured(NamedTuple):
     rows: dict
     losses: list
     norms: list
+    untrained: dict  # what no gradient trains, after the last step
 
 
 def train_on(runtime, config, steps):
@@ -76,7 +78,9 @@ def train_on(runtime, config, steps):
     rows = {name: trainer.ownership.rows(name) for name in gradients}
     done += [trainer.train_step(feed) for _ in range(steps - 1)]
     feed.close()
-    return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)))
+    held = trainer.gradients.held
+    untrained = {n: held[n].tensor.clone() for n in held if n not in gradients}
+    return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)), untrained)
 
 
 def measure(runtime, row):
@@ -101,7 +105,8 @@ class Differences(NamedTuple):
 
 
 def compare(row):
-    """The Differences of a row. Raises AssertionError where a weight differs in any bit."""
+    """The Differences of a row. Raises AssertionError where an initial weight differs in any bit,
+    or a last value of what no gradient trains."""
     ranks, (exact, close) = run_ranks(row.world, measure, row), one_rank(row.model)
     found = [
         Differences(
@@ -112,6 +117,11 @@ def compare(row):
         )
         for rank, (mine, rounded) in enumerate(ranks)
     ]
+    for pair in ranks:
+        for mine, whole in zip(pair, (exact, close), strict=True):
+            for name, value in mine.untrained.items():
+                assert torch.equal(value, whole.untrained[name]), f"{name} ends otherwise"
+                assert value.any(), f"{name} has moved"
     held = [set(mine.weights) for mine, _ in ranks]
     assert set.union(*held) == set(exact.weights), "together the ranks hold every parameter"
     kept = sum(gradient.numel() for mine, _ in ranks for gradient in mine.gradients.values())

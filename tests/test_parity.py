@@ -2,7 +2,8 @@
 
 Each row trains a tiny model on a layout and is held to one process by itself: initial weights bit
 for bit, every first gradient of every rank (replicas, padding and the second copy of a tied
-embedding too), and loss and gradient norm over 20 steps. A new axis is a new row of ROWS.
+embedding too), loss and gradient norm over 20 steps, and bit for bit what no gradient trains after
+them. A new axis is a new row of ROWS.
 `python tests/test_parity.py --table` prints the differences that docs/parity.md shows.
 """
 
@@ -70,6 +71,12 @@ ROWS = [
     Row("moe early documents", 2, {"cp": 2, "ep": 2}),
     Row("gpt full", 4, {"cp": 2, "zero": 1}),
     Row("llama full documents", 4, {"tp": 2, "cp": 2}, TALL),
+    Row("moe biased", 4, {"tp": 2, "ep": 2, "etp": 2}, TALL),
+    Row("moe biased", 2, {"cp": 2, "ep": 2}),
+    Row("moe biased", 2, {"pp": 2, "schedule": "zero_bubble"}),
+    Row("moe biased", 1, {"recompute": "full"}, TALL),
+    Row("moe biased", 4, {"pp": 2, "ep": 2, "zero": 1}),
+    Row("moe biased", 4, {"cp": 2, "etp": 2, "zero": 3, "recompute": "full"}),
     Row("gpt dropout", 8, {"tp": 2, "pp": 2}),
     Row("llama", 8, {"tp": 2, "cp": 2, "pp": 2, "zero": 1}),
     Row("moe", 8, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}),

@@ -31,6 +31,13 @@ MOE = LLAMA | {
     "sequence_aux_loss_coeff": 0.01,
     "z_loss_coeff": 0.001,
 }
+BIASED = MOE | {
+    "num_experts": 8,
+    "router_groups": 4,
+    "router_top_groups": 2,
+    "router_score": "sigmoid",
+    "router_bias_update_rate": 0.01,
+}
 DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
 DOCUMENTS = {"document_mask": True, "document_positions": True}
 BATCH = {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 4}

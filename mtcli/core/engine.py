@@ -90,7 +90,8 @@ def load_weights(
     for name, (tensor, rows) in held.items():
         box = table[name].rectangle(groups.layout, groups.rank).rows(rows)
         tensor.zero_()  # rows that pad the vocabulary
-        tensor[box.inside] = checkpoint.read(name, box).to(tensor)
+        if not checkpoint.begins_at_zero(table[name]):
+            tensor[box.inside] = checkpoint.read(name, box).to(tensor)
 
 
 @dataclass(frozen=True)

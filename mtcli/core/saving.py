@@ -20,8 +20,9 @@ def pieces(trainer: "Trainer") -> list[Piece]:
     found = []
     for name, (tensor, rows) in trainer.gradients.held.items():
         if trainer.saves(name):
-            box = _box(trainer, name).rows(rows)
-            found.append(_piece(name, tensor.to(trainer.dtype), box, trainer.table[name]))
+            box, described = _box(trainer, name).rows(rows), trainer.table[name]
+            kept = tensor.to(trainer.dtype) if described.trained else tensor
+            found.append(_piece(name, kept, box, described))
     for key, tensor in trainer.optimizer.state().items():
         name = key.partition("/")[2]
         if trainer.ownership.answers_for(name):

@@ -87,7 +87,10 @@ def _skip(trainer: Trainer, step: Step, where: str) -> None:
 
 
 def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """A resumed run may change its layout, precision and length, not its model or data."""
+    """A resumed run may change its layout, precision and length, not its model or data.
+
+    The rate of the routers' biases may change, not whether there are any.
+    """
     before = checkpoint.config
     if before is None:
         return
@@ -105,6 +108,8 @@ def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     }
     shapes = before.model.model_dump(), config.model.model_dump()
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
+    if all(fixed["model.router_bias_update_rate"]):  # with biases, at any rate
+        del fixed["model.router_bias_update_rate"]
     for field, (old, new) in fixed.items():
         if old != new:
             hint = f"set it back to {old}, or train from it with --init into another output"

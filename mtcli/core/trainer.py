@@ -13,6 +13,7 @@ import torch
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.engine import DTYPES, build_stages, load_weights, wire_of
 from mtcli.core.feed import Feed
+from mtcli.core.model.balance import Balance
 from mtcli.core.model.init import initialise
 from mtcli.core.optim.adamw import AdamW
 from mtcli.core.optim.lr import learning_rate
@@ -38,6 +39,7 @@ class Step(NamedTuple):
     grad_norm: float  # before clipping
     seconds: float
     finite: bool  # the loss and the gradient; where not, nothing was updated
+    expert_load: float | None = None  # largest over mean, worst layer; None without router biases
 
 
 class Phases(NamedTuple):
@@ -66,6 +68,12 @@ class Trainer:
         self.stages = build_stages(config, self.groups, self._is_sharded)
         self.gradients = self._reduction()
         self.optimizer = AdamW(self.gradients.owned(), self.table, config.optimizer, self.dtype)
+        self.balance = Balance(
+            self.stages.values(),
+            config.model.router_bias_update_rate,
+            self.groups,
+            self.groups.axes["tokens" if p.sequence_parallel else "data"],
+        )
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(config))
@@ -130,13 +138,14 @@ class Trainer:
         loss, norm = self._global(loss_sum, squares)
         marks.append(self.pipeline.clock())
         lr = learning_rate(config.optimizer, self.step + 1, config.train.steps)
-        finite = math.isfinite(loss + norm)
+        finite, expert_load = math.isfinite(loss + norm), None
         step = self.step + 1
         if finite:
             self._update(norm, lr)
+            expert_load = self.balance.move_biases()
             self.step = step
         self.phases = Phases(*marks, self.pipeline.clock())
-        return Step(step, loss, lr, norm, perf_counter() - start, finite)
+        return Step(step, loss, lr, norm, perf_counter() - start, finite, expert_load)
 
     def forward_backward(self, feed: Feed) -> tuple[float, list[float]]:
         """(sum of this rank's losses, when its phases ended), with the gradients reduced."""
@@ -145,6 +154,7 @@ class Trainer:
         load = feed.step(self.step)
         marks.append(clock())
         self.gradients.begin()
+        self.balance.begin()
         loss_sum = self.pipeline.train_step(
             load,
             tokens=self.micro_batch_tokens,

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import DROPPING, GPT, LLAMA, Samples, run_config
+from tiny import BIASED, DROPPING, GPT, LLAMA, Samples, run_config
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
 from mtcli.core.feed import Feed
 from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.runtime import Runtime
 from mtcli.core.saving import pieces
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.load import config_of as config_from
@@ -19,6 +20,7 @@ from mtcli.core.trainer import Trainer
 
 TALL = {"micro_batch_size": 2}
 STEPS, STOP = 8, 4
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 FROM = (2, {"tp": 2}, TALL)
 TO = [
     (1, {}, {}),
@@ -151,6 +153,63 @@ def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(t
     losses = run_ranks(1, train, plain, tmp_path / "plain", 0, STOP)[0]
     more = run_ranks(1, train, config, tmp_path / "plain", STOP, STEPS)[0]
     assert len(losses + more) == STEPS and more[-1] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """(folder with step 4 of a run with biases of experts, its 8 losses, the final tensors)."""
+    config, folder = config_of(BIASED, FROM), tmp_path_factory.mktemp("biased")
+    losses = run_ranks(2, train, config, folder, 0, STEPS)[0]
+    final = tensors(folder, STEPS)
+    run_ranks(2, train, config, folder / "half", 0, STOP)
+    return folder / "half", losses, final
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (1, {"recompute": "full"}, {}),
+        (2, {"pp": 2, "schedule": "zero_bubble"}, {}),
+        (4, {"cp": 2, "ep": 2, "etp": 2, "zero": 1}, {}),
+        (2, {"ep": 2, "zero": 3}, {}),
+    ],
+    ids=str,
+)
+def test_biases_of_experts_go_on_on_any_layout(biased, layout, tmp_path):
+    folder, losses, final = biased
+    (tmp_path / f"step-{STOP:08d}").symlink_to(folder / f"step-{STOP:08d}")
+    again = run_ranks(layout[0], train, config_of(BIASED, layout), tmp_path, STOP, STEPS)[0]
+    assert again == pytest.approx(losses[STOP:], rel=1e-5)
+    found = tensors(tmp_path, STEPS)
+    for layer in range(2):
+        name = f"blocks.{layer}.mlp.router.bias"
+        assert torch.equal(found[name], final[name]) and found[name].any()
+    assert not [name for name in found if name.startswith("optimizer.") and "router.bias" in name]
+
+
+def test_the_rate_of_biases_may_change_and_not_whether_there_are_any(biased):
+    checkpoint = open_checkpoint(biased[0] / f"step-{STOP:08d}")
+    _require_same_run(run_config(BIASED | {"router_bias_update_rate": 1e-9}), checkpoint)
+    message = "model.router_bias_update_rate is 0.0, and the run was trained with 0.01"
+    with pytest.raises(MtcliError, match=message):
+        _require_same_run(run_config(BIASED | {"router_bias_update_rate": 0.0}), checkpoint)
+
+
+def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_way(
+    biased, tmp_path
+):
+    plain = BIASED | {"router_bias_update_rate": 0.0}
+    run_ranks(1, train, config_of(plain, (1, {}, {})), tmp_path, 0, STOP)
+    checkpoint = open_checkpoint(tmp_path / f"step-{STOP:08d}")
+    trainer = Trainer(config_of(BIASED, (1, {}, {})), ALONE)
+    trainer.load_weights(checkpoint)
+    for name, (tensor, _) in trainer.gradients.held.items():
+        stored = checkpoint.read(name) if trainer.table[name].trained else torch.zeros(8)
+        assert torch.equal(tensor[: len(stored)], stored), name
+    with pytest.raises(MtcliError, match="has the tensor blocks.0.mlp.router.bias, and the model"):
+        Trainer(config_of(plain, (1, {}, {})), ALONE).load_weights(
+            open_checkpoint(biased[0] / f"step-{STOP:08d}")
+        )
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from mtcli.core.checkpoint.blocks import verify_file
 from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.manifest import FileRecord
+from mtcli.core.checkpoint.names import is_optimizer
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.sharding import Parameter, Rectangle
 
 
 class Region(NamedTuple):
@@ -123,17 +124,25 @@ class Checkpoint:
                 self._entry(region)
 
     def require_model(self, model: ModelConfig) -> None:
-        """Raises MtcliError with every parameter of `model` that is not here in its shape."""
+        """Raises MtcliError with every parameter of `model` that is not here in its shape, and
+        every one that is here and not in `model`.
+
+        Untrained parameters that its own model does not have may be missing (`begins_at_zero`).
+        """
         problems = []
         for name, parameter in parameters(model).items():
+            if self.begins_at_zero(parameter):
+                continue
             if name not in self.tensors:
                 problems.append(Problem(f"{self.folder} has no tensor {name}"))
             elif self.tensors[name].shape != parameter.shape:
                 shape = self.tensors[name].shape
                 message = f"{name} is {shape} in {self.folder} and {parameter.shape} in the model"
                 problems.append(Problem(message))
+        for name in sorted(parameters(self.model).keys() - parameters(model).keys()):
+            problems.append(Problem(f"{self.folder} has the tensor {name}, and the model has not"))
         if problems:
-            raise MtcliError(*problems[:8], problems[-1]._replace(hint=self._way_to(model)))
+            raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=self._way_to(model)))
 
     def _way_to(self, model: ModelConfig) -> str:
         """What to do about a model whose tensors are not here."""
@@ -144,6 +153,17 @@ class Checkpoint:
             sizes += f",granularity={parts}"
         made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
         return f"the checkpoint is dense: {made} makes a mixture of experts of it"
+
+    def begins_at_zero(self, parameter: Parameter) -> bool:
+        """Whether a parameter is missing because this model was made without it: the bias of a
+        router, whose zeros change nothing."""
+        return not parameter.trained and parameter.name not in parameters(self.model)
+
+    def keeps_dtype(self, name: str) -> bool:
+        """Whether a tensor stays as wide as it is where weights are converted: optimizer state, and
+        what is moved by steps without being trained."""
+        table = parameters(self.model)
+        return is_optimizer(name) or (name in table and not table[name].trained)
 
     def _stored(self, name: str) -> Stored:
         if name not in self.tensors:

@@ -32,7 +32,7 @@ def differences(
     With `dtype`, weights of `a` are first converted to it. Two tensors are held at a time.
     """
     for name in shared_names(a, b):
-        if what := _difference(a, b, name, None if is_optimizer(name) else dtype):
+        if what := _difference(a, b, name, None if a.keeps_dtype(name) else dtype):
             yield Difference(name, what)
 
 

@@ -17,7 +17,7 @@ from mtcli.core.checkpoint.aside import written_aside
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.cuts import Cut, cuts_of
 from mtcli.core.checkpoint.hf import GENERATION, TOKENIZER_FILES
-from mtcli.core.checkpoint.names import HUGGINGFACE, TOKENIZER, is_optimizer
+from mtcli.core.checkpoint.names import HUGGINGFACE, TOKENIZER
 from mtcli.core.checkpoint.store import About, Outline, commit, write_outlined
 from mtcli.core.spec import check
 from mtcli.core.spec.config import BatchConfig, ParallelConfig, RunConfig
@@ -127,7 +127,7 @@ def _originals(source: Checkpoint) -> dict[str, Path]:
 
 
 def _outline(source: Checkpoint, cut: Cut, options: Options) -> Outline:
-    keep = options.dtype is None or is_optimizer(cut.name)
+    keep = options.dtype is None or source.keeps_dtype(cut.name)
     dtype = source.dtype(cut.name) if keep else options.dtype
     return Outline(cut.name, dtype, cut.box, source.shape(cut.name))
 

@@ -20,6 +20,7 @@ TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispa
 TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
+EXPERTS |= {"router_bias_update_rate"}
 
 
 def read_json(path: Path) -> Table:
@@ -102,7 +103,8 @@ def family_of(model: ModelConfig) -> Family:
             return family
     near = min(differences, key=lambda kind: len(differences[kind]))
     message = f"no Hugging Face family has this model: {near} cannot have "
-    raise wrong(message + ", ".join(differences[near]), f"the families are {', '.join(BY_TYPE)}")
+    hint = f"the families are {', '.join(BY_TYPE)}; a checkpoint of ours holds any model"
+    raise wrong(message + ", ".join(differences[near]), hint)
 
 
 def says_the_same(model: ModelConfig, other: ModelConfig) -> bool:

@@ -52,17 +52,18 @@ class Held(NamedTuple):
     """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
 
     `shard` is the first data rank's rows, which are as many as any's, and `padded` what all of them
-    take when each has as many.
+    take when each has as many. `untrained` come on top: they have no gradient and are never cut.
     """
 
     attention: int = 0
     experts: int = 0
     shard: int = 0
     padded: int = 0
+    untrained: int = 0
 
     @property
     def total(self) -> int:
-        """Elements of both grids."""
+        """Trained elements of both grids."""
         return self.attention + self.experts
 
 
@@ -95,16 +96,17 @@ def state_bytes(work: Workload, pp_rank: int) -> tuple[int, int, int]:
 
     zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
     (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
-    the weights it keeps are the masters.
+    the weights it keeps are the masters. Untrained weights are whole and as wide as gradients.
     """
     held, sizes = rank_elements(work, pp_rank), work.sizes
+    untrained = held.untrained * sizes.gradient
     if _is_sharded(work):
-        kept = held.shard
-        return kept * (sizes.master or sizes.weight), kept * sizes.gradient, kept * sizes.moments
+        kept, width = held.shard, sizes.master or sizes.weight
+        return kept * width + untrained, kept * sizes.gradient, kept * sizes.moments
     state = held.shard if work.zero else held.total
     gradients = held.padded if work.zero == 1 else held.total
     return (
-        held.total * sizes.weight,
+        held.total * sizes.weight + untrained,
         gradients * sizes.gradient,
         state * (sizes.master + sizes.moments),
     )
@@ -140,9 +142,12 @@ def block_elements(work: Workload) -> Held:
 def _elements(
     model: ModelConfig, layout: ParallelLayout, layers: int, ends: tuple[bool, bool]
 ) -> Held:
-    attention = experts = shard = padded = 0
+    attention = experts = shard = padded = untrained = 0
     for parameter, times in _parts(model, layers, ends):
         local = parameter.local_shape(layout)
+        if not parameter.trained:
+            untrained += times * prod(local)
+            continue
         ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
         rows = times * -(-local[0] // ranks) * prod(local[1:])
         shard, padded = shard + rows, padded + ranks * rows
@@ -150,7 +155,7 @@ def _elements(
             experts += times * prod(local)
         else:
             attention += times * prod(local)
-    return Held(attention, experts, shard, padded)
+    return Held(attention, experts, shard, padded, untrained)
 
 
 def _parts(

@@ -1,5 +1,8 @@
 """Which experts a token visits: scores, top-k, capacity, and the losses that keep the load even.
 
+Where the model has a bias per expert, it is added to the scores for the choice alone: weights,
+capacity and losses see the scores (arXiv:2408.15664, section 3). `balance.py` moves it.
+
 T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float32 (float64 stays).
 """
 
@@ -24,6 +27,8 @@ class Router(nn.Module):
     def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+        self.load_E = torch.zeros(model.num_experts, dtype=torch.int64, device=build.groups.device)
         self.model, self.build = model, build
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing]:
@@ -31,7 +36,7 @@ class Router(nn.Module):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
         scores_TE = logits_TE.softmax(-1) if self._is_softmax else logits_TE.sigmoid()
-        experts = _allowed(scores_TE.detach(), self.model).topk(self.model.top_k, -1).indices
+        experts = self._choice(scores_TE.detach())
         weights = scores_TE.gather(1, experts)
         if self.model.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -39,6 +44,8 @@ class Router(nn.Module):
         if inputs.aux_scale:
             losses = self._losses(logits_TE, scores_TE, experts, inputs)
             x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)
+            if self.bias is not None:
+                x_TD = _Counted.apply(x_TD, experts, self.load_E)
         return x_TD, Routing(weights, experts, kept, self.model.num_experts)
 
     def capacity(self, inputs: Inputs) -> int:
@@ -55,6 +62,12 @@ class Router(nn.Module):
     @property
     def _is_softmax(self) -> bool:
         return self.model.router_score == "softmax"
+
+    def _choice(self, scores_TE: Tensor) -> Tensor:
+        """[T, k]: the experts of each token, best first."""
+        if self.bias is not None:
+            scores_TE = scores_TE + self.bias
+        return _allowed(scores_TE, self.model).topk(self.model.top_k, -1).indices
 
     def _limit(self, tokens: int) -> int:
         """ceil(tokens * top_k / num_experts * capacity_factor)."""
@@ -148,8 +161,27 @@ class _WithLoss(torch.autograd.Function):
         return grad, torch.tensor(ctx.scale, dtype=ctx.dtype, device=grad.device), None
 
 
+class _Counted(torch.autograd.Function):
+    """x, whose backward adds the copies that this micro-batch sends to each expert to `load_E`.
+
+    A forward may run again to be kept in no memory; its backward runs once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, experts: Tensor, load_E: Tensor) -> Tensor:
+        chosen = experts.flatten()
+        ctx.counts_E = torch.zeros_like(load_E).scatter_add_(0, chosen, torch.ones_like(chosen))
+        ctx.load_E = load_E
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.load_E.add_(ctx.counts_E)
+        return grad, None, None
+
+
 def _allowed(scores_TE: Tensor, model: ModelConfig) -> Tensor:
-    """Scores with the experts outside a token's best groups at -1 (arXiv:2412.19437, 2.1.2)."""
+    """Scores, -inf for experts outside a token's best groups (arXiv:2412.19437, section 2.1.2)."""
     if model.router_groups == 1:
         return scores_TE
     grouped = scores_TE.unflatten(-1, (model.router_groups, -1))
@@ -157,7 +189,7 @@ def _allowed(scores_TE: Tensor, model: ModelConfig) -> Tensor:
     strength = grouped.topk(best, -1).values.sum(-1)
     chosen = strength.topk(model.router_top_groups, -1).indices
     allowed = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, chosen, True)
-    return grouped.masked_fill(~allowed[..., None], -1.0).flatten(-2)
+    return grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
 
 
 def _sequence_of(inputs: Inputs) -> Tensor:

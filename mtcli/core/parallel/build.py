@@ -35,10 +35,16 @@ class Build:
         return F.linear if self.weight_work is None else self.weight_work.linear
 
     def parameter(self, name: str) -> nn.Parameter:
-        """An uninitialised parameter of this rank's local shape, padding included."""
-        shape = self.table[name].local_shape(self.groups.layout)
+        """An uninitialised parameter of this rank's local shape, padding included.
+
+        What is not trained is moved by steps too small for 16 bits, so it is float32 at least.
+        """
+        described, dtype = self.table[name], self.dtype
+        if not described.trained:
+            dtype = torch.promote_types(dtype, torch.float32)
         device = self.device or self.groups.device
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
+        empty = torch.empty(described.local_shape(self.groups.layout), dtype=dtype, device=device)
+        return nn.Parameter(empty, requires_grad=described.trained)
 
     def optional(self, name: str) -> nn.Parameter | None:
         """The parameter, or None where the model has none of that name, such as a bias."""

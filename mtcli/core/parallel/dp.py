@@ -64,11 +64,11 @@ class Gradients:
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[str, Bucket] = {}
         for index, stage in stages.items():
-            named = [(n, p) for n, p in stage.named_parameters() if n not in self.bucket_of]
+            named = [(n, p) for n, p in ownership.trained(stage) if n not in self.bucket_of]
             for members in self._by_axes(named):
                 for part in _cut(reversed(members), bucket_bytes):
                     self._add_bucket(index, part)
-        self.fresh: set[str] = set(self.held)
+        self.fresh: set[str] = set(self.bucket_of)
         self.armed: set[int] = set()
         self.missing: dict[Bucket, set[str]] = {}  # what the last backward has yet to fill
 
@@ -79,7 +79,7 @@ class Gradients:
 
     def owned(self) -> dict[str, Tensor]:
         """The parameters' rows that this rank's optimizer updates, as views."""
-        return {name: held.tensor[self.ownership.rows(name)] for name, held in self.held.items()}
+        return {n: self.held[n].tensor[self.ownership.rows(n)] for n in self.bucket_of}
 
     def buffers(self) -> list[Tensor]:
         """The memory that gradients take."""
@@ -87,7 +87,7 @@ class Gradients:
 
     def begin(self) -> None:
         """Starts a step: the first gradient to come replaces the last step's."""
-        self.fresh, self.armed = set(self.held), set()
+        self.fresh, self.armed = set(self.bucket_of), set()
         self.missing = {bucket: set(bucket.slots) for bucket in self.buckets}
 
     def arm(self, stage: int) -> None:

@@ -43,13 +43,17 @@ class Ownership:
     sequence_parallel: bool
     shard: bool
 
+    def trained(self, stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of a stage that have a gradient, by name."""
+        return [(n, p) for n, p in stage.named_parameters() if self.table[n].trained]
+
     def summed_over(self, name: str) -> tuple[str, ...]:
         """The axes over which this rank's gradient is a partial sum."""
         return self.table[name].gradient_axes(self.groups.layout, self.sequence_parallel)
 
     def owner_axes(self, name: str) -> tuple[str, ...]:
         """The axes over which the optimizer state of a parameter is cut."""
-        if not self.shard:
+        if not self.shard or not self.table[name].trained:
             return ()
         return tuple(axis for axis in self.summed_over(name) if axis != "tp")
 

@@ -3,7 +3,8 @@
 A block's weights are gathered before its forward and again before its backward and let go after
 each; its gradients are reduce-scattered after every micro-batch's backward (arXiv:1910.02054,
 section 5.3; arXiv:2304.11277). The rows kept are float32 where training is in 16 bits, so they are
-the optimizer's masters, and no second copy exists. Experts are cut over edp, all else over dp * cp.
+the optimizer's masters, and no second copy exists. Experts are cut over edp, all else over dp * cp;
+what is not trained stays whole on every rank.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.dp import sum_tied_
 from mtcli.core.parallel.groups import Axis, Groups
-from mtcli.core.parallel.ownership import Held, Ownership
+from mtcli.core.parallel.ownership import Held, Ownership, whole
 
 
 def shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -> None:
@@ -38,12 +39,13 @@ def shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -
     wide = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
     for stage in stages.values():
+        untrained = {p for p in stage.parameters() if not p.requires_grad}
         for name, module in reversed(list(stage.named_modules())):  # children before parents
             if _is_expert_array(name):
                 fully_shard(module, mesh=experts, mp_policy=policy)
             elif _is_block(name):
-                fully_shard(module, mesh=data, mp_policy=policy)
-        fully_shard(stage, mesh=data, mp_policy=policy)
+                fully_shard(module, mesh=data, mp_policy=policy, ignored_params=untrained)
+        fully_shard(stage, mesh=data, mp_policy=policy, ignored_params=untrained)
         register_fsdp_forward_method(stage, "losses")  # it reads the head's weight
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -60,9 +62,9 @@ class ShardedGradients:
         self.parameters = {
             name: cast(DTensor, parameter)
             for stage in stages.values()
-            for name, parameter in stage.named_parameters()
+            for name, parameter in ownership.trained(stage)
         }
-        self.held = {
+        self.held = whole(stages) | {
             name: Held(parameter.to_local().data, ownership.rows(name))
             for name, parameter in self.parameters.items()
         }
@@ -76,8 +78,8 @@ class ShardedGradients:
         return {name: cast(DTensor, p.grad).to_local() for name, p in self.parameters.items()}
 
     def owned(self) -> dict[str, Tensor]:
-        """The rows that this rank's optimizer updates: all that it holds."""
-        return {name: held.tensor for name, held in self.held.items()}
+        """The rows that this rank's optimizer updates: all that it holds of what is trained."""
+        return {name: self.held[name].tensor for name in self.parameters}
 
     def buffers(self) -> list[Tensor]:
         """The memory that gradients take."""

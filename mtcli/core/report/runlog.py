@@ -71,6 +71,8 @@ class RunLog:
         }
         if valid_loss is not None:
             row["valid_loss"] = valid_loss
+        if step.expert_load is not None:
+            row["expert_load_max_over_mean"] = step.expert_load
         finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
         self.metrics.write(json.dumps(finite) + "\n")
         self.metrics.flush()

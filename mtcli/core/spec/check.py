@@ -105,6 +105,12 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
             f"at most {allowed}, or more router_top_groups",
             "model.top_k",
         )
+    if m.router_bias_update_rate and not m.num_experts:
+        yield Problem(
+            f"router_bias_update_rate={m.router_bias_update_rate} with num_experts=0",
+            "0 where there are no experts",
+            "model.router_bias_update_rate",
+        )
     if m.pad_to_capacity and not m.capacity_factor:
         yield Problem(
             "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",

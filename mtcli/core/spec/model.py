@@ -30,8 +30,8 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Parameters of the model; a tied head and vocabulary padding are not counted."""
-    return sum(parameter.numel for parameter in parameters(model).values())
+    """Trained parameters of the model; a tied head and vocabulary padding are not counted."""
+    return sum(p.numel for p in parameters(model).values() if p.trained)
 
 
 def count_active(model: ModelConfig) -> int:
@@ -144,6 +144,9 @@ def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterat
 def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     experts, hidden, ffn = model.num_experts, model.hidden_size, model.moe_ffn_hidden_size
     yield Parameter(f"{name}.router.weight", (experts, hidden), (None, None), "normal", layer)
+    if model.router_bias_update_rate:
+        bias = f"{name}.router.bias"
+        yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
     gated = model.activation == "swiglu"
     shape, cut = ((2, ffn), (None, "etp")) if gated else ((ffn,), ("etp",))
     up = f"{name}.experts.{'gate_up' if gated else 'up'}.weight"

@@ -128,6 +128,8 @@ class ModelConfig(Section):
     """Switch load-balancing loss over a rank's micro-batch, so it depends on micro_batch_size"""
     sequence_aux_loss_coeff: NonNegative = 0.0
     """the same loss over each sequence, which no layout changes"""
+    router_bias_update_rate: NonNegative = 0.0
+    """step of each expert's bias in the choice of experts, towards an even load; 0 is no bias"""
     z_loss_coeff: NonNegative = 0.0
     """mean square of the router's log-sum-exp"""
 

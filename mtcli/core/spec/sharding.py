@@ -45,7 +45,8 @@ class Parameter:
 
     `cut` names, per dimension, the mesh axis that cuts it evenly (None: not cut). `owner` is the
     block that holds it, or "first" / "last" for the pipeline's ends. A vocabulary dimension is
-    padded on the ranks so that it cuts evenly: `padded` says which dimension that is.
+    padded on the ranks so that it cuts evenly: `padded` says which dimension that is. One that is
+    not `trained` has no gradient and no optimizer state, and keeps at least float32.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Parameter:
     init: Init
     owner: int | Literal["first", "last"]
     padded: int | None = None
+    trained: bool = True
 
     @property
     def numel(self) -> int:

@@ -6,7 +6,7 @@ from mtcli.core.cost.memory import state_bytes
 from mtcli.core.cost.workload import Workload
 from mtcli.core.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.tiny import GPT, LLAMA, MOE, run_config
+from tests.tiny import BIASED, GPT, LLAMA, MOE, run_config
 
 ROWS = {
     "one rank": (1, GPT, {}, "fp32"),
@@ -21,6 +21,9 @@ ROWS = {
     "zero=3 is its own masters": (4, GPT, {"tp": 2, "zero": 3}, "bf16"),
     "zero=3 of experts": (4, MOE, {"pp": 2, "ep": 2, "zero": 3}, "bf16"),
     "zero=3 of nobody": (2, GPT, {"tp": 2, "zero": 3}, "bf16"),
+    "biases of experts, masters": (4, BIASED, {"tp": 2, "pp": 2, "zero": 1}, "bf16"),
+    "biases of experts, zero=3": (4, BIASED, {"ep": 2, "zero": 3}, "bf16"),
+    "biases of experts": (2, BIASED, {"ep": 2}, "fp64"),
     "folded": (4, MOE, {"tp": 2, "ep": 2, "etp": 2}, "fp32"),
 }
 

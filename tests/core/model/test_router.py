@@ -28,10 +28,11 @@ CASES = {
     "earliest within capacity": {"capacity_factor": 0.5, "drop_policy": "position"},
     "capacity of what a rank holds": {"capacity_factor": 0.75, "drop_scope": "sub_sequence"},
 }
+CASES |= {f"{case}, biased": CASES[case] | {"router_bias_update_rate": 0.1} for case in CASES}
 
 
 def routed(changes):
-    """(model, scores [T, E] by plain softmax or sigmoid, what Router says)."""
+    """(model, scores [T, E] by plain softmax or sigmoid, biases [E], what Router says)."""
     model = run_config(MOE | {"num_experts": 8, "top_k": 2} | changes).model
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     router = Router("blocks.0.mlp.router", model, Build(parameters(model), groups, torch.float64))
@@ -39,11 +40,15 @@ def routed(changes):
     x = torch.randn(B * S, model.hidden_size, generator=generator, dtype=torch.float64)
     with torch.no_grad():
         router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+        bias = torch.zeros(8)
+        if router.bias is not None:  # more apart than scores can be, and far below them
+            bias = router.bias.copy_(torch.randn(8, generator=generator) - 4.0)
     tokens = torch.zeros(B, S, dtype=torch.long)
     positions = torch.arange(S).remainder(3).expand(B, S)  # documents of 3 tokens: no capacity's
     inputs = make_inputs(model, torch.float64, tokens, positions=positions)
     logits = (x @ router.weight.T).tolist()
-    return model, [_scores(row, model.router_score) for row in logits], router(x, inputs)[1]
+    scores = [_scores(row, model.router_score) for row in logits]
+    return model, scores, bias.tolist(), router(x, inputs)[1]
 
 
 def _scores(logits, kind):
@@ -83,8 +88,11 @@ def _kept(chosen, scores, model):
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_go_where_brute_force_sends_them(case):
-    model, scores, routing = routed(CASES[case])
-    chosen = [_choices(row, model) for row in scores]
+    model, scores, bias, routing = routed(CASES[case])
+    biased = [[s + b for s, b in zip(row, bias, strict=True)] for row in scores]
+    chosen = [_choices(row, model) for row in biased]
+    if any(bias):
+        assert chosen != [_choices(row, model) for row in scores], "the case is a case"
     assert routing.experts.tolist() == chosen
     weights = [[row[e] for e in experts] for row, experts in zip(scores, chosen, strict=True)]
     if model.normalize_top_k:

@@ -79,6 +79,9 @@ ALSO = {  # further branches of the same rules
     "a choice without experts": (
         ["model.top_k=2"], 1, "model.top_k",
         "top_k=2 of num_experts=0 experts", "0 where there are no experts"),
+    "a bias of no expert": (
+        ["model.router_bias_update_rate=0.001"], 1, "model.router_bias_update_rate",
+        "router_bias_update_rate=0.001 with num_experts=0", "0 where there are no experts"),
     "groups that do not divide the experts": (
         [*MOE, "model.router_groups=3"], 1, "model.router_groups",
         "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
