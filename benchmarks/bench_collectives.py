@@ -1,0 +1,74 @@
+"""What a collective of two CPU ranks costs: gloo's loopback beside shared memory, and a plain copy.
+
+Results are compared first. The best of many calls counts: other work only ever adds time.
+
+    python benchmarks/bench_collectives.py
+"""
+
+import os
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from mtcli.core.parallel.neighbours import connect
+
+KIB = (4, 128, 512, 2048, 8192)  # what each rank gives
+CALLS = 60
+
+
+def main() -> None:
+    torch.multiprocessing.spawn(measure, (2,), 2)
+
+
+def measure(rank: int, world: int) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29560"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    memory = connect(rank, range(world), gather, 60.0)
+    assert memory is not None, "the ranks share no memory"
+    if rank == 0:
+        print(f"{'':24}{'gloo':>10}{'shared':>10}{'ratio':>8}{'copy':>10}   microseconds")
+    for kib in KIB:
+        x, rows = torch.randn(kib * 256), torch.randn(world, kib * 256)
+        parts = [torch.empty_like(rows) for _ in range(2)]
+        sums = [torch.empty_like(x) for _ in range(2)]
+        copy = best(lambda x=x, out=sums[0]: out.copy_(x))
+        old = best(lambda x=x, out=parts[0]: dist.all_gather_into_tensor(out.view(-1), x))
+        new = best(lambda x=x, out=parts[1]: memory.all_gather(out, x).wait())
+        assert torch.equal(*parts)
+        show(rank, f"all-gather {kib} KiB", old, new, copy)
+        old = best(lambda r=rows, out=sums[0]: dist.reduce_scatter_tensor(out, r.view(-1)))
+        new = best(lambda r=rows, out=sums[1]: memory.reduce_scatter(out, r).wait())
+        assert torch.equal(*sums)
+        show(rank, f"reduce-scatter {kib} KiB", old, new, copy)
+    dist.destroy_process_group()
+
+
+def best(call: Callable[[], object]) -> float:
+    """Seconds of the quickest call; all ranks begin each one together."""
+    seconds = []
+    for _ in range(CALLS):
+        dist.barrier()
+        start = perf_counter()
+        call()
+        seconds.append(perf_counter() - start)
+    return min(seconds)
+
+
+def show(rank: int, name: str, old: float, new: float, copy: float) -> None:
+    if rank == 0:
+        row = f"{old * 1e6:10.0f}{new * 1e6:10.0f}{old / new:8.1f}{copy * 1e6:10.0f}"
+        print(f"{name:24}{row}")
+
+
+def gather(value: object) -> list:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+if __name__ == "__main__":
+    main()

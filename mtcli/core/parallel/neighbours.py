@@ -1,0 +1,72 @@
+"""Finds out whether some ranks are on one machine, and gives them memory that they share."""
+
+import mmap
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from mtcli.core.parallel.shared_memory import SLOT_BYTES, SLOTS, SharedMemory
+
+
+def connect(
+    rank: int,
+    names: Sequence[int],
+    gather: Callable[[object], list[tuple[str, bytes]]],
+    timeout: float,
+) -> SharedMemory | None:
+    """The shared memory of the ranks called `names`, of which this one is number `rank`.
+
+    None where they are not all on one Linux machine. `gather` gives every rank's value to every
+    rank, and `timeout` is what a rank waits for another. The memory has no name in any file system
+    and goes when its ranks do.
+    """
+    listener = _listener()
+    places = gather((_machine(), listener.getsockname() if listener else None))
+    if listener is None or len({machine for machine, _ in places}) > 1:
+        return None
+    mine = os.memfd_create("mtcli")
+    os.ftruncate(mine, SLOTS * SLOT_BYTES)
+    files = {rank: mine}
+    peers = dict(_connections(rank, listener, [address for _, address in places]))
+    for connection in peers.values():
+        connection.settimeout(timeout)
+        socket.send_fds(connection, [b"\0"], [mine])
+    for peer, connection in peers.items():
+        _, (files[peer],), _, _ = socket.recv_fds(connection, 1, 1)
+    memory = [mmap.mmap(files[i], SLOTS * SLOT_BYTES) for i in range(len(names))]
+    for file in files.values():
+        os.close(file)
+    return SharedMemory(rank, names, memory, dict(sorted(peers.items())))
+
+
+def _machine() -> str:
+    """The same on two ranks that can reach each other's sockets."""
+    if sys.platform != "linux":
+        return f"none of rank {os.getpid()}"
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _listener() -> socket.socket | None:
+    if sys.platform != "linux":
+        return None
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(b"")  # the kernel names it, and the name goes when the socket does
+    listener.listen()
+    return listener
+
+
+def _connections(
+    rank: int, listener: socket.socket, addresses: list[bytes]
+) -> Iterator[tuple[int, socket.socket]]:
+    """Calls the ranks before this one and is called by those after it, who say who they are."""
+    for peer in range(rank):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(addresses[peer])
+        connection.send(rank.to_bytes(4, "little"))
+        yield peer, connection
+    for _ in range(rank + 1, len(addresses)):
+        connection, _ = listener.accept()
+        yield int.from_bytes(connection.recv(4), "little"), connection
+    listener.close()
