@@ -14,17 +14,14 @@ from torch import Tensor
 
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ledger import Call
-
-# torch 2.13 renames two collectives and deprecates the old names, which are all that 2.11 has.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from mtcli.core.parallel.wire import Work
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or `op`) over the axis, in place; x on every rank."""
     if axis.size > 1:
         with axis.ledger.call("all_reduce", axis, x, op):
-            dist.all_reduce(x, op=op, group=axis.group)
+            axis.wire.all_reduce(x, op).wait()
     return x
 
 
@@ -34,7 +31,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
         return x
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     with axis.ledger.call("all_gather", axis, x):
-        _gather_into(out, x.contiguous(), group=axis.group)
+        axis.wire.all_gather(out, x.contiguous()).wait()
     return out
 
 
@@ -44,49 +41,50 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return x
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     with axis.ledger.call("reduce_scatter", axis, x):
-        _scatter_from(out, x.contiguous(), group=axis.group)
+        axis.wire.reduce_scatter(out, x.contiguous()).wait()
     return out
 
 
 class Pending:
     """A collective under way, beside what this rank does next."""
 
-    def __init__(self, call: Call, works: list[dist.Work]) -> None:
-        self.call, self.works = call, works
+    def __init__(self, call: Call, start: Callable[[], Work]) -> None:
+        self.call = call
+        with call:  # a wire may have to end an earlier one first
+            self.work = start()
 
     def wait(self) -> None:
         """Returns when it is done."""
         with self.call:
-            for work in self.works:
-                work.wait()
+            self.work.wait()
 
     def is_completed(self) -> bool:
         """Whether it is done."""
-        return all(work.is_completed() for work in self.works)
+        return self.work.is_completed()
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Starts the sum over the axis, in place."""
     call = axis.ledger.call("all_reduce", axis, x)
-    return Pending(call, [dist.all_reduce(x, group=axis.group, async_op=True)])
+    return Pending(call, lambda: axis.wire.all_reduce(x, dist.ReduceOp.SUM))
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Starts x [n, ...] on each of n ranks -> out [...], row `rank` of the sum."""
     call = axis.ledger.call("reduce_scatter", axis, x)
-    return Pending(call, [_scatter_from(out, x.view(-1), group=axis.group, async_op=True)])
+    return Pending(call, lambda: axis.wire.reduce_scatter(out, x))
 
 
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Starts x [...] on each of n ranks -> out [n, ...]."""
     call = axis.ledger.call("all_gather", axis, x)
-    return Pending(call, [_gather_into(out.view(-1), x, group=axis.group, async_op=True)])
+    return Pending(call, lambda: axis.wire.all_gather(out, x))
 
 
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Starts sending x to a rank of the axis, which receives `what` under the same name."""
     call = axis.ledger.call("send", axis, x, what, peer)
-    return Pending(call, [dist.isend(x, axis.ranks[peer], group=axis.group)])
+    return Pending(call, lambda: dist.isend(x, axis.ranks[peer], group=axis.group))
 
 
 def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
@@ -154,15 +152,10 @@ class Rotation:
     """x of the previous rank of a ring, on its way while this rank computes."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
-        self.received, self.sent = torch.empty_like(x), x.contiguous()
-        after = axis.ranks[(axis.rank + 1) % axis.size]
-        before = axis.ranks[(axis.rank - 1) % axis.size]
+        x = x.contiguous()
+        self.received = torch.empty_like(x)
         call = axis.ledger.call("rotate", axis, x)
-        ops = [
-            dist.P2POp(dist.isend, self.sent, after, axis.group),
-            dist.P2POp(dist.irecv, self.received, before, axis.group),
-        ]
-        self.pending = Pending(call, dist.batch_isend_irecv(ops))
+        self.pending = Pending(call, lambda: axis.wire.shift(self.received, x))
 
     def wait(self) -> Tensor:
         """The tensor, once it is here."""
@@ -173,9 +166,9 @@ class Rotation:
 def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out, ones = torch.empty_like(x, memory_format=torch.contiguous_format), [1] * axis.size
     with axis.ledger.call("all_to_all", axis, x):
-        dist.all_to_all_single(out, x.contiguous(), group=axis.group)
+        axis.wire.all_to_all(out, x.contiguous(), ones, ones).wait()
     return out
 
 
@@ -201,7 +194,7 @@ class _AllToAllV(torch.autograd.Function):
 def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     with axis.ledger.call("all_to_all_v", axis, x, (sent, received)):
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group)
+        axis.wire.all_to_all(out, x.contiguous(), received, sent).wait()
     return out
 
 

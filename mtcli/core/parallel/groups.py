@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mtcli.core.parallel.ledger import Ledger
+from mtcli.core.parallel.wire import Wire, wire_between
 from mtcli.core.spec.layout import ParallelLayout
 
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
@@ -41,6 +42,7 @@ class Axis(NamedTuple):
     rank: int  # this rank's place in `ranks`
     group: dist.ProcessGroup | None  # None where there is nobody to talk to
     ledger: Ledger  # of this process
+    wire: Wire | None = None  # what carries its collectives, where there is somebody
 
     @property
     def size(self) -> int:
@@ -107,8 +109,10 @@ def make_groups(
     lists = {name: _groups(layout, own) for name, own in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
     with ledger.call("make_groups", world):
-        axes = {name: _axis(name, groups, world, timeout) for name, groups in lists.items()}
-    return Groups(layout, rank, device, axes | {"world": world})
+        made = {name: _axis(name, groups, world, timeout) for name, groups in lists.items()}
+        made["world"] = world
+        axes = {name: _wired(axis, timeout + LATER) for name, axis in made.items()}
+    return Groups(layout, rank, device, axes)
 
 
 def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
@@ -125,6 +129,12 @@ def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Ax
         if world.rank in ranks:
             mine, handle = tuple(ranks), made
     return Axis(name, mine, mine.index(world.rank), handle, world.ledger)
+
+
+def _wired(axis: Axis, timeout: float) -> Axis:
+    if axis.group is None:
+        return axis
+    return axis._replace(wire=wire_between(axis.group, axis.ranks, axis.rank, timeout))
 
 
 def _pipeline_ends(layout: ParallelLayout) -> list[list[int]]:

@@ -18,8 +18,8 @@ def connect(
     """The shared memory of the ranks called `names`, of which this one is number `rank`.
 
     None where they are not all on one Linux machine. `gather` gives every rank's value to every
-    rank, and `timeout` is what a rank waits for another. The memory has no name in any file system
-    and goes when its ranks do.
+    rank, which waits for another for `timeout` seconds at most. The memory has no name in any file
+    system and goes when its ranks do.
     """
     listener = _listener()
     places = gather((_machine(), listener.getsockname() if listener else None))

@@ -180,14 +180,18 @@ class SharedMemory:
         """How many more rounds a peer has written: one at least."""
         try:
             news = connection.recv(4096)
+        except TimeoutError:
+            raise RuntimeError(
+                f"rank {self.names[peer]} has not come: {connection.gettimeout()} s"
+            ) from None
         except ConnectionError:
             news = b""
         if not news:
             raise self._gone(peer)
         return len(news)
 
-    def _gone(self, peer: int) -> ConnectionError:
-        return ConnectionError(f"rank {self.names[peer]} has gone")
+    def _gone(self, peer: int) -> RuntimeError:
+        return RuntimeError(f"rank {self.names[peer]} has gone")
 
     def _place(self, rank: int, slot: int, like: Tensor, offset: int = 0) -> Tensor:
         """Memory of a rank, of the shape and dtype of `like`."""

@@ -1,0 +1,109 @@
+"""What carries the collectives of some ranks: a process group, or memory that they share."""
+
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mtcli.core.parallel.neighbours import connect
+
+# torch 2.13 renames two collectives and deprecates the old names, which are all that 2.11 has.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Returns when it is done."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+
+
+class Wire(Protocol):
+    """Starts collectives of n ranks; every tensor is contiguous."""
+
+    def all_reduce(self, x: Tensor, op: Any) -> Work:
+        """The sum (or `op`) over the ranks, in place."""
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """x [...] on each rank -> out [n, ...]."""
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        """x [n, ...] on each rank -> out [...], row `rank` of the sum; `out` may be that row."""
+
+    def all_to_all(self, out: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Work:
+        """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
+
+    def shift(self, out: Tensor, x: Tensor) -> Work:
+        """x of each rank -> out of the next one; the last one's goes to the first."""
+
+
+class Network:
+    """The wire of a process group: NCCL's or gloo's."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
+        self.group, self.ranks, self.rank = group, ranks, rank
+
+    def all_reduce(self, x: Tensor, op: Any) -> Work:
+        """The sum (or `op`) over the ranks, in place."""
+        return dist.all_reduce(x, op, self.group, async_op=True)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Work:
+        """x [...] on each rank -> out [n, ...]."""
+        return _gather_into(out.view(-1), x.view(-1), self.group, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
+        """x [n, ...] on each rank -> out [...], row `rank` of the sum."""
+        return _scatter_from(out.view(-1), x.view(-1), group=self.group, async_op=True)
+
+    def all_to_all(self, out: Tensor, x: Tensor, received: list[int], sent: list[int]) -> Work:
+        """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
+        return dist.all_to_all_single(out, x, received, sent, self.group, async_op=True)
+
+    def shift(self, out: Tensor, x: Tensor) -> Work:
+        """x of each rank -> out of the next one; the last one's goes to the first."""
+        after = self.ranks[(self.rank + 1) % len(self.ranks)]
+        before = self.ranks[self.rank - 1]
+        ops = [
+            dist.P2POp(dist.isend, x, after, self.group),
+            dist.P2POp(dist.irecv, out, before, self.group),
+        ]
+        return _Several(dist.batch_isend_irecv(ops), x)
+
+
+class _Several:
+    """Works that count as one; what they read stays in memory until then."""
+
+    def __init__(self, works: list[dist.Work], kept: Tensor) -> None:
+        self.works, self.kept = works, kept
+
+    def wait(self) -> None:
+        """Returns when all are done."""
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self.works)
+
+
+def wire_between(
+    group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout: float
+) -> Wire:
+    """Shared memory for CPU ranks of one machine, else the network. Collective over the group.
+
+    A rank waits `timeout` seconds for another one.
+    """
+    network = Network(group, ranks, rank)
+    if dist.get_backend(group) != "gloo":
+        return network
+
+    def gather(value: object) -> list:
+        values: list[object] = [None] * len(ranks)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return connect(rank, ranks, gather, timeout) or network
