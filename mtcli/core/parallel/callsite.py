@@ -10,7 +10,8 @@ import torch
 HERE = Path(__file__).parent
 PACKAGE = str(HERE.parents[1]) + os.sep
 # What stands between a collective and the code that wanted it: these, and all of torch.
-_BETWEEN = {str(HERE / f"{name}.py") for name in ("ledger", "collectives", "agreement")}
+_FILES = ("ledger", "collectives", "agreement", "wire", "shared_memory")
+_BETWEEN = {str(HERE / f"{name}.py") for name in _FILES}
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
