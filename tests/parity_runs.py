@@ -136,13 +136,14 @@ def slices(row, rank, mine, whole):
     table, found = parameters(row.config().model), []
     for name, gradient in mine.gradients.items():
         box = table[name].rectangle(layout, rank)
-        shape = table[name].local_shape(layout)
+        shape, stored = table[name].local_shape(layout), table[name].stored_shape(layout)
         weight, expected = (torch.zeros(shape, dtype=gradient.dtype) for _ in range(2))
-        weight[box.inside] = whole.weights[name][0][box.slices]
+        everything = table[name].local_shape(ParallelLayout(1))
+        weight[box.inside] = whole.weights[name][0].view(everything)[box.slices]
         kept, at = mine.weights[name]
-        assert torch.equal(kept, weight[at]), f"{name} starts otherwise"
-        expected[box.inside] = whole.gradients[name][box.slices]
-        error = gradient - expected[mine.rows[name]]
+        assert torch.equal(kept, weight.view(stored)[at]), f"{name} starts otherwise"
+        expected[box.inside] = whole.gradients[name].view(everything)[box.slices]
+        error = gradient - expected.view(stored)[mine.rows[name]]
         found.append(float(error.norm() / whole.gradients[name].norm()))
     return float(torch.tensor([0.0, *found]).max())  # Python's max would pass over a NaN
 

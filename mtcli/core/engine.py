@@ -87,11 +87,12 @@ def load_weights(
     """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it."""
     checkpoint.require_model(model)
     table = parameters(model)
-    for name, (tensor, rows) in held.items():
-        box = table[name].rectangle(groups.layout, groups.rank).rows(rows)
-        tensor.zero_()  # rows that pad the vocabulary
-        if not checkpoint.begins_at_zero(table[name]):
-            tensor[box.inside] = checkpoint.read(name, box).to(tensor)
+    for name, here in held.items():
+        here.tensor.zero_()  # rows that pad the vocabulary
+        if checkpoint.begins_at_zero(table[name]):
+            continue
+        for box, view in here.blocks(table[name], groups):
+            view.copy_(checkpoint.read(name, box))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.store import Piece
-from mtcli.core.spec.sharding import Parameter, Rectangle
+from mtcli.core.parallel.ownership import Held
 
 if TYPE_CHECKING:
     from mtcli.core.trainer import Trainer
@@ -18,16 +17,15 @@ OPTIMIZER = "optimizer."  # before the kind and the parameter's name: optimizer.
 def pieces(trainer: "Trainer") -> list[Piece]:
     """The weights and the optimizer state that this rank answers for, without padding."""
     found = []
-    for name, (tensor, rows) in trainer.gradients.held.items():
+    for name, held in trainer.gradients.held.items():
         if trainer.saves(name):
-            box, described = _box(trainer, name).rows(rows), trainer.table[name]
-            kept = tensor.to(trainer.dtype) if described.trained else tensor
-            found.append(_piece(name, kept, box, described))
+            kept = held.tensor.to(trainer.dtype) if trainer.table[name].trained else held.tensor
+            found += _pieces(trainer, name, name, Held(kept, held.rows))
     for key, tensor in trainer.optimizer.state().items():
         name = key.partition("/")[2]
         if trainer.ownership.answers_for(name):
-            box = _share(trainer, name)
-            found.append(_piece(f"{OPTIMIZER}{key}", tensor, box, trainer.table[name]))
+            share = Held(tensor, trainer.ownership.rows(name))
+            found += _pieces(trainer, f"{OPTIMIZER}{key}", name, share)
     return found
 
 
@@ -43,20 +41,17 @@ def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
         stored = f"{OPTIMIZER}{key}"
         if stored not in known and key.startswith("master/"):
             stored = name
-        box = _share(trainer, name)
         tensor.zero_()
-        tensor[box.inside] = checkpoint.read(stored, box).to(tensor)
+        share = Held(tensor, trainer.ownership.rows(name))
+        for box, view in share.blocks(trainer.table[name], trainer.groups):
+            view.copy_(checkpoint.read(stored, box))
     trainer.optimizer.set_step(checkpoint.step)
 
 
-def _share(trainer: "Trainer", name: str) -> Rectangle:
-    """The rectangle of the rows that this rank's optimizer owns of a parameter."""
-    return _box(trainer, name).rows(trainer.ownership.rows(name))
-
-
-def _box(trainer: "Trainer", name: str) -> Rectangle:
-    return trainer.table[name].rectangle(trainer.layout, trainer.groups.rank)
-
-
-def _piece(name: str, tensor: Tensor, box: Rectangle, described: Parameter) -> Piece:
-    return Piece(name, tensor[box.inside].cpu(), box.start, described.shape)
+def _pieces(trainer: "Trainer", stored: str, name: str, held: Held) -> list[Piece]:
+    """What a rank holds of a parameter or of its state, under the name it is `stored` by."""
+    described = trainer.table[name]
+    return [
+        Piece(stored, view.cpu(), box.start, described.shape)
+        for box, view in held.blocks(described, trainer.groups)
+    ]

@@ -149,7 +149,8 @@ def _elements(
             untrained += times * prod(local)
             continue
         ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
-        rows = times * -(-local[0] // ranks) * prod(local[1:])
+        stored = parameter.stored_shape(layout)
+        rows = times * -(-stored[0] // ranks) * prod(stored[1:])
         shard, padded = shard + rows, padded + ranks * rows
         if parameter.is_expert:
             experts += times * prod(local)

@@ -20,11 +20,10 @@ def initialise(
 ) -> None:
     """Fills parameters with this rank's slice of the initial weights, rounded to `dtype`."""
     table = parameters(model)
-    for name, (tensor, rows) in held.items():
-        box = table[name].rectangle(groups.layout, groups.rank).rows(rows)
-        tensor.zero_()  # rows that pad the vocabulary stay zero
-        values = initial_values(table[name], model, box, seed)
-        tensor[box.inside] = values.to(dtype).to(tensor)
+    for name, here in held.items():
+        here.tensor.zero_()  # rows that pad the vocabulary stay zero
+        for box, view in here.blocks(table[name], groups):
+            view.copy_(initial_values(table[name], model, box, seed).to(dtype))
 
 
 def initial_values(described: Parameter, model: ModelConfig, box: Rectangle, seed: int) -> Tensor:

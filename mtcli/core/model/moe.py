@@ -31,8 +31,9 @@ class ExpertArray(nn.Module):
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp."""
-        ups = self.get_submodule(self.up_name).weight.flatten(1, -2).unbind(0)
-        downs = self.down.weight.unbind(0)
+        up_weight, down_weight = self.get_submodule(self.up_name).weight, self.down.weight
+        ups = up_weight.unflatten(0, (len(counts), -1)).unbind(0)
+        downs = down_weight.unflatten(0, (len(counts), -1)).unbind(0)
         parts = [
             F.linear(self._activate(F.linear(x, up)), down)
             for x, up, down in zip(x_ND.split(counts), ups, downs, strict=True)

@@ -35,7 +35,7 @@ class Build:
         return F.linear if self.weight_work is None else self.weight_work.linear
 
     def parameter(self, name: str) -> nn.Parameter:
-        """An uninitialised parameter of this rank's local shape, padding included.
+        """An uninitialised parameter of this rank, as a matrix or vector, padding included.
 
         What is not trained is moved by steps too small for 16 bits, so it is float32 at least.
         """
@@ -43,7 +43,7 @@ class Build:
         if not described.trained:
             dtype = torch.promote_types(dtype, torch.float32)
         device = self.device or self.groups.device
-        empty = torch.empty(described.local_shape(self.groups.layout), dtype=dtype, device=device)
+        empty = torch.empty(described.stored_shape(self.groups.layout), dtype=dtype, device=device)
         return nn.Parameter(empty, requires_grad=described.trained)
 
     def optional(self, name: str) -> nn.Parameter | None:

@@ -1,32 +1,37 @@
 """Who sums, keeps and answers for each parameter on this rank.
 
-A rank's rectangle of a parameter (Parameter.rectangle) may be cut once more, by rows (dimension 0)
-over the ranks that hold the same rectangle and see other data: rank i of n owners has rows
-[i * r, (i + 1) * r) with r = ceil(rows / n), the last ones fewer or none.
+A rank's rectangle of a parameter is stored as a matrix (Parameter.stored_shape), which may be cut
+once more, by rows, over the ranks that hold the same rectangle and see other data: rank i of n
+owners has rows [i * r, (i + 1) * r) with r = ceil(rows / n), the last ones fewer or none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from mtcli.core.parallel.groups import Axis, Groups
-from mtcli.core.spec.sharding import Parameter
+from mtcli.core.spec.sharding import Parameter, Rectangle
 
 TIED = "embedding.weight"  # on the first stage, and again on the last where the head is tied
 HEAD = "head.weight"  # in the table where it is not
 
 
 class Held(NamedTuple):
-    """The memory that a rank keeps of a parameter: `tensor` is rows `rows` of its rectangle."""
+    """The memory that a rank keeps of a parameter: `tensor` is some of the stored rows."""
 
     tensor: Tensor
     rows: slice
 
+    def blocks(self, described: Parameter, groups: Groups) -> Iterator[tuple[Rectangle, Tensor]]:
+        """The rectangles of the global tensor that are here, and a view of each."""
+        for rows, box in described.blocks(groups.layout, groups.rank, self.rows):
+            yield box, self.tensor[rows].view(box.size)
+
 
 def whole(stages: Mapping[int, nn.Module]) -> dict[str, Held]:
-    """Every parameter of some stages by name, each with all rows of its rectangle."""
+    """Every parameter of some stages by name, each with all rows."""
     return {
         name: Held(parameter.data, slice(0, len(parameter)))
         for stage in stages.values()
@@ -67,8 +72,8 @@ class Ownership:
         return self.groups.over(tuple(left))
 
     def rows(self, name: str) -> slice:
-        """The rows of its rectangle that this rank owns; maybe none."""
-        rows = self.table[name].local_shape(self.groups.layout)[0]
+        """The stored rows that this rank owns; maybe none."""
+        rows = self.table[name].stored_shape(self.groups.layout)[0]
         return owned_rows(rows, self.owners(name))
 
     def answers_for(self, name: str) -> bool:

@@ -32,7 +32,7 @@ class ColumnLinear(nn.Module):
     """y = x W^T + b with the rows of W split over tp: each rank computes its own slice of y.
 
     x_TD [T/tp, D] -> y_TF [T, F/tp]. Pair it with RowLinear; nothing is exchanged between.
-    The weight may have several leading dimensions [..., D]; y has them flattened.
+    Of several leading dimensions [..., D] of a weight, y has the product.
     """
 
     def __init__(self, name: str, build: Build) -> None:
@@ -45,7 +45,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Returns this rank's columns of y."""
         bias = None if self.bias is None else self.bias.flatten()
-        return self.linear(self.enter(x_TD, self.tp), self.weight.flatten(0, -2), bias)
+        return self.linear(self.enter(x_TD, self.tp), self.weight, bias)
 
 
 class RowLinear(nn.Module):

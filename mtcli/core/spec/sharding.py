@@ -5,6 +5,7 @@ ask here. Facts are kept by canonical name and never on an nn.Parameter, whose a
 in to_empty(), load_state_dict(assign=True) and deepcopy.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
@@ -27,16 +28,17 @@ class Rectangle(NamedTuple):
         """The block as an index into the global tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
 
-    def rows(self, rows: slice) -> "Rectangle":
-        """Some rows (dimension 0) of the block, as far as it has them: padding is cut off."""
-        first, last = min(rows.start, self.size[0]), min(rows.stop, self.size[0])
-        start, size = (self.start[0] + first, *self.start[1:]), (last - first, *self.size[1:])
-        return Rectangle(start, size)
-
     @property
     def inside(self) -> tuple[slice, ...]:
         """The part of a local tensor that is the block; the rest is padding."""
         return tuple(slice(n) for n in self.size)
+
+
+class Block(NamedTuple):
+    """Consecutive rows of a rank's memory, and the rectangle of the global tensor they are."""
+
+    rows: slice
+    box: Rectangle
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Parameter:
         return self.init in ("normal", "residual")
 
     def local_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """The shape that every rank allocates, padding included."""
+        """The shape of what every rank holds, padding included."""
         return tuple(
             -(-size // layout.size(axis)) if axis else size
             for size, axis in zip(self._padded_shape(layout), self.cut, strict=True)
@@ -86,6 +88,28 @@ class Parameter:
         start = [min(a, size) for a, size in zip(start, self.shape, strict=True)]
         size = [min(n, s - a) for n, s, a in zip(local, self.shape, start, strict=True)]
         return Rectangle(tuple(start), tuple(size))
+
+    def stored_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
+        """What every rank allocates: `local_shape` as a matrix [rows, columns], or a vector.
+
+        Data parallel ranks share rows. Rows of [2, ffn, hidden] alone would be too few for them.
+        """
+        local = self.local_shape(layout)
+        return (prod(local[:-1]), local[-1]) if len(local) > 1 else local
+
+    def blocks(self, layout: ParallelLayout, rank: int, rows: slice) -> Iterator[Block]:
+        """The blocks that some stored rows of a rank are made of, counted from the first of them.
+
+        Rows that pad the vocabulary are in none.
+        """
+        start, size = self.rectangle(layout, rank)
+        columns = len(size) - 1 if len(size) > 1 else 1  # dimensions before them are rows
+        leading = size[:columns]
+        for at, extent in _consecutive(leading, rows.start, min(rows.stop, prod(leading))):
+            first = _place(at, leading) - rows.start
+            corner = (*(a + b for a, b in zip(start, at, strict=False)), *start[columns:])
+            box = Rectangle(corner, (*extent, *size[columns:]))
+            yield Block(slice(first, first + prod(extent)), box)
 
     def replicated_over(self, layout: ParallelLayout) -> tuple[str, ...]:
         """Axes of its grid, pipeline aside, along which ranks hold the same elements."""
@@ -114,3 +138,33 @@ class Parameter:
         multiple = VOCAB_MULTIPLE * (layout.size(axis) if axis else 1)
         rows = -(-self.shape[self.padded] // multiple) * multiple
         return (*self.shape[: self.padded], rows, *self.shape[self.padded + 1 :])
+
+
+def _consecutive(
+    shape: tuple[int, ...], first: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(start, size) of the rectangles that elements first .. end - 1 of an array fill, in order."""
+    if first >= end:
+        return
+    if len(shape) == 1:
+        yield (first,), (end - first,)
+        return
+    inner = prod(shape[1:])
+    row, begun = divmod(first, inner)
+    if begun or end - first < inner:  # a part of one row, then the rest
+        stop = min(end, (row + 1) * inner)
+        for start, size in _consecutive(shape[1:], begun, stop - row * inner):
+            yield (row, *start), (1, *size)
+        yield from _consecutive(shape, stop, end)
+        return
+    rows = (end - first) // inner
+    yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+    yield from _consecutive(shape, first + rows * inner, end)
+
+
+def _place(at: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The number of an element of an array in row-major order."""
+    place = 0
+    for index, size in zip(at, shape, strict=True):
+        place = place * size + index
+    return place

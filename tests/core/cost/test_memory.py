@@ -66,12 +66,19 @@ def test_one_rank_keeps_weights_wide_gradients_masters_and_two_moments(precision
     )
 
 
-def test_zero_1_cuts_the_optimizer_state_along_first_dimensions_and_zero_3_everything():
+def rows_and_columns(parameter, layout):
+    """A rank's part of a parameter as a matrix; a vector has columns of one element."""
+    *rows, columns = parameter.local_shape(layout)
+    return (prod(rows), columns) if rows else (columns, 1)
+
+
+def test_zero_1_cuts_the_optimizer_state_by_rows_and_zero_3_everything():
     model = gpt(num_layers=1)
     layout = ParallelLayout(3)  # three data ranks, which divide no dimension of 64
-    shard = sum(
-        -(-p.local_shape(layout)[0] // 3) * prod(p.shape[1:]) for p in parameters(model).values()
-    )
+    shard = 0
+    for parameter in parameters(model).values():
+        rows, columns = rows_and_columns(parameter, layout)
+        shard += -(-rows // 3) * columns
     whole = sum(prod(p.local_shape(layout)) for p in parameters(model).values())
     work = step(model, layout, precision="bf16", zero=1)
     # gradients are whole, each parameter's rows padded to three equal shares
@@ -84,9 +91,17 @@ def test_experts_state_is_cut_over_their_own_data_ranks():
     model, layout = mixture(num_layers=1, num_experts=16), ParallelLayout(8, ep=2)
     shard = 0  # 8 data ranks of attention, 4 of each expert, 8 experts on a rank
     for parameter in parameters(model).values():
-        first, *rest = parameter.local_shape(layout)
-        shard += -(-first // (4 if parameter.is_expert else 8)) * prod(rest)
+        rows, columns = rows_and_columns(parameter, layout)
+        shard += -(-rows // (4 if parameter.is_expert else 8)) * columns
     assert rank_elements(step(model, layout), 0).shard == shard
+
+
+def test_many_data_ranks_share_fused_matrices_of_few_leading_dimensions_evenly():
+    """Query, key and value have 8 groups and gate and up are 2: 64 ranks share their rows."""
+    model, layout = load_config("llama-3.1-8b").model, ParallelLayout(64)
+    held = rank_elements(step(model, layout), 0)
+    assert held.total / 64 <= held.shard < 1.01 * held.total / 64
+    assert held.padded < 1.01 * held.total
 
 
 def korthikanti(s, b, h, a, t, recompute, sequence_parallel):

@@ -108,7 +108,7 @@ def made(model, **sections):
 def test_a_stage_holds_every_parameter_under_its_canonical_name(model):
     config, stage = made(model)
     layout = ParallelLayout(1)
-    expected = {n: p.local_shape(layout) for n, p in parameters(config.model).items()}
+    expected = {n: p.stored_shape(layout) for n, p in parameters(config.model).items()}
     assert {n: tuple(p.shape) for n, p in stage.named_parameters()} == expected
 
 

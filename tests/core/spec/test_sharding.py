@@ -1,5 +1,7 @@
 """What ranks hold: slices tile every tensor on any layout, and gradients are partial sums."""
 
+from math import prod
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -44,6 +46,27 @@ def test_the_primary_slices_tile_every_tensor_exactly_once(run):
             if parameter.is_primary(layout, rank):
                 held[parameter.rectangle(layout, rank).slices] += 1
         assert (held == 1).all(), parameter.name
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs(), st.integers(1, 5))
+def test_the_rows_that_owners_share_are_blocks_that_tile_the_slice_in_order(run, owners):
+    model, layout = run
+    for parameter in parameters(model).values():
+        whole = np.arange(parameter.numel).reshape(parameter.shape)
+        local, stored = parameter.local_shape(layout), parameter.stored_shape(layout)
+        assert prod(stored) == prod(local) and len(stored) <= 2
+        for rank in range(layout.world):
+            mine = np.full(local, -1)  # as it lies in memory, padding marked
+            box = parameter.rectangle(layout, rank)
+            mine[box.inside] = whole[box.slices]
+            mine, share = mine.reshape(stored), -(-stored[0] // owners)
+            for first in range(0, stored[0], share):
+                part = mine[first : first + share]
+                found = np.full_like(part, -1)
+                for rows, at in parameter.blocks(layout, rank, slice(first, first + len(part))):
+                    found[rows] = whole[at.slices].reshape(found[rows].shape)
+                assert (found == part).all(), parameter.name
 
 
 @settings(max_examples=40, deadline=None)
