@@ -36,8 +36,9 @@ def test_a_gpu_gives_the_losses_of_the_cpu_in_float32(losses):
     assert losses("cuda", "fp32") == pytest.approx(losses("cpu", "fp32"), rel=1e-4)
 
 
-def test_a_gpu_learns_in_bfloat16_as_the_cpu_does_in_float32(losses):
-    assert losses("cuda", "bf16")[-1] == pytest.approx(losses("cpu", "fp32")[-1], rel=2e-2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_gpu_learns_in_16_bits_as_the_cpu_does_in_float32(losses, precision):
+    assert losses("cuda", precision)[-1] == pytest.approx(losses("cpu", "fp32")[-1], rel=2e-2)
 
 
 def mtcli(*arguments, folder):

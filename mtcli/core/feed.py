@@ -40,15 +40,20 @@ class Feed:
         self.next_step = -1
         self.reader: Prefetcher[Read] | None = None
 
-    def step(self, step: int, training: bool = True) -> Callable[[int], Inputs]:
-        """The micro-batches of step 0, 1, ...; those that follow are read meanwhile."""
+    def step(self, step: int, gradient_scale: float) -> Callable[[int], Inputs]:
+        """The micro-batches of step 0, 1, ...; those that follow are read meanwhile.
+
+        `gradient_scale` is the gradient of one token's loss; 0 where there is no backward, which
+        leaves dropout and auxiliary losses out.
+        """
         if step != self.next_step or self.reader is None:
             self.close()
             self.reader = Prefetcher(self._read, self._wanted(step))
         ready = iter(self.reader)
         samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
-        return lambda micro_batch: self._inputs(samples[micro_batch], step, micro_batch, training)
+        firsts = self._starts(step)
+        return lambda m: self._inputs(samples[m], firsts[m], gradient_scale)
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -76,13 +81,12 @@ class Feed:
         documents = self.batches.documents(start, count) if asked else None
         return Read(self.batches.batch(start, count), documents)
 
-    def _inputs(self, read: Read, step: int, micro_batch: int, training: bool) -> Inputs:
+    def _inputs(self, read: Read, first: int, gradient_scale: float) -> Inputs:
         mbs, seq_len = self._mbs, self.config.batch.seq_len
         rows = torch.from_numpy(read.tokens).to(self.groups.device, non_blocking=True)
         positions, documents = self._documents(read)
         model, numbers = self.config.model, None
-        if training and (model.dropout or model.attention_dropout):
-            first = self._starts(step)[micro_batch]
+        if gradient_scale and (model.dropout or model.attention_dropout):
             ids = torch.arange(first, first + mbs, device=rows.device)
             numbers = ids[:, None] * seq_len + self.positions
         return make_inputs(
@@ -93,7 +97,7 @@ class Feed:
             positions=positions,
             numbers=numbers,
             documents=documents,
-            aux_scale=1.0 / (self.config.batch.global_batch_size * seq_len) if training else 0.0,
+            aux_scale=gradient_scale,
         )
 
     def _documents(self, read: Read) -> tuple[Tensor, Tensor | None]:

@@ -30,6 +30,7 @@ from mtcli.core.report.records import Profiled, RankRecord, StepRecord
 from mtcli.core.runtime import Runtime
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.trainer import Phases, Trainer
+from mtcli.kernels.products import matmul
 
 SIDE = {"cpu": 1024, "cuda": 8192}  # large enough to run at full speed; 10 to 20 ms on a core
 OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates
@@ -50,7 +51,7 @@ def peak_flops(config: RunConfig, runtime: Runtime) -> float:
     seconds = []
     for _ in range(5):
         start = perf_counter()
-        (a @ b).sum().item()
+        matmul(a, b).sum().item()
         seconds.append(perf_counter() - start)
     return 2.0 * side**3 / min(seconds)
 

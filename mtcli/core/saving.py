@@ -3,15 +3,41 @@
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import ConfigDict, ValidationError
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.store import Piece
+from mtcli.core.checkpoint.tensorfile import damaged
+from mtcli.core.optim.loss_scale import ScaleState
 from mtcli.core.parallel.ownership import Held
+from mtcli.core.spec.section import Count, Section
 
 if TYPE_CHECKING:
     from mtcli.core.trainer import Trainer
 
 OPTIMIZER = "optimizer."  # before the kind and the parameter's name: optimizer.exp_avg/<name>
+
+
+class Progress(Section):
+    """What a run's checkpoint keeps besides its tensors: the manifest's `extra`."""
+
+    model_config = ConfigDict(extra="ignore")  # notes of others, which no step depends on
+
+    consumed_samples: Count = 0
+    """sequences trained on"""
+    updates: Count | None = None
+    """updates made; fewer than steps where some were skipped"""
+    loss_scale: ScaleState | None = None
+    """of a float16 run whose scale is dynamic"""
+
+
+def progress(trainer: "Trainer") -> Progress:
+    """How far a run has come."""
+    return Progress(
+        consumed_samples=trainer.consumed_samples,
+        updates=trainer.optimizer.updates,
+        loss_scale=trainer.loss_scale.state(),
+    )
 
 
 def pieces(trainer: "Trainer") -> list[Piece]:
@@ -31,10 +57,12 @@ def pieces(trainer: "Trainer") -> list[Piece]:
 
 @torch.no_grad()
 def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
-    """Fills the optimizer state with this rank's shares of a checkpoint's.
+    """Fills the optimizer state with this rank's shares of a checkpoint's, and its counters.
 
     A master that the checkpoint lacks, because it was trained in fp32, is the weight itself.
+    Raises MtcliError where the manifest's counters make no sense.
     """
+    done = _progress_of(checkpoint)
     known = set(checkpoint.names())
     for key, tensor in trainer.optimizer.state().items():
         name = key.partition("/")[2]
@@ -45,7 +73,17 @@ def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
         share = Held(tensor, trainer.ownership.rows(name))
         for box, view in share.blocks(trainer.table[name], trainer.groups):
             view.copy_(checkpoint.read(stored, box))
-    trainer.optimizer.set_step(checkpoint.step)
+    trainer.optimizer.set_updates(checkpoint.step if done.updates is None else done.updates)
+    trainer.loss_scale.load(done.loss_scale)
+
+
+def _progress_of(checkpoint: Checkpoint) -> Progress:
+    try:
+        return Progress.model_validate(checkpoint.extra)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(checkpoint.folder, f"extra.{where}: {first['msg']}") from None
 
 
 def _pieces(trainer: "Trainer", stored: str, name: str, held: Held) -> list[Piece]:

@@ -16,7 +16,7 @@ from mtcli.core.measure import peak_flops
 from mtcli.core.parallel.collectives import all_reduce, gather_objects
 from mtcli.core.report.runlog import RunLog
 from mtcli.core.runtime import Runtime, StopSignal
-from mtcli.core.saving import pieces
+from mtcli.core.saving import pieces, progress
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import failed, wrong
 from mtcli.core.spec.load import dump_toml
@@ -41,7 +41,7 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
     with closing(log), closing(feed):
         while trainer.step < config.train.steps and not stopped:
             step = trainer.train_step(feed)
-            if not step.finite:
+            if step.outcome == "fault":
                 _skip(trainer, step, first_nonfinite(trainer, feed))
             valid_loss = None
             if valid and step.step % config.train.eval_every == 0:
@@ -77,7 +77,9 @@ def _start(trainer: Trainer, resume: bool, init: str | None) -> Checkpoint | Non
 
 def _skip(trainer: Trainer, step: Step, where: str) -> None:
     """Goes on to the next batch with the weights as they were, or stops the run (exit 1)."""
-    message = f"step {step.step}: loss {step.loss}, gradient norm {step.grad_norm}; first {where}"
+    scaled = f" at loss scale {step.loss_scale:,g}" if step.loss_scale != 1.0 else ""
+    message = f"step {step.step}: loss {step.loss}, gradient norm {step.grad_norm}{scaled}"
+    message += f"; first {where}"
     if trainer.config.train.on_nonfinite == "stop":
         hint = "the last checkpoint is kept; lower optimizer.lr, look at the samples, or "
         raise failed(message, hint + "set train.on_nonfinite = 'skip'")
@@ -129,7 +131,7 @@ def _save(trainer: Trainer) -> Path:
         pieces(trainer),
         rank=trainer.groups.rank,
         gather=lambda value: gather_objects(value, trainer.groups.world),
-        extra={"consumed_samples": trainer.consumed_samples},
+        extra=progress(trainer).model_dump(),
         config_toml=dump_toml(config),
         tokenizer=_tokenizer(config),
         keep=config.train.keep,

@@ -6,7 +6,7 @@ this file only names what happens to a step.
 
 import math
 from time import perf_counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from mtcli.core.feed import Feed
 from mtcli.core.model.balance import Balance
 from mtcli.core.model.init import initialise
 from mtcli.core.optim.adamw import AdamW
+from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr import learning_rate
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.dp import Gradients, Reduction, square_sum
@@ -31,14 +32,19 @@ from mtcli.core.spec.model import parameters
 
 
 class Step(NamedTuple):
-    """What one step did."""
+    """What one step did.
+
+    At an `overflow` the loss scale was too large for float16 and the batch was passed over. A
+    `fault` is any other loss or gradient that is not finite: nothing changed, nor did the step.
+    """
 
     step: int
     loss: float  # mean over the global batch's tokens, nats
     lr: float
     grad_norm: float  # before clipping
     seconds: float
-    finite: bool  # the loss and the gradient; where not, nothing was updated
+    loss_scale: float  # of this step
+    outcome: Literal["updated", "overflow", "fault"]
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
 
 
@@ -74,6 +80,7 @@ class Trainer:
             self.groups,
             self.groups.axes["tokens" if p.sequence_parallel else "data"],
         )
+        self.loss_scale = LossScale.of(config.train)
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(config))
@@ -126,39 +133,41 @@ class Trainer:
         return self.step * self.config.batch.global_batch_size
 
     def train_step(self, feed: Feed) -> Step:
-        """One optimizer step on the next global batch.
-
-        Where the loss or a gradient is not finite, nothing changes and `finite` says so.
-        """
+        """One optimizer step on the next global batch; `outcome` says whether it was made."""
         config, start = self.config, perf_counter()
         self.groups.world.ledger.step = self.step + 1
         loss_sum, marks = self.forward_backward(feed)
         squares = square_sum(self.gradients)
         marks.append(self.pipeline.clock())
-        loss, norm = self._global(loss_sum, squares)
+        loss, scaled_norm = self._global(loss_sum, squares)
         marks.append(self.pipeline.clock())
-        lr = learning_rate(config.optimizer, self.step + 1, config.train.steps)
-        finite, expert_load = math.isfinite(loss + norm), None
-        step = self.step + 1
-        if finite:
-            self._update(norm, lr)
-            expert_load = self.balance.move_biases()
+        step, scale = self.step + 1, self.loss_scale.scale
+        lr, norm = learning_rate(config.optimizer, step, config.train.steps), scaled_norm / scale
+        outcome = self._outcome(loss, norm)
+        if outcome != "fault":
             self.step = step
+            self.loss_scale.update(outcome == "overflow")
+        expert_load = None
+        if outcome == "updated":
+            self._update(norm, scale, lr)
+            expert_load = self.balance.move_biases()
         self.phases = Phases(*marks, self.pipeline.clock())
-        return Step(step, loss, lr, norm, perf_counter() - start, finite, expert_load)
+        seconds = perf_counter() - start
+        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load)
 
     def forward_backward(self, feed: Feed) -> tuple[float, list[float]]:
         """(sum of this rank's losses, when its phases ended), with the gradients reduced."""
         batch, clock = self.config.batch, self.pipeline.clock
         marks = [clock()]
-        load = feed.step(self.step)
+        gradient_scale = self.loss_scale.scale / (batch.global_batch_size * batch.seq_len)
+        load = feed.step(self.step, gradient_scale)
         marks.append(clock())
         self.gradients.begin()
         self.balance.begin()
         loss_sum = self.pipeline.train_step(
             load,
             tokens=self.micro_batch_tokens,
-            scale=1.0 / (batch.global_batch_size * batch.seq_len),
+            scale=gradient_scale,
             before_last_backward=self.gradients.arm,
         )
         marks.append(clock())
@@ -180,10 +189,17 @@ class Trainer:
 
         return ShardedGradients(self.stages, self.ownership)
 
-    def _update(self, norm: float, lr: float) -> None:
+    def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
+        """The same on every rank, as the loss and the norm are."""
+        if math.isfinite(loss + norm):
+            return "updated"
+        return "overflow" if math.isfinite(loss) and self.loss_scale.can_fall else "fault"
+
+    def _update(self, norm: float, scale: float, lr: float) -> None:
         clip = self.config.optimizer.clip
-        if clip and norm > clip:
-            self.gradients.scale_(clip / norm)
+        factor = (clip / norm if clip and norm > clip else 1.0) / scale
+        if factor != 1.0:
+            self.gradients.scale_(factor)
         self.optimizer.step(self.gradients.views, lr)
         self.gradients.share_parameters()
 
@@ -195,7 +211,7 @@ class Trainer:
         pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(self.config))
         total = 0.0
         for step in range(steps):
-            load = feed.step(step, training=False)
+            load = feed.step(step, gradient_scale=0.0)
             outputs = pipeline.forward(load, self.micro_batch_tokens)
             last = self.stages.get(self.layout.num_stages - 1)
             for micro_batch, x_TD in enumerate(outputs):

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtcli.kernels.products import is_slow
+
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -128,6 +130,8 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     heads that stay in the cache took 0.8 to 0.9 and 0.4 to 0.6 of its forward time and 0.6 to 0.7
     and 0.5 to 0.8 of its backward time (one core of an AVX-512 EPYC, head_dim 64).
     """
+    if is_slow(q):
+        return whole_attention(q.float(), k.float(), v.float(), causal).to(q.dtype)
     row_bytes = q.shape[2] * q.element_size()
     if q.device.type != "cpu" or row_bytes > 2048 or not torch.is_grad_enabled():
         grouped = q.shape[1] != k.shape[1]

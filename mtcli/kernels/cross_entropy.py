@@ -44,8 +44,16 @@ def exp_and_target_(
 def cross_entropy_backward_(
     exps_TV: Tensor, sums_T: Tensor, target_T: Tensor, owned_T: Tensor, grad_T: Tensor
 ) -> Tensor:
-    """Overwrites the exponentials by the logits' gradient: (exps / sums - onehot) * grad."""
-    exps_TV.mul_((grad_T / sums_T)[:, None].to(exps_TV.dtype))
+    """Overwrites the exponentials by the logits' gradient: (exps / sums - onehot) * grad.
+
+    In float16 grad / sums stays wide: of a large vocabulary and batch it would be subnormal, and
+    rounding it would shift a whole row.
+    """
+    factor_T = grad_T / sums_T
+    if exps_TV.dtype != torch.float16:
+        factor_T = factor_T.to(exps_TV.dtype)
+    for rows in _row_blocks(exps_TV):
+        exps_TV[rows].mul_(factor_T[rows, None])
     at_target = exps_TV.gather(1, target_T[:, None])
     at_target -= grad_T.masked_fill(~owned_T, 0.0)[:, None].to(exps_TV.dtype)
     return exps_TV.scatter_(1, target_T[:, None], at_target)  # scatter_add_ widens 16 bits: 10x

@@ -19,8 +19,8 @@ from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.spec.load import load_config
 
 STEPS = 6
-KEYS = ["step", "consumed_samples", "loss", "lr", "grad_norm", "step_seconds"]
-KEYS += ["tokens_per_second", "mfu"]
+KEYS = ["step", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"]
+KEYS += ["step_seconds", "tokens_per_second", "mfu"]
 CONFIG = """
 seed = 7
 [model]
@@ -106,7 +106,8 @@ def test_a_run_folder_holds_config_metrics_and_the_newest_checkpoints(home, base
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["consumed_samples"] for row in rows] == [4 * n for n in range(1, STEPS + 1)]
     assert all([*row] == KEYS + ["valid_loss"] * (row["step"] % 3 == 0) for row in rows)
-    assert all(value > 0.0 for row in rows for key, value in row.items() if key != "lr")
+    assert {(row["loss_scale"], row["skipped"]) for row in rows} == {(1.0, False)}
+    assert all(row[key] > 0.0 for row in rows for key in row if key not in ("lr", "skipped"))
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(32 / row["step_seconds"])
     saved = sorted(path.name for path in (folder / "checkpoints").iterdir())

@@ -23,10 +23,10 @@ def groups_of(layout, rank):
     return Groups(layout, rank, torch.device("cpu"), {"cp": axis})
 
 
-def rows_of(config, layout, rank, step, **options):
+def rows_of(config, layout, rank, step, gradient_scale=1.0):
     """(tokens, labels, positions, numbers) of every micro-batch of a rank, one after another."""
     feed = Feed(Samples(config), config, groups_of(layout, rank))
-    load = feed.step(step, **options)
+    load = feed.step(step, gradient_scale)
     count = config.batch.global_batch_size // (config.batch.micro_batch_size * layout.dp)
     found = [load(m) for m in range(count)]
     feed.close()
@@ -69,7 +69,13 @@ def test_without_dropout_or_in_evaluation_tokens_have_no_numbers():
     layout = ParallelLayout(1)
     assert rows_of(run_config(batch=BATCH), layout, 0, 0)[0].numbers is None
     dropping = run_config(GPT | DROPPING, batch=BATCH)
-    assert rows_of(dropping, layout, 0, 0, training=False)[0].numbers is None
+    assert rows_of(dropping, layout, 0, 0, gradient_scale=0.0)[0].numbers is None
+
+
+def test_auxiliary_losses_have_the_gradient_scale_of_the_loss():
+    config, layout = run_config(batch=BATCH), ParallelLayout(1)
+    for scale in (0.0, 0.25):
+        assert {x.aux_scale for x in rows_of(config, layout, 0, 0, scale)} == {scale}
 
 
 def restarts_by_hand(documents):
@@ -118,15 +124,17 @@ def test_later_steps_are_read_ahead_and_none_past_the_end():
     config = run_config(batch=BATCH | {"micro_batch_size": 12})
     batches = Counting(config, 30)  # of 12: the last 6 are not a step
     feed = Feed(batches, config, groups_of(ParallelLayout(1), 0))
-    feed.step(0)
+    feed.step(0, 1.0)
     end = time.monotonic() + 10.0
     while len(batches.asked) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     assert batches.asked == [0, 12]
-    feed.step(1)
+    feed.step(1, 1.0)
     assert batches.asked == [0, 12]
     whole = torch.from_numpy(batches.batch(0, 12)[:, :-1])
-    assert torch.equal(feed.step(0)(0).tokens, whole), "back, as an evaluation that starts over"
+    assert torch.equal(feed.step(0, 0.0)(0).tokens, whole), (
+        "back, as an evaluation that starts over"
+    )
     feed.close()
 
 
@@ -142,7 +150,7 @@ def open_for(data, model=GPT, **options):
 
 
 def tokens_of(feed):
-    load = feed.step(0)
+    load = feed.step(0, 1.0)
     feed.close()
     return load(0).tokens
 

@@ -1,5 +1,7 @@
 """A run stops on one layout and goes on in another: the state is the same, and so is the curve."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -18,6 +20,7 @@ from mtcli.core.spec.model import parameters
 from mtcli.core.train import _require_same_run
 from mtcli.core.trainer import Trainer
 
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 TALL = {"micro_batch_size": 2}
 STEPS, STOP = 8, 4
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -244,3 +247,28 @@ def test_a_resumed_run_keeps_its_model_and_data_order(run, change, message):
     with pytest.raises(MtcliError) as caught:
         _require_same_run(config_from(table), checkpoint)
     assert message in str(caught.value) and "--init into another output" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"updates": -1}, "extra.updates: Input should be greater than or equal to 0"),
+        ({"loss_scale": {"scale": 0.5, "good_steps": 0, "patience": 1}}, "extra.loss_scale.scale"),
+        ({"loss_scale": {"scale": 2.0}}, "extra.loss_scale.good_steps: Field required"),
+    ],
+)
+def test_counters_that_make_no_sense_are_a_damaged_checkpoint(run, extra, message):
+    checkpoint = replace(open_checkpoint(run[1] / f"step-{STOP:08d}"), extra=extra)
+    trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
+    with pytest.raises(MtcliError, match="is damaged: ") as caught:
+        trainer.resume(checkpoint)
+    assert message in str(caught.value)
+
+
+def test_updates_are_those_the_checkpoint_counts_or_its_steps(run):
+    checkpoint = open_checkpoint(run[1] / f"step-{STOP:08d}")
+    trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
+    trainer.resume(checkpoint)  # written without a count, as by older versions
+    assert trainer.optimizer.updates == STOP
+    trainer.resume(replace(checkpoint, extra={"updates": 3, "of a later version": 1}))
+    assert (trainer.optimizer.updates, trainer.step) == (3, STOP)

@@ -134,7 +134,7 @@ def test_a_step_that_is_not_finite_says_so_and_changes_nothing(broken):
     before = [p.detach().clone() for p in trainer.stages[0].parameters()]
     step = trainer.train_step(feed)
     feed.close()
-    assert (step.step, step.finite) == (1, False)
+    assert (step.step, step.outcome) == (1, "fault")
     assert not math.isfinite(step.loss + step.grad_norm)
     assert trainer.step == 0
     for parameter, value in zip(trainer.stages[0].parameters(), before, strict=True):
@@ -171,7 +171,9 @@ def test_a_loop_stops_at_or_skips_steps_that_are_not_finite(tmp_path, choice):
     assert code == 1 and len(rows) == 1
 
 
-@pytest.mark.parametrize(("precision", "state"), [("fp32", 4 + 4 + 8), ("bf16", 2 + 4 + 12)])
+@pytest.mark.parametrize(
+    ("precision", "state"), [("fp32", 4 + 4 + 8), ("bf16", 2 + 4 + 12), ("fp16", 2 + 4 + 12)]
+)
 def test_state_bytes_are_weights_gradients_masters_and_moments(precision, state):
     config = run_config(LLAMA, train={"precision": precision})
     trainer = Trainer(config, ALONE)

@@ -126,6 +126,21 @@ def test_the_blocked_path_has_the_values_and_gradients_of_the_closed_form(shape,
         torch.testing.assert_close(leaf.grad.double(), gradient, rtol=tight, atol=tight)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float16_on_a_cpu_is_rounded_at_the_ends_only(shape):
+    q, k, v, grad = (x.half() for x in made(shape))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = whole_attention(*leaves, True)
+    out.backward(grad)
+    expected, lse = dense(*(x.double() for x in (q, k, v)), causal=True)
+    saved = (q.double(), k.double(), v.double(), expected)
+    gradients = attention_backward_reference(grad.double(), saved, lse, True)
+    found = [out, *(leaf.grad for leaf in leaves)]
+    for mine, exact in zip(found, [expected, *gradients], strict=True):
+        assert mine.dtype == torch.float16
+        assert (mine.double() - exact).norm() < 2.0**-11 * exact.norm()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_rows_and_rows_without_gradients_give_the_same_values(causal):
     q, k, v, _ = made("many", torch.float32)

@@ -32,7 +32,12 @@ def ours(logits, targets, valid, grad):
 @pytest.mark.parametrize("columns", [1, 2, 129, 40_000])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)],
+    [
+        (torch.float64, 1e-12),
+        (torch.float32, 2e-6),
+        (torch.bfloat16, 8e-3),
+        (torch.float16, 1e-3),
+    ],
 )
 def test_the_parts_are_cross_entropy_and_its_gradient(columns, dtype, tolerance):
     logits, targets = made(columns, dtype)
@@ -45,6 +50,18 @@ def test_the_parts_are_cross_entropy_and_its_gradient(columns, dtype, tolerance)
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     error = (gradient.double() - exact.grad).norm() / max(exact.grad.norm(), 1.0)
     assert error < tolerance
+
+
+def test_a_small_gradient_of_float16_logits_is_rounded_element_by_element():
+    """1 / 2**18 tokens over a vocabulary of 40,000: grad / sums is far below float16's normals."""
+    logits, targets = made(40_000, torch.float16)
+    logits /= 100  # near uniform, as at the start of training
+    grad = torch.full((T,), 2.0**16 / 2**18)
+    _, gradient = ours(logits, targets, 40_000, grad)
+    exact = logits.double().softmax(-1) * 2.0**-2
+    exact[torch.arange(T), targets] -= 2.0**-2
+    excess = gradient.double().sum(-1) - exact.sum(-1)  # a rounded factor would shift a whole row
+    assert excess.abs().max() < 2e-3 * 2.0**-2
 
 
 def test_a_block_holds_fewer_rows_than_the_test_has():

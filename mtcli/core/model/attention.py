@@ -12,6 +12,7 @@ from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.cp import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels.products import matmul
 from mtcli.kernels.random import keep_mask, stream_key
 
 
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         r, numbers = self.queries_per_group, inputs.numbers
         k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
         s = k.shape[2]
-        scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
+        scores = matmul(q * self.head_dim**-0.5, k.transpose(-1, -2))  # scaled first, for float16
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         keys = torch.arange(s, device=q.device)
         mask = inputs.seen.mask(keys[zigzag(s, self.cp.size, self.cp.rank)], keys)
@@ -75,4 +76,4 @@ class Attention(nn.Module):
         rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]
         index = rows[..., None] * s + keys
         keep = keep_mask(self.drop_key, index, self.drop).to(v.dtype).div_(1.0 - self.drop)
-        return (probabilities.to(v.dtype) * keep) @ v
+        return matmul(probabilities.to(v.dtype) * keep, v)

@@ -14,6 +14,7 @@ from mtcli.core.model.router import Router
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.ep import dispatch
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels.products import linear
 
 
 class ExpertArray(nn.Module):
@@ -35,7 +36,7 @@ class ExpertArray(nn.Module):
         ups = up_weight.unflatten(0, (len(counts), -1)).unbind(0)
         downs = down_weight.unflatten(0, (len(counts), -1)).unbind(0)
         parts = [
-            F.linear(self._activate(F.linear(x, up)), down)
+            linear(self._activate(linear(x, up)), down)
             for x, up, down in zip(x_ND.split(counts), ups, downs, strict=True)
         ]
         return torch.cat(parts)
@@ -73,5 +74,5 @@ class MixtureOfExperts(nn.Module):
             return y_TD
         shared = self.shared_expert(x_TD, inputs)
         if self.has_gate:
-            shared = F.linear(x_TD, self.shared_expert_gate.weight).sigmoid() * shared
+            shared = linear(x_TD, self.shared_expert_gate.weight).sigmoid() * shared
         return y_TD + shared

@@ -33,7 +33,7 @@ class AdamW:
             kind: {name: torch.zeros_like(m) for name, m in self.masters.items()}
             for kind in ("exp_avg", "exp_avg_sq")
         }
-        self.count = torch.zeros((), dtype=torch.float32)  # updates made, for bias correction
+        self.count = torch.zeros((), dtype=torch.float32)  # updates made
         self.config = config
         self.decays = {name for name in self.masters if table[name].decays}
 
@@ -62,9 +62,14 @@ class AdamW:
                 tensors[f"master/{name}"] = master
         return tensors
 
-    def set_step(self, step: int) -> None:
-        """Sets the number of updates made, which bias correction depends on."""
-        self.count.fill_(step)
+    @property
+    def updates(self) -> int:
+        """Updates made, which bias correction depends on."""
+        return int(self.count)
+
+    def set_updates(self, updates: int) -> None:
+        """Sets the number of updates made."""
+        self.count.fill_(updates)
 
     def _groups(self) -> list[tuple[list[str], float]]:
         """Names and their weight decay."""

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.split import WeightWork
 from mtcli.core.spec.sharding import Parameter
+from mtcli.kernels.products import linear
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ class Build:
 
     @property
     def linear(self) -> Callable[..., Tensor]:
-        """F.linear, or one whose weight gradients can wait."""
-        return F.linear if self.weight_work is None else self.weight_work.linear
+        """As F.linear, with weight gradients that can wait where the schedule splits."""
+        if self.weight_work is None:
+            return linear
+        return partial(linear, product=self.weight_work.linear)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.

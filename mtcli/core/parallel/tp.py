@@ -26,6 +26,7 @@ from mtcli.kernels.cross_entropy import (
     exp_and_target_,
     row_max,
 )
+from mtcli.kernels.products import linear
 
 
 class ColumnLinear(nn.Module):
@@ -92,7 +93,7 @@ class VocabEmbedding(nn.Module):
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x_TD [T/tp, D] -> logits_TV [T, V/tp], padding columns included."""
-        return F.linear(self.enter(x_TD, self.tp), self.weight)
+        return linear(self.enter(x_TD, self.tp), self.weight)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""

@@ -1,6 +1,7 @@
 """A finished run, read back from its folder: config.toml, metrics.jsonl and run.json."""
 
 import json
+import math
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ class FinishedRun(NamedTuple):
 
     folder: Path
     config: RunConfig
-    rows: list[dict[str, Any]]  # metrics.jsonl, by step
+    rows: list[dict[str, Any]]  # metrics.jsonl, by step; NaN where it says null
     world: int | None
 
 
@@ -48,7 +49,7 @@ def read_run(source: str) -> FinishedRun:
                 break
             where = f"{folder / METRICS}:{number}"
             raise wrong(f"{where} is no record of a step", "remove that line") from None
-        rows.append(row)
+        rows.append({key: math.nan if value is None else value for key, value in row.items()})
     if not rows:
         hint = f"profile {folder / 'config.toml'} to measure its config"
         raise wrong(f"{folder / METRICS} holds no steps", hint)
@@ -61,19 +62,23 @@ def _world(folder: Path) -> int | None:
 
 
 def summary_of(run: FinishedRun) -> dict[str, Any]:
-    """The figures of a finished run, named as those of a profile: medians over its steps."""
+    """The figures of a finished run, named as those of a profile: medians over its steps.
+
+    `loss` is of the steps whose loss is finite, and is left out where none is.
+    """
     seconds = [row["step_seconds"] for row in run.rows]
-    losses = [row["loss"] for row in run.rows]
-    return {
+    losses = [row["loss"] for row in run.rows if math.isfinite(row["loss"])]
+    ends = {"first": losses[0], "last": losses[-1], "min": min(losses)} if losses else None
+    figures = {
         "run": str(run.folder),
         "steps": len(run.rows),
         "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
         "tokens_per_second": median(row["tokens_per_second"] for row in run.rows),
         "mfu": median(row["mfu"] for row in run.rows),
-        "loss": {"first": losses[0], "last": losses[-1], "min": min(losses)},
         "parameters": count_parameters(run.config.model),
         "world": run.world,
     }
+    return figures | ({"loss": ends} if ends else {})
 
 
 def planned_of(run: FinishedRun, step_seconds: float) -> Timeline:

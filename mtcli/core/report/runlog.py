@@ -26,6 +26,7 @@ class RunLog:
         self.bar: Any = None
         self.last_saved: Path | None = None
         self.trackers: list[Any] = []
+        self.loss_scale = 1.0  # that was last shown
 
     def begin(self, world: int, rank_bytes: int, resumed_from: str) -> None:
         """Says what is about to be done, in numbers, and opens the files."""
@@ -65,6 +66,8 @@ class RunLog:
             "loss": step.loss,
             "lr": step.lr,
             "grad_norm": step.grad_norm,
+            "loss_scale": step.loss_scale,
+            "skipped": step.outcome != "updated",
             "step_seconds": step.seconds,
             "tokens_per_second": tokens / step.seconds,
             "mfu": flops / step.seconds / self.flops_per_second,
@@ -76,11 +79,26 @@ class RunLog:
         finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
         self.metrics.write(json.dumps(finite) + "\n")
         self.metrics.flush()
+        if step.outcome == "overflow":
+            self._warn_of_overflow(step)
         if step.step % self.config.train.log_every == 0:
-            self.bar.set_postfix_str(_line(row), refresh=False)
+            self.bar.set_postfix_str(self._line(row), refresh=False)
             for tracker in self.trackers:
                 tracker.log({k: v for k, v in row.items() if k != "step"}, step=step.step)
         self.bar.update(1)  # draws the line, so it comes last
+
+    def _line(self, row: dict[str, Any]) -> str:
+        """The progress line; the loss scale only where it has changed."""
+        text = f"loss {row['loss']:.4f} lr {row['lr']:.2e} {row['tokens_per_second']:,.0f} tok/s"
+        text += f" mfu {100 * row['mfu']:.1f}%"
+        if row["loss_scale"] != self.loss_scale:
+            self.loss_scale = row["loss_scale"]
+            text += f" loss scale {self.loss_scale:,g}"
+        return text + (f" valid {row['valid_loss']:.4f}" if "valid_loss" in row else "")
+
+    def _warn_of_overflow(self, step: Any) -> None:
+        message = f"step {step.step} skipped, gradients overflow at loss scale {step.loss_scale:,g}"
+        tqdm.write(f"warning: {message}", file=sys.stderr)
 
     def saved(self, path: Path) -> None:
         """Notes a checkpoint."""
@@ -108,12 +126,6 @@ def _axes(config: RunConfig, world: int) -> str:
     rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}
     sizes |= {axis: size for axis, size in rarer.items() if size != (axis != "zero")}
     return " ".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-def _line(row: dict[str, Any]) -> str:
-    text = f"loss {row['loss']:.4f} lr {row['lr']:.2e} {row['tokens_per_second']:,.0f} tok/s"
-    text += f" mfu {100 * row['mfu']:.1f}%"
-    return text + (f" valid {row['valid_loss']:.4f}" if "valid_loss" in row else "")
 
 
 def _truncated(path: Path, step: int) -> Any:

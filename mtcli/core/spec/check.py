@@ -135,10 +135,21 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
 
 
+def _loss_scale_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
+    t = config.train
+    if t.loss_scale and t.precision != "fp16":
+        yield Problem(
+            f"loss_scale={t.loss_scale:g} with precision={t.precision!r}, whose loss is not scaled",
+            "train.precision = 'fp16', or train.loss_scale = 0.0",
+            "train.loss_scale",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _heads,
     _experts_are_whole,
     *LAYOUT_RULES,
     _sequence_fits,
     _curve_fits,
+    _loss_scale_is_used,
 )

@@ -107,8 +107,16 @@ class TrainConfig(Section):
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""
-    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """of weights and activations; reductions and the optimizer stay in fp32 (fp64 in fp64)"""
+    loss_scale: NonNegative = 0.0
+    """fp16: fixed factor on the loss; 0 is dynamic"""
+    initial_loss_scale: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 65536.0
+    """fp16: the dynamic loss scale that a run starts from"""
+    loss_scale_window: PositiveInt = 1000
+    """fp16: steps in a row without overflow after which the loss scale doubles"""
+    loss_scale_hysteresis: PositiveInt = 2
+    """fp16: overflows since it last doubled from which on each halves the loss scale"""
     matmul: Literal["fast", "strict"] = "fast"
     """fast lets fp32 products use a quicker routine that has passed a start-up accuracy check"""
     save_every: Count = 0

@@ -137,12 +137,12 @@ def test_a_step_that_is_not_finite_moves_no_bias_and_leaves_no_load_to_the_next(
     with torch.no_grad():
         norm.fill_(float("nan"))
     step = trainer.train_step(feed)
-    assert not step.finite and step.expert_load is None
+    assert step.outcome == "fault" and step.expert_load is None
     assert torch.equal(router.bias, before) and before.any()
     trainer.forward_backward(feed)  # as the search for the first fault does
     with torch.no_grad():
         norm.copy_(kept)
-    assert trainer.train_step(feed).finite
+    assert trainer.train_step(feed).outcome == "updated"
     feed.close()
     assert int(router.load_E.sum()) == 4 * 8 * 2
 

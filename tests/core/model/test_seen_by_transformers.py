@@ -50,7 +50,7 @@ def opened(family, folder, prefix, causal):
     stages = build_stages(config, groups)
     load_weights(whole(stages), replace(checkpoint, model=model), config.model, groups)
     feed = open_feed(config, groups)
-    inputs = feed.step(0)(0)
+    inputs = feed.step(0, 1.0)(0)
     feed.close()
     return theirs.double(), stages[0], inputs
 

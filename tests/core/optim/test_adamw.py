@@ -90,12 +90,13 @@ def test_state_is_there_before_the_first_step_and_restores_the_run():
     assert not any(tensor.any() for tensor in one.state().values())
     for step in range(3):
         one.step(gradients(step), 1e-2)
+    assert one.updates == 3
     with torch.no_grad():
         for key, tensor in other.state().items():
             tensor.copy_(one.state()[key])
         for name, parameter in other.named.items():
             parameter.copy_(one.named[name])
-    other.set_step(3)
+    other.set_updates(one.updates)
     for optimizer in (one, other):
         optimizer.step(gradients(3), 1e-2)
     for name, parameter in one.named.items():

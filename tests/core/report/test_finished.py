@@ -1,6 +1,7 @@
 """Finished runs: read from their folders, summed up, drawn."""
 
 import json
+import math
 
 import pytest
 from handmade import config_table
@@ -48,6 +49,18 @@ def test_a_summary_has_medians_and_the_first_and_last_loss(run_folder):
     assert data["mfu"] == pytest.approx(0.3)
     assert data["loss"] == {"first": 4.0, "last": 0.8, "min": 0.8}
     assert data["world"] == 2
+
+
+def test_steps_that_were_not_finite_take_no_part_in_the_losses(run_folder, tmp_path):
+    path = run_folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0] |= {"loss": None, "grad_norm": None}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(str(run_folder))
+    assert math.isnan(run.rows[0]["loss"]) and math.isnan(run.rows[0]["grad_norm"])
+    assert summary_of(run)["loss"] == {"first": 2.0, "last": 0.8, "min": 0.8}
+    path.write_text(json.dumps(rows[0]) + "\n")
+    assert "loss" not in summary_of(read_run(str(run_folder)))
 
 
 def test_the_line_that_a_killed_run_left_half_written_is_left_out(run_folder):

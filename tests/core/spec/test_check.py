@@ -69,6 +69,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_curve_fits": (
         ["optimizer.lr=1e-4", "optimizer.min_lr=1e-3"], 1, "optimizer.min_lr",
         "min_lr=0.001 is above lr=0.0001", "0 to 0.0001"),
+    "_loss_scale_is_used": (
+        ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
+        "loss_scale=128 with precision='bf16', whose loss is not scaled",
+        "train.precision = 'fp16', or train.loss_scale = 0.0"),
 }
 ALSO = {  # further branches of the same rules
     "odd heads cannot turn": (

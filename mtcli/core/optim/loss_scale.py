@@ -1,0 +1,78 @@
+"""The factor on the loss of a float16 run, which keeps small gradients above float16's smallest.
+
+Mixed precision training (arXiv:1710.03740, section 3.2) with Megatron-LM's rule of adjustment.
+"""
+
+import math
+from typing import Annotated
+
+from pydantic import Field
+
+from mtcli.core.spec.config import TrainConfig
+from mtcli.core.spec.section import Count, Section
+
+LOWEST = 1.0  # a dynamic scale does not fall below; Megatron-LM's --min-loss-scale
+FACTOR = 2.0  # of growing and falling: a power of two, so that scaling rounds nothing
+
+
+class ScaleState(Section):
+    """What a checkpoint keeps of a dynamic scale."""
+
+    scale: Annotated[float, Field(ge=LOWEST, allow_inf_nan=False)]
+    """the factor on the next step's loss"""
+    good_steps: Count
+    """in a row, since the scale last changed"""
+    patience: Count
+    """overflows until it falls"""
+
+
+class LossScale:
+    """A loss scale and how it came there; with a `window` of steps it is dynamic.
+
+    It doubles after `window` steps in a row without overflow. It halves at an overflow, the first
+    `hysteresis` - 1 of them since it last doubled excepted.
+    """
+
+    def __init__(self, scale: float, window: float = math.inf, hysteresis: int = 1) -> None:
+        self.scale, self.window, self.hysteresis = scale, window, hysteresis
+        self.lowest = scale if math.isinf(window) else LOWEST
+        self.good_steps, self.patience = 0, hysteresis  # as in ScaleState
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> "LossScale":
+        """The scale of a run: dynamic or fixed in fp16, and 1 where the loss needs none."""
+        if train.precision != "fp16":
+            return cls(1.0)
+        if train.loss_scale:
+            return cls(train.loss_scale)
+        return cls(train.initial_loss_scale, train.loss_scale_window, train.loss_scale_hysteresis)
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may be the scale's fault."""
+        return self.scale > self.lowest
+
+    def update(self, overflow: bool) -> None:
+        """Takes note of a step whose gradients did or did not overflow."""
+        if overflow:
+            self.good_steps, self.patience = 0, max(self.patience - 1, 0)
+            if not self.patience:
+                self.scale = max(self.scale / FACTOR, self.lowest)
+            return
+        self.good_steps += 1
+        if self.good_steps >= self.window:
+            self.scale *= FACTOR
+            self.good_steps, self.patience = 0, self.hysteresis
+
+    def state(self) -> ScaleState | None:
+        """What a checkpoint keeps: nothing of a fixed scale."""
+        if math.isinf(self.window):
+            return None
+        return ScaleState(scale=self.scale, good_steps=self.good_steps, patience=self.patience)
+
+    def load(self, state: ScaleState | None) -> None:
+        """Goes on from a state. A fixed scale stays as it is, and so does one that is given none,
+        as from a run in another precision."""
+        if state and not math.isinf(self.window):
+            self.scale, self.good_steps = state.scale, state.good_steps
+            self.patience = state.patience

@@ -1,0 +1,34 @@
+"""Matrix products, which on CPU are made in float32 where the operands are float16.
+
+torch has no fast float16 product for most CPUs: [1024, 1024] by [1024, 1024] took 1.8 s on one core
+of an EPYC with AVX-512, and 0.02 s in float32. The sums are in float32 either way.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+) -> Tensor:
+    """x weight^T + bias: [..., D] and [F, D] -> [..., F]; `product` is F.linear or like it."""
+    if not is_slow(x):
+        return product(x, weight, bias)
+    wide = None if bias is None else bias.float()
+    return product(x.float(), weight.float(), wide).to(x.dtype)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b."""
+    return (a.float() @ b.float()).to(a.dtype) if is_slow(a) else a @ b
+
+
+def is_slow(x: Tensor) -> bool:
+    """Whether products of such tensors are better made in float32."""
+    return x.dtype == torch.float16 and x.device.type == "cpu"
