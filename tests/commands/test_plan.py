@@ -39,6 +39,15 @@ def test_the_json_holds_the_contract(capsys):
     assert data["bubble_fraction"] == 0.0
 
 
+@pytest.mark.parametrize(("device", "precision"), [("h100", "bf16"), ("v100-32gb", "fp16")])
+def test_a_config_without_precision_is_planned_in_the_half_precision_of_the_gpu(
+    capsys, device, precision
+):
+    flags = ["--gpus", "1", "--device", device, "--json", "-"]
+    code, out, _ = run(capsys, "tiny", *flags)
+    assert (code, json.loads(out)["layout"]["precision"]) == (0, precision)
+
+
 def test_the_world_without_gpus_is_the_smallest_that_holds_both_grids(capsys):
     _, out, _ = run(capsys, "mixtral-8x22b", "--device", "h200", "--json", "-")
     layout = json.loads(out)["layout"]

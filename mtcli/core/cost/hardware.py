@@ -40,10 +40,19 @@ class Device:
 
     def peak(self, precision: str) -> float:
         """Matrix FLOP/s in a precision; one the device lacks runs in the next wider it has."""
+        return self.flops[self.computes_in(precision)]
+
+    def computes_in(self, precision: str) -> str:
+        """The precision whose rate products of `precision` have."""
         for name in _WIDER[precision]:
             if name in self.flops:
-                return self.flops[name]
+                return name
         raise AssertionError(f"{self.name} has no rate for {precision}")
+
+    @property
+    def half_precision(self) -> str:
+        """What training in 16 bits is quick in: bf16, or fp16 on boards from before it."""
+        return "fp16" if "fp16" in self.flops and "bf16" not in self.flops else "bf16"
 
 
 _WIDER = {

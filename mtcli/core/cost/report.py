@@ -73,6 +73,7 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
         ("step", f"{tokens:,} tokens, {work.num_micro_batches} micro-batches per data rank"),
         ("bytes per rank", f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"),
         ("", ", ".join(f"{name} {value}" for name, value in memory)),
+        *_slow_precision(p),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
         ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%}"),
@@ -82,6 +83,15 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
             ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in exposed.items()) or "none",
         ),
     ]
+
+
+def _slow_precision(p: Prediction) -> list[tuple[str, str]]:
+    """A row where the device has no arithmetic for narrow products and makes them in fp32."""
+    asked, found = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
+    if asked == found or found != "fp32":
+        return []
+    has = ", ".join(p.device.flops)
+    return [("precision", f"{asked}, taken at the rate of fp32: {p.device.name} has {has}")]
 
 
 def describe(prediction: Prediction) -> str:

@@ -71,7 +71,7 @@ def _filled(table: Table, gpus: int | None, device: Device) -> Table:
     if "global_batch_size" not in batch and isinstance(seq_len, int) and seq_len > 0:
         batch["global_batch_size"] = _round_batch(TOKENS_PER_STEP // seq_len, gpus)
     if device.name != "cpu":
-        train.setdefault("precision", "bf16")
+        train.setdefault("precision", device.half_precision)
     return table | {"batch": batch, "train": train}
 
 

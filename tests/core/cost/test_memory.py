@@ -56,7 +56,10 @@ def test_a_rank_holds_the_elements_of_its_stages_parameters(model, tp, pp, vpp, 
         assert rank_elements(work, pp_rank).experts == experts
 
 
-@pytest.mark.parametrize(("precision", "bytes_each"), [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12))])
+@pytest.mark.parametrize(
+    ("precision", "bytes_each"),
+    [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12)), ("fp16", (2, 4, 12))],
+)
 def test_one_rank_keeps_weights_wide_gradients_masters_and_two_moments(precision, bytes_each):
     model = gpt()
     rows = 1024 - 1000  # the vocabulary is padded to a multiple of 128

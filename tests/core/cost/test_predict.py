@@ -10,6 +10,7 @@ from mtcli.core.cost.kernels import attention_seconds, block_seconds, product_se
 from mtcli.core.cost.memory import Held
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import predict, predict_workload, recomputed_share
+from mtcli.core.cost.report import summary
 from mtcli.core.cost.step import pipeline_seconds, simulated, step_costs
 from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.errors import MtcliError
@@ -193,6 +194,35 @@ def test_devices_have_sources_and_unknown_names_get_the_closest():
     assert set(NAMES) >= {"v100-32gb", "a100-40gb", "h200", "gb300", "rtx-5000", "cpu"}
     with pytest.raises(MtcliError, match="did you mean 'h100'"):
         device_named("h10")
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "rate"),
+    [
+        ("v100-32gb", "fp16", 125e12),
+        ("v100-32gb", "bf16", 15.7e12),
+        ("rtx-5000", "fp16", 89.2e12),
+        ("a100-80gb", "fp16", 312e12),
+        ("h100", "fp16", 989.4e12),
+    ],
+)
+def test_products_of_16_bits_run_at_the_rate_of_what_the_device_has(device, precision, rate):
+    assert GPUS[device].peak(precision) == rate
+    p = predict(load_config("gpt2-345m", [f"train.precision={precision}"]), 1, device)
+    assert p.mfu == pytest.approx(p.model_flops_per_gpu / rate)
+    slow = [text for name, text in summary(p) if name == "precision"]
+    if rate > 20e12:
+        assert slow == []
+    else:
+        told = "bf16, taken at the rate of fp32: v100-32gb has fp64, fp32, fp16"
+        assert slow == [told]
+
+
+def test_float16_is_the_half_precision_of_boards_without_bfloat16():
+    assert {name for name, d in GPUS.items() if d.half_precision == "fp16"} == {
+        "v100-32gb",
+        "rtx-5000",
+    }
 
 
 def test_the_cpu_is_measured_and_its_processes_share_it():

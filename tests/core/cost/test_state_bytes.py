@@ -11,6 +11,7 @@ from tests.tiny import BIASED, GPT, LLAMA, MOE, run_config
 ROWS = {
     "one rank": (1, GPT, {}, "fp32"),
     "one rank, masters": (1, GPT, {}, "bf16"),
+    "one rank, masters of float16": (1, MOE, {}, "fp16"),
     "tp=2": (2, GPT, {"tp": 2}, "fp32"),
     "pp=2, tied": (2, GPT, {"pp": 2}, "bf16"),
     "pp=2, untied": (2, LLAMA, {"pp": 2}, "fp32"),
