@@ -1,4 +1,4 @@
-"""CPU causal attention: kernels/attention.py beside torch's scaled_dot_product_attention.
+"""CPU attention of whole rows and of a ring's blocks: kernels/attention.py beside torch's.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
 
@@ -7,6 +7,7 @@ Processor milliseconds of one forward and one backward, the best of several, val
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from time import process_time
 
@@ -14,9 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from mtcli.core.runtime import ALLOCATOR
-from mtcli.kernels.attention import whole_attention
+from mtcli.kernels.attention import attention, attention_backward, whole_attention
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width
+BLOCKS = [(128, 128), (64, 128), (128, 64), (512, 512)]  # queries and keys that meet in a ring
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def main() -> None:
@@ -32,6 +36,7 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16)
         for shape in SHAPES
     ]
+    rows += [measure_block(*block, args.repeats) for block in BLOCKS]
     print(f"{args.threads} threads; {', '.join(ALLOCATOR)} as the environment has them")
     print(f"{'':30}{'torch':>14}{'mtcli':>14}{'ratio':>14}   forward, backward ms")
     for row in rows:
@@ -65,6 +70,37 @@ def measure(dtype: torch.dtype, shape: tuple[int, int, int, int], repeats: int) 
     ratio = [a / b for a, b in zip(best["mtcli"], best["torch"], strict=True)]
     what = f"{list(shape)} {str(dtype).removeprefix('torch.')}"
     return {"what": what, "ratio": ratio, **best}
+
+
+def measure_block(queries: int, keys: int, repeats: int) -> dict:
+    """A ring's block, 8 sequences of 4 heads: causal where queries and keys are one rank's."""
+    generator, causal = torch.Generator().manual_seed(0), queries == keys
+    q, grad = (torch.randn(8, 4, queries, 64, generator=generator) for _ in range(2))
+    k, v = (torch.randn(8, 4, keys, 64, generator=generator) for _ in range(2))
+    out, lse = _flash(q, k, v, 0.0, causal)
+    torch.testing.assert_close(attention(q, k, v, causal), (out, lse), rtol=1e-4, atol=1e-4)
+    functions = {
+        "torch": (
+            lambda: _flash(q, k, v, 0.0, causal),
+            lambda: _flash_backward(grad, q, k, v, out, lse, 0.0, causal),
+        ),
+        "mtcli": (
+            lambda: attention(q, k, v, causal),
+            lambda: attention_backward(grad, (q, k, v, out), lse, causal),
+        ),
+    }
+    best = {
+        name: [min(1e3 * seconds(step) for _ in range(4 * repeats)) for step in steps]
+        for name, steps in functions.items()
+    }
+    ratio = [a / b for a, b in zip(best["mtcli"], best["torch"], strict=True)]
+    return {"what": f"ring block {queries} x {keys}", "ratio": ratio, **best}
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = process_time()
+    function()
+    return process_time() - start
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ MOE = ["model.architecture=mixtral", "model.ffn_hidden_size=512", "model.num_exp
 LAYOUTS = {  # name: (settings of the run, of two ranks only, goal)
     "tp=2": ([], ["parallel.tp=2"], 0.85),
     "dp=2": ([], [], 1.05),
-    "pp=2": (["batch.micro_batch_size=2"], ["parallel.pp=2"], 0.85),
+    # 8 micro-batches; the head costs as much as 2.7 layers, so the last stage gets fewer
+    "pp=2": (
+        ["batch.micro_batch_size=2"],
+        ["parallel.pp=2", "parallel.stage_layers=[3,1]"],
+        0.85,
+    ),
     "cp=2": ([], ["parallel.cp=2"], 0.85),
     "ep=2": (MOE, ["parallel.ep=2"], 0.85),
 }

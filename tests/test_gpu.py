@@ -21,9 +21,9 @@ def losses(tmp_path):
     )
     mtcli("preprocess", "text.txt", "--output", "text", "--tokenizer", "bytes", folder=tmp_path)
 
-    def train(device, precision):
+    def train(device, precision, *more):
         output = f"{device}-{precision}"
-        fields = [*SMALL, f"train.device={device}", f"train.output={output}"]
+        fields = [*SMALL, *more, f"train.device={device}", f"train.output={output}"]
         flags = [word for field in fields for word in ("--set", field)]
         mtcli("train", "tiny", *flags, "--set", f"train.precision={precision}", folder=tmp_path)
         lines = (tmp_path / output / "metrics.jsonl").read_text().splitlines()
@@ -34,6 +34,16 @@ def losses(tmp_path):
 
 def test_a_gpu_gives_the_losses_of_the_cpu_in_float32(losses):
     assert losses("cuda", "fp32") == pytest.approx(losses("cpu", "fp32"), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2-moe"])
+def test_every_kind_of_model_gives_the_losses_of_the_cpu_and_learns_in_bf16(losses, kind):
+    sizes = ["num_kv_heads=2", "ffn_hidden_size=128"]
+    sizes += [] if kind == "llama" else ["num_experts=4", "top_k=2"]
+    fields = [f"model.architecture={kind}", *(f"model.{size}" for size in sizes)]
+    cpu = losses("cpu", "fp32", *fields)
+    assert losses("cuda", "fp32", *fields) == pytest.approx(cpu, rel=1e-4)
+    assert losses("cuda", "bf16", *fields)[-1] == pytest.approx(cpu[-1], rel=2e-2)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
