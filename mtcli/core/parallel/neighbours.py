@@ -21,14 +21,14 @@ def connect(
     rank, which waits for another for `timeout` seconds at most. The memory has no name in any file
     system and goes when its ranks do.
     """
-    listener = _listener()
-    places = gather((_machine(), listener.getsockname() if listener else None))
-    if listener is None or len({machine for machine, _ in places}) > 1:
+    listener, mine = _listener(), _memory()
+    able = listener is not None and mine is not None
+    places = gather((_machine(), listener.getsockname() if able else None))
+    addresses = [address for _, address in places]
+    if None in addresses or len({machine for machine, _ in places}) > 1:
         return None
-    mine = os.memfd_create("mtcli")
-    os.ftruncate(mine, SLOTS * SLOT_BYTES)
     files = {rank: mine}
-    peers = dict(_connections(rank, listener, [address for _, address in places]))
+    peers = dict(_connections(rank, listener, addresses))
     for connection in peers.values():
         connection.settimeout(timeout)
         socket.send_fds(connection, [b"\0"], [mine])
@@ -46,6 +46,18 @@ def _machine() -> str:
         return f"none of rank {os.getpid()}"
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _memory() -> int | None:
+    """A new file that lives in memory alone, or None where the system has or allows none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        file = os.memfd_create("mtcli")
+        os.ftruncate(file, SLOTS * SLOT_BYTES)
+    except OSError:
+        return None
+    return file
 
 
 def _listener() -> socket.socket | None:

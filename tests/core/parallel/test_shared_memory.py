@@ -140,3 +140,16 @@ def elsewhere(runtime):
 
 def test_ranks_of_several_machines_share_nothing():
     assert run_ranks(2, elsewhere) == [None, None]
+
+
+def forbidden(runtime):
+    def refuse(name):
+        raise PermissionError("not in this container")
+
+    if runtime.rank == 1:
+        neighbours.os.memfd_create = refuse
+    return connected(runtime)
+
+
+def test_where_one_rank_gets_no_memory_all_stay_with_the_network():
+    assert run_ranks(2, forbidden) == [None, None]
