@@ -32,9 +32,6 @@ def facts(row):
 
 # fmt: off
 FAULTS = [
-    Fault("wrong scope: a sequence's balance over its whole micro-batch", "model/router.py",
-        "if inputs.shape[0] > 1 else None", "if inputs.shape[0] > 9 else None",
-        lambda f: f.m.sequence_aux_loss_coeff > 0 and f.b.micro_batch_size > 1),
     Fault("wrong group: tp sums over the data axis", "parallel/groups.py",
         "{name: _groups(layout, own) for name, own in AXES.items()}",
         '{n: _groups(layout, ("dp",) if n == "tp" else own) for n, own in AXES.items()}',
@@ -154,5 +151,8 @@ FAULTS = [
         "limit = self._limit(scores_bsE.shape[1])",
         "limit = self._limit(scores_bsE.shape[1] // self.build.groups.cp.size)",
         lambda f: f.m.capacity_factor > 0 and f.p.cp > 1),
+    Fault("wrong scope: a sequence's balance over its whole micro-batch", "model/router.py",
+        "if inputs.shape[0] > 1 else None", "if inputs.shape[0] > 9 else None",
+        lambda f: f.m.sequence_aux_loss_coeff > 0 and f.b.micro_batch_size > 1),
 ]
 # fmt: on
