@@ -17,8 +17,9 @@ from mtcli.core.spec.layout import ParallelLayout
 
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
-# Every set of axes along which something is exchanged. Pipeline hops use one group per direction,
-# because on NCCL a forward and a backward hop on one communicator can wait for each other.
+# Every set of axes along which something is exchanged. Those that hold the same ranks share a
+# group, but for pipeline hops, which use one per direction, because on NCCL a forward and a
+# backward hop on one communicator can wait for each other.
 AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -32,6 +33,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "pp_forward": ("pp",),
     "pp_backward": ("pp",),
 }
+
+
+HOPS = ("pp_forward", "pp_backward")
 
 
 class Axis(NamedTuple):
@@ -109,9 +113,15 @@ def make_groups(
     lists = {name: _groups(layout, own) for name, own in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
     with ledger.call("make_groups", world):
-        made = {name: _axis(name, groups, world, timeout) for name, groups in lists.items()}
-        made["world"] = world
-        axes = {name: _wired(axis, timeout + LATER) for name, axis in made.items()}
+        axes = {"world": _wired(world, timeout + LATER)}
+        known = {(world.ranks,): axes["world"]}
+        for name, groups in lists.items():
+            same = tuple(tuple(ranks) for ranks in groups)
+            axis = None if name in HOPS else known.get(same)
+            if axis is None:
+                axis = _wired(_axis(name, groups, world, timeout), timeout + LATER)
+                known.setdefault(same, axis)
+            axes[name] = axis._replace(name=name)
     return Groups(layout, rank, device, axes)
 
 
