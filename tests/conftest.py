@@ -1,10 +1,13 @@
 """What every test shares: one thread, no network, and properties that are the same each run."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the ranks
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not any(Path("/dev").glob("nvidia*")):  # before triton: what it makes is then interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402

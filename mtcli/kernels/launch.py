@@ -1,0 +1,170 @@
+"""Triton kernels: when they run, how they are made and launched, and how they become operators.
+
+A kernel's file names `tl` for type checkers alone, and its annotations are text (`from __future__
+import annotations`): triton is imported by the first launch, so a run on CPU never pays for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property, partial
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.choices import Config, choose
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # a wheel of torch for GPUs brings it
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LIBRARY = torch.library.Library("mtcli", "FRAGMENT")
+Target = Literal["interpreter"] | tuple[str, int, int]
+
+_target: ContextVar[Target | None] = ContextVar("target", default=None)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether kernels work on this tensor: on a GPU, in 16 or 32 bits; on CPU only in tests."""
+    if x.is_cuda:
+        return HAS_TRITON and x.dtype in DTYPES
+    if torch.compiler.is_compiling():  # dynamo cannot read a ContextVar
+        return False
+    return _target.get() is not None and x.dtype in DTYPES
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, kernels run on CPU tensors by Triton's interpreter, a program at a time.
+
+    Raises RuntimeError where TRITON_INTERPRET=1 was not in the environment before triton's import.
+    """
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
+        raise RuntimeError("set TRITON_INTERPRET=1 before anything imports triton")
+    with _launching("interpreter"):
+        yield
+
+
+@contextmanager
+def compiled_for(backend: str, arch: int, warp_size: int) -> Iterator[list[str]]:
+    """Inside, launches on CPU tensors only compile, for a GPU that need not be there.
+
+    Every configuration of a kernel is compiled, and none runs: results hold whatever memory held.
+    Gives a list that fills with what was compiled, such as "_forward {'BLOCK': 1024}".
+    """
+    from triton.runtime import driver
+
+    from mtcli.kernels.absent import AbsentGpu
+
+    driver.set_active(AbsentGpu(backend, arch, warp_size))
+    with _launching((backend, arch, warp_size)):
+        yield _compiled.get()
+
+
+@contextmanager
+def _launching(target: Target) -> Iterator[None]:
+    token, names = _target.set(target), _compiled.set([])
+    try:
+        yield
+    finally:
+        _target.reset(token)
+        _compiled.reset(names)
+
+
+_compiled: ContextVar[list[str]] = ContextVar("compiled")
+
+
+class Kernel:
+    """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
+
+    `configs` are alternatives of constants and launch options, the first of them the default;
+    which is best may differ by device, by dtype and by the magnitudes of the arguments in `key`.
+    """
+
+    def __init__(
+        self, function: FunctionType, configs: Sequence[Config], key: Sequence[str]
+    ) -> None:
+        self.function, self.configs = function, tuple(configs)
+        self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__name__}"
+        parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+        self.key = [parameters.index(name) for name in key]
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """The launch of a grid: a tuple, or a function from the constants to one."""
+        return partial(self._launch, grid)
+
+    @cached_property
+    def jitted(self) -> Any:
+        """What triton makes of the function, with `tl` and other kernels in place of names."""
+        import triton
+        import triton.language as tl
+
+        source = self.function
+        names = {name: value for name, value in source.__globals__.items()}
+        for name in source.__code__.co_names:
+            if isinstance(names.get(name), Kernel):
+                names[name] = names[name].jitted
+        bound = FunctionType(source.__code__, names | {"tl": tl}, source.__name__)
+        bound.__defaults__, bound.__annotations__ = source.__defaults__, source.__annotations__
+        bound.__qualname__ = source.__qualname__
+        return triton.jit(bound)
+
+    def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
+        target = _target.get() if not arguments[0].is_cuda else None
+        if isinstance(target, tuple):
+            self._compile(grid, arguments, constants)
+            return
+        config = self.configs[0]
+        if target is None and len(self.configs) > 1:
+            magnitudes = [arguments[i] for i in self.key]
+            launch = partial(self._launch_as, grid, arguments, constants)
+            config = choose(self.name, arguments[0], magnitudes, self.configs, launch)
+        self._launch_as(grid, arguments, constants, config)
+
+    def _launch_as(self, grid: Any, arguments: Any, constants: Any, config: Config) -> None:
+        self.jitted[grid](*arguments, **constants, **config)
+
+    def _compile(self, grid: Any, arguments: Any, constants: Any) -> None:
+        for config in self.configs:
+            self.jitted.run(*arguments, grid=grid, warmup=True, **constants, **config)
+            _compiled.get().append(f"{self.name} {config}")
+
+
+def kernel(
+    configs: Sequence[Config] = ({},), key: Sequence[str] = ()
+) -> Callable[[FunctionType], Kernel]:
+    """A decorator as triton.jit and triton.autotune in one: see `Kernel`."""
+    return partial(Kernel, configs=configs, key=key)
+
+
+def operator(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: Callable[..., Any] | None = None,
+    keep: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """The operator `torch.ops.mtcli.<name>` of a schema such as "name(Tensor x) -> Tensor".
+
+    torch.compile, FakeTensor and meta tensors see its result by `fake`; `gradient(ctx, *grads)` and
+    `keep(ctx, inputs, output)` are autograd's. torch.library.custom_op does the same and imports
+    torch._dynamo in its first call, 0.9 s.
+    """
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in ("CPU", "CUDA"):  # on CPU for the interpreter
+        LIBRARY.impl(name, run, device)
+    torch.library.register_fake(f"mtcli::{name}", fake, lib=LIBRARY)
+    if gradient is not None:
+        torch.library.register_autograd(f"mtcli::{name}", gradient, setup_context=keep, lib=LIBRARY)
+    return getattr(torch.ops.mtcli, name).default
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)

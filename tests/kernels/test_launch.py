@@ -1,0 +1,114 @@
+"""Kernels as operators: what imports them, who sees through them, which of them is chosen."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mtcli.kernels import choices, launch
+from mtcli.kernels.swiglu import swiglu
+
+
+def test_a_step_on_cpu_imports_neither_triton_nor_dynamo():
+    code = (
+        "import sys, torch; from mtcli.kernels.swiglu import swiglu; import mtcli.core.trainer;"
+        "swiglu(torch.ones(2, 4, requires_grad=True)).sum().backward();"
+        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_kernels_take_16_and_32_bits_on_a_gpu_and_nothing_on_a_cpu(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert launch.runs_triton(torch.empty(1, dtype=dtype, device=device))
+    assert not launch.runs_triton(torch.empty(1, dtype=torch.float64, device=device))
+
+
+def test_kernels_leave_cpu_tensors_alone():
+    assert not launch.runs_triton(torch.empty(1))
+
+
+def test_a_fake_gpu_tensor_gets_the_shape_and_dtype_without_a_gpu():
+    with FakeTensorMode():
+        y = swiglu(torch.empty(3, 10, dtype=torch.bfloat16, device="cuda"))
+    assert (y.shape, y.dtype, y.device.type) == ((3, 5), torch.bfloat16, "cuda")
+
+
+def test_torch_compile_takes_an_operator_whole_without_a_gpu():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(swiglu, backend=backend, fullgraph=True)
+    with FakeTensorMode():
+        assert compiled(torch.empty(3, 10, device="cuda")).shape == (3, 5)
+    assert "torch.ops.mtcli.swiglu" in graphs[0].code
+
+
+class Timed:
+    """Stands for a kernel's launches: which configurations were timed, and how long they take."""
+
+    def __init__(self, milliseconds):
+        self.milliseconds, self.timed = milliseconds, []
+
+    def __call__(self, launch, config):
+        self.timed.append(config)
+        return self.milliseconds[config["BLOCK"]]
+
+
+CONFIGS = ({"BLOCK": 1}, {"BLOCK": 2}, {"BLOCK": 4})
+
+
+def chosen(x, *magnitudes):
+    return choices.choose("op._kernel", x, magnitudes, CONFIGS, lambda config: None)
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    timed = Timed({1: 3.0, 2: 1.0, 4: 2.0})
+    monkeypatch.setattr(choices, "_milliseconds", timed)
+    choices._known.cache_clear()
+    yield timed
+    choices._known.cache_clear()
+
+
+def test_without_a_measurement_the_first_configuration_is_taken(measured):
+    assert chosen(torch.empty(1), 100) == {"BLOCK": 1}
+    assert measured.timed == []
+
+
+def test_a_choice_is_timed_once_and_read_by_later_runs(measured, tmp_path):
+    x = torch.empty(1)
+    with choices.tuning() as table:
+        assert chosen(x, 100) == chosen(x, 128) == {"BLOCK": 2}
+    assert measured.timed == list(CONFIGS)
+    assert choices.save(table, x.device) == tmp_path / "mtcli" / "kernels.json"
+    assert chosen(x, 65) == {"BLOCK": 2}
+    assert chosen(x, 129) == chosen(x.half(), 100) == {"BLOCK": 1}  # not measured
+    assert measured.timed == list(CONFIGS)
+
+
+def test_a_choice_that_is_no_longer_offered_is_not_taken(measured):
+    x = torch.empty(1)
+    choices.save({"op._kernel": {"float32 128": {"BLOCK": 8}}}, x.device)
+    assert chosen(x, 100) == {"BLOCK": 1}
+
+
+def test_measurements_of_more_kernels_are_added_to_the_file(measured):
+    x = torch.empty(1)
+    choices.save({"other": {"float32 1": {"BLOCK": 4}}}, x.device)
+    choices.save({"op._kernel": {"float32 128": {"BLOCK": 4}}}, x.device)
+    assert chosen(x, 100) == {"BLOCK": 4}
+    assert "other" in choices._known(x.device)
+
+
+def test_a_magnitude_is_rounded_up_to_a_power_of_two():
+    sizes = [(n, choices.bucket_of(torch.bfloat16, [n])) for n in (0, 1, 2, 3, 4096, 4097)]
+    powers = {0: 1, 1: 1, 2: 2, 3: 4, 4096: 4096, 4097: 8192}
+    assert sizes == [(n, f"bfloat16 {power}") for n, power in powers.items()]

@@ -1,0 +1,35 @@
+import pytest
+import torch
+from exact import check, seeded
+
+from mtcli.kernels.swiglu import swiglu
+
+
+def formula(gate_up):
+    gate, up = gate_up.tensor_split(2, -1)
+    return gate / (1.0 + (-gate).exp()) * up
+
+
+@pytest.mark.parametrize("shape", [(1, 130), (7, 26), (3, 2, 130), (2, 4100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_swiglu_and_its_gradients_are_the_formula(device, shape, dtype):
+    check(swiglu, formula, [3.0 * seeded(*shape, device=device)], dtype)
+
+
+def test_swiglu_of_no_rows_is_empty(device):
+    assert swiglu(torch.empty(0, 8, device=device)).shape == (0, 4)
+
+
+def test_swiglu_reads_rows_that_are_apart(device):
+    check(
+        lambda x: swiglu(x[::2, :10]),
+        lambda x: formula(x[::2, :10]),
+        [seeded(5, 12, device=device)],
+        torch.float32,
+    )
+    check(
+        lambda x: swiglu(x.t()),
+        lambda x: formula(x.t()),
+        [seeded(12, 5, device=device)],
+        torch.float32,
+    )
