@@ -4,8 +4,8 @@ The same float32 tensors [1024, 4096] everywhere. Save is timed to the last fsyn
 a request to the kernel to forget the files, and end with every tensor in new memory. Contenders run
 in turn, --repeats times, and every loaded tensor is compared first:
   raw           O_DIRECT in blocks of 16 MiB, no format: the disk
-  mtcli         store.save (with its checksums) and open_checkpoint(...).read
-  mtcli+crc     as mtcli, after verify_hashes (a resume)
+  mtcli         store.save (with its hashes) and open_checkpoint(...).read
+  mtcli+hash    as mtcli, after verify_hashes (a resume)
   safetensors, torch.save, DCP (torch.distributed.checkpoint, one process, 2 threads)
 Resharding is 2 ranks' Shard(0) read as Shard(1) by 4 ranks, each a process: DCP with DTensors, and
 ours by rectangles.
@@ -204,7 +204,7 @@ SAVERS = {
 LOADERS = {
     "raw": (cold(save_raw, "raw"), load_raw),
     "mtcli": (cold(save_ours, "ours"), load_ours),
-    "mtcli+crc": (cold(save_ours, "ours"), load_verified),
+    "mtcli+hash": (cold(save_ours, "ours"), load_verified),
     "safetensors": (cold(save_safetensors, "st"), load_safetensors),
     "torch.load": (cold(save_torch, "pt"), lambda path, _: torch.load(path)),
     "DCP": (cold(save_dcp, "dcp"), load_dcp),

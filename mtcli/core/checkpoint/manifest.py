@@ -12,13 +12,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtcli.core.checkpoint.tensorfile import damaged
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.sharding import Rectangle
 
 NAME = "manifest.json"
 FORMAT = "mtcli-checkpoint"
-VERSION = 1
-BLOCK_BYTES = 2 << 20  # of checksums and writing
+VERSION = 2
+BLOCK_BYTES = 2 << 20  # of hashes and writing
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_CELLS = 1 << 24  # of the grid that proves that pieces tile a tensor
 
@@ -26,7 +26,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Counts = Annotated[tuple[Count, ...], Field(max_length=16)]
 _PART = r"[^/\\\x00.][^/\\\x00]*"
 FileName = Annotated[str, Field(pattern=rf"^{_PART}(/{_PART})?$")]  # cannot leave the folder
-Checksum = Annotated[int, Field(ge=0, lt=2**32)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Record(BaseModel):
@@ -40,7 +40,7 @@ class FileRecord(Record):
 
     bytes: Count
     """its size"""
-    crc32: list[Checksum]
+    xxh3_128: list[Hash]
     """of each BLOCK_BYTES of it in turn"""
 
 
@@ -70,7 +70,7 @@ class Manifest(Record):
     """What a checkpoint folder holds."""
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     step: Count
     """optimizer steps done"""
     world: Annotated[int, Field(ge=1)]
@@ -89,7 +89,7 @@ class Manifest(Record):
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder, with every file there and of the right size.
 
-    Raises MtcliError that names the file: missing, damaged, or of a newer version.
+    Raises MtcliError that names the file: missing, damaged, or of another version.
     """
     path = folder / NAME
     try:
@@ -103,11 +103,21 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["loc"] == ("version",) and isinstance(first["input"], int):
+            raise _other_version(path, first["input"]) from None
         where = ".".join(map(str, first["loc"]))
         raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
     check_pieces(path, manifest)
     check_sizes(folder, manifest)
     return manifest
+
+
+def _other_version(path: Path, version: int) -> MtcliError:
+    message = (
+        f"{path} is of version {version} of the format, and this mtcli reads version {VERSION}"
+    )
+    hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
+    return wrong(message, hint)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -1,5 +1,5 @@
 """Writing tensor files at the disk's speed: bytes are gathered into aligned blocks, and each block
-is summed and written past the page cache while the next one is filled.
+is hashed and written past the page cache while the next one is filled.
 
 Buffered writes of a fresh file were measured at 0.35 of the disk (first touch of page-cache
 memory), direct ones at the disk's own rate. A file system without direct I/O gets ordinary writes.
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.blocks import Bytes, aligned_blocks, checksum
+from mtcli.core.checkpoint.blocks import Bytes, aligned_blocks, hash_of
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from mtcli.core.checkpoint.tensorfile import Planned, encode_header
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has none
 ALIGNMENT = 4096  # of direct writes: a multiple of every device's block
-THREADS = 2  # one block is written while another is summed
+THREADS = 2  # one block is written while another is hashed
 
 
 def write_tensors(
@@ -34,7 +34,7 @@ def write_tensors(
     """Writes and fsyncs a safetensors file of planned tensors, in order.
 
     `tensors` may be a generator: at most one of them is held at a time. Returns the file's size and
-    checksums. Raises OSError as the system does (disk full).
+    hashes. Raises OSError as the system does (disk full).
     """
     with BlockWriter(path) as writer:
         writer.write(np.frombuffer(encode_header(plan, metadata), dtype=np.uint8))
@@ -45,7 +45,7 @@ def write_tensors(
 
 
 class BlockWriter:
-    """A file that is written front to back in summed, aligned blocks, THREADS of them at a time."""
+    """A file that is written front to back in hashed, aligned blocks, THREADS of them at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,8 +53,8 @@ class BlockWriter:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct(path), 0o644)
         self._pool = ThreadPoolExecutor(THREADS)
         self._blocks = aligned_blocks(THREADS + 1)
-        self._busy: list[Future[int] | None] = [None] * len(self._blocks)
-        self._sums: list[Future[int]] = []
+        self._busy: list[Future[str] | None] = [None] * len(self._blocks)
+        self._hashes: list[Future[str]] = []
 
     def __enter__(self) -> "BlockWriter":
         return self
@@ -71,7 +71,7 @@ class BlockWriter:
         """Appends bytes [n]."""
         done = 0
         while done < len(data):
-            index, at = len(self._sums) % len(self._blocks), self.size % BLOCK_BYTES
+            index, at = len(self._hashes) % len(self._blocks), self.size % BLOCK_BYTES
             if at == 0:
                 self._wait(index)
             part = data[done : done + BLOCK_BYTES - at]
@@ -83,20 +83,20 @@ class BlockWriter:
                 self._submit(index, BLOCK_BYTES)
 
     def record(self) -> FileRecord:
-        """The size and checksums of what was written."""
-        return FileRecord(bytes=self.size, crc32=[found.result() for found in self._sums])
+        """The size and hashes of what was written."""
+        return FileRecord(bytes=self.size, xxh3_128=[found.result() for found in self._hashes])
 
     def _wait(self, index: int) -> None:
         if (busy := self._busy[index]) is not None:
             busy.result()
 
     def _submit(self, index: int, count: int) -> None:
-        offset = len(self._sums) * BLOCK_BYTES
+        offset = len(self._hashes) * BLOCK_BYTES
         future = self._pool.submit(self._put, self._blocks[index], count, offset)
         self._busy[index] = future
-        self._sums.append(future)
+        self._hashes.append(future)
 
-    def _put(self, block: Bytes, count: int, offset: int) -> int:
+    def _put(self, block: Bytes, count: int, offset: int) -> str:
         padded = -(-count // ALIGNMENT) * ALIGNMENT  # the last block; truncated at the end
         view = memoryview(block)
         done = 0
@@ -106,25 +106,25 @@ class BlockWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not _drop_direct(self._file):
                     raise
-        return checksum(view[:count])
+        return hash_of(view[:count])
 
     def _finish(self) -> None:
         if rest := self.size % BLOCK_BYTES:
-            self._submit(len(self._sums) % len(self._blocks), rest)
-        for found in self._sums:
+            self._submit(len(self._hashes) % len(self._blocks), rest)
+        for found in self._hashes:
             found.result()
         os.ftruncate(self._file, self.size)
         os.fsync(self._file)
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
-    """Writes and fsyncs a small file; returns its size and checksums."""
+    """Writes and fsyncs a small file; returns its size and hashes."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    return FileRecord(bytes=len(data), crc32=[checksum(block) for block in blocks])
+    return FileRecord(bytes=len(data), xxh3_128=[hash_of(block) for block in blocks])
 
 
 def sync_folder(folder: Path) -> None:

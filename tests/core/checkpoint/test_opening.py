@@ -119,7 +119,7 @@ def test_ranks_share_the_files_to_hash(run):
 
 
 def test_a_file_with_too_few_hashes_is_refused(run):
-    edit_manifest(newest(run), lambda m: m["files"][RANK].update(crc32=[]))
+    edit_manifest(newest(run), lambda m: m["files"][RANK].update(xxh3_128=[]))
     with pytest.raises(MtcliError, match="it has 1 blocks and 0 hashes"):
         open_checkpoint(newest(run)).verify_hashes()
 
@@ -145,14 +145,14 @@ def test_a_header_that_disagrees_with_the_manifest_is_refused(run):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(version=2), "version"),
+        (lambda m: m.update(version="2"), "version"),
         (lambda m: m.update(format="other"), "format"),
         (lambda m: m.update(surprise=1), "surprise: Extra inputs"),
         (lambda m: m.pop("step"), "step: Field required"),
         (lambda m: m.update(step=-1), "step"),
-        (lambda m: m["files"].update({"../x": {"bytes": 0, "crc32": []}}), "files"),
-        (lambda m: m["files"].update({"/etc/passwd": {"bytes": 0, "crc32": []}}), "files"),
-        (lambda m: m["files"].update({"a/../b": {"bytes": 0, "crc32": []}}), "files"),
+        (lambda m: m["files"].update({"../x": {"bytes": 0, "xxh3_128": []}}), "files"),
+        (lambda m: m["files"].update({"/etc/passwd": {"bytes": 0, "xxh3_128": []}}), "files"),
+        (lambda m: m["files"].update({"a/../b": {"bytes": 0, "xxh3_128": []}}), "files"),
         (lambda m: m["tensors"]["final_norm.bias"].update(dtype="int8"), "dtype"),
         (lambda m: piece(m).update(file="rank-00009.safetensors"), "which it does not list"),
         (lambda m: piece(m).update(file="../../secret"), "file"),
@@ -168,6 +168,16 @@ def test_a_manifest_that_cannot_be_true_is_refused(run, change, message):
         open_checkpoint(newest(run))
     assert "manifest.json is damaged" in str(error.value)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_checkpoint_of_another_version_says_both_versions(run, version):
+    edit_manifest(newest(run), lambda m: m.update(version=version))
+    with pytest.raises(MtcliError) as error:
+        open_checkpoint(newest(run))
+    expected = f"is of version {version} of the format, and this mtcli reads version 2"
+    assert expected in str(error.value) and "mtcli shard SRC DST --to hf" in str(error.value)
+    assert "damaged" not in str(error.value)
 
 
 def piece(manifest):

@@ -203,7 +203,7 @@ def test_a_dtype_that_checkpoints_do_not_hold_is_refused(tmp_path):
 def test_the_manifest_is_plain_json(tmp_path):
     folder, _ = save_halves(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["version"] == 1
+    assert manifest["version"] == 2
     assert manifest["step"] == 1
     assert manifest["tensors"]["embedding.weight"]["shape"] == [13, 12]
     assert manifest["tensors"]["embedding.weight"]["pieces"][1] == {
