@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench gpu
+.PHONY: demo test lint bench gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -23,6 +23,10 @@ bench: .venv/installed-test
 gpu: .venv/installed-test
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "this machine shows torch no GPU"'
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# Chooses the kernels' configurations on this machine's GPU, then measures them; without one it says so.
+bench-gpu: .venv/installed-test
+	$(BIN)/python benchmarks/gpu/bench_kernels.py --tune
 
 # Stamps, so that nothing is installed twice. The demo needs less than the tests.
 .venv/installed: .venv/made pyproject.toml constraints.txt

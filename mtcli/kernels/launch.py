@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, Literal
@@ -22,9 +23,17 @@ from mtcli.kernels.choices import Config, choose
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # a wheel of torch for GPUs brings it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LIBRARY = torch.library.Library("mtcli", "FRAGMENT")
-Target = Literal["interpreter"] | tuple[str, int, int]
 
-_target: ContextVar[Target | None] = ContextVar("target", default=None)
+
+@dataclass(frozen=True)
+class Compiling:
+    """A launch on CPU tensors is only compiled: each configuration, or the first alone."""
+
+    first: bool
+    names: list[str] = field(default_factory=list)
+
+
+_mode: ContextVar[Compiling | Literal["interpreted"] | None] = ContextVar("mode", default=None)
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -33,7 +42,7 @@ def runs_triton(x: Tensor) -> bool:
         return HAS_TRITON and x.dtype in DTYPES
     if torch.compiler.is_compiling():  # dynamo cannot read a ContextVar
         return False
-    return _target.get() is not None and x.dtype in DTYPES
+    return _mode.get() is not None and x.dtype in DTYPES
 
 
 @contextmanager
@@ -46,37 +55,33 @@ def interpreted() -> Iterator[None]:
 
     if not knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before anything imports triton")
-    with _launching("interpreter"):
+    token = _mode.set("interpreted")
+    try:
         yield
+    finally:
+        _mode.reset(token)
 
 
 @contextmanager
-def compiled_for(backend: str, arch: int, warp_size: int) -> Iterator[list[str]]:
+def compiled_for(
+    backend: str, arch: int, warp_size: int, *, first: bool = False
+) -> Iterator[list[str]]:
     """Inside, launches on CPU tensors only compile, for a GPU that need not be there.
 
-    Every configuration of a kernel is compiled, and none runs: results hold whatever memory held.
-    Gives a list that fills with what was compiled, such as "_forward {'BLOCK': 1024}".
+    None runs: results hold whatever memory held. Gives a list that fills with what was compiled,
+    such as "swiglu._forward {'ROWS': 1}".
     """
     from triton.runtime import driver
 
     from mtcli.kernels.absent import AbsentGpu
 
     driver.set_active(AbsentGpu(backend, arch, warp_size))
-    with _launching((backend, arch, warp_size)):
-        yield _compiled.get()
-
-
-@contextmanager
-def _launching(target: Target) -> Iterator[None]:
-    token, names = _target.set(target), _compiled.set([])
+    compiling = Compiling(first)
+    token = _mode.set(compiling)
     try:
-        yield
+        yield compiling.names
     finally:
-        _target.reset(token)
-        _compiled.reset(names)
-
-
-_compiled: ContextVar[list[str]] = ContextVar("compiled")
+        _mode.reset(token)
 
 
 class Kernel:
@@ -115,24 +120,22 @@ class Kernel:
         return triton.jit(bound)
 
     def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
-        target = _target.get() if not arguments[0].is_cuda else None
-        if isinstance(target, tuple):
-            self._compile(grid, arguments, constants)
-            return
-        config = self.configs[0]
-        if target is None and len(self.configs) > 1:
+        mode = None if arguments[0].is_cuda else _mode.get()
+        launch = partial(self._launch_as, grid, arguments, constants)
+        if isinstance(mode, Compiling):
+            for config in self.configs[: 1 if mode.first else None]:
+                launch(config, warmup=True)
+                mode.names.append(f"{self.name} {dict(config)}")
+        elif mode is not None or len(self.configs) == 1:
+            launch(self.configs[0])
+        else:
             magnitudes = [arguments[i] for i in self.key]
-            launch = partial(self._launch_as, grid, arguments, constants)
-            config = choose(self.name, arguments[0], magnitudes, self.configs, launch)
-        self._launch_as(grid, arguments, constants, config)
+            launch(choose(self.name, arguments[0], magnitudes, self.configs, launch))
 
-    def _launch_as(self, grid: Any, arguments: Any, constants: Any, config: Config) -> None:
-        self.jitted[grid](*arguments, **constants, **config)
-
-    def _compile(self, grid: Any, arguments: Any, constants: Any) -> None:
-        for config in self.configs:
-            self.jitted.run(*arguments, grid=grid, warmup=True, **constants, **config)
-            _compiled.get().append(f"{self.name} {config}")
+    def _launch_as(
+        self, grid: Any, arguments: Any, constants: Any, config: Config, warmup: bool = False
+    ) -> None:
+        self.jitted.run(*arguments, grid=grid, warmup=warmup, **constants, **config)
 
 
 def kernel(

@@ -1,0 +1,56 @@
+"""The GPU benchmark's entries on a machine without one: interpreted, and compiled for another."""
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mtcli.kernels
+from mtcli.kernels.launch import HAS_TRITON, Kernel
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "bench_kernels.py"
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+
+
+def bench(*flags, cache=None):
+    environment = os.environ | ({"TRITON_CACHE_DIR": str(cache)} if cache else {})
+    command = [sys.executable, str(SCRIPT), *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@needs_triton
+def test_every_entry_of_the_benchmark_gives_the_first_rivals_results_interpreted():
+    done = bench("--device", "cpu", "--smoke")
+    assert done.returncode == 0, done.stderr
+    assert "swiglu forward: as torch" in done.stdout and "swiglu backward" in done.stdout
+
+
+@needs_triton
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path):
+    done = bench("--compile", "90", "--first", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    missing = [name for name in launched() if f": {name} " not in done.stdout]
+    assert missing == [], "a kernel that no entry of the benchmark launches"
+
+
+def launched():
+    """The kernels of the package but those that other kernels call."""
+    modules = [
+        importlib.import_module(f"mtcli.kernels.{module.name}")
+        for module in pkgutil.iter_modules(mtcli.kernels.__path__)
+        if module.name != "absent"  # imports triton
+    ]
+    kernels = [x for module in modules for x in vars(module).values() if isinstance(x, Kernel)]
+    called = {name for kernel in kernels for name in kernel.function.__code__.co_names}
+    return [k.name for k in kernels if k.function.__name__ not in called]
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there may be a GPU")
+def test_without_a_gpu_the_benchmark_says_so_in_one_line():
+    done = bench()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: torch sees no GPU here; try --device cpu --smoke\n"
