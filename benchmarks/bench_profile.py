@@ -72,7 +72,9 @@ def measure(pairs: int) -> dict[str, float]:
         feed.close()
         bare, timed, records = bare[WARMUP:], timed[WARMUP:], records[WARMUP:]
         step = records[0]
-        record = RankRecord(0, 0, True, records, Profiled(step, {}, {}, 0.0, [], []), {}, 0, 1.0)
+        record = RankRecord(
+            0, 0, True, records, Profiled(step, {}, {}, 0.0, [], [], {}, []), {}, 0, 1.0
+        )
         spent = [
             attribute(record, [records[i]], i, trainer.pipeline.schedule) for i in range(pairs)
         ]

@@ -7,6 +7,7 @@ torch.profiler, whose own cost therefore touches no time that is reported.
 import json
 import resource
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -24,17 +25,19 @@ from mtcli.core.feed import Feed, open_feed
 from mtcli.core.parallel.collectives import gather_objects
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.pp import OpSpan
+from mtcli.core.parallel.traffic import Traffic
 from mtcli.core.report import trace as traces
-from mtcli.core.report.clock import Clock, clock_for, clock_offset
+from mtcli.core.report.clock import Clock, clock_for, clock_offset, op_range
 from mtcli.core.report.records import Profiled, RankRecord, StepRecord
+from mtcli.core.report.summary import summarized, waiting_of
 from mtcli.core.runtime import Runtime
+from mtcli.core.schedule.ops import Op
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.trainer import Phases, Trainer
 from mtcli.kernels.products import matmul
 
 SIDE = {"cpu": 1024, "cuda": 8192}  # large enough to run at full speed; 10 to 20 ms on a core
 OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates
-MEMORY_POINTS = 2000
 
 
 def peak_flops(config: RunConfig, runtime: Runtime) -> float:
@@ -88,6 +91,7 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     trainer = Trainer(config, runtime)
     trainer.initialise()
     clock = trainer.pipeline.clock = clock_for(runtime.device)
+    trainer.pipeline.around = op_range(runtime.device)
     feed = open_feed(config, trainer.groups) if config.data.train else counted(config, trainer)
     peak = peak_flops(config, runtime)
     offset = clock_offset(trainer.groups.world)
@@ -119,9 +123,19 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
 
 def timed_step(trainer: Trainer, feed: Feed, clock: Clock, offset: float) -> StepRecord:
     """One training step and when its parts ran, on rank 0's clock."""
+    return _watched_step(trainer, feed, clock, offset)[0]
+
+
+def _watched_step(
+    trainer: Trainer, feed: Feed, clock: Clock, offset: float
+) -> tuple[StepRecord, Traffic]:
+    """A timed step and what its collectives moved and waited for."""
+    ledger = trainer.groups.world.ledger
+    traffic = ledger.traffic = Traffic()
     clock.begin()
     trainer.train_step(feed)
     clock.end()
+    ledger.traffic = None
 
     def moment(stamp: float) -> float:
         return clock.seconds(stamp) + offset
@@ -129,7 +143,12 @@ def timed_step(trainer: Trainer, feed: Feed, clock: Clock, offset: float) -> Ste
     assert trainer.phases is not None, "a step leaves its phases"
     phases = Phases(*(moment(stamp) for stamp in trainer.phases))
     spans = trainer.pipeline.spans
-    return StepRecord(phases, tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans))
+    step = StepRecord(phases, tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans))
+    if trainer.groups.device.type == "cuda":
+        traffic.waits.clear()  # the host went on, its device waited
+    elif not trainer.is_sharded:  # torch's FSDP2 waits for collectives that no ledger sees
+        step = step._replace(waiting=waiting_of(step, traffic, offset))
+    return step, traffic
 
 
 def profiled_step(
@@ -139,39 +158,26 @@ def profiled_step(
     activities = [ProfilerActivity.CPU]
     if trainer.groups.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    around, trainer.pipeline.around = trainer.pipeline.around, _annotated
+    shapes = trainer.is_sharded
+    with profile(
+        activities=activities, profile_memory=True, acc_events=True, record_shapes=shapes
+    ) as profiler:
         begin = perf_counter()
         with record_function(traces.STEP):
-            step = timed_step(trainer, feed, clock, offset)
+            step, traffic = _watched_step(trainer, feed, clock, offset)
+    trainer.pipeline.around = around
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8"))
-    return summarized(trace, step, begin + offset), trace
+    for axis, size in traces.sharding_bytes(traces.complete(trace["traceEvents"])):
+        traffic.add(trainer.groups.axes[axis], size)
+    return summarized(trace, step, (begin + offset, begin), traffic), trace
 
 
-def summarized(trace: dict[str, Any], step: StepRecord, begin: float) -> Profiled:
-    """What a trace tells about its step; `begin` is when its STEP annotation was entered."""
-    events = traces.complete(trace["traceEvents"])
-    mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
-    computing = traces.computing(events)
-    exchanges = traces.spans_of(events, traces.is_exchange)
-    hidden = traces.common(exchanges, computing)
-    exchanging = {}
-    for kind in sorted({span.op.kind for span in step.spans}):
-        ops = [(s.start - begin + mark, s.end - begin + mark) for s in step.spans]
-        ops = [op for op, span in zip(ops, step.spans, strict=True) if span.op.kind == kind]
-        inside = traces.length(traces.common(ops, exchanges))
-        inside -= traces.length(traces.common(ops, hidden))
-        exchanging[kind] = inside / traces.length(ops)
-    return Profiled(
-        step,
-        exchanging,
-        traces.exchanges(events),
-        traces.length(hidden),
-        traces.kernels(events),
-        traces.thinned(traces.memory_curve(trace["traceEvents"], mark), MEMORY_POINTS),
-    )
+def _annotated(op: Op) -> AbstractContextManager[None]:
+    return record_function(f"{traces.OP}{op}")
 
 
 class Counter:

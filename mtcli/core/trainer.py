@@ -71,7 +71,7 @@ class Trainer:
         b, p = config.batch, config.parallel
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
         self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
-        self.stages = build_stages(config, self.groups, self._is_sharded)
+        self.stages = build_stages(config, self.groups, self.is_sharded)
         self.gradients = self._reduction()
         self.optimizer = AdamW(self.gradients.owned(), self.table, config.optimizer, self.dtype)
         self.balance = Balance(
@@ -107,7 +107,7 @@ class Trainer:
 
     def saves(self, name: str) -> bool:
         """Whether this rank writes what it holds of a parameter into a checkpoint."""
-        if self._is_sharded:
+        if self.is_sharded:
             return self.ownership.answers_for(name)
         primary = self.table[name].is_primary(self.layout, self.groups.rank)
         return primary and not self.ownership.is_second_copy(name)
@@ -176,13 +176,13 @@ class Trainer:
         return loss_sum, marks
 
     @property
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether parameters are cut over data ranks: there are some, and zero = 3."""
         shared = max(self.groups.axes[name].size for name in ("data", "edp"))
         return self.config.parallel.zero == 3 and shared > 1
 
     def _reduction(self) -> Reduction:
-        if not self._is_sharded:
+        if not self.is_sharded:
             bucket_bytes = self.config.parallel.bucket_mib * 2**20
             return Gradients(self.stages, self.ownership, bucket_bytes)
         from mtcli.core.parallel.zero import ShardedGradients  # half a second of torch's imports

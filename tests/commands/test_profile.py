@@ -80,10 +80,29 @@ def test_an_op_never_starts_before_its_input_was_made(data):
         assert spans[f"B{m}.1"]["end"] <= spans[f"B{m}.0"]["end"]
 
 
+def test_hops_move_the_activations_of_every_micro_batch(data):
+    rows = {(r["axis"], r["from"], r["to"]): r for r in data["communication_by_axis"]}
+    for way in (("pp_forward", 0, 1), ("pp_backward", 1, 0)):
+        assert rows[way]["calls"] == 4
+        assert rows[way]["bytes"] == 4 * 16 * 32 * 4  # micro-batches, tokens, hidden, float32
+    ends = 128 * 32 * 4  # the tied embedding's gradient, vocabulary padded: half of it twice
+    whole = data["communication_matrix_bytes"]
+    assert whole[0][1] == rows["pp_forward", 0, 1]["bytes"] + ends + 16 and whole[0][0] == 0
+
+
+def test_what_the_step_adds_is_told_by_how_long_it_lives(data):
+    over_time = data["memory_by_kind_over_time"]
+    added = [a + b for a, b in zip(over_time["activations"], over_time["temporary"], strict=True)]
+    assert max(added) == data["memory_bytes"]["activations"]
+    # 1F1B: one or two micro-batches of a block's saved inputs; 8 such tensors at the least.
+    assert max(over_time["activations"]) > 8 * 16 * 32 * 4
+    assert min(over_time["temporary"]) == 0
+
+
 def test_the_trace_has_the_profilers_events_and_ours(profiled, folder):
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
     names = {event.get("name") for event in events}
-    assert {"aten::mm", "B3.1", "F0.0"} <= names
+    assert {"aten::mm", "B3.1", "F0.0", "mtcli: op F0.0"} <= names
 
 
 def test_the_page_and_the_picture_are_there_and_nothing_else(profiled, folder):

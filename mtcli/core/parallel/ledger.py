@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mtcli.core.parallel.groups import Axis
+    from mtcli.core.parallel.traffic import Traffic
 
 Reached = Callable[[], bool]  # whether the device has got past a mark in its queue
 
@@ -43,6 +44,8 @@ class Call:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del self.ledger.waits[self.thread]
+        if self.ledger.traffic is not None:
+            self.ledger.traffic.waited(self, monotonic() - self.since)
         if isinstance(error, RuntimeError) and self.ledger.broken is None:
             from mtcli.core.parallel.callsite import caller  # imports torch: it is here by now
 
@@ -85,6 +88,7 @@ class Ledger:
         self.queued: deque[tuple[Call, Reached]] = deque()
         self.broken: Broken | None = None  # the first one
         self.step = 0  # of training: the one that runs
+        self.traffic: Traffic | None = None  # profile counts bytes and waits of a step here
 
     def call(
         self,
@@ -103,6 +107,8 @@ class Ledger:
         if self.check is not None:
             with call:
                 self.check(call, x, detail)
+        if self.traffic is not None:
+            self.traffic.note(call, x, detail)
         return call
 
     def oldest(self) -> Call | None:

@@ -8,6 +8,7 @@ gather (PTD-P's scatter/gather, arXiv:2104.04473, section 4.1).
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -61,6 +62,7 @@ class Pipeline(Generic[Given]):
         self.ops = schedule.ops[groups.pp_rank]
         self.hops = _Hops(schedule, groups, wire)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
+        self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # and a range
         self.spans: list[OpSpan] = []
         self.current: Op | None = None  # the op that runs, or ran last
 
@@ -84,7 +86,8 @@ class Pipeline(Generic[Given]):
             if op == last[op.stage]:
                 before_last_backward(op.stage)
             self.current = op
-            actions[op.kind](op)
+            with self.around(op):
+                actions[op.kind](op)
         self.hops.wait()
         self.spans = run.spans
         return run.total_loss()

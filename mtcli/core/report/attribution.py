@@ -48,7 +48,7 @@ def attribute(
             arrived = min(max(clock, made), start)
             spent["bubble"] += arrived - clock
             spent["communication"] += start - arrived
-        exchanging = record.profiled.exchanging.get(op.kind, 0.0) * (end - start)
+        exchanging = record.exchanging(step, op.kind) * (end - start)
         spent["forward" if op.kind == "F" else "backward"] += end - start - exchanging
         spent["communication"] += exchanging
         clock = end
@@ -65,6 +65,32 @@ def attribute(
     spent["optimizer"] = phases.norm - phases.reduce + phases.end - phases.agree
     spent["other"] = step.seconds - sum(spent.values())
     return spent
+
+
+def hop_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
+    """Seconds of a step in which each pipeline rank waits for inputs that are made already.
+
+    Means over the timed steps.
+    """
+    pipeline = speakers(records)
+    steps = range(len(pipeline[0].steps))
+    return [
+        mean(_hops(record, [other.steps[i] for other in pipeline], i, schedule) for i in steps)
+        for record in pipeline
+    ]
+
+
+def _hops(
+    record: RankRecord, pipeline: Sequence[StepRecord], index: int, schedule: Schedule
+) -> float:
+    ends = {span.op: span.end for other in pipeline for span in other.spans}
+    total, clock = 0.0, record.steps[index].phases.data
+    for op, start, end in record.steps[index].spans:
+        made = _made_elsewhere(op, record.pp_rank, schedule, ends)
+        if made is not None:
+            total += start - min(max(clock, made), start)
+        clock = end
+    return total
 
 
 def shares(spent: Spent) -> dict[str, float]:
@@ -115,9 +141,8 @@ def mean_op_seconds(records: Sequence[RankRecord]) -> Callable[[Op], float]:
 
 def busy_seconds(record: RankRecord) -> float:
     """Seconds of a step in which a rank itself works: the median of its timed steps."""
-    waiting = record.profiled.exchanging
     return median(
-        sum((end - start) * (1.0 - waiting.get(op.kind, 0.0)) for op, start, end in step.spans)
+        sum((b - a) * (1.0 - record.exchanging(step, op.kind)) for op, a, b in step.spans)
         for step in record.steps
     )
 

@@ -1,6 +1,8 @@
 """Clocks that time a step: stamps are taken while it runs and become seconds when it is over."""
 
 import platform
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -82,6 +84,13 @@ class DeviceClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device's work."""
     return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def op_range(device: torch.device) -> Callable[[object], AbstractContextManager[None]]:
+    """What to run an op in, so that tools that watch the device see its name: an NVTX range."""
+    if device.type != "cuda":
+        return nullcontext
+    return lambda op: torch.cuda.nvtx.range(str(op))
 
 
 def clock_offset(world: Axis) -> float:

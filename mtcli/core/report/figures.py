@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from statistics import mean, median
 from typing import Any
 
 from mtcli.core.cost.hardware import NAMES, device_named, shared
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
+from mtcli.core.cost.ranks import rank_places
 from mtcli.core.cost.report import layout_of
 from mtcli.core.cost.workload import Workload
-from mtcli.core.report import attribution
+from mtcli.core.report import attribution, beside
 from mtcli.core.report.records import RankRecord
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
@@ -101,7 +103,11 @@ class Profile:
 
     def as_json(self) -> Json:
         """The JSON contract."""
-        seconds, fullest = self.step_seconds, self._fullest
+        data = self._measured()
+        return {"figures": beside.figures(data, self.prediction), **data}
+
+    def _measured(self) -> Json:
+        seconds, fullest, rows = self.step_seconds, self._fullest, beside.traffic(self.records)
         return {
             "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
             "steps": seconds,
@@ -118,9 +124,11 @@ class Profile:
             "memory_by_rank": [
                 {"rank": r.rank, "pp_rank": r.pp_rank, **memory_of(r)} for r in self._speakers
             ],
-            "memory_over_time": fullest.profiled.memory,
+            "memory_over_time": [(held.seconds, held.total) for held in fullest.profiled.memory],
+            "memory_by_kind_over_time": memory_over_time(fullest),
             "timeline": rows_of(self.measured),
             "planned_timeline": rows_of(self.planned),
+            "joined_timeline": beside.joined(self.measured, self.planned),
             "shares": {
                 kind: mean(one[kind] for one in self.shares_by_rank) for kind in attribution.KINDS
             },
@@ -132,9 +140,12 @@ class Profile:
                 "planned": self.planned.bubble_fraction,
             },
             "communication": self._communication(),
+            "communication_matrix_bytes": beside.matrix(rows, self.world),
+            "communication_by_axis": rows,
             "stragglers": attribution.stragglers(self.records),
             "kernels": [k._asdict() for k in self.records[0].profiled.kernels[:TOP_KERNELS]],
             "layout": layout_of(self.work),
+            "rank_map": rank_map(self.work),
             "world": self.world,
             "device": self.device,
             "predicted": self._predicted(),
@@ -156,6 +167,7 @@ class Profile:
             "overlapped_seconds": profiled.overlapped,
             "share_of_forward": profiled.exchanging.get("F", 0.0),
             "share_of_backward": profiled.exchanging.get("B", profiled.exchanging.get("I", 0.0)),
+            "by_axis": beside.seconds_by_axis(self.records, self.schedule, self.prediction),
         }
 
     def _predicted(self) -> Json | None:
@@ -172,8 +184,38 @@ class Profile:
 
 def memory_of(record: RankRecord) -> dict[str, int]:
     """A rank's bytes by kind; `activations` is the most that the profiled step added."""
-    held = max((bytes_ for _, bytes_ in record.profiled.memory), default=0)
+    held = max((held.total for held in record.profiled.memory), default=0)
     return {**record.state_bytes, "activations": held, "peak": record.peak_bytes}
+
+
+def memory_over_time(record: RankRecord) -> Json:
+    """A rank's bytes by kind over the profiled step: what the step adds, on top of its state."""
+    curve = record.profiled.memory
+    state = {kind: [held] * len(curve) for kind, held in record.state_bytes.items()}
+    return {
+        "rank": record.rank,
+        "seconds": [held.seconds for held in curve],
+        **state,
+        "activations": [held.activations for held in curve],
+        "temporary": [held.temporary for held in curve],
+    }
+
+
+def rank_map(work: Workload) -> list[Json]:
+    """Each rank's place on both grids and the layers of its stages."""
+    layers = list(accumulate(work.layers_of_stage, initial=0))
+    return [
+        {
+            "rank": rank,
+            **places,
+            "layers": [
+                layer
+                for stage in work.layout.stages(places["attention"]["pp"])
+                for layer in range(layers[stage], layers[stage + 1])
+            ],
+        }
+        for rank, places in enumerate(rank_places(work.layout))
+    ]
 
 
 def rows_of(timeline: Timeline) -> list[Json]:

@@ -4,14 +4,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mtcli.core.parallel.pp import OpSpan
+    from mtcli.core.parallel.traffic import Sent
     from mtcli.core.trainer import Phases
 
 
+class Waiting(NamedTuple):
+    """How long a rank's host waited for collectives in one step."""
+
+    inside: dict[str, float]  # share of the seconds of its F, B, I and W ops
+    by_axis: dict[str, float]  # seconds, hops included, whose sender may be late
+
+
 class StepRecord(NamedTuple):
-    """One step on one rank, in seconds of rank 0's clock."""
+    """One step on one rank, in seconds of rank 0's clock.
+
+    `waiting` is None where collectives are waited for by a device, or are not all ours.
+    """
 
     phases: "Phases"
     spans: tuple["OpSpan", ...]
+    waiting: Waiting | None = None
 
     @property
     def seconds(self) -> float:
@@ -27,6 +39,19 @@ class Kernel(NamedTuple):
     seconds: float
 
 
+class Held(NamedTuple):
+    """Bytes above what was held when the step began: those that outlive their op, and the rest."""
+
+    seconds: float  # since the step began
+    activations: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.activations + self.temporary
+
+
 class Profiled(NamedTuple):
     """The step that ran under torch.profiler, apart from the timed ones."""
 
@@ -35,7 +60,9 @@ class Profiled(NamedTuple):
     communication: dict[str, float]  # seconds by collective, hidden or not
     overlapped: float  # seconds in which computation hides them
     kernels: list[Kernel]  # by seconds, the longest first
-    memory: list[tuple[float, int]]  # (seconds since the step began, bytes above its begin)
+    memory: list["Held"]
+    by_axis: dict[str, float]  # seconds, where the trace tells the axis
+    sent: list["Sent"]
 
 
 class RankRecord(NamedTuple):
@@ -49,3 +76,8 @@ class RankRecord(NamedTuple):
     state_bytes: dict[str, int]  # weights, gradients, optimizer
     peak_bytes: int  # of the process (CPU: resident) or of the device's allocator
     peak_flops: float
+
+    def exchanging(self, step: StepRecord, kind: str) -> float:
+        """The share of a step's ops of a kind that waits for collectives."""
+        waiting = step.waiting.inside if step.waiting else self.profiled.exchanging
+        return waiting.get(kind, 0.0)

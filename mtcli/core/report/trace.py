@@ -1,9 +1,10 @@
-"""Reading a Chrome trace of torch.profiler: kernels, communication and memory of one step.
+"""Reading a Chrome trace of torch.profiler: kernels and communication of one step.
 
 Times in a trace are microseconds of the profiler's own clock; results are in seconds of it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, prod
 from typing import Any
 
 from mtcli.core.report.records import Kernel
@@ -12,6 +13,9 @@ Event = dict[str, Any]
 Interval = tuple[float, float]
 
 STEP = "mtcli: step"  # the annotation that ties the profiler's clock to ours
+OP = "mtcli: op "  # begins the annotation of an op of the pipeline
+GROUP = "Process Group Description"  # of an NCCL kernel: the axis whose communicator it uses
+ITEM_BYTES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2}
 SEND = "gloo:send"
 
 
@@ -45,6 +49,12 @@ def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
     return found
 
 
+def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The points of `a` that are not in `b`; both are disjoint and in order."""
+    edges = [-inf, *(edge for interval in b for edge in interval), inf]
+    return common(a, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
 def length(intervals: list[Interval]) -> float:
     """The sum of the intervals' lengths."""
     return sum(end - start for start, end in intervals)
@@ -72,6 +82,42 @@ def exchanges(events: list[Event]) -> dict[str, float]:
     for event in filter(is_exchange, events):
         found[event["name"]] = found.get(event["name"], 0.0) + event["dur"] / 1e6
     return found
+
+
+def seconds_by_axis(events: Iterable[Event]) -> dict[str, float]:
+    """Seconds of NCCL's kernels by the axis whose communicator they use; none on CPU."""
+    found: dict[str, float] = {}
+    for event in filter(is_exchange, events):
+        axis = event.get("args", {}).get(GROUP)
+        if axis:
+            found[axis] = found.get(axis, 0.0) + event["dur"] / 1e6
+    return found
+
+
+def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
+    """(axis, bytes to the next rank of a ring) of each collective that torch's FSDP2 starts.
+
+    From the sizes of its tensors: an all-gather passes on all but this rank's part, and so does a
+    reduce-scatter. Needs a trace with shapes.
+    """
+    ranges = [e for e in events if e["name"].startswith("FSDP::")]
+    found = []
+    for event in events:
+        if event["name"] not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            continue
+        within = [e["name"] for e in ranges if e["ts"] <= event["ts"] < e["ts"] + e["dur"]]
+        if within:
+            (out, given), kind = event["args"]["Input Dims"][:2], event["args"]["Input type"][0]
+            axis = "edp" if any("experts" in name for name in within) else "data"
+            found.append((axis, abs(prod(out) - prod(given)) * ITEM_BYTES[kind]))
+    return found
+
+
+def op_bounds(events: Iterable[Event], begin: float) -> list[float]:
+    """When the host began and ended each op of the pipeline, in order, in seconds since `begin`."""
+    ops = [e for e in events if e["name"].startswith(OP) and e["cat"] == "user_annotation"]
+    ends = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
+    return sorted(moment / 1e6 - begin for pair in ends for moment in pair)
 
 
 def computing(events: list[Event]) -> list[Interval]:
@@ -115,27 +161,6 @@ def kernels(events: list[Event]) -> list[Kernel]:
         seconds[name] = seconds.get(name, 0.0) + microseconds / 1e6
     found = [Kernel(name, calls[name], seconds[name]) for name in calls]
     return sorted(found, key=lambda kernel: -kernel.seconds)
-
-
-def memory_curve(events: Iterable[Event], begin: float) -> list[tuple[float, int]]:
-    """(seconds since `begin`, bytes above what was held then) at each allocation and release."""
-    changes = sorted(
-        (event["ts"] / 1e6 - begin, event["args"]["Bytes"])
-        for event in events
-        if event.get("name") == "[memory]" and event["ts"] / 1e6 >= begin
-    )
-    held, curve = 0, [(0.0, 0)]
-    for moment, change in changes:
-        held += change
-        curve.append((moment, held))
-    return curve
-
-
-def thinned(curve: list[tuple[float, int]], points: int) -> list[tuple[float, int]]:
-    """At most about `points` of a curve: of each stretch its highest, so that the peak stays."""
-    stride = -(-len(curve) // points)
-    parts = (curve[i : i + stride] for i in range(0, len(curve), stride))
-    return [max(part, key=lambda point: point[1]) for part in parts]
 
 
 def _by_thread(events: list[Event]) -> list[list[Event]]:

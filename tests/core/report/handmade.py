@@ -1,7 +1,8 @@
 """A profile made by hand: two pipeline ranks, two micro-batches, every second known."""
 
 from mtcli.core.parallel.pp import OpSpan
-from mtcli.core.report.records import Kernel, Profiled, RankRecord, StepRecord
+from mtcli.core.parallel.traffic import Sent
+from mtcli.core.report.records import Held, Kernel, Profiled, RankRecord, StepRecord
 from mtcli.core.schedule.ops import Op
 from mtcli.core.trainer import Phases
 
@@ -32,7 +33,9 @@ def record_of(rank, exchanging=None, steps=None):
         communication={"gloo:all_reduce": 0.25},
         overlapped=0.125,
         kernels=[Kernel("aten::mm", 4, 3.0), Kernel("aten::add", 8, 1.0)],
-        memory=[(0.0, 0), (1.0, 3 * 2**20), (2.0, 0)],
+        memory=[Held(0.0, 0, 0), Held(1.0, 2 * 2**20, 2**20), Held(2.0, 0, 0)],
+        by_axis={},
+        sent=[Sent("data", 1 - rank, 4096, 2), Sent("pp_forward", 1 - rank, 512 + rank, 2)],
     )
     return RankRecord(
         rank=rank,

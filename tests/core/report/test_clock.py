@@ -5,7 +5,15 @@ import torch
 
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ledger import Ledger
-from mtcli.core.report.clock import DeviceClock, HostClock, clock_for, clock_offset, offset_between
+from mtcli.core.report.clock import (
+    DeviceClock,
+    HostClock,
+    clock_for,
+    clock_offset,
+    offset_between,
+    op_range,
+)
+from mtcli.core.schedule.ops import Op
 
 
 def test_processes_of_one_machine_share_a_clock():
@@ -28,6 +36,22 @@ def test_the_hosts_stamps_are_seconds_in_order():
     first, second = clock(), clock()
     clock.end()
     assert clock.seconds(first) <= clock.seconds(second)
+
+
+def test_on_a_gpu_every_op_is_an_nvtx_range_by_its_name(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
+    around = op_range(torch.device("cuda"))
+    with around(Op("B", 3, 1)):
+        told.append("inside")
+    assert told == ["B3.1", "inside", "end"]
+
+
+def test_on_a_cpu_an_op_runs_in_no_range(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", pytest.fail)
+    with op_range(torch.device("cpu"))(Op("F", 0, 0)):
+        pass
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

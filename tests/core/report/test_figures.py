@@ -6,6 +6,7 @@ import pytest
 from handmade import config_table, record_of
 
 from mtcli.core.report.figures import Profile
+from mtcli.core.report.records import Waiting
 from mtcli.core.report.tables import show_profile
 from mtcli.core.spec.load import config_of
 
@@ -46,6 +47,85 @@ def test_measured_and_planned_ops_can_be_joined_by_rank_and_name(profile):
     joined = [{(r["rank"], r["op"]) for r in data[key]} for key in ("timeline", "planned_timeline")]
     assert joined[0] == joined[1]
     assert len(joined[0]) == 8
+
+
+def test_every_op_has_its_planned_times_beside_the_measured(profile):
+    data = profile.as_json()
+    rows = {(row["rank"], row["op"]): row for row in data["joined_timeline"]}
+    assert len(rows) == 8
+    assert rows[1, "B0.1"] == {
+        "rank": 1,
+        "op": "B0.1",
+        "planned_start": pytest.approx(2.0),
+        "planned_end": pytest.approx(4.0),
+        "start": pytest.approx(2.25),
+        "end": pytest.approx(4.25),
+    }
+
+
+def test_each_figure_has_the_planned_one_beside_it(records):
+    data = Profile(config_of(config_table()), 2, "cpu", records).as_json()
+    plan, found = data["predicted"], data["figures"]
+    assert found["step_seconds"] == {
+        "measured": 12.0,
+        "planned": plan["step_seconds"],
+        "unit": "s",
+    }
+    assert found["mfu"]["measured"] == data["mfu"] and found["mfu"]["planned"] == plan["mfu"]
+    weights = {"measured": 4000, "planned": plan["memory_bytes"]["weights"], "unit": "bytes"}
+    assert found["memory.weights"] == weights
+    assert found["memory.peak"]["planned"] == plan["memory_bytes"]["total"]
+    shares = [row for name, row in found.items() if name.startswith("share.")]
+    for column in ("measured", "planned"):
+        assert sum(row[column] for row in shares) == pytest.approx(1.0)
+
+
+def test_a_device_that_plan_does_not_know_has_nothing_planned(profile):
+    rows = profile.as_json()["figures"].values()
+    assert {row["planned"] for row in rows} == {None}
+
+
+def test_the_matrix_adds_up_the_axes_from_rank_to_rank(profile):
+    data = profile.as_json()
+    assert data["communication_matrix_bytes"] == [[0, 4096 + 512], [4096 + 513, 0]]
+    assert data["communication_by_axis"][3] == {
+        "axis": "pp_forward",
+        "from": 1,
+        "to": 0,
+        "bytes": 513,
+        "calls": 2,
+    }
+
+
+def test_hops_are_the_seconds_between_an_inputs_being_made_and_its_op(profile):
+    # Rank 0 takes B0.1 and B1.1 0.25 s after they were made, rank 1 takes F0.0; F1.0 was early.
+    by_axis = profile.as_json()["communication"]["by_axis"]
+    assert by_axis["pp"] == {"measured": pytest.approx((0.5 + 0.25) / 2), "planned": None}
+
+
+def test_waits_and_kernels_are_counted_for_the_axis_they_serve(records):
+    waiting = Waiting({"F": 0.0, "B": 0.0}, {"data": 0.5, "ends": 0.25, "sequence": 1.0})
+    waits = records[0]._replace(steps=[step._replace(waiting=waiting) for step in records[0].steps])
+    kernels = records[1]._replace(profiled=records[1].profiled._replace(by_axis={"data": 2.0}))
+    data = Profile(config_of(config_table()), 2, "", [waits, kernels]).as_json()
+    found = {axis: row["measured"] for axis, row in data["communication"]["by_axis"].items()}
+    assert found["dp"] == pytest.approx((0.75 + 2.0) / 2)
+    assert found["tp"] == pytest.approx(0.5)
+
+
+def test_every_rank_is_on_the_map_with_its_layers(profile):
+    first, last = profile.as_json()["rank_map"]
+    assert first["layers"] == [0] and last["layers"] == [1]
+    assert last["attention"] == {"pp": 1, "dp": 0, "cp": 0, "tp": 0}
+    assert last["experts"]["pp"] == 1
+
+
+def test_memory_over_time_has_the_state_under_what_the_step_adds(profile):
+    data = profile.as_json()["memory_by_kind_over_time"]
+    assert data["rank"] == 1  # the fullest
+    assert data["optimizer"] == [8001] * 3
+    assert data["activations"] == [0, 2 * 2**20, 0]
+    assert data["temporary"] == [0, 2**20, 0]
 
 
 def test_step_times_are_those_of_the_slowest_rank():
@@ -92,7 +172,7 @@ def test_the_text_shows_shares_kernels_stragglers_and_both_timelines(profile):
     out = StringIO()
     slow = record_of(0)._replace(rank=2, speaks=False)
     longer = slow._replace(steps=[s._replace(spans=_stretched(s.spans)) for s in slow.steps])
-    profile = Profile(profile.config, 2, "", [*profile.records, longer])
+    profile = Profile(profile.config, 3, "", [*profile.records, longer])
     show_profile(profile, Console(file=out, width=100))
     text = out.getvalue()
     assert "optimizer" in text and "10.4%" in text  # 1.25 of 12 s

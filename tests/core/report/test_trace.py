@@ -74,16 +74,37 @@ def test_a_send_that_nobody_took_yet_is_not_waited_for():
     assert trace.exchanges([send, receive]) == {"gloo:recv": pytest.approx(10e-6)}
 
 
-def test_memory_adds_up_from_the_beginning_of_the_step():
-    def memory(ts, count):
-        return {"ph": "i", "name": "[memory]", "ts": ts, "args": {"Bytes": count}}
-
-    events = [memory(5e6, 100), memory(12e6, -30), memory(11e6, 50), event("aten::mm", 0, 1)]
-    assert trace.memory_curve(events, begin=10.0) == [(0.0, 0), (1.0, 50), (2.0, 20)]
+def test_points_without_others_are_those_of_one_set_alone():
+    assert trace.without([(0, 5), (7, 9)], [(1, 2), (4, 8)]) == [(0, 1), (2, 4), (8, 9)]
+    assert trace.without([(0, 5)], []) == [(0, 5)]
 
 
-def test_thinning_a_curve_keeps_its_peak():
-    curve = [(float(i), i if i != 617 else 10**6) for i in range(5000)]
-    found = trace.thinned(curve, 100)
-    assert len(found) == 100
-    assert (617.0, 10**6) in found
+def test_nccls_kernels_are_counted_by_the_axis_of_their_communicator():
+    kernel = event("ncclDevKernel_AllGather", 0, 30, cat="kernel")
+    events = [kernel | {"args": {trace.GROUP: axis}} for axis in ("tp", "data", "tp")]
+    assert trace.seconds_by_axis([*events, event("aten::mm", 0, 9)]) == {
+        "tp": pytest.approx(60e-6),
+        "data": pytest.approx(30e-6),
+    }
+
+
+def test_the_host_s_ops_are_read_from_their_annotations():
+    first, second = event(trace.OP + "F0.0", 2e6, 1e6), event(trace.OP + "B0.0", 3e6, 2e6)
+    on_device = event(trace.OP + "F0.0", 9e6, 1e6, cat="gpu_user_annotation")
+    events = [one | {"cat": "user_annotation"} for one in (second, first)]
+    assert trace.op_bounds([*events, on_device], begin=2.0) == [0.0, 1.0, 1.0, 3.0]
+
+
+def test_sharding_moves_all_but_this_ranks_part():
+    def collective(name, at, out, given, kind):
+        found = event(f"c10d::{name}_base_", at, 1)
+        return found | {"args": {"Input Dims": [[out], [given]], "Input type": [kind, kind]}}
+
+    events = [
+        event("FSDP::all_gather (blocks.0)", 0, 10, cat="cpu_op"),
+        collective("_allgather", 5, 400, 100, "c10::BFloat16"),
+        event("FSDP::post_backward_reduce (blocks.0.mlp.experts)", 20, 10),
+        collective("_reduce_scatter", 25, 100, 400, "float"),
+        collective("_allgather", 40, 400, 100, "float"),  # not of FSDP
+    ]
+    assert trace.sharding_bytes(events) == [("data", 600), ("edp", 1200)]

@@ -1,0 +1,77 @@
+"""What the trace of the profiled step tells of it, as one rank's `Profiled`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mtcli.core.parallel.traffic import Traffic
+from mtcli.core.report import trace as traces
+from mtcli.core.report.memory import allocations, over_time, thinned
+from mtcli.core.report.records import Profiled, StepRecord, Waiting
+
+MEMORY_POINTS = 1000
+
+
+def summarized(
+    trace: dict[str, Any],
+    step: StepRecord,
+    began: tuple[float, float],
+    traffic: Traffic,
+) -> Profiled:
+    """What a trace tells about its step, beside what the host has sent and waited for.
+
+    `began` is when its STEP annotation was entered, on the clock of the step's stamps and on that
+    of the waits.
+    """
+    events = traces.complete(trace["traceEvents"])
+    mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
+    waits = [(w.start - began[1] + mark, w.end - began[1] + mark) for w in traffic.waits]
+    waiting = traces.union(waits)
+    computing = traces.without(traces.computing(events), waiting)
+    on_wire = _on_wire(events, traffic)
+    exchanges = traces.union([*traces.spans_of(on_wire, traces.is_exchange), *waiting])
+    ops = [(s.op.kind, s.start - began[0] + mark, s.end - began[0] + mark) for s in step.spans]
+    curve = over_time(allocations(trace["traceEvents"], mark), traces.op_bounds(events, mark))
+    return Profiled(
+        step=step,
+        exchanging=shares_inside(ops, traces.without(exchanges, computing)),
+        communication=_seconds_by_op(traffic) | traces.exchanges(on_wire),
+        overlapped=traces.length(traces.common(exchanges, computing)),
+        kernels=traces.kernels(events),
+        memory=thinned(curve, MEMORY_POINTS),
+        by_axis=traces.seconds_by_axis(events),
+        sent=traffic.sent,
+    )
+
+
+def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> Waiting:
+    """How long the host waited for collectives in a step whose stamps are `offset` later."""
+    by_axis: dict[str, float] = {}
+    for wait in traffic.waits:
+        by_axis[wait.axis] = by_axis.get(wait.axis, 0.0) + wait.end - wait.start
+    waits = traces.union((w.start + offset, w.end + offset) for w in traffic.waits)
+    ops = [(span.op.kind, span.start, span.end) for span in step.spans]
+    return Waiting(shares_inside(ops, waits), by_axis)
+
+
+def shares_inside(
+    ops: Sequence[tuple[str, float, float]], exposed: list[traces.Interval]
+) -> dict[str, float]:
+    """Of the seconds of (kind, start, end) ops, by kind, the share that lies in `exposed`."""
+    found = {}
+    for kind in sorted({kind for kind, _, _ in ops}):
+        mine = traces.union((a, b) for k, a, b in ops if k == kind)
+        found[kind] = traces.length(traces.common(mine, exposed)) / traces.length(mine)
+    return found
+
+
+def _seconds_by_op(traffic: Traffic) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for wait in traffic.waits:
+        found[wait.op] = found.get(wait.op, 0.0) + wait.end - wait.start
+    return found
+
+
+def _on_wire(events: list[traces.Event], traffic: Traffic) -> list[traces.Event]:
+    """The events of the trace that may tell of more collectives than the host's waits do."""
+    sharded = any(event["name"].startswith("FSDP::") for event in events)
+    return events if sharded or not traffic.waits else []
