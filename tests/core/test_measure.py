@@ -98,7 +98,8 @@ def test_a_slow_optimizer_is_seen_in_the_optimizer(monkeypatch):
     monkeypatch.setattr(Trainer.train_step.__globals__["AdamW"], "step", slow)
     found = measure(config_of(TABLE), RUNTIME, warmup=0, steps=2)
     shares = Profile(config_of(TABLE), 1, found.device, found.records).shares_by_rank[0]
-    seconds = found.records[0].steps[0].seconds
+    steps = found.records[0].steps  # shares are of their mean, whatever each of them took
+    seconds = sum(step.seconds for step in steps) / len(steps)
     assert 0.2 <= shares["optimizer"] * seconds < 0.3
 
 
