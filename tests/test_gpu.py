@@ -11,6 +11,7 @@ SMALL = [
     "model.num_layers=2", "model.hidden_size=64", "model.vocab_size=512", "train.steps=20",
     "train.matmul=strict", "data.train=['text']",
 ]  # fmt: skip
+ROUNDED = 2e-3  # 5 times what bfloat16 on a CPU differs from float32 in these 20 steps
 
 
 @pytest.fixture
@@ -43,12 +44,12 @@ def test_every_kind_of_model_gives_the_losses_of_the_cpu_and_learns_in_bf16(loss
     fields = [f"model.architecture={kind}", *(f"model.{size}" for size in sizes)]
     cpu = losses("cpu", "fp32", *fields)
     assert losses("cuda", "fp32", *fields) == pytest.approx(cpu, rel=1e-4)
-    assert losses("cuda", "bf16", *fields)[-1] == pytest.approx(cpu[-1], rel=2e-2)
+    assert losses("cuda", "bf16", *fields) == pytest.approx(cpu, rel=ROUNDED)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_gpu_learns_in_16_bits_as_the_cpu_does_in_float32(losses, precision):
-    assert losses("cuda", precision)[-1] == pytest.approx(losses("cpu", "fp32")[-1], rel=2e-2)
+    assert losses("cuda", precision) == pytest.approx(losses("cpu", "fp32"), rel=ROUNDED)
 
 
 def mtcli(*arguments, folder):

@@ -9,7 +9,6 @@ import torch
 from ranks import run_ranks
 from tiny import GPT, MOE, Samples, documents, run_config
 
-from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.engine import open_model
 from mtcli.core.evaluate.requests import ScoreBatch
@@ -39,18 +38,6 @@ def steps_of(trainer, feed, count=STEPS):
     done = [trainer.train_step(feed) for _ in range(count)]
     feed.close()
     return done
-
-
-@pytest.fixture
-def gpt2(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 101}
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **still, initializer_range=0.1))
-    model.save_pretrained(tmp_path)
-    return model, open_checkpoint(tmp_path)
 
 
 def plain_loop(model, config, scale):

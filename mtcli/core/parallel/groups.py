@@ -33,8 +33,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "pp_forward": ("pp",),
     "pp_backward": ("pp",),
 }
-
-
 HOPS = ("pp_forward", "pp_backward")
 
 
