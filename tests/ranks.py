@@ -38,7 +38,7 @@ def run_ranks(n, function, *arguments, deadline=DEADLINE):
 
 def _start(rank, world, store, work):
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = _warm().Process(target=_rank, args=(rank, world, str(store), work, theirs))
+    process = warm().Process(target=_rank, args=(rank, world, str(store), work, theirs))
     process.daemon = True
     process.start()
     theirs.close()
@@ -46,7 +46,7 @@ def _start(rank, world, store, work):
 
 
 @cache
-def _warm():
+def warm():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

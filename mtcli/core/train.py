@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.opening import offering_earlier, open_checkpoint
 from mtcli.core.checkpoint.store import save
 from mtcli.core.data.describe import tokenizer_folder
 from mtcli.core.diagnose import first_nonfinite
@@ -18,7 +18,7 @@ from mtcli.core.report.runlog import RunLog
 from mtcli.core.runtime import Runtime, StopSignal
 from mtcli.core.saving import pieces, progress
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.trainer import Step, Trainer
 
@@ -63,7 +63,8 @@ def _start(trainer: Trainer, resume: bool, init: str | None) -> Checkpoint | Non
         raise wrong(f"{output} already holds a run", hint, "train.output")
     if there:
         checkpoint = open_checkpoint(output)
-        checkpoint.verify_hashes(trainer.groups.rank, trainer.layout.world)
+        with offering_earlier(checkpoint.folder):
+            checkpoint.verify_hashes(trainer.groups.rank, trainer.layout.world)
         _require_same_run(trainer.config, checkpoint)
         trainer.resume(checkpoint)
         return checkpoint
@@ -112,10 +113,14 @@ def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
     if all(fixed["model.router_bias_update_rate"]):  # with biases, at any rate
         del fixed["model.router_bias_update_rate"]
-    for field, (old, new) in fixed.items():
-        if old != new:
-            hint = f"set it back to {old}, or train from it with --init into another output"
-            raise wrong(f"{field} is {new}, and the run was trained with {old}", hint, field)
+    problems = [
+        Problem(f"it is {new}, and the run was trained with {old}", f"set it back to {old}", field)
+        for field, (old, new) in fixed.items()
+        if old != new
+    ]
+    if problems:
+        hint = "to change them, train from the run's weights: --init, and another train.output"
+        raise MtcliError(*problems, hint=hint)
 
 
 def _saves_at(config: RunConfig, step: int) -> bool:

@@ -193,7 +193,7 @@ def test_biases_of_experts_go_on_on_any_layout(biased, layout, tmp_path):
 def test_the_rate_of_biases_may_change_and_not_whether_there_are_any(biased):
     checkpoint = open_checkpoint(biased[0] / f"step-{STOP:08d}")
     _require_same_run(run_config(BIASED | {"router_bias_update_rate": 1e-9}), checkpoint)
-    message = "model.router_bias_update_rate is 0.0, and the run was trained with 0.01"
+    message = "model.router_bias_update_rate: it is 0.0, and the run was trained with 0.01"
     with pytest.raises(MtcliError, match=message):
         _require_same_run(run_config(BIASED | {"router_bias_update_rate": 0.0}), checkpoint)
 
@@ -219,21 +219,24 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 8}, "seed is 8, and the run was trained with 7"),
-        ({"batch": {"seq_len": 4}}, "batch.seq_len is 4, and the run was trained with 8"),
+        ({"seed": 8}, "seed: it is 8, and the run was trained with 7"),
+        ({"batch": {"seq_len": 4}}, "batch.seq_len: it is 4, and the run was trained with 8"),
         (
             {"batch": {"global_batch_size": 8}},
-            "batch.global_batch_size is 8, and the run was trained with 4",
+            "batch.global_batch_size: it is 8, and the run was trained with 4",
         ),
         (
             {"data": {"document_mask": True}},
-            "data.document_mask is True, and the run was trained with False",
+            "data.document_mask: it is True, and the run was trained with False",
         ),
         (
             {"data": {"document_positions": True}},
-            "data.document_positions is True, and the run was trained with False",
+            "data.document_positions: it is True, and the run was trained with False",
         ),
-        ({"model": {"init_std": 0.5}}, "model.init_std is 0.5, and the run was trained with 0.02"),
+        (
+            {"model": {"init_std": 0.5}},
+            "model.init_std: it is 0.5, and the run was trained with 0.02",
+        ),
     ],
     ids=str,
 )
@@ -246,7 +249,7 @@ def test_a_resumed_run_keeps_its_model_and_data_order(run, change, message):
         table[name] = table[name] | value if isinstance(value, dict) else value
     with pytest.raises(MtcliError) as caught:
         _require_same_run(config_from(table), checkpoint)
-    assert message in str(caught.value) and "--init into another output" in str(caught.value)
+    assert message in str(caught.value) and "--init, and another train.output" in str(caught.value)
 
 
 @pytest.mark.parametrize(

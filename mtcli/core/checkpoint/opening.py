@@ -1,5 +1,7 @@
 """Opening a checkpoint: a folder of ours, a run folder, or a Hugging Face folder."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mtcli.core.checkpoint import manifest as manifests
@@ -25,7 +27,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return open_hf(path)
     for root in (path / CHECKPOINTS, path):
         if steps := step_folders(root):
-            return _open_newest(steps)
+            return _open_newest(steps[-1])
     if not path.is_dir():
         raise wrong(
             f"there is no folder {path}", "give a checkpoint, a run or a Hugging Face folder"
@@ -34,15 +36,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise wrong(f"{path} holds no checkpoint", hint + "a Hugging Face folder has a config.json")
 
 
-def _open_newest(steps: list[Path]) -> Checkpoint:
+@contextmanager
+def offering_earlier(folder: Path) -> Iterator[None]:
+    """Adds to an error about a run's checkpoint which one before it is whole, if any is."""
     try:
-        return _open_ours(steps[-1])
+        yield
     except MtcliError as error:
-        for earlier in reversed(steps[:-1]):
-            if _opens(earlier):
-                offer = f"the checkpoint before it is whole: {earlier}"
-                raise MtcliError(*(p._replace(hint=offer) for p in error.problems)) from None
-        raise
+        steps = step_folders(folder.parent)
+        earlier = steps[: steps.index(folder)] if folder in steps else []
+        whole = next((path for path in reversed(earlier) if _opens(path)), None)
+        if whole is None:
+            raise
+        offer = f"the checkpoint before it is whole: {whole}; "
+        offer += f"move {folder.name} away to go on there"
+        raise MtcliError(*(p._replace(hint=offer) for p in error.problems)) from None
+
+
+def _open_newest(newest: Path) -> Checkpoint:
+    with offering_earlier(newest):
+        return _open_ours(newest)
 
 
 def _opens(folder: Path) -> bool:

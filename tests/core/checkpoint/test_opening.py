@@ -62,8 +62,8 @@ def test_a_missing_file_is_named_and_the_checkpoint_before_is_offered(run):
     (newest(run) / RANK).unlink()
     with pytest.raises(MtcliError, match=f"{RANK} is damaged: it cannot be opened") as error:
         open_checkpoint(run)
-    expected = f"the checkpoint before it is whole: {run / 'checkpoints' / 'step-00000001'}"
-    assert error.value.problems[0].hint == expected
+    expected = f"the checkpoint before it is whole: {run / 'checkpoints' / 'step-00000001'}; "
+    assert error.value.problems[0].hint == expected + "move step-00000002 away to go on there"
 
 
 def test_where_no_checkpoint_is_whole_none_is_offered(run):

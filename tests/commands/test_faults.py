@@ -1,0 +1,240 @@
+"""Faults of a run: no checkpoint is lost, the message is clear, and resuming gives the same curve.
+
+Every drill ends with the undisturbed run's losses, bit for bit. Stalls are in test_stalls.py.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from drills import STEPS, Drill
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """By number of ranks, the losses of a run that nothing happens to."""
+    found = {}
+
+    def losses(nproc):
+        if nproc not in found:
+            drill = Drill(tmp_path_factory.mktemp("undisturbed"))
+            assert drill.train(nproc=nproc).codes == [0] * nproc
+            found[nproc] = drill.losses()
+            assert list(found[nproc]) == list(range(1, STEPS + 1))
+        return found[nproc]
+
+    return losses
+
+
+@pytest.fixture
+def drill(tmp_path):
+    return Drill(tmp_path)
+
+
+def goes_on(drill, losses, nproc, *words):
+    """Resumes a run, which then has the losses of one that nothing happened to."""
+    resumed = drill.train("--resume", *words, nproc=nproc)
+    assert resumed.codes == [0] * nproc, resumed.errors
+    assert drill.losses() == losses
+    assert open_checkpoint(drill.output).step == STEPS
+    assert not list(drill.output.glob("checkpoints/*.partial"))
+
+
+def before_step(rank, step, act, *, on):
+    """On rank `on`, calls act(trainer) when a step begins."""
+    if rank != on:
+        return
+    from mtcli.core.trainer import Trainer
+
+    real = Trainer.forward_backward
+
+    def faulty(self, feed):
+        if self.step + 1 == step:
+            act(self)
+        return real(self, feed)
+
+    Trainer.forward_backward = faulty
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_rank_killed_in_a_step(drill, undisturbed):
+    run = drill.train(nproc=2, fault=partial(before_step, step=8, act=kill, on=1))
+    assert run.codes == [1, -signal.SIGKILL]
+    assert "rank 1" in run.errors[0] and "--resume" in run.errors[0]
+    assert drill.steps() == [3, 6]
+    goes_on(drill, undisturbed(2), 2)
+
+
+def in_save(rank, name, act, *, on, calls):
+    """On rank `on`, calls act() in place of one call of a function of the store's."""
+    if rank != on:
+        return
+    from mtcli.core.checkpoint import store
+
+    real, count = getattr(store, name), 0
+
+    def faulty(*arguments):
+        nonlocal count
+        count += 1
+        if count == calls:
+            act(*arguments)
+        return real(*arguments)
+
+    setattr(store, name, faulty)
+
+
+def half_written(folder, *_):
+    (folder / "rank-00001.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "act", "on"),
+    [("write_pieces", half_written, 1), ("commit", kill, 0), ("replace_folder", kill, 0)],
+)
+def test_a_rank_killed_in_a_save(drill, undisturbed, name, act, on):
+    run = drill.train(nproc=2, fault=partial(in_save, name=name, act=act, on=on, calls=2))
+    assert run.codes[on] == -signal.SIGKILL and run.codes[1 - on] == 1
+    assert f"rank {on}" in run.errors[1 - on] and "--resume" in run.errors[1 - on]
+    assert drill.steps() == [3] and drill.checkpoint(6).with_suffix(".partial").is_dir()
+    goes_on(drill, undisturbed(2), 2)
+
+
+def test_a_signal_to_stop(drill, undisturbed):
+    run = drill.train(nproc=2, fault=partial(before_step, step=5, act=terminate, on=1))
+    assert run.codes == [130, 130]
+    assert drill.steps() == [3, 5]
+    goes_on(drill, undisturbed(2), 2)
+
+
+@pytest.fixture
+def finished(drill):
+    """A drill whose run has ended well, on one rank."""
+    assert drill.train().codes == [0]
+    return drill
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def damage(path, how):
+    """Damages a checkpoint's file of tensors."""
+    whole = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(whole[:-100])
+    else:
+        whole[-1000] ^= 4
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
+def test_a_damaged_newest_checkpoint(finished, undisturbed, how):
+    file = finished.checkpoint(9) / "rank-00000.safetensors"
+    damage(file, how)
+    refused = finished.train("--resume", settings=["train.steps=10"])
+    assert refused.codes == [2] and f"error: {file} is damaged: " in refused.errors[0]
+    offer = f"the checkpoint before it is whole: {finished.checkpoint(6)}; move step-00000009 away"
+    assert offer in refused.errors[0]
+    shutil.rmtree(finished.checkpoint(9))
+    goes_on(finished, undisturbed(1), 1)
+
+
+def test_a_checkpoint_of_another_model_or_run(finished, undisturbed):
+    """Every field that may not change is named, with both values; nothing is written."""
+    fields = ["model.hidden_size=32", "seed=8", "batch.global_batch_size=8"]
+    refused = finished.train("--resume", settings=fields)
+    assert refused.codes == [2]
+    changes = {"seed": (7, 8), "batch.global_batch_size": (4, 8), "model.hidden_size": (16, 32)}
+    for field, (old, new) in changes.items():
+        said = f"error: {field}: it is {new}, and the run was trained with {old}\n"
+        assert said in refused.errors[0]
+    assert finished.losses() == undisturbed(1) and finished.steps() == [3, 6, 9]
+
+
+def not_a_number(rank, step, *, on):
+    """On rank `on`, the last MLP gives what is not a number in micro-batch 1 of a step."""
+    before_step(rank, step, _break, on=on)
+
+
+def _break(trainer):
+    def hook(module, inputs, output):
+        op = trainer.pipeline.current
+        return output * float("nan") if op is not None and op.micro_batch == 1 else output
+
+    trainer.stages[0].blocks["3"].mlp.register_forward_hook(hook)
+
+
+def test_a_value_that_is_not_a_number(drill, undisturbed):
+    run = drill.train(nproc=2, fault=partial(not_a_number, step=5, on=1))
+    assert run.codes == [1, 1]
+    where = "first the output of blocks.3.mlp on rank 1, micro-batch 1, "
+    assert "error: step 5: loss nan" in run.errors[0] and where in run.errors[0]
+    assert drill.steps() == [3]
+    goes_on(drill, undisturbed(2), 2)
+
+
+def test_a_rank_that_stalls(tmp_path, undisturbed):
+    drill = Drill(tmp_path, timeout=3.0)
+    run = drill.train(nproc=2, fault=partial(before_step, step=5, act=_sleep, on=1))
+    assert run.codes == [1, 1]
+    assert "rank 1 is absent" in run.errors[0] and "--resume" in run.errors[0]
+    goes_on(drill, undisturbed(2), 2)
+
+
+def _sleep(_):
+    time.sleep(1000.0)
+
+
+def test_a_disk_that_is_full_in_a_save(tmp_path, small_disk, undisturbed):
+    drill = Drill(tmp_path)
+    os.symlink(small_disk, drill.output)
+    fill = partial(before_step, step=5, act=partial(_fill, small_disk), on=0)
+    run = drill.train(fault=fill)
+    assert run.codes == [1] and "No space left on device" in run.errors[0]
+    assert drill.steps() == [3]
+    (small_disk / "filler").unlink()
+    goes_on(drill, undisturbed(1), 1)
+
+
+def _fill(folder, _):
+    """Leaves 16 KiB of a disk free."""
+    free = shutil.disk_usage(folder).free
+    (folder / "filler").write_bytes(bytes(free - 2**14))
+
+
+def test_a_disk_that_is_full_in_preprocess(tmp_path, small_disk):
+    (tmp_path / "text.txt").write_text("all the world is a stage\n" * 20_000)
+    words = [sys.executable, "-m", "mtcli", "preprocess", str(tmp_path / "text.txt")]
+    words += ["--tokenizer", "bytes", "--output", str(small_disk / "data")]
+    (small_disk / "filler").write_bytes(bytes(2_800_000))
+    full = subprocess.run(words, capture_output=True, text=True)
+    assert full.returncode == 1 and "No space left on device" in full.stderr
+    assert not [path for path in small_disk.iterdir() if path.suffix in (".bin", ".idx", ".json")]
+    (small_disk / "filler").unlink()
+    again = subprocess.run([*words, "--resume"], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
