@@ -1,4 +1,4 @@
-"""`mtcli plan`: what would this run cost? Needs no GPU and never imports torch."""
+"""`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +8,7 @@ from mtcli.commands.options import JsonOut, Overrides, write_json
 
 if TYPE_CHECKING:
     from mtcli.core.cost.answer import Answer
+    from mtcli.core.dryrun import DryRun
 
 PIPED_WIDTH = 120  # columns of a table that no terminal wraps
 
@@ -52,6 +53,15 @@ def plan(
     output: Annotated[
         str | None, typer.Option(metavar="FILE", help="write the config of the best layout")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="take a step of the real trainer on fake tensors; count its memory"
+        ),
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="the rank of the dry run [the fullest]")
+    ] = None,
     presets: Annotated[bool, typer.Option("--presets", help="list the presets")] = False,
     validate: Annotated[
         str | None, typer.Option(metavar="FILE", help="score the predictor on published runs")
@@ -60,7 +70,8 @@ def plan(
 ) -> None:
     """Check a run config; predict its memory, step time and bubble; search better layouts.
 
-    Exit codes: 2 where the config is illegal, with every problem; 1 where it does not fit.
+    Exit codes: 2 where the config is illegal, with every problem; 1 where it does not fit, or where
+    a dry run holds other bytes than were predicted.
     """
     from mtcli.core.spec.errors import MtcliError, wrong
 
@@ -68,6 +79,8 @@ def plan(
         return _list_presets(json_out)
     if validate:
         return _validate(validate, json_out)
+    if rank is not None and not dry_run:
+        raise wrong(f"--rank {rank} names the rank of a dry run", "add --dry-run", "--rank")
     if config is None:
         raise wrong("CONFIG is missing", "a TOML file or a preset; --presets lists them", "CONFIG")
     sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
@@ -84,7 +97,8 @@ def plan(
 
             write_json(refusal(error.problems), json_out)
         raise
-    _show(found, json_out, ranks, draw)
+    counted = _dry_run(found, rank) if dry_run else None
+    _show(found, json_out, ranks, draw, counted)
     if plot:
         from mtcli.core.cost.plot import save_timeline
 
@@ -93,10 +107,25 @@ def plan(
     if output:
         found.save_config(output)
         typer.echo(f"wrote {output}", err=True)
+    if counted:
+        counted.require_agreement()
     found.require_fit()
 
 
-def _show(found: "Answer", json_out: str | None, ranks: bool, draw: bool) -> None:
+def _dry_run(found: "Answer", rank: int | None) -> "DryRun":
+    """The one option that takes torch."""
+    import os
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks, it would say
+    from mtcli.core.dryrun import dry_run
+
+    prediction = found.prediction
+    return dry_run(found.config, prediction.work.layout.world, prediction.device, rank)
+
+
+def _show(
+    found: "Answer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
+) -> None:
     from mtcli.core.cost.ranks import rank_groups, rank_places
 
     layout = found.prediction.work.layout
@@ -104,10 +133,15 @@ def _show(found: "Answer", json_out: str | None, ranks: bool, draw: bool) -> Non
         data = found.as_json()
         if ranks:
             data |= {"ranks": rank_places(layout), "groups": rank_groups(layout)}
+        if counted:
+            data["dry_run"] = counted.as_json()
         write_json(data, json_out)
         if json_out == "-":
             return
     _table(found.title, ("", ""), found.summary())
+    _table("Memory of a rank of each pipeline stage", *found.memory_table())
+    if counted:
+        _table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
     if found.candidates:
         _table(found.search_title, found.candidate_columns(), found.candidate_rows())
     if draw:

@@ -119,11 +119,11 @@ class Trainer:
     def state_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients and optimizer (masters and moments)."""
         weights = [held.tensor for held in self.gradients.held.values()]
-        here = {weight.data_ptr() for weight in weights}  # masters too, where zero = 3
+        here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         kinds = {
             "weights": weights,
             "gradients": self.gradients.buffers(),
-            "optimizer": [x for x in self.optimizer.state().values() if x.data_ptr() not in here],
+            "optimizer": [x for x in self.optimizer.state().values() if _memory(x) not in here],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 
@@ -226,7 +226,12 @@ class Trainer:
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
         mine = loss_sum if self.groups.tp.rank == 0 else 0.0
-        sums = torch.tensor([mine, square_sum], dtype=torch.float64, device=self.groups.device)
+        sums = torch.tensor([mine, square_sum], dtype=torch.float64).to(self.groups.device)
         loss, squares = all_reduce(sums, self.groups.world).tolist()
         batch = self.config.batch
         return loss / (batch.global_batch_size * batch.seq_len), math.sqrt(squares)
+
+
+def _memory(x: torch.Tensor) -> int:
+    """The same for tensors that share memory; fake ones, which have none, do too."""
+    return x.untyped_storage()._cdata

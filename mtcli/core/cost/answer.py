@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtcli.core.cost.predict import Prediction, predict_workload
-from mtcli.core.cost.report import Json, as_json, describe, gib, summary
+from mtcli.core.cost.report import Json, as_json, describe, gib, stage_table, summary
 from mtcli.core.cost.request import Request, rule_problems
 from mtcli.core.cost.search import Found, apply, search
 from mtcli.core.cost.workload import Workload
@@ -53,6 +53,10 @@ class Answer:
     def summary(self) -> list[list[str]]:
         """Rows of the summary table."""
         return [list(row) for row in summary(self.prediction)]
+
+    def memory_table(self) -> tuple[list[str], list[list[str]]]:
+        """(headings, a row per pipeline rank): what its ranks hold."""
+        return stage_table(self.prediction)
 
     def candidate_columns(self) -> list[str]:
         """Headings of the candidates' table."""

@@ -5,7 +5,7 @@ training allocates; what the backward pass waits for is counted in `activations.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -30,13 +30,24 @@ from mtcli.core.spec.sharding import Parameter
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank."""
+    """Bytes on one rank, at the worst moment of a step."""
 
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    other: float
+    activations: float  # what forwards keep for their backwards
+    working: float  # what is there besides for a moment
+    reserved: float  # the device's context and communication buffers
+
+    @property
+    def other(self) -> float:
+        """What is neither state nor kept by a forward."""
+        return self.working + self.reserved
+
+    @property
+    def besides_state(self) -> float:
+        """All that a step allocates."""
+        return self.activations + self.working
 
     @property
     def total(self) -> float:
@@ -45,14 +56,26 @@ class Memory:
 
     def as_dict(self) -> dict[str, int]:
         """The kinds and their total, in whole bytes."""
-        return {name: round(value) for name, value in {**asdict(self), "total": self.total}.items()}
+        kinds = ("weights", "gradients", "optimizer", "activations", "other", "total")
+        return {name: round(getattr(self, name)) for name in kinds}
+
+
+class Owner(NamedTuple):
+    """Which of the data ranks a rank is: of those that share attention, and an expert."""
+
+    data: int = 0
+    edp: int = 0
+
+
+FIRST = Owner()
 
 
 class Held(NamedTuple):
     """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
 
-    `shard` is the first data rank's rows, which are as many as any's, and `padded` what all of them
-    take when each has as many. `untrained` come on top: they have no gradient and are never cut.
+    `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
+    all of them take when each has as many as that. `untrained` come on top: they have no gradient
+    and are never cut.
     """
 
     attention: int = 0
@@ -72,9 +95,29 @@ def memory(work: Workload, device: Device) -> Memory:
     return max(memory_by_stage(work, device), key=lambda m: m.total)
 
 
+def fullest_rank(work: Workload, device: Device) -> int:
+    """The rank that holds most; the first of those that hold as much."""
+    totals = [m.total for m in memory_by_stage(work, device)]
+    return work.layout.attention.rank(pp=totals.index(max(totals)))
+
+
+def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
+    """The bytes of one rank. Of rows that do not divide, the last data ranks hold fewer."""
+    place = work.layout.place(rank)
+    weights, gradients, optimizer = state_bytes(work, place["pp"], owner_of(work, rank))
+    stage = memory_by_stage(work, device)[place["pp"]]
+    return replace(stage, weights=weights, gradients=gradients, optimizer=optimizer)
+
+
+def owner_of(work: Workload, rank: int) -> Owner:
+    """Which of the ranks that share a parameter's rows a rank is."""
+    place = work.layout.place(rank)
+    return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
+
+
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
-    """The bytes of a rank of each pipeline rank; ranks that share one hold the same."""
-    chunks, vpp, last = _in_flight(work), work.layout.vpp, work.layout.pp - 1
+    """The bytes of the fullest rank of each pipeline rank: the first one."""
+    chunks, vpp, last = in_flight_chunks(work), work.layout.vpp, work.layout.pp - 1
     saved, again = layer_activations(work), recomputed_block(work)
     waiting = output_gradients(work)
     found = []
@@ -86,19 +129,20 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
         kept += head_activations(work) if pp_rank == last else 0.0
         # For a moment only: a block computed again, or the gradient of the logits.
         moment = max(again, logits_bytes(work) if pp_rank == last else 0.0)
-        other = device.reserved_bytes + moment + _gathered(work, pp_rank)
-        found.append(Memory(weights, gradients, optimizer, kept, other))
+        working = moment + _gathered(work, pp_rank)
+        state = weights, gradients, optimizer
+        found.append(Memory(*state, kept, working, device.reserved_bytes))
     return found
 
 
-def state_bytes(work: Workload, pp_rank: int) -> tuple[int, int, int]:
+def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state (masters and moments) on a pipeline rank.
 
     zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
     (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
     the weights it keeps are the masters. Untrained weights are whole and as wide as gradients.
     """
-    held, sizes = rank_elements(work, pp_rank), work.sizes
+    held, sizes = rank_elements(work, pp_rank, owner), work.sizes
     untrained = held.untrained * sizes.gradient
     if _is_sharded(work):
         kept, width = held.shard, sizes.master or sizes.weight
@@ -126,21 +170,25 @@ def _gathered(work: Workload, pp_rank: int) -> int:
     return work.sizes.weight * (2 * block_elements(work).total + ends)
 
 
-def rank_elements(work: Workload, pp_rank: int) -> Held:
+def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> Held:
     """Elements of the weights that a rank of this pipeline rank holds, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
-    return _elements(work.model, work.layout, layers, ends)
+    return _elements(work.model, work.layout, layers, ends, owner)
 
 
 def block_elements(work: Workload) -> Held:
     """Elements of one block on a rank."""
-    return _elements(work.model, work.layout, 1, (False, False))
+    return _elements(work.model, work.layout, 1, (False, False), FIRST)
 
 
 @cache
 def _elements(
-    model: ModelConfig, layout: ParallelLayout, layers: int, ends: tuple[bool, bool]
+    model: ModelConfig,
+    layout: ParallelLayout,
+    layers: int,
+    ends: tuple[bool, bool],
+    owner: Owner,
 ) -> Held:
     attention = experts = shard = padded = untrained = 0
     for parameter, times in _parts(model, layers, ends):
@@ -149,9 +197,11 @@ def _elements(
             untrained += times * prod(local)
             continue
         ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
-        stored = parameter.stored_shape(layout)
-        rows = times * -(-stored[0] // ranks) * prod(stored[1:])
-        shard, padded = shard + rows, padded + ranks * rows
+        rows, *columns = parameter.stored_shape(layout)
+        each = -(-rows // ranks)
+        first = (owner.edp if parameter.is_expert else owner.data) * each
+        shard += times * max(0, min(each, rows - first)) * prod(columns)
+        padded += times * ranks * each * prod(columns)
         if parameter.is_expert:
             experts += times * prod(local)
         else:
@@ -172,8 +222,8 @@ def _parts(
             yield parameter, int(last) if parameter.owner == "last" else layers
 
 
-def _in_flight(work: Workload) -> tuple[int, ...]:
-    """Chunks of activations per pipeline rank; only gpipe keeps every micro-batch."""
+def in_flight_chunks(work: Workload) -> tuple[int, ...]:
+    """Micro-batches in flight, times vpp, on each pipeline rank; gpipe alone keeps every one."""
     if work.layout.pp == 1:
         return (work.layout.vpp,)
     every = work.schedule_name == "gpipe"

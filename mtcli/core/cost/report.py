@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mtcli.core.cost.memory import rank_elements
+from mtcli.core.cost.memory import fullest_rank, in_flight_chunks, memory_by_stage, rank_elements
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction
 from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.errors import Problem
@@ -11,6 +11,7 @@ from mtcli.core.spec.model import count_active, count_parameters
 
 Json = dict[str, Any]
 GIB = 2**30
+SHOWN_STAGES = 16  # of a longer pipeline its ends, and the rank that holds most
 
 KEYS = (
     "layout",
@@ -66,13 +67,15 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
     work, m, p = prediction.work, prediction.work.model, prediction
     tokens = work.global_batch_size * work.seq_len
     exposed = {axis: s for axis, s in p.communication_seconds.items() if s > 0}
+    margin = f"{gib(p.device.memory_bytes - p.device.usable_bytes)} left to fragmentation"
     memory = [(name, gib(value)) for name, value in p.memory.as_dict().items() if name != "total"]
     return [
         ("parameters", f"{count_parameters(m):,} ({count_active(m):,} active)"),
         ("layout", describe(p)),
         ("step", f"{tokens:,} tokens, {work.num_micro_batches} micro-batches per data rank"),
-        ("bytes per rank", f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"),
+        ("bytes per rank", f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}, {margin}"),
         ("", ", ".join(f"{name} {value}" for name, value in memory)),
+        ("fullest rank", _named(p)),
         *_slow_precision(p),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
@@ -82,6 +85,40 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
             "communication",
             ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in exposed.items()) or "none",
         ),
+    ]
+
+
+def _named(p: Prediction) -> str:
+    """The rank that holds most, and its place on both grids."""
+    rank = fullest_rank(p.work, p.device)
+    place = p.work.layout.place(rank)
+    sizes = [f"{axis}={i}" for axis, i in place.items() if p.work.layout.size(axis) > 1]
+    return " ".join([str(rank), *([f"({', '.join(sizes)})"] if sizes else [])])
+
+
+def stage_table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:
+    """(headings, a row per pipeline rank): micro-batches in flight and bytes by kind."""
+    stages = _memory_by_stage(prediction)
+    fullest = max(stages, key=lambda stage: stage["total"])
+    kinds = [name for name in stages[0] if name not in ("pp_rank", "in_flight")]
+    rows = []
+    for stage in stages:
+        place, end = stage["pp_rank"], min(stage["pp_rank"], len(stages) - 1 - stage["pp_rank"])
+        if len(stages) > SHOWN_STAGES and end >= SHOWN_STAGES // 4 and stage is not fullest:
+            continue
+        most = " (fullest)" if stage is fullest else ""
+        sizes = [gib(stage[kind]) for kind in kinds]
+        rows.append([f"{place}{most}", f"{stage['in_flight']:g}", *sizes])
+    return ["pp rank", "in flight", *kinds], rows
+
+
+def _memory_by_stage(p: Prediction) -> list[Json]:
+    """What the fullest rank of each pipeline rank holds; `in_flight` counts micro-batches."""
+    return [
+        {"pp_rank": place, "in_flight": chunks / p.work.layout.vpp, **memory.as_dict()}
+        for place, (memory, chunks) in enumerate(
+            zip(memory_by_stage(p.work, p.device), in_flight_chunks(p.work), strict=True)
+        )
     ]
 
 
@@ -125,6 +162,8 @@ def _figures(p: Prediction) -> Json:
             "max_per_rank": most,
         },
         "memory_bytes": p.memory.as_dict(),
+        "fullest_rank": fullest_rank(p.work, p.device),
+        "memory_by_stage": _memory_by_stage(p),
         "fits": p.fits,
         "step_seconds": p.step_seconds,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_gpu,

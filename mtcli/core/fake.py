@@ -1,0 +1,159 @@
+"""A world that is not there: fake tensors, fake ranks, and answers to what only data could tell.
+
+Inside, one process is any rank of any world. Tensors have shapes and no memory, collectives return
+at once, and the numbers that a step reads back from its tensors are chosen: losses and norms are 1,
+and routed tokens spread evenly over the experts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mtcli.core.spec.model_config import ModelConfig
+
+LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
+aten = torch.ops.aten
+FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.zeros.default,
+    aten.full.default,
+}
+DYNAMIC = {
+    aten.repeat_interleave.Tensor,
+    aten.unique_consecutive.default,
+    aten.nonzero.default,
+}
+
+
+@contextmanager
+def fake_world(
+    rank: int, world: int, model: ModelConfig, *watching: TorchDispatchMode
+) -> Iterator[None]:
+    """Makes this process a rank of a world of fake ranks, and every new tensor a fake one.
+
+    The modes in `watching` see every operation.
+    """
+    if world > 1:
+        backend = "cpu:fake,meta:fake"
+        dist.init_process_group(backend, rank=rank, world_size=world, store=FakeStore())
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            for mode in (Answers(model), *watching):
+                stack.enter_context(mode)
+            yield
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+class Answers(TorchDispatchMode):
+    """What tensors without values say when they are asked for one, and what a GPU would choose.
+
+    Whole numbers that follow from constants, and from the balanced counts of routed tokens, are
+    computed for real beside their fake tensors. Of all else a number is 1.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.known = WeakIdKeyDictionary()  # of a fake tensor: its values
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What the operation gives, from what is known of what it takes."""
+        given = dict(kwargs or {})
+        if func is aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if func is aten._fused_sdp_choice.default:
+            return _attention_kernel(*args, **given).value
+        if func is aten.bincount.default:
+            bins = given["minlength"] if "minlength" in given else args[-1]
+            return self._learn(args[0].new_empty(bins), self._balanced(args[0].numel(), bins))
+        if func is torch.ops.c10d._allgather_base_.default:
+            self._gather(args[0], args[1])
+        found = self._compute(func, args, given)
+        if func in DYNAMIC and found is not None:
+            like = next(x for x in args if isinstance(x, Tensor))
+            return tree_map(lambda x: self._learn(like.new_empty(x.shape, dtype=x.dtype), x), found)
+        fake = func(*args, **given)
+        if found is not None:
+            for one, values in zip(tree_leaves(fake), tree_leaves(found), strict=True):
+                if isinstance(one, Tensor):
+                    self._learn(one, values)
+        return fake
+
+    def _number(self, x: Tensor) -> Any:
+        values = self._values(x)
+        with _disable_current_modes():
+            return (torch.ones((), dtype=x.dtype) if values is None else values).item()
+
+    def _balanced(self, copies: int, bins: int) -> Tensor:
+        """How many of some routed copies each expert gets; the last bin has those of no expert."""
+        m = self.model
+        each = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
+        with _disable_current_modes():
+            return torch.tensor([each] * (bins - 1) + [copies - each * (bins - 1)])
+
+    def _compute(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
+        """The operation's result on values; None where one of them is not known."""
+        taken = [x for x in tree_leaves((args, given)) if isinstance(x, Tensor)]
+        if not taken and func not in FACTORIES:
+            return None
+        if any(self._values(x) is None for x in taken):
+            for x in taken[:1] if func._schema.is_mutable else ():
+                self.known.pop(x, None)
+            return None
+        args, given = tree_map(
+            lambda x: self._values(x) if isinstance(x, Tensor) else x, (args, given)
+        )
+        if "device" in given:
+            given["device"] = torch.device("cpu")
+        with _disable_current_modes():
+            found = func(*args, **given)
+        return found
+
+    def _values(self, x: Tensor) -> Tensor | None:
+        if x.is_floating_point() or x.numel() > LARGEST_KNOWN:
+            return None
+        return self.known.get(x) if isinstance(x, FakeTensor) else x
+
+    def _learn(self, fake: Tensor, values: Tensor) -> Tensor:
+        if not values.is_floating_point():
+            self.known[fake] = values
+        return fake
+
+    def _gather(self, out: Tensor, x: Tensor) -> None:
+        """Every rank has the values of this one."""
+        values, into = self._values(x), self._values(out)
+        if values is not None and into is not None:
+            with _disable_current_modes():
+                into.copy_(values.repeat(len(into) // len(values)))
+
+
+def _attention_kernel(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **given: Any
+) -> SDPBackend:
+    """What torch chooses on a GPU (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    if attn_mask is None and q.element_size() == 2:
+        return SDPBackend.FLASH_ATTENTION
+    grouped = q.shape[1] != k.shape[1]
+    narrow = q.element_size() <= 4
+    return SDPBackend.EFFICIENT_ATTENTION if narrow and not grouped else SDPBackend.MATH
