@@ -79,7 +79,7 @@ def compile_all(entries, arch, first) -> None:
     from mtcli.kernels.launch import compiled_for
 
     for entry in entries:
-        for dtype in dict.fromkeys((*entry.dtypes, torch.float32)):
+        for dtype in entry.dtypes if first else {*entry.dtypes, torch.float32}:
             arguments = entry.make("cpu", dtype, *entry.small)
             with compiled_for("cuda", arch, 32, first=first) as names:
                 for make in passes(entry).values():

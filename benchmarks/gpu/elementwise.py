@@ -1,33 +1,164 @@
-"""Kernels that are bound by memory: each row of theirs is read and written once."""
+"""Kernels that are bound by memory: each element is read and written once, or a few times."""
 
 import importlib.util
+from functools import partial
 
-from harness import Entry, leaf
+import torch
+import torch.nn.functional as F
+from harness import Entry, leaf, seeded
 
+from mtcli.kernels.cross_entropy import (
+    logits_gradient_,
+    logits_gradient_reference,
+    row_parts,
+    row_parts_reference,
+)
+from mtcli.kernels.dropout import dropout, dropout_reference
+from mtcli.kernels.gelu import gelu, gelu_reference
+from mtcli.kernels.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from mtcli.kernels.random import normal, normal_reference
+from mtcli.kernels.rope import rotate, rotate_reference
+from mtcli.kernels.softmax import masked_softmax, masked_softmax_reference
 from mtcli.kernels.swiglu import swiglu, swiglu_reference
 
 ROWS = 32768
+WIDE = [(ROWS, 768), (ROWS, 4096), (ROWS, 16384)]
+EPS, KEY, DROP = 1e-5, 12345678901234567, 0.1
 
 
-def liger(name: str) -> dict:
-    """Liger's function of a name, where the package is installed."""
+def liger(name):
+    """Liger's function of a name, where the package is installed: {} or {"liger": it}."""
     if importlib.util.find_spec("liger_kernel") is None:
         return {}
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    table = {"swiglu": lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1))}
-    return {"liger": table[name]} if name in table else {}
+    return {
+        "liger": {
+            "rms_norm": lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False),
+            "layer_norm": lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, EPS),
+            "swiglu": lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1)),
+            "rotate": lambda q, k, cos, sin: LigerRopeFunction.apply(q, k, cos[:, 0], sin[:, 0]),
+        }[name]
+    }
 
 
+def moved(tensors):
+    """A function from itemsize and a size of rows and columns to the bytes of so many tensors."""
+    return lambda itemsize, rows, columns, *others: tensors * rows * columns * itemsize
+
+
+def rows_and(vectors, tensors=1):
+    """Makes [rows, columns] tensors, and vectors of as many columns."""
+
+    def make(device, dtype, rows, columns):
+        wide = [leaf((rows, columns), dtype, device, seed) for seed in range(tensors)]
+        return *wide, *(leaf((columns,), dtype, device, 7 + i) for i in range(vectors))
+
+    return make
+
+
+def rotary(device, dtype, b, s, h, g, d):
+    angles = 3.0 * seeded((b, 1, s, d // 2), torch.float32, device, 3)
+    angles = torch.cat([angles, angles], -1)
+    q, k = (leaf((b, s, n, d), dtype, device, n).transpose(1, 2).detach() for n in (h, g))
+    return q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def logits(device, dtype, rows, columns):
+    target = torch.arange(rows, device=device) * 7 % columns
+    return 4.0 * seeded((rows, columns), dtype, device), target
+
+
+def cross_entropy(row_parts, gradient):
+    """A whole step of the loss: losses and the gradient of their sum, as the model makes them.
+
+    The logits are copied first, since ours overwrites them: part of both functions' time, and of
+    the bytes counted.
+    """
+
+    def step(logits_TV, target_T):
+        logits_TV, valid = logits_TV.clone(), logits_TV.shape[1]
+        top, sums, at_target = row_parts(logits_TV, target_T, valid)
+        lse = top + sums.log()
+        return lse - at_target, gradient(logits_TV, lse, target_T, torch.ones_like(lse), valid)
+
+    return step
+
+
+def torch_cross_entropy(logits_TV, target_T):
+    logits_TV = logits_TV.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = F.cross_entropy(logits_TV.float(), target_T, reduction="none")
+        return losses.detach(), *torch.autograd.grad(losses.sum(), logits_TV)
+
+
+def torch_rotate(q, k, cos, sin):
+    return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
+
+
+def added(norm):
+    def function(x, y, *weights):
+        return x + y, norm(x + y, *weights, EPS)
+
+    return function
+
+
+layer, rms = partial(layer_norm_reference, eps=EPS), partial(rms_norm_reference, eps=EPS)
+
+# fmt: off
 ENTRIES = [
-    Entry(
-        "swiglu",
-        swiglu,
-        {"torch": swiglu_reference, **liger("swiglu")},
+    Entry("rms_norm", partial(rms_norm, eps=EPS), {"torch": rms, **liger("rms_norm")},
+        rows_and(1), WIDE, (5, 22), moved(2), moved(3)),
+    Entry("layer_norm", partial(layer_norm, eps=EPS), {"torch": layer, **liger("layer_norm")},
+        rows_and(2), WIDE, (5, 22), moved(2), moved(3)),
+    Entry("add_rms_norm", partial(add_rms_norm, eps=EPS), {"torch": added(rms_norm_reference)},
+        rows_and(1, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
+    Entry("add_layer_norm", partial(add_layer_norm, eps=EPS),
+        {"torch": added(layer_norm_reference)},
+        rows_and(2, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
+    Entry("gelu", lambda x, b: gelu(x, b), {"torch": lambda x, b: gelu_reference(x, b)},
+        rows_and(1), WIDE, (5, 22), moved(2), moved(3)),
+    Entry("gelu_tanh", lambda x, b: gelu(x, b, "tanh"),
+        {"torch": lambda x, b: gelu_reference(x, b, "tanh")},
+        rows_and(1), WIDE, (5, 4096), moved(2), moved(3)),
+    Entry("swiglu", swiglu, {"torch": swiglu_reference, **liger("swiglu")},
         lambda device, dtype, rows, width: (leaf((rows, 2 * width), dtype, device),),
-        sizes=[(ROWS, 768), (ROWS, 5632), (ROWS, 14336)],
-        small=(5, 22),
-        forward_bytes=lambda itemsize, rows, width: 3 * rows * width * itemsize,
-        backward_bytes=lambda itemsize, rows, width: 5 * rows * width * itemsize,
-    ),
+        [(ROWS, 768), (ROWS, 5632), (ROWS, 14336)], (5, 22), moved(3), moved(5)),
+    Entry("dropout_add",
+        lambda y, x, numbers: dropout(y, numbers, KEY, DROP, onto=x),
+        {"torch": lambda y, x, numbers: x + dropout_reference(y, numbers, KEY, DROP)},
+        lambda device, dtype, rows, width: (
+            leaf((rows, width), dtype, device), leaf((rows, width), dtype, device, 1),
+            torch.arange(rows, device=device)),
+        WIDE[:2], (5, 22), moved(3), moved(2)),
+    Entry("rotate", rotate, {"torch": torch_rotate, **liger("rotate")}, rotary,
+        [(8, 4096, 32, 8, 128), (32, 1024, 12, 12, 64)], (2, 3, 4, 2, 8),
+        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
+        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize),
+    Entry("masked_softmax", masked_softmax, {"torch": masked_softmax_reference},
+        lambda device, dtype, b, h, n: (
+            leaf((b, h, n, n), dtype, device),
+            torch.ones(1, 1, n, n, dtype=torch.bool, device=device).tril(), 0.125),
+        [(8, 12, 1024), (1, 16, 4096)], (2, 2, 9),
+        lambda itemsize, b, h, n: 2 * b * h * n * n * itemsize,
+        lambda itemsize, b, h, n: 3 * b * h * n * n * itemsize),
+    Entry("cross_entropy", cross_entropy(row_parts, logits_gradient_),
+        {"torch": torch_cross_entropy,
+         "reference": cross_entropy(row_parts_reference, logits_gradient_reference)},
+        logits, [(8192, 50304), (8192, 128256)], (5, 33), moved(5)),
+    Entry("normal", partial(normal, KEY, 5),
+        {"torch": partial(normal_reference, KEY, 5),
+         "randn": lambda count, device: torch.randn(count, device=device)},
+        lambda device, dtype, count: (count, device),
+        [(2**28,)], (40,), lambda itemsize, count: 4 * count),
 ]

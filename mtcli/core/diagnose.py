@@ -72,12 +72,15 @@ def _watched(stages: dict[int, nn.Module], report: Callable[[int, str], None]) -
 
 def _look(name: str, report: Callable[[int, str], None]):  # type: ignore[no-untyped-def]
     def hook(module: nn.Module, inputs: object, output: object) -> None:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return
-        if not _is_finite(output):
+        for x in output if isinstance(output, tuple) else (output,):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                look(x)
+
+    def look(x: Tensor) -> None:
+        if not _is_finite(x):
             report(0, name)
-        if output.requires_grad:
-            output.register_hook(lambda grad: None if _is_finite(grad) else report(1, name))
+        if x.requires_grad:
+            x.register_hook(lambda grad: None if _is_finite(grad) else report(1, name))
 
     return hook
 

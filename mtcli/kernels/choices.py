@@ -33,15 +33,15 @@ def choose(
     magnitudes: Sequence[int],
     configs: Sequence[Config],
     launch: Callable[[Config], object],
-) -> Config:
-    """The configuration for arguments of x's dtype and of about these magnitudes."""
+) -> Config | None:
+    """The configuration measured for arguments of x's dtype and of about these magnitudes."""
     bucket = bucket_of(x.dtype, magnitudes)
     table = _tuned.get()
     if table is not None and bucket not in table.setdefault(kernel, {}):
         table[kernel][bucket] = dict(min(configs, key=lambda config: _milliseconds(launch, config)))
     known = _known(x.device) if table is None else table
     found = known.get(kernel, {}).get(bucket)
-    return found if found in configs else configs[0]
+    return found if found in configs else None
 
 
 def prefers(library: str, op: str, x: Tensor, magnitudes: Sequence[int]) -> bool:

@@ -87,14 +87,20 @@ def compiled_for(
 class Kernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
-    `configs` are alternatives of constants and launch options, the first of them the default;
-    which is best may differ by device, by dtype and by the magnitudes of the arguments in `key`.
+    `configs` are alternatives of constants and launch options, which is best may differ by device,
+    by dtype and by the magnitudes of the arguments in `key`. Where nothing was measured it is the
+    first, or what `default` says of those arguments. The first argument is a tensor.
     """
 
     def __init__(
-        self, function: FunctionType, configs: Sequence[Config], key: Sequence[str]
+        self,
+        function: FunctionType,
+        configs: Sequence[Config],
+        key: Sequence[str],
+        default: Callable[..., Config] | None,
     ) -> None:
         self.function, self.configs = function, tuple(configs)
+        self.default = default or (lambda *magnitudes: self.configs[0])
         self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__name__}"
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
         self.key = [parameters.index(name) for name in key]
@@ -122,15 +128,17 @@ class Kernel:
     def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
         mode = None if arguments[0].is_cuda else _mode.get()
         launch = partial(self._launch_as, grid, arguments, constants)
+        magnitudes = [arguments[i] for i in self.key]
+        default = self.default(*magnitudes)
         if isinstance(mode, Compiling):
-            for config in self.configs[: 1 if mode.first else None]:
+            for config in (default, *(() if mode.first else self.configs)):
                 launch(config, warmup=True)
                 mode.names.append(f"{self.name} {dict(config)}")
         elif mode is not None or len(self.configs) == 1:
-            launch(self.configs[0])
+            launch(default)
         else:
-            magnitudes = [arguments[i] for i in self.key]
-            launch(choose(self.name, arguments[0], magnitudes, self.configs, launch))
+            chosen = choose(self.name, arguments[0], magnitudes, self.configs, launch)
+            launch(chosen or default)
 
     def _launch_as(
         self, grid: Any, arguments: Any, constants: Any, config: Config, warmup: bool = False
@@ -139,10 +147,12 @@ class Kernel:
 
 
 def kernel(
-    configs: Sequence[Config] = ({},), key: Sequence[str] = ()
+    configs: Sequence[Config] = ({},),
+    key: Sequence[str] = (),
+    default: Callable[..., Config] | None = None,
 ) -> Callable[[FunctionType], Kernel]:
     """A decorator as triton.jit and triton.autotune in one: see `Kernel`."""
-    return partial(Kernel, configs=configs, key=key)
+    return partial(Kernel, configs=configs, key=key, default=default)
 
 
 def operator(
@@ -171,3 +181,15 @@ def operator(
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n: tiles have no other sizes."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def processors(x: Tensor) -> int:
+    """The GPU's multiprocessors, for programs that stay; 2 where kernels are interpreted."""
+    if not x.is_cuda:
+        return 2
+    return torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -14,6 +14,7 @@ from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.products import matmul
 from mtcli.kernels.random import keep_mask, stream_key
+from mtcli.kernels.softmax import masked_softmax
 
 
 class Attention(nn.Module):
@@ -44,7 +45,7 @@ class Attention(nn.Module):
         q, k, v = qkv_TF.view(b, s, -1, r + 2, d).split([r, 1, 1], 3)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
         if inputs.rotation is not None:
-            q, k = inputs.rotation(q), inputs.rotation(k)
+            q, k = inputs.rotation(q, k)
         if inputs.cache is not None:
             k, v = inputs.cache.extend(self.layer, k, v)
         mixed = self._attend(q, k, v, inputs)
@@ -66,14 +67,11 @@ class Attention(nn.Module):
         k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
         s = k.shape[2]
         scores = matmul(q * self.head_dim**-0.5, k.transpose(-1, -2))  # scaled first, for float16
-        scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         keys = torch.arange(s, device=q.device)
         mask = inputs.seen.mask(keys[zigzag(s, self.cp.size, self.cp.rank)], keys)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        probabilities = scores.softmax(-1)
+        probabilities = masked_softmax(scores, mask)
         heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]
         rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]
         index = rows[..., None] * s + keys
         keep = keep_mask(self.drop_key, index, self.drop).to(v.dtype).div_(1.0 - self.drop)
-        return matmul(probabilities.to(v.dtype) * keep, v)
+        return matmul(probabilities * keep, v)

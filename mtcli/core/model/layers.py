@@ -1,11 +1,12 @@
 """Norm and dropout: what happens to the residual stream between the parallel regions."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.parallel.build import Build
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.kernels.random import keep_mask, stream_key
+from mtcli.kernels.dropout import dropout
+from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from mtcli.kernels.random import stream_key
 
 
 class Norm(nn.Module):
@@ -20,10 +21,21 @@ class Norm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x_TD normalised and scaled; same shape."""
-        size = x_TD.shape[-1:]
         if self.is_layer_norm:
-            return F.layer_norm(x_TD, size, self.weight, self.bias, self.eps)
-        return F.rms_norm(x_TD, size, self.weight, self.eps)
+            return layer_norm(x_TD, self.weight, self.bias, self.eps)
+        return rms_norm(x_TD, self.weight, self.eps)
+
+
+class AddNorm(Norm):
+    """A norm of a sum, which goes on as the residual stream."""
+
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + y, the sum normalised and scaled); no y is nothing to add."""
+        if y_TD is None:
+            return x_TD, super().forward(x_TD)
+        if self.is_layer_norm:
+            return add_layer_norm(x_TD, y_TD, self.weight, self.bias, self.eps)
+        return add_rms_norm(x_TD, y_TD, self.weight, self.eps)
 
 
 class Dropout(nn.Module):
@@ -34,10 +46,13 @@ class Dropout(nn.Module):
         self.drop = drop
         self.key = stream_key(seed, "dropout", site)
 
-    def forward(self, x_TD: Tensor, numbers_T: Tensor | None) -> Tensor:
-        """x_TD with elements zeroed and the rest scaled up; unchanged where numbers are None."""
-        if self.drop == 0.0 or numbers_T is None:
-            return x_TD
-        columns = x_TD.shape[-1]
-        index = numbers_T[:, None] * columns + numbers_T.new_tensor(range(columns))
-        return x_TD * keep_mask(self.key, index, self.drop).to(x_TD.dtype).div_(1.0 - self.drop)
+    def forward(
+        self, x_TD: Tensor, numbers_T: Tensor | None, onto_TD: Tensor | None = None
+    ) -> Tensor:
+        """x_TD with elements zeroed and the rest scaled up, added to `onto_TD` where given.
+
+        Nothing is zeroed where numbers are None.
+        """
+        if self.drop > 0.0 and numbers_T is not None:
+            return dropout(x_TD, numbers_T, self.key, self.drop, onto_TD)
+        return x_TD if onto_TD is None else onto_TD + x_TD

@@ -1,12 +1,14 @@
 """The feed-forward part of a block: GELU or SwiGLU (arXiv:2002.05202)."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels.gelu import Approximate, gelu
+from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.swiglu import swiglu
 
 
 class Mlp(nn.Module):
@@ -16,11 +18,18 @@ class Mlp(nn.Module):
         super().__init__()
         self.up = ColumnLinear(f"{name}.up", build)
         self.down = RowLinear(f"{name}.down", build)
-        self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
+        self.approximate: Approximate = "tanh" if model.activation == "gelu_tanh" else "none"
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """x_TD [T/tp, D] -> [T/tp, D]."""
-        return self.down(F.gelu(self.up(x_TD), approximate=self.approximate))
+        """x_TD [T/tp, D] -> [T/tp, D].
+
+        On a GPU the bias is GELU's, so that its gradient costs no pass over memory.
+        """
+        if runs_triton(x_TD):
+            y_TF = gelu(self.up(x_TD, with_bias=False), self.up.flat_bias, self.approximate)
+        else:
+            y_TF = gelu(self.up(x_TD), None, self.approximate)
+        return self.down(y_TF)
 
 
 class GatedMlp(nn.Module):
@@ -33,5 +42,4 @@ class GatedMlp(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        gate, up = self.gate_up(x_TD).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(self.gate_up(x_TD)))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.spec.model_config import ModelConfig, RopeScaling
+from mtcli.kernels.rope import rotate
 
 
 class Rotation(NamedTuple):
@@ -15,10 +16,9 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, x_bhsd: Tensor) -> Tensor:
-        """x rotated: dimension i turns with dimension i + head_dim / 2."""
-        low, high = x_bhsd.chunk(2, -1)
-        return x_bhsd * self.cos + torch.cat([-high, low], -1) * self.sin
+    def __call__(self, q_bhsd: Tensor, k_bgsd: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys rotated: dimension i turns with dimension i + head_dim / 2."""
+        return rotate(q_bhsd, k_bgsd, self.cos, self.sin)
 
 
 def rotation(model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype) -> Rotation:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.model.layers import Dropout, Norm
+from mtcli.core.model.layers import AddNorm, Dropout, Norm
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.build import Build
@@ -33,7 +33,7 @@ class Block(nn.Module):
             mlp = MixtureOfExperts
         self.attention_norm = Norm(f"{name}.attention_norm", model, build)
         self.attention = Attention(layer, model, build, seed)
-        self.mlp_norm = Norm(f"{name}.mlp_norm", model, build)
+        self.mlp_norm = AddNorm(f"{name}.mlp_norm", model, build)
         self.mlp = mlp(f"{name}.mlp", model, build)
         self.attention_dropout = Dropout(f"{name}.attention", model.dropout, seed)
         self.mlp_dropout = Dropout(f"{name}.mlp", model.dropout, seed)
@@ -47,9 +47,10 @@ class Block(nn.Module):
 
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         y_TD = self._attention(self.attention_norm(x_TD), inputs)
-        x_TD = x_TD + self.attention_dropout(y_TD, numbers_T)
-        y_TD = self.mlp(self.mlp_norm(x_TD), inputs)
-        return x_TD + self.mlp_dropout(y_TD, numbers_T)
+        if self.attention_dropout.drop > 0.0:
+            x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
+        x_TD, normed_TD = self.mlp_norm(x_TD, y_TD)
+        return self.mlp_dropout(self.mlp(normed_TD, inputs), numbers_T, x_TD)
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """With recompute = "selective" scores and probabilities are computed twice."""

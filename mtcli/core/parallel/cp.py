@@ -22,9 +22,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Axis, Seen], Tensor]
 
 def zigzag(seq_len: int, axis_size: int, rank: int) -> Tensor:
     """The positions that a rank holds, ascending: int64 [seq_len / cp]."""
-    chunks = torch.arange(seq_len).view(2 * axis_size, -1)
     if axis_size == 1:
-        return chunks.flatten()
+        return torch.arange(seq_len)  # odd lengths too
+    chunks = torch.arange(seq_len).view(2 * axis_size, -1)
     return torch.cat([chunks[rank], chunks[2 * axis_size - 1 - rank]])
 
 

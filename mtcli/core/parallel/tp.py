@@ -24,8 +24,11 @@ from mtcli.core.parallel.collectives import (
 from mtcli.kernels.cross_entropy import (
     cross_entropy_backward_,
     exp_and_target_,
+    logits_gradient_,
     row_max,
+    row_parts,
 )
+from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.products import linear
 
 
@@ -43,9 +46,14 @@ class ColumnLinear(nn.Module):
         self.tp, self.linear = build.groups.tp, build.linear
         self.enter = gather_in if build.sequence_parallel else copy_in
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Returns this rank's columns of y."""
-        bias = None if self.bias is None else self.bias.flatten()
+    @property
+    def flat_bias(self) -> Tensor | None:
+        """b, as the product's columns [F/tp] have it; None where there is none."""
+        return None if self.bias is None else self.bias.flatten()
+
+    def forward(self, x_TD: Tensor, with_bias: bool = True) -> Tensor:
+        """Returns this rank's columns of y; without the bias where another function adds it."""
+        bias = self.flat_bias if with_bias else None
         return self.linear(self.enter(x_TD, self.tp), self.weight, bias)
 
 
@@ -97,7 +105,9 @@ class VocabEmbedding(nn.Module):
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
-        return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self)
+        logits_TV = self.logits(x_TD)
+        whole = _FusedCrossEntropy if runs_triton(logits_TV) else _VocabCrossEntropy
+        return whole.apply(logits_TV, labels_T, self)
 
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,18 +120,30 @@ class VocabEmbedding(nn.Module):
         sums, target, *_ = self._softmax_parts_(logits_NV, top.to(_wide(real)), targets_N)
         return target - sums.log(), argmax == targets_N
 
+    def owned(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(each label's column [T], whether it is one of this rank's [T])."""
+        local_T = labels_T - self.first
+        return local_T, (local_T >= 0) & (local_T < self.valid)
+
     def _softmax_parts_(
         self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Overwrites logits by exp(logits - top). Returns the sums of those and label's logit - top
         over all ranks [T], and here: the label's column [T] and whether it is one of ours [T]."""
-        local_T = labels_T - self.first
-        owned_T = (local_T >= 0) & (local_T < self.valid)
+        local_T, owned_T = self.owned(labels_T)
         local_T = local_T.masked_fill(~owned_T, 0)
         _, sums_T, target_T = exp_and_target_(logits_TV, top_T, local_T, self.valid)
         target_T = target_T.masked_fill(~owned_T, 0.0)
         sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
         return sums_T, target_T, local_T, owned_T
+
+    def lse_and_target(self, parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp and the label's logit over all ranks [T], of what `row_parts` gives."""
+        mine_T, sums_T, target_T = parts
+        top_T = all_reduce(mine_T.clone(), self.tp, dist.ReduceOp.MAX)
+        sums_T = sums_T * (mine_T - top_T).exp()
+        sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
+        return top_T + sums_T.log(), target_T
 
     @torch.no_grad()
     def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
@@ -152,6 +174,26 @@ class _VocabCrossEntropy(torch.autograd.Function):
         """(softmax - onehot) * grad."""
         exps, sums_T, local_T, owned_T = ctx.saved_tensors
         return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """As _VocabCrossEntropy, in two passes over the logits, which become their own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocab: VocabEmbedding) -> Tensor:
+        """Returns the losses [T]."""
+        logits_TV = logits_TV.detach()
+        local_T, owned_T = vocab.owned(labels_T)
+        local_T = local_T.masked_fill(~owned_T, -1)
+        lse_T, target_T = vocab.lse_and_target(row_parts(logits_TV, local_T, vocab.valid))
+        ctx.save_for_backward(logits_TV, lse_T, local_T)
+        ctx.valid = vocab.valid
+        return lse_T - target_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        """(softmax - onehot) * grad."""
+        return logits_gradient_(*ctx.saved_tensors, grad_T, ctx.valid), None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:

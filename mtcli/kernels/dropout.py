@@ -1,0 +1,88 @@
+"""Dropout whose mask is a function of global indices, and the residual it is added to.
+
+N rows of D columns. Element (row, column) is kept or dropped by number `numbers[row] * D + column`
+of a stream (see random.py), so no layout changes a mask, and the backward pass makes it again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.launch import cdiv, kernel, operator, runs_triton
+from mtcli.kernels.random import keep_mask, splitmix64
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def dropout_reference(y: Tensor, numbers: Tensor, key: int, drop: float) -> Tensor:
+    """y [N, D] with elements dropped by `numbers` [N] and the rest divided by 1 - drop."""
+    columns = y.shape[-1]
+    index = numbers[:, None] * columns + numbers.new_tensor(range(columns))
+    return y * keep_mask(key, index, drop).to(y.dtype).div_(1.0 - drop)
+
+
+# fmt: off
+@kernel([{"ROWS": 1, "COLUMNS": 1024, "num_warps": 4}, {"ROWS": 1, "COLUMNS": 2048, "num_warps": 8},
+         {"ROWS": 4, "COLUMNS": 512, "num_warps": 4}], key=["width"])
+def _dropout(
+    y_ptr, onto_ptr, numbers_ptr, out_ptr, rows, width, key: tl.int64, threshold: tl.int64, scale,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: on
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (column < width)
+    number = tl.load(numbers_ptr + row, mask=row < rows, other=0)
+    keep = (splitmix64(key, number * width + column) >> 32).to(tl.int64) >= threshold
+    at = row * width + column
+    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    out = tl.where(keep, y * scale, 0.0)
+    if ADDS:
+        out += tl.load(onto_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out, mask=inside)
+
+
+def dropout(
+    y: Tensor, numbers: Tensor, key: int, drop: float, onto: Tensor | None = None
+) -> Tensor:
+    """`onto` (zeros where None) + `dropout_reference`, rounded once on a GPU.
+
+    Bytes moved: 2 * N * D * itemsize forward, 3 with `onto`; 2 backward.
+    """
+    if runs_triton(y):
+        return _op(y, onto, numbers, key, drop)
+    dropped = dropout_reference(y, numbers, key, drop)
+    return dropped if onto is None else onto + dropped
+
+
+def _run(y: Tensor, onto: Tensor | None, numbers: Tensor, key: int, drop: float) -> Tensor:
+    y, numbers, adds = y.contiguous(), numbers.contiguous(), onto is not None
+    onto = onto.contiguous() if adds else y
+    rows, width, out = len(numbers), y.shape[-1], torch.empty_like(y)
+    grid = lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(width, meta["COLUMNS"]))  # noqa: E731
+    facts = (rows, width, key, round(drop * 2**32), 1.0 / (1.0 - drop))
+    _dropout[grid](y, onto, numbers, out, *facts, ADDS=adds)
+    return out
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, onto, numbers, *ctx.facts = inputs
+    ctx.adds = onto is not None
+    ctx.save_for_backward(numbers)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (numbers,) = ctx.saved_tensors
+    return _op(grad, None, numbers, *ctx.facts), grad if ctx.adds else None, None, None, None
+
+
+_op = operator(
+    "dropout(Tensor y, Tensor? onto, Tensor numbers, int key, float drop) -> Tensor",
+    _run,
+    lambda y, *others: torch.empty_like(y, memory_format=torch.contiguous_format),
+    _gradient,
+    _keep,
+)

@@ -1,0 +1,151 @@
+"""GELU (arXiv:1606.08415) with the bias before it; exact, or by tanh as GPT-2 has it.
+
+N rows of F columns. 0.5 (1 + tanh(u)) is sigmoid(2u), which is how the kernels have it. The
+backward pass is of programs that stay, each summing the bias's gradient over its rows in float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtcli.kernels.launch import cdiv, kernel, operator, processors, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+Approximate = Literal["none", "tanh"]
+TILES = (
+    {"ROWS": 1, "COLUMNS": 2048, "num_warps": 4},
+    {"ROWS": 1, "COLUMNS": 1024, "num_warps": 4},
+    {"ROWS": 4, "COLUMNS": 512, "num_warps": 4},
+    {"ROWS": 2, "COLUMNS": 2048, "num_warps": 8},
+)
+STAYING = [{"ROWS": rows, "num_warps": warps} for rows in (4, 1, 8) for warps in (4, 8)]
+STAYING_COLUMNS = 512
+
+
+def gelu_reference(x: Tensor, bias: Tensor | None, approximate: Approximate = "none") -> Tensor:
+    """gelu(x + bias) of x [..., F] and bias [F]."""
+    return F.gelu(x if bias is None else x + bias, approximate=approximate)
+
+
+@kernel()
+def _share(x, TANH: tl.constexpr):
+    """What of x passes: x * share is its GELU."""
+    if TANH:
+        return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@kernel()
+def _slope(x, TANH: tl.constexpr):
+    """The derivative of GELU at x."""
+    share = _share(x, TANH)
+    if TANH:
+        return share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    return share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+
+
+# fmt: off
+@kernel(TILES, key=["width"])
+def _forward(
+    x_ptr, bias_ptr, out_ptr, rows, width, HAS_BIAS: tl.constexpr, TANH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: on
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows) & (column < width)
+    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + column, x * _share(x, TANH), mask=inside)
+
+
+# fmt: off
+@kernel(STAYING, key=["width"])
+def _backward(
+    grad_ptr, x_ptr, bias_ptr, out_ptr, parts_ptr, rows, width,
+    HAS_BIAS: tl.constexpr, TANH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: on
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    real = column < width
+    bias = tl.zeros([1, COLUMNS], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
+    of_bias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (row < rows) & real
+        at = row * width + column
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        out = grad * _slope(x, TANH)
+        of_bias += out
+        tl.store(out_ptr + at, out, mask=inside)
+    if HAS_BIAS:
+        at = parts_ptr + tl.program_id(0) * width + column
+        tl.store(at, tl.sum(of_bias, 0)[None, :], mask=real)
+
+
+def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
+    """`gelu_reference`, in float32 within.
+
+    Bytes moved on a GPU: 2 * N * F * itemsize forward, 3 * N * F * itemsize backward, with the
+    gradient of the bias.
+    """
+    if not runs_triton(x):
+        return gelu_reference(x, bias, approximate)
+    return _gelu(x, bias, approximate == "tanh")
+
+
+def _run(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    x, width, has_bias = x.contiguous(), x.shape[-1], bias is not None
+    out, rows = torch.empty_like(x), x.numel() // width
+    grid = lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(width, meta["COLUMNS"]))  # noqa: E731
+    _forward[grid](x, bias if has_bias else x, out, rows, width, HAS_BIAS=has_bias, TANH=tanh)
+    return out
+
+
+def _run_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool
+) -> tuple[Tensor, Tensor]:
+    grad, x, width, has_bias = grad.contiguous(), x.contiguous(), x.shape[-1], bias is not None
+    out, rows, blocks = torch.empty_like(x), x.numel() // width, cdiv(width, STAYING_COLUMNS)
+    programs = max(1, min(rows, cdiv(8 * processors(x), blocks)))
+    parts = x.new_empty(programs if has_bias else 0, width, dtype=torch.float32)
+    pointers = (grad, x, bias if has_bias else x, out, parts)
+    flags = {"HAS_BIAS": has_bias, "TANH": tanh, "COLUMNS": STAYING_COLUMNS}
+    _backward[(programs, blocks)](*pointers, rows, width, **flags)
+    return out, parts.sum(0).to(x.dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.tanh = inputs[2]
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, bias = ctx.saved_tensors
+    of_x, of_bias = _gelu_backward(grad, x, bias, ctx.tanh)
+    return of_x, None if bias is None else of_bias, None
+
+
+_gelu_backward = operator(
+    "gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
+    _run_backward,
+    lambda grad, x, *others: (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(x.shape[-1]),
+    ),
+)
+_gelu = operator(
+    "gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
+    _run,
+    lambda x, *others: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _gradient,
+    _keep,
+)

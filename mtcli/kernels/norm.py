@@ -1,0 +1,239 @@
+"""LayerNorm (arXiv:1607.06450) and RMSNorm (arXiv:1910.07467) of rows, with the add before them.
+
+N rows of D columns. Statistics are in float32. On a GPU the forward pass reads each row once and
+keeps [N, 2] means and reciprocal deviations; the backward pass is one of programs that stay, each
+summing the gradients of weight and bias over its rows in float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, processors, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean square + eps) * weight, over the last dimension."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+TILES = [{"ROWS": rows, "num_warps": warps} for rows in (1, 4) for warps in (2, 4, 8, 16)]
+
+
+def _tile(width: int) -> dict[str, int]:
+    """Rows for 2048 elements at least, and 16 elements per thread, up to 16 warps."""
+    block = power_of_two(width)
+    rows = max(1, 2048 // block)
+    return {"ROWS": rows, "num_warps": min(16, max(4, rows * block // 512))}
+
+
+# fmt: off
+@kernel(TILES, key=["width"], default=_tile)
+def _forward(
+    x_ptr, y_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps,
+    CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: on
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    real, inside = column < width, (row < rows) & (column < width)
+    at = row * width + column
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, x, mask=inside)
+        x = x.to(tl.float32)  # of what is kept, as the backward pass sees it
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    mean = tl.zeros([ROWS, 1], tl.float32)
+    if CENTRED:
+        mean = (tl.sum(x, 1) / width)[:, None]
+        x = tl.where(real, x - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    out = x * scale * weight
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out, mask=inside)
+    tl.store(stats_ptr + 2 * row, mean, mask=row < rows)
+    tl.store(stats_ptr + 2 * row + 1, scale, mask=row < rows)
+
+
+# fmt: off
+@kernel(TILES, key=["width"], default=_tile)
+def _backward(
+    grad_ptr, of_sum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
+    CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: on
+    column = tl.arange(0, BLOCK)[None, :]
+    real = column < width
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    of_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (row < rows) & real
+        at = row * width + column
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(stats_ptr + 2 * row + 1, mask=row < rows, other=0.0)
+        if CENTRED:
+            x -= tl.load(stats_ptr + 2 * row, mask=row < rows, other=0.0)
+        x = tl.where(inside, x * scale, 0.0)
+        of_weight += grad * x
+        of_bias += grad
+        grad *= weight
+        out = grad - x * (tl.sum(grad * x, 1) / width)[:, None]
+        if CENTRED:
+            out -= (tl.sum(grad, 1) / width)[:, None]
+        out *= scale
+        if ADDS:
+            out += tl.load(of_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, out, mask=inside)
+    part = parts_ptr + tl.program_id(0) * (2 if HAS_BIAS else 1) * width + tl.arange(0, BLOCK)
+    kept = tl.arange(0, BLOCK) < width
+    tl.store(part, tl.sum(of_weight, 0), mask=kept)
+    if HAS_BIAS:
+        tl.store(part + width, tl.sum(of_bias, 0), mask=kept)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
+    if not runs_triton(x):
+        return layer_norm_reference(x, weight, bias, eps)
+    return _norm(x, weight, bias, eps, True)[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
+    if not runs_triton(x):
+        return rms_norm_reference(x, weight, eps)
+    return _norm(x, weight, None, eps, False)[0]
+
+
+def add_layer_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + y, its layer norm): 4 * N * D * itemsize bytes moved in each direction."""
+    if not runs_triton(x):
+        total = x + y
+        return total, layer_norm_reference(total, weight, bias, eps)
+    total, normed, _ = _add_norm(x, y, weight, bias, eps, True)
+    return total, normed
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + y, its RMS norm): 4 * N * D * itemsize bytes moved in each direction."""
+    if not runs_triton(x):
+        total = x + y
+        return total, rms_norm_reference(total, weight, eps)
+    total, normed, _ = _add_norm(x, y, weight, None, eps, False)
+    return total, normed
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    out, stats = _empties(x)
+    _launch((x, x, weight, bias, x, out, stats), eps, centred, adds=False)
+    return out, stats
+
+
+def _run_with_add(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, y = x.contiguous(), y.contiguous()
+    out, stats = _empties(x)
+    total = torch.empty_like(x)
+    _launch((x, y, weight, bias, total, out, stats), eps, centred, adds=True)
+    return total, out, stats
+
+
+def _launch(tensors: tuple[Any, ...], eps: float, centred: bool, adds: bool) -> None:
+    x, y, weight, bias, total, out, stats = tensors
+    rows, width = stats.shape[0], x.shape[-1]
+    pointers = (x, y, weight, weight if bias is None else bias, total, out, stats)
+    flags = (centred, adds, bias is not None, power_of_two(width))
+    _forward[lambda meta: (cdiv(rows, meta["ROWS"]),)](*pointers, rows, width, eps, *flags)
+
+
+def _run_backward(
+    grad: Tensor,
+    of_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    centred: bool,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    grad, rows, width = grad.contiguous(), stats.shape[0], x.shape[-1]
+    of_sum = None if of_sum is None else of_sum.contiguous()
+    block, out = power_of_two(width), torch.empty_like(x)
+    programs = max(1, min(rows, processors(x) * max(1, min(4, 8192 // block))))
+    parts = x.new_empty(programs, 1 + has_bias, width, dtype=torch.float32)
+    pointers = (grad, grad if of_sum is None else of_sum, x, weight, stats, out, parts)
+    flags = (centred, of_sum is not None, has_bias, block)
+    _backward[(programs,)](*pointers, rows, width, *flags)
+    return out, parts.sum(0).to(weight.dtype)
+
+
+def _empties(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(
+        rows, 2, dtype=torch.float32
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _, ctx.centred = inputs
+    ctx.has_bias, ctx.adds = tensors[-1] is not None, len(output) == 3
+    x = output[0] if ctx.adds else tensors[0].contiguous()
+    ctx.save_for_backward(x, tensors[-2], output[-1])
+
+
+def _gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Autograd gives zeros, not None, for an output that nobody used."""
+    of_sum, of_normed = (grads[0], grads[1]) if ctx.adds else (None, grads[0])
+    flags = ctx.centred, ctx.has_bias
+    of_x, of_weights = _norm_backward(of_normed, of_sum, *ctx.saved_tensors, *flags)
+    weights = (of_weights[0], of_weights[1] if ctx.has_bias else None)
+    return (*(of_x,) * (1 + ctx.adds), *weights, None, None)
+
+
+_norm_backward = operator(
+    "norm_backward(Tensor grad, Tensor? of_sum, Tensor x, Tensor weight, Tensor stats,"
+    " bool centred, bool has_bias) -> (Tensor, Tensor)",
+    _run_backward,
+    lambda grad, of_sum, x, weight, stats, centred, has_bias: (
+        torch.empty_like(x),
+        weight.new_empty(1 + has_bias, x.shape[-1]),
+    ),
+)
+_norm = operator(
+    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor)",
+    _run,
+    lambda x, *others: _empties(x),
+    _gradient,
+    _keep,
+)
+_add_norm = operator(
+    "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred)"
+    " -> (Tensor, Tensor, Tensor)",
+    _run_with_add,
+    lambda x, *others: (_empties(x)[0], *_empties(x)),
+    _gradient,
+    _keep,
+)

@@ -1,0 +1,87 @@
+"""What the model computes on a GPU, on CPU: its kernels interpreted, beside torch's functions."""
+
+import importlib.util
+
+import pytest
+import torch
+from tiny import GPT, LLAMA, run_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtcli.core.engine import build_stages
+from mtcli.core.model.init import initialise
+from mtcli.core.model.inputs import make_inputs
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import whole
+from mtcli.core.spec.layout import ParallelLayout
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+B, S = 2, 5
+SHARED = {"cross_entropy_parts", "cross_entropy_gradient_"}
+CALLED = {
+    "gpt": {"norm", "norm_backward", "add_norm", "gelu", "gelu_backward"} | SHARED,
+    "gpt with dropout": {"norm", "norm_backward", "dropout", "gelu", "gelu_backward"}
+    | {"masked_softmax", "masked_softmax_backward"}
+    | SHARED,
+    "llama": {"norm", "norm_backward", "add_norm", "swiglu", "swiglu_backward", "rotate"} | SHARED,
+}
+MODELS = {
+    "gpt": GPT,
+    "gpt with dropout": GPT | {"dropout": 0.2, "attention_dropout": 0.1},
+    "llama": LLAMA,
+}
+
+
+class Called(TorchDispatchMode):
+    """Collects the names of our operators as they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "mtcli":
+            self.names.add(function._schema.name.removeprefix("mtcli::"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def interpreter():
+    from triton import knobs
+
+    from mtcli.kernels.launch import interpreted
+
+    if not knobs.runtime.interpret:
+        pytest.skip("kernels are compiled here, not interpreted")
+    return interpreted
+
+
+def losses_and_gradients(model):
+    config = run_config(model)
+    groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
+    (stage,) = build_stages(config, groups).values()
+    initialise(whole({0: stage}), config.model, groups, config.seed, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in stage.parameters():  # biases and gains that make a difference
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    tokens, labels = torch.randint(config.model.vocab_size, (2, B, S), generator=generator)
+    numbers = torch.arange(B * S).view(B, S)
+    inputs = make_inputs(config.model, torch.float32, tokens, labels=labels, numbers=numbers)
+    losses = stage.losses(stage(None, inputs), inputs)
+    losses.backward(torch.linspace(0.5, 1.5, B * S))
+    return losses.detach(), {name: p.grad for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_kernels_has_the_losses_and_gradients_of_torchs_functions(name, interpreter):
+    model = MODELS[name]
+    expected, gradients = losses_and_gradients({**model, "num_layers": 1})
+    with interpreter(), Called() as called:
+        found, ours = losses_and_gradients({**model, "num_layers": 1})
+    assert called.names >= CALLED[name], CALLED[name] - called.names
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for parameter, theirs in gradients.items():
+        error = (ours[parameter] - theirs).norm() / theirs.norm()
+        assert error < 1e-5, f"{parameter}: {error:.1e}"

@@ -1,0 +1,40 @@
+import math
+
+import pytest
+import torch
+from exact import check, seeded
+
+from mtcli.kernels.gelu import gelu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def exact_gelu(x):
+    return x * 0.5 * torch.special.erfc(-x / math.sqrt(2.0))
+
+
+def tanh_gelu(x):
+    return 0.5 * x * (1.0 + (math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)).tanh())
+
+
+FORMULAS = {"none": exact_gelu, "tanh": tanh_gelu}
+
+
+@pytest.mark.parametrize("approximate", FORMULAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 131), (23, 10), (2, 3, 1050)])
+def test_bias_and_gelu_and_both_gradients_are_the_formula(device, shape, dtype, approximate):
+    inputs = [2.0 * seeded(*shape, seed=1, device=device), seeded(shape[-1], device=device)]
+    formula = FORMULAS[approximate]
+    check(lambda x, b: gelu(x, b, approximate), lambda x, b: formula(x + b), inputs, dtype)
+
+
+@pytest.mark.parametrize("approximate", FORMULAS)
+def test_gelu_without_a_bias_is_the_formula(device, approximate):
+    x = 2.0 * seeded(7, 19, device=device)
+    check(
+        lambda x: gelu(x.t(), None, approximate),
+        lambda x: FORMULAS[approximate](x.t()),
+        [x],
+        torch.float32,
+    )

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from exact import check, seeded
+
+from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(5, 7), (2, 3, 130), (1, 2051)]  # fewer rows than a tile has, more than programs, long
+
+
+def centred(x):
+    return x - x.mean(-1, keepdim=True)
+
+
+def layer_formula(x, weight, bias):
+    x = centred(x)
+    return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight + bias
+
+
+def rms_formula(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+
+
+def inputs(shape, device, vectors):
+    x, y = (2.0 * seeded(*shape, seed=seed, device=device) + 1.0 for seed in (1, 2))
+    return [x, y, *(seeded(shape[-1], seed=seed, device=device) for seed in range(3, 3 + vectors))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm_and_its_gradients_are_the_formula(device, shape, dtype):
+    x, _, weight, bias = inputs(shape, device, 2)
+    check(lambda *a: layer_norm(*a, 1e-3), layer_formula, [x, weight, bias], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_and_its_gradients_are_the_formula(device, shape, dtype):
+    x, _, weight = inputs(shape, device, 1)
+    check(lambda *a: rms_norm(*a, 1e-3), rms_formula, [x, weight], dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sum_before_a_layer_norm_gets_both_gradients(device, shape):
+    check(
+        lambda *a: add_layer_norm(*a, 1e-3),
+        lambda x, y, *weights: (x + y, layer_formula(x + y, *weights)),
+        inputs(shape, device, 2),
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_before_an_rms_norm_gets_both_gradients(device, dtype):
+    def formula(x, y, weight):
+        total = x + y
+        kept = total + (total.detach().to(dtype).double() - total.detach())  # as it is kept
+        return kept, rms_formula(kept, weight)
+
+    check(lambda *a: add_rms_norm(*a, 1e-3), formula, inputs((9, 130), device, 1), dtype)
+
+
+def test_a_layer_norm_may_have_no_bias(device):
+    x, _, weight = inputs((3, 20), device, 1)
+    formula = lambda x, weight: layer_formula(x, weight, 0.0)  # noqa: E731
+    check(lambda x, w: layer_norm(x, w, None, 1e-3), formula, [x, weight], torch.float32)
+
+
+def test_one_result_alone_may_be_used(device):
+    x, y, weight = inputs((4, 12), device, 1)
+    check(
+        lambda *a: add_rms_norm(*a, 1e-3)[0],
+        lambda x, y, w: x + y + 0 * w.sum(),
+        [x, y, weight],
+        torch.float32,
+    )
+    check(
+        lambda *a: add_rms_norm(*a, 1e-3)[1],
+        lambda x, y, w: rms_formula(x + y, w),
+        [x, y, weight],
+        torch.float32,
+    )
+
+
+def test_rows_may_lie_apart(device):
+    x, _, weight = inputs((8, 12), device, 1)
+    check(
+        lambda x, w: rms_norm(x[::2], w, 1e-3),
+        lambda x, w: rms_formula(x[::2], w),
+        [x, weight],
+        torch.float32,
+    )
+    check(
+        lambda x, w: rms_norm(x.t()[:, :5], w[:5], 1e-3),
+        lambda x, w: rms_formula(x.t()[:, :5], w[:5]),
+        [x, weight],
+        torch.float32,
+    )
