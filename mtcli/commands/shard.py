@@ -2,18 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, write_json
+from mtcli.commands.options import JsonOut, Nproc, write_json
 from mtcli.core.spec.errors import wrong
 
 if TYPE_CHECKING:
-    import torch
-
     from mtcli.core.checkpoint.checkpoint import Checkpoint
-    from mtcli.core.spec.upcycle import Recipe
+    from mtcli.core.checkpoint.conversion import Plan
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -34,7 +32,7 @@ To = Annotated[
 Layout = Annotated[
     str | None,
     typer.Option(
-        metavar="tp=2,pp=2", help="cut for tp, cp, pp, vpp, ep, etp, dp; default: one rank"
+        metavar="tp=2,pp=2", help="cut for tp, cp, pp, vpp, ep, etp, dp, zero; default: one rank"
     ),
 ]
 Dtype = Annotated[
@@ -59,18 +57,6 @@ Verify = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="replace a checkpoint that has the name DST")]
 
 
-class Plan(NamedTuple):
-    """What a conversion will do."""
-
-    to: str
-    layout: str
-    dtype: "torch.dtype | None"
-    max_shard_bytes: int
-    verify: bool
-    force: bool
-    recipe: "Recipe | None"
-
-
 def shard(
     words: Words,
     to: To = None,
@@ -78,32 +64,42 @@ def shard(
     upcycle: Upcycle = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
+    nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
     json_out: JsonOut = None,
 ) -> None:
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
+    from mtcli.core.checkpoint.conversion import Plan, compare
     from mtcli.core.checkpoint.dtypes import parse_dtype
+    from mtcli.core.checkpoint.layouts import parse_layout
     from mtcli.core.checkpoint.opening import open_checkpoint
     from mtcli.core.spec.upcycle import recipe_of
 
     cast = None if dtype is None else parse_dtype(dtype)
-    if words[0] in ("inspect", "verify") and upcycle is not None:
-        raise wrong(f"--upcycle with {words[0]}", "it goes with SRC DST")
+    if words[0] in ("inspect", "verify"):
+        _refuse_writing(words[0], {"--to": to, "--layout": layout, "--upcycle": upcycle})
     if words[0] == "inspect" and len(words) == 2:
         _inspect(open_checkpoint(Path(words[1])), json_out)
     elif words[0] == "verify" and len(words) == 3:
-        _compare(Path(words[1]), Path(words[2]), cast, verify, json_out)
+        a, b = (open_checkpoint(Path(word)) for word in words[1:])
+        _finish(compare(a, b, cast, verify, nproc), json_out)
     elif len(words) == 2:
         source = open_checkpoint(Path(words[0]))
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         chosen = _target(source, to or ("mtcli" if recipe else None), layout, max_shard_size)
-        size = _size(max_shard_size or "5GB")
-        plan = Plan(chosen, layout or "", cast, size, verify, force, recipe)
-        _convert(source, Path(words[1]), plan, json_out)
+        size, where = _size(max_shard_size or "5GB"), parse_layout(layout or "")
+        plan = Plan(chosen, where, cast, size, verify, force, recipe, nproc)
+        _convert(source, Path(words[1]), plan, layout or "", json_out)
     else:
         given = " ".join(words)
         raise wrong(f"{given!r} is not SRC DST", "SRC DST, or inspect SRC, or verify A B")
+
+
+def _refuse_writing(word: str, flags: dict[str, str | None]) -> None:
+    for flag, value in flags.items():
+        if value is not None:
+            raise wrong(f"{flag} with {word}", "it goes with SRC DST")
 
 
 def _inspect(source: "Checkpoint", json_out: str | None) -> None:
@@ -115,113 +111,68 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
     if json_out == "-":
         return
     layout = ", ".join(f"{axis}={size}" for axis, size in facts["layout"].items())
+    largest = facts["largest_tensor"]
     _print_table(
         {
             "path": facts["path"],
             "format": facts["format"],
             "step": f"{facts['step']:,}",
             "architecture": facts["model"]["architecture"],
+            "shape": _shape(facts["model"]),
             "parameters": f"{facts['parameters']:,}",
             "dtype": facts["dtype"],
             "optimizer state": ", ".join(facts["optimizer"]) or "none",
             "tokenizer": "yes" if facts["tokenizer"] else "none",
             "layout": layout,
             "tensors": f"{len(facts['tensors']):,} in {len(facts['files']):,} files",
+            "largest tensor": f"{largest}, {facts['largest_tensor_bytes']:,} bytes",
             "bytes": f"{facts['bytes']:,}",
         }
     )
 
 
-def _compare(
-    a: Path, b: Path, dtype: "torch.dtype | None", logits: bool, json_out: str | None
+def _shape(model: dict[str, Any]) -> str:
+    """A model's sizes in a line."""
+    heads = f"{model['num_heads']} heads ({model['num_kv_heads']} of keys) of {model['head_dim']}"
+    sizes = f"{model['num_layers']} layers of {model['hidden_size']}, {heads}"
+    sizes += f", vocabulary {model['vocab_size']:,}"
+    if not model["num_experts"]:
+        return f"{sizes}, MLP {model['ffn_hidden_size']:,}"
+    experts = f"{model['num_experts']} experts of {model['moe_ffn_hidden_size']:,}"
+    return f"{sizes}, {experts}, {model['top_k']} for each token"
+
+
+def _convert(
+    dense: "Checkpoint", target: Path, plan: "Plan", layout: str, json_out: str | None
 ) -> None:
-    from mtcli.core.checkpoint.opening import open_checkpoint
-    from mtcli.core.checkpoint.proof import require_same, require_same_logits
-
-    facts = {"a": str(a), "b": str(b)}
-    first, second = open_checkpoint(a), open_checkpoint(b)
-    first.verify_hashes()
-    facts |= require_same(first, second, dtype)
-    if logits:
-        facts |= require_same_logits(first, second, dtype)
-    _finish(facts, json_out)
-
-
-def _convert(dense: "Checkpoint", target: Path, plan: Plan, json_out: str | None) -> None:
-    from time import perf_counter
-
-    from mtcli.core.checkpoint.describe import describe
-    from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.checkpoint.conversion import convert
     from mtcli.core.checkpoint.upcycle import upcycled
 
-    start, before = perf_counter(), describe(dense)
     source = dense if plan.recipe is None else upcycled(dense, plan.recipe)
-    dropped = before["optimizer"] if plan.to == "hf" or plan.recipe else []
-    _announce(before, source, target, plan, dropped)
-    _write(source, target, plan)
-    after = open_checkpoint(target)
-    now = describe(after)
-    facts = {name: now[name] for name in ("format", "step", "layout", "bytes", "dtype")}
-    facts |= {"source": str(source.folder), "output": str(target), "dropped": dropped}
-    facts |= {"parameters": now["parameters"], "seconds": perf_counter() - start}
-    if plan.recipe:
-        sizes = {name: now["model"][name] for name in ("num_experts", "top_k")}
-        facts["upcycled"] = sizes | {"granularity": plan.recipe.granularity}
-    if plan.verify:
-        facts |= _proof(dense, source, after, plan)
-    _finish(facts, json_out)
+    typer.echo(_announcement(dense, source, target, plan, layout), err=True)
+    _finish(convert(dense, source, target, plan), json_out)
     typer.echo(f"wrote {target}", err=True)
 
 
-def _announce(
-    before: dict[str, Any], source: "Checkpoint", target: Path, plan: Plan, dropped: list[str]
-) -> None:
+def _announcement(
+    dense: "Checkpoint", source: "Checkpoint", target: Path, plan: "Plan", layout: str
+) -> str:
+    from mtcli.core.checkpoint.conversion import left_out
+    from mtcli.core.checkpoint.describe import describe
     from mtcli.core.spec.model import count_active, count_parameters
 
+    before = describe(dense)
     line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
     line += f"{before['bytes']:,} bytes, step {before['step']:,}; writing {plan.to} to {target}"
-    line += f", {plan.layout}" if plan.layout else ""
+    line += f", {layout}" if layout else ""
     model = source.model
     if plan.recipe:
         line += f"; {model.num_experts} experts of {model.moe_ffn_hidden_size}, {model.top_k} for "
         line += f"each token: {count_parameters(model):,} parameters, {count_active(model):,} used"
-    if dropped:
+    if dropped := left_out(dense, plan):
         why = "the model is new" if plan.recipe else "Hugging Face has no place"
         line += f"; leaving out {', '.join(dropped)}: {why}"
-    typer.echo(line, err=True)
-
-
-def _proof(
-    dense: "Checkpoint", source: "Checkpoint", after: "Checkpoint", plan: Plan
-) -> dict[str, Any]:
-    """Proves that `after` holds what `source` says, and that it is the function of `dense`."""
-    from mtcli.core.checkpoint.proof import require_same, require_same_logits
-    from mtcli.core.checkpoint.upcycle import rounding
-
-    same = require_same(source, after, plan.dtype)
-    if plan.recipe is None:
-        return same | require_same_logits(dense, after, plan.dtype)
-    dtype = rounding(dense, plan.recipe, plan.dtype)
-    return same | require_same_logits(dense, after, dtype, dense.model.num_layers)
-
-
-def _write(source: "Checkpoint", target: Path, plan: Plan) -> None:
-    from tqdm import tqdm
-
-    from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
-    from mtcli.core.checkpoint.describe import tensor_bytes
-    from mtcli.core.checkpoint.export import to_hf
-    from mtcli.core.checkpoint.names import is_optimizer
-
-    layout = parse_layout(plan.layout)
-    names = [name for name in source.names() if plan.to == "mtcli" or not is_optimizer(name)]
-    total = sum(tensor_bytes(source, name) for name in names)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="shard", disable=None) as bar:
-        options = Options(plan.dtype, plan.force, bar.update)
-        if plan.to == "hf":
-            to_hf(source, target, plan.max_shard_bytes, options)
-        else:
-            to_mtcli(source, target, *layout, options)
+    return line
 
 
 def _target(

@@ -5,11 +5,16 @@ import json
 import pytest
 import torch
 import typer
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
 
 from mtcli.commands.shard import shard
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import About, Piece, commit, write_pieces
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Exit, MtcliError
+from mtcli.core.spec.load import dump_toml
 
 app = typer.Typer(add_completion=False)
 app.command("shard")(shard)
@@ -33,6 +38,16 @@ def gpt2(tmp_path_factory):
         parameter.data += 0.1 * torch.randn(parameter.shape)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def warm():
+    """The fork server has what other tests need of it, whichever come first."""
+    run_ranks(1, rank_of)
+
+
+def rank_of(runtime):
+    return runtime.rank
 
 
 def test_a_folder_goes_to_a_layout_and_back_with_proofs(gpt2, tmp_path, capsys):
@@ -88,6 +103,62 @@ def test_verify_names_the_first_tensor_that_differs_and_fails(gpt2, tmp_path, ca
     assert error.value.code == Exit.FAILED
 
 
+def test_verify_says_what_was_compared_of_the_optimizer(gpt2, tmp_path, capsys, warm):
+    source = open_checkpoint(gpt2)
+    weights = {name: source.read(name) for name in source.names()}
+    toml = dump_toml(RunConfig.model_validate({"model": source.model, "batch": {"seq_len": 8}}))
+    for name, moment in (("none", None), ("some", 1.0), ("other", 2.0)):
+        state = {"optimizer.exp_avg/final_norm.bias": torch.full((24,), moment)} if moment else {}
+        tensors = (weights | state).items()
+        pieces = [Piece(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
+        (tmp_path / name).mkdir()
+        written = [write_pieces(tmp_path / name, 0, pieces)]
+        commit(tmp_path / name, written, About(3, {}, toml, {}))
+
+    def said(a, b):
+        run("verify", tmp_path / a, tmp_path / b, "--json", "-", "--nproc", "2")
+        return json.loads(capsys.readouterr().out)
+
+    assert said("none", "none")["optimizer"] == "none"
+    assert said("some", "some")["optimizer"] == "the same"
+    assert said("some", "some")["tensors_equal"] == len(weights) + 1
+    only = f"not compared: only {tmp_path / 'some'} has optimizer.exp_avg"
+    assert said("none", "some")["optimizer"] == said("some", "none")["optimizer"] == only
+    with pytest.raises(MtcliError, match=r"exp_avg/final_norm.bias differs in 24 of 24") as error:
+        said("some", "other")
+    assert error.value.code == Exit.FAILED
+
+
+def test_verify_tells_models_apart_whose_tensors_are_the_same(gpt2, tmp_path):
+    run(gpt2, tmp_path / "a", "--to", "hf")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config["layer_norm_epsilon"] = 1e-3
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MtcliError, match="tensors are, and norm_eps is 1e-05 and 0.001") as error:
+        run("verify", gpt2, tmp_path / "a")
+    assert error.value.code == Exit.FAILED
+
+
+def test_the_first_tensor_that_differs_is_named_however_many_look_for_it(gpt2, tmp_path, warm):
+    run(gpt2, tmp_path / "a", "--to", "hf")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    for name in tensors.keys() - {"transformer.wte.weight"}:
+        tensors[name][-1] += 1
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    for nproc in (1, 3):
+        with pytest.raises(MtcliError, match=r"position_embedding.weight differs in 24 of 408"):
+            run("verify", gpt2, tmp_path / "a", "--nproc", nproc)
+
+
+def test_the_result_says_what_memory_it_took(gpt2, tmp_path, capsys, warm):
+    for nproc in (1, 2):
+        target = tmp_path / f"{nproc}"
+        run(gpt2, target, "--layout", "tp=2", "--nproc", nproc, "--verify", "--json", "-")
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["largest_tensor_bytes"] == 4 * 24 * 96
+        assert 0 < facts["working_memory_bytes"] < 80e6 < facts["peak_memory_bytes"]
+
+
 def test_a_change_of_dtype_is_verified_within_its_rounding(gpt2, tmp_path, capsys):
     run(gpt2, tmp_path / "half", "--dtype", "bf16", "--verify", "--json", "-")
     facts = json.loads(capsys.readouterr().out)
@@ -112,6 +183,8 @@ def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
     [
         (["one"], "'one' is not SRC DST"),
         (["SRC", "DST", "--layout", "tp=3"], "tp=3 does not divide num_kv_heads=4"),
+        (["inspect", "SRC", "--layout", "tp=3"], "--layout with inspect"),
+        (["verify", "SRC", "SRC", "--to", "hf"], "--to with verify"),
         (["SRC", "DST", "--layout", "zz=3"], "'zz=3' is not a part of a layout"),
         (["SRC", "DST", "--dtype", "int8"], "there is no dtype 'int8'"),
         (["SRC", "DST", "--to", "hf", "--layout", "tp=2"], "--layout tp=2 with --to hf"),

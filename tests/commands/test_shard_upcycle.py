@@ -87,17 +87,17 @@ def test_a_mixture_that_is_not_the_dense_function_fails_the_proof(dense, tmp_pat
 
 
 def test_a_tensor_that_was_not_written_as_said_is_named(dense, tmp_path, monkeypatch):
-    import mtcli.commands.shard as command
+    import mtcli.core.checkpoint.conversion as conversion
     from mtcli.core.checkpoint.upcycle import upcycled
     from mtcli.core.spec.upcycle import recipe_of
 
-    write = command._write
+    write = conversion._write
 
     def with_another_router(source, target, plan):
         recipe = recipe_of("num_experts=4,top_k=2,seed=8", MODEL)
-        write(upcycled(open_checkpoint(dense), recipe), target, plan)
+        return write(upcycled(open_checkpoint(dense), recipe), target, plan)
 
-    monkeypatch.setattr(command, "_write", with_another_router)
+    monkeypatch.setattr(conversion, "_write", with_another_router)
     with pytest.raises(MtcliError, match=r"same: blocks.0.mlp.router.weight differs in") as error:
         run(dense, tmp_path / "moe", "--upcycle", "num_experts=4,top_k=2", "--verify")
     assert error.value.code == Exit.FAILED

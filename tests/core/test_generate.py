@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 import mtcli.core.generate as subject
-from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.convert import Options, to_mtcli
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.proof import logit_difference
 from mtcli.core.engine import open_model
@@ -123,8 +124,14 @@ def test_a_model_that_sees_the_future_is_refused_and_can_still_be_proven(model, 
     (problem,) = caught.value.problems
     assert "full has causal=false: its tokens see the ones they would predict" in problem.message
     assert problem.field == "model.causal" and "model.causal=true" in problem.hint
-    assert logit_difference(tmp_path / "full", tmp_path / "full")[0] == 0.0
-    assert logit_difference(tmp_path / "full", Path(folder))[0] > 0.01
+    assert (
+        logit_difference(open_checkpoint(tmp_path / "full"), open_checkpoint(tmp_path / "full"))[0]
+        == 0.0
+    )
+    assert (
+        logit_difference(open_checkpoint(tmp_path / "full"), open_checkpoint(Path(folder)))[0]
+        > 0.01
+    )
 
 
 def test_a_seed_decides_the_text_and_seeds_differ(model):

@@ -7,6 +7,8 @@ import torch
 from ranks import run_ranks
 from tiny import BIASED, DROPPING, GPT, LLAMA, Samples, run_config
 
+from mtcli.core.checkpoint.convert import Options, to_mtcli
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
 from mtcli.core.feed import Feed
@@ -275,3 +277,34 @@ def test_updates_are_those_the_checkpoint_counts_or_its_steps(run):
     assert trainer.optimizer.updates == STOP
     trainer.resume(replace(checkpoint, extra={"updates": 3, "of a later version": 1}))
     assert (trainer.optimizer.updates, trainer.step) == (3, STOP)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "text"),
+    [
+        (GPT, 4, "pp=2,dp=2,zero=1"),
+        (LLAMA, 4, "tp=2,dp=2,zero=3"),
+        (BIASED, 4, "cp=2,dp=2,ep=2,etp=2,zero=1"),
+        (BIASED, 4, "dp=4,ep=2,zero=3"),
+        (BIASED, 2, "dp=2,zero=0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_conversion_cuts_as_a_run_of_that_layout_does(tmp_path, model, world, text):
+    sizes = {axis: int(size) for axis, size in (item.split("=") for item in text.split(","))}
+    sizes.pop("dp")
+    config = config_of(model, (world, sizes, TALL | {"global_batch_size": 8}))
+    run_ranks(world, train, config, tmp_path, 0, 0)
+    saved = open_checkpoint(tmp_path / "step-00000000")
+    to_mtcli(saved, tmp_path / "whole", *parse_layout("zero=0"), Options())
+    to_mtcli(open_checkpoint(tmp_path / "whole"), tmp_path / "cut", *parse_layout(text), Options())
+    cut = open_checkpoint(tmp_path / "cut")
+    assert regions(cut) == regions(saved)
+    assert any(len(found) > 1 for found in regions(cut).values()) == (sizes["zero"] > 0)
+
+
+def regions(checkpoint):
+    return {
+        name: sorted((region.file, region.box) for region in stored.regions)
+        for name, stored in checkpoint.tensors.items()
+    }

@@ -8,7 +8,8 @@ import torch
 from ranks import run_ranks
 from tiny import LLAMA, Samples, run_config
 
-from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.convert import Options, to_mtcli
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Piece, save
 from mtcli.core.checkpoint.upcycle import upcycled

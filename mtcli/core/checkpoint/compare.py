@@ -1,13 +1,19 @@
 """Comparing two checkpoints tensor by tensor, whatever their layouts and formats."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from math import inf, nan
 from typing import NamedTuple
 
 import torch
 
+from mtcli.core.checkpoint.boxes import slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.convert import SLAB_BYTES
+from mtcli.core.checkpoint.describe import tensor_bytes
 from mtcli.core.checkpoint.dtypes import dtype_name
 from mtcli.core.checkpoint.names import is_optimizer
+from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 
 
 class Difference(NamedTuple):
@@ -17,9 +23,14 @@ class Difference(NamedTuple):
     what: str
 
 
+def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
+    """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg."""
+    return sorted({name.partition("/")[0] for name in checkpoint.names() if is_optimizer(name)})
+
+
 def shared_names(a: Checkpoint, b: Checkpoint) -> list[str]:
     """The tensors to compare: all of either; where one has no optimizer state, weights alone."""
-    both = all(any(map(is_optimizer, side.names())) for side in (a, b))
+    both = bool(optimizer_kinds(a) and optimizer_kinds(b))
     names = dict.fromkeys([*a.names(), *b.names()])
     return [name for name in names if both or not is_optimizer(name)]
 
@@ -29,11 +40,54 @@ def differences(
 ) -> Iterator[Difference]:
     """Every tensor that differs in shape, dtype or any bit, in order.
 
-    With `dtype`, weights of `a` are first converted to it. Two tensors are held at a time.
+    With `dtype`, weights of `a` are first converted to it. A slab of each side is held at a time.
     """
-    for name in shared_names(a, b):
+    return _differences(a, b, dtype, shared_names(a, b), lambda _: None)
+
+
+def first_difference(
+    a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int, progress: Progress
+) -> tuple[Difference | None, Memory]:
+    """The first of `differences`, which `nproc` processes look for, and what they took at most."""
+    names = shared_names(a, b)
+    weights = [tensor_bytes(a if name in a.tensors else b, name) for name in names]
+    parts = [[names[i] for i in part] for part in shares(weights, nproc)]
+    found, memory = run_parts(partial(_first, a, b, dtype), parts, progress)
+    order = {name: index for index, name in enumerate(names)}
+    known = [difference for difference in found if difference is not None]
+    return min(known, key=lambda found: order[found.name], default=None), memory
+
+
+def verify_hashes(a: Checkpoint, nproc: int, progress: Progress) -> Memory:
+    """`Checkpoint.verify_hashes` by `nproc` processes, and what they took at most."""
+    weights = [record.bytes for _, record in sorted(a.files.items())]
+    return run_parts(partial(_verify, a), shares(weights, nproc), progress)[1]
+
+
+def _first(
+    a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, names: list[str], progress: Progress
+) -> Difference | None:
+    return next(_differences(a, b, dtype, names, progress), None)
+
+
+def _verify(a: Checkpoint, files: list[int], progress: Progress) -> None:
+    for index in files:
+        a.verify_hashes(index, len(a.files))
+        progress(0)
+
+
+def _differences(
+    a: Checkpoint,
+    b: Checkpoint,
+    dtype: torch.dtype | None,
+    names: Iterable[str],
+    progress: Progress,
+) -> Iterator[Difference]:
+    for name in names:
         if what := _difference(a, b, name, None if a.keeps_dtype(name) else dtype):
             yield Difference(name, what)
+        if name in a.tensors:
+            progress(tensor_bytes(a, name))
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype | None) -> str:
@@ -45,9 +99,18 @@ def _difference(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype | No
     expected = dtype or a.dtype(name)
     if expected != b.dtype(name):
         return f"is {dtype_name(expected)} and {dtype_name(b.dtype(name))}"
-    x, y = a.read(name).to(expected), b.read(name)
-    if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
-        return ""
-    unequal = int((x != y).sum())
-    largest = float((x.double() - y.double()).abs().max())
-    return f"differs in {unequal} of {x.numel()} elements, by at most {largest:g}"
+    return _unequal(a, b, name, expected)
+
+
+def _unequal(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype) -> str:
+    """How many elements of a tensor differ, and by how much; "" where every bit is the same."""
+    same, unequal, largest, count = True, 0, -inf, 0
+    for slab in slabs(a.shape(name), SLAB_BYTES // dtype.itemsize):
+        x, y = a.read(name, slab).to(dtype), b.read(name, slab)
+        count += x.numel()
+        if torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)):
+            continue
+        same, unequal = False, unequal + int((x != y).sum())
+        apart = float((x.double() - y.double()).abs().max())
+        largest = nan if apart != apart or largest != largest else max(largest, apart)
+    return "" if same else f"differs in {unequal} of {count} elements, by at most {largest:g}"

@@ -1,10 +1,11 @@
-"""Conversion: any checkpoint to ours on any layout, or to a Hugging Face folder.
+"""Conversion: any checkpoint to ours on any layout.
 
-One tensor's rectangle is held at a time, so peak memory is bounded by the largest tensor and not by
-the model.
+A slab of one tensor's rectangle is held at a time, so peak memory is bounded by SLAB_BYTES, and
+neither by the model nor by its largest tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial as partial_of
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -14,68 +15,37 @@ from torch import Tensor
 
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.aside import written_aside
+from mtcli.core.checkpoint.boxes import slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.cuts import Cut, cuts_of
 from mtcli.core.checkpoint.hf import GENERATION, TOKENIZER_FILES
+from mtcli.core.checkpoint.layouts import output_config
 from mtcli.core.checkpoint.names import HUGGINGFACE, TOKENIZER
-from mtcli.core.checkpoint.store import About, Outline, commit, write_outlined
-from mtcli.core.spec import check
-from mtcli.core.spec.config import BatchConfig, ParallelConfig, RunConfig
-from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.checkpoint.store import About, Outline, Written, commit, write_outlined
+from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
+from mtcli.core.spec.config import ParallelConfig
 from mtcli.core.spec.load import dump_toml
 
-LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")
-Progress = Callable[[int], None]  # told the bytes of the source that were converted
+SLAB_BYTES = 32 << 20  # of a tensor, that are held at a time
 
 
 class Options(NamedTuple):
-    """How to write: weights in a dtype (None keeps each tensor's), over what is there or not."""
+    """How to write: weights in a dtype (None keeps each tensor's), over what is there or not, and
+    how many processes share the files."""
 
     dtype: torch.dtype | None = None
     force: bool = False
     progress: Progress = lambda _: None
-
-
-def parse_layout(text: str) -> tuple[ParallelConfig, int]:
-    """The parallel config and world size of a layout such as "tp=2,pp=2".
-
-    Raises MtcliError that names the axes.
-    """
-    sizes: dict[str, int] = {}
-    for item in filter(None, text.split(",")):
-        axis, _, number = item.strip().partition("=")
-        if axis not in LAYOUT_AXES or not number.isdigit() or int(number) < 1:
-            hint = f"sizes of {', '.join(LAYOUT_AXES)}, such as tp=2,pp=2"
-            raise wrong(f"{item.strip()!r} is not a part of a layout", hint, "--layout")
-        sizes[axis] = int(number)
-    dp = sizes.pop("dp", 1)
-    schedule = "interleaved" if sizes.get("vpp", 1) > 1 else "1f1b"
-    parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule})
-    return parallel, parallel.tp * parallel.cp * parallel.pp * dp
-
-
-def output_config(source: Checkpoint, parallel: ParallelConfig, world: int) -> RunConfig:
-    """The config of a checkpoint converted to a layout; raises MtcliError where it cannot be."""
-    base = source.config or RunConfig.model_validate(
-        {"model": source.model, "batch": {"seq_len": min(1024, source.model.max_seq_len)}}
-    )
-    changes = parallel.model_dump(include={*LAYOUT_AXES, "schedule"})
-    changes |= {"stage_layers": ()}
-    config = base.model_copy(update={"parallel": base.parallel.model_copy(update=changes)})
-    # Sequences and batches are the run's affair: a batch that fits leaves the cuts of the model.
-    fits = BatchConfig(seq_len=2 * parallel.cp * parallel.tp)
-    problems = check.problems(config.model_copy(update={"batch": fits}), world)
-    if broken := [p for p in problems if p.field.startswith(("parallel.", "model."))]:
-        raise MtcliError(*broken)
-    return config
+    nproc: int = 1
 
 
 def to_mtcli(
     source: Checkpoint, final: Path, parallel: ParallelConfig, world: int, options: Options
-) -> None:
+) -> Memory:
     """Writes `source` as a checkpoint of ours, one file per rank of a layout that owns anything.
 
-    Optimizer state is cut like its parameters and keeps its dtype.
+    Optimizer state is cut as a run of that layout cuts it, and keeps its dtype. Returns what its
+    workers took at most.
     """
     config = output_config(source, parallel, world)
     ranks = [
@@ -84,15 +54,14 @@ def to_mtcli(
     ]
     attached = tokenizer_files(source, f"{TOKENIZER}/") | _originals(source)
     about = About(source.step, source.extra, dump_toml(config), attached)
-    needed = sum(_bytes(outline) for outlines in ranks for outline in outlines)
-    with written_aside(final, needed, options.force) as partial:
-        written = []
-        for rank, outlines in enumerate(ranks):
-            full = [outline for outline in outlines if prod(outline.box.size)]
-            full.sort(key=lambda outline: -outline.dtype.itemsize)
-            tensors = _read_all(source, full, options.progress)
-            written.append(write_outlined(partial, rank, full, tensors))
-        commit(partial, written, about)
+    sizes = [sum(_bytes(outline) for outline in outlines) for outlines in ranks]
+    with written_aside(final, sum(sizes), options.force) as partial:
+        parts = [[(rank, ranks[rank]) for rank in part] for part in shares(sizes, options.nproc)]
+        work = partial_of(_write_ranks, source, partial)
+        results, memory = run_parts(work, parts, options.progress)
+        written = dict(pair for pairs in results for pair in pairs)
+        commit(partial, [written[rank] for rank in range(world)], about)
+    return memory
 
 
 def tokenizer_files(source: Checkpoint, prefix: str) -> dict[str, Path]:
@@ -136,8 +105,22 @@ def _bytes(outline: Outline) -> int:
     return prod(outline.box.size) * outline.dtype.itemsize
 
 
+def _write_ranks(
+    source: Checkpoint, folder: Path, ranks: list[tuple[int, list[Outline]]], progress: Progress
+) -> list[tuple[int, Written]]:
+    """Writes the files of some ranks."""
+    written = []
+    for rank, outlines in ranks:
+        full = [outline for outline in outlines if prod(outline.box.size)]
+        full.sort(key=lambda outline: -outline.dtype.itemsize)
+        tensors = _read_all(source, full, progress)
+        written.append((rank, write_outlined(folder, rank, full, tensors)))
+    return written
+
+
 def _read_all(source: Checkpoint, outlines: list[Outline], progress: Progress) -> Iterator[Tensor]:
     for outline in outlines:
-        block = source.read(outline.name, outline.box)
-        yield block.to(outline.dtype)
-        progress(block.nbytes)
+        for slab in slabs(outline.box.size, SLAB_BYTES // outline.dtype.itemsize):
+            block = source.read(outline.name, slab.moved(outline.box.start))
+            yield block.to(outline.dtype)
+            progress(block.nbytes)

@@ -24,6 +24,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": sum(tensor_bytes(checkpoint, name) for name in names),
         "dtype": _most(dtype_name(checkpoint.dtype(n)) for n in names if not is_optimizer(n)),
         "optimizer": sorted({name.partition("/")[0] for name in names if is_optimizer(name)}),
+        "largest_tensor": max(names, key=lambda name: tensor_bytes(checkpoint, name)),
+        "largest_tensor_bytes": max(tensor_bytes(checkpoint, name) for name in names),
         "tokenizer": checkpoint.tokenizer_folder is not None,
         "files": {name: (checkpoint.folder / name).stat().st_size for name in _files(checkpoint)},
         "tensors": {
@@ -43,7 +45,8 @@ def layout_of(checkpoint: Checkpoint) -> dict[str, int]:
         return {"world": 1}
     layout = ParallelLayout.of(checkpoint.config.parallel, checkpoint.world)
     axes = ("dp", "cp", "tp", "pp", "vpp", "ep", "etp")
-    return {"world": layout.world} | {axis: getattr(layout, axis) for axis in axes}
+    sizes = {axis: getattr(layout, axis) for axis in axes}
+    return {"world": layout.world} | sizes | {"zero": checkpoint.config.parallel.zero}
 
 
 def tensor_bytes(checkpoint: Checkpoint, name: str) -> int:

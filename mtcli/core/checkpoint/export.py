@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial as partial_of
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -11,13 +12,20 @@ from torch import Tensor
 
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.aside import written_aside
+from mtcli.core.checkpoint.boxes import slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.convert import Options, original_config, tokenizer_files
+from mtcli.core.checkpoint.convert import (
+    SLAB_BYTES,
+    Options,
+    original_config,
+    tokenizer_files,
+)
 from mtcli.core.checkpoint.dtypes import CODE_BYTES, code_of, dtype_name
 from mtcli.core.checkpoint.families.family import Family, Part, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE
 from mtcli.core.checkpoint.hf import GENERATION, INDEX, SINGLE
 from mtcli.core.checkpoint.tensorfile import Planned
+from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.model import parameters
 
@@ -42,11 +50,11 @@ class Export(NamedTuple):
         return prod(self.part.shape) * self.dtype.itemsize
 
 
-def to_hf(source: Checkpoint, final: Path, max_shard_bytes: int, options: Options) -> None:
+def to_hf(source: Checkpoint, final: Path, max_shard_bytes: int, options: Options) -> Memory:
     """Writes the weights of `source` as a Hugging Face folder that transformers loads.
 
-    Tensors go to shards in order, each of at most `max_shard_bytes` or one tensor. Raises
-    MtcliError for a model that no family has.
+    Tensors go to shards in order, each of at most `max_shard_bytes` or one tensor. Returns what its
+    workers took at most. Raises MtcliError for a model that no family has.
     """
     source.require_model(source.model)
     original = original_config(source)
@@ -54,15 +62,16 @@ def to_hf(source: Checkpoint, final: Path, max_shard_bytes: int, options: Option
     exports = _exports(source, family, options)
     shards = _shards(exports, max_shard_bytes)
     with written_aside(final, sum(e.bytes for e in exports), options.force) as partial:
-        for name, shard in shards.items():
-            tensors = _read_all(source, shard, options)
-            plan = [export.planned for export in shard]
-            write_tensors(partial / name, plan, tensors, {"format": "pt"})
+        files, sizes = list(shards.items()), [sum(e.bytes for e in s) for s in shards.values()]
+        parts = [[files[i] for i in part] for part in shares(sizes, options.nproc)]
+        work = partial_of(_write_shards, source, partial)
+        _, memory = run_parts(work, parts, options.progress)
         if len(shards) > 1:
             _write_json(partial / INDEX, _index(shards))
         for name, path in tokenizer_files(source, "").items():
             write_bytes(partial / name, path.read_bytes())
         _write_configs(partial, source, family, original, exports[0].dtype)
+    return memory
 
 
 def _family(source: Checkpoint, original: Path | None) -> Family:
@@ -96,12 +105,22 @@ def _shards(exports: list[Export], limit: int) -> dict[str, list[Export]]:
     return {f"model-{i:05d}-of-{total:05d}.safetensors": g for i, g in enumerate(groups, start=1)}
 
 
-def _read_all(source: Checkpoint, exports: list[Export], options: Options) -> Iterator[Tensor]:
+def _write_shards(
+    source: Checkpoint, folder: Path, shards: list[tuple[str, list[Export]]], progress: Progress
+) -> None:
+    for name, exports in shards:
+        plan = [export.planned for export in exports]
+        tensors = _read_all(source, exports, progress)
+        write_tensors(folder / name, plan, tensors, {"format": "pt"})
+
+
+def _read_all(source: Checkpoint, exports: list[Export], progress: Progress) -> Iterator[Tensor]:
     for parameter, part, dtype in exports:
-        block = source.read(parameter, part.box)
-        view = block.permute([part.axes.index(axis) for axis in range(len(part.axes))])
-        yield view.reshape(part.shape).to(dtype)
-        options.progress(block.nbytes)
+        order = [part.axes.index(axis) for axis in range(len(part.axes))]
+        for slab in slabs(part.view, SLAB_BYTES // dtype.itemsize):
+            block = source.read(parameter, part.box_of(slab))
+            yield block.permute(order).to(dtype)
+            progress(block.nbytes)
 
 
 def _index(shards: dict[str, list[Export]]) -> Table:

@@ -109,7 +109,14 @@ def family_of(model: ModelConfig) -> Family:
 
 def says_the_same(model: ModelConfig, other: ModelConfig) -> bool:
     """Whether two models compute the same function of the same tensors."""
-    return _function(model) == _function(other)
+    return not differing_fields(model, other)
+
+
+def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """The fields by which two models compute other functions, with both values."""
+    ours, theirs = _function(model), _function(other)
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return [f"{name} is {ours.get(name)} and {theirs.get(name)}" for name in names]
 
 
 def _lost(model: ModelConfig, family: Family) -> list[str]:

@@ -1,14 +1,19 @@
 """The proof of a conversion: the same tensors, and the same logits on seeded tokens."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.compare import differences, shared_names
-from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.compare import (
+    first_difference,
+    optimizer_kinds,
+    shared_names,
+    verify_hashes,
+)
+from mtcli.core.checkpoint.hfconfig import differing_fields
+from mtcli.core.checkpoint.workers import Memory, Progress
 from mtcli.core.engine import Engine, open_engine
 from mtcli.core.model.inputs import Cache
 from mtcli.core.runtime import Runtime
@@ -18,17 +23,17 @@ SEQUENCES, TOKENS = 2, 32
 ROUNDINGS = 16  # of the weights, that logits may be apart after a change of dtype
 
 
-def logits_of(folder: Path) -> Tensor:
+def logits_of(checkpoint: Checkpoint) -> Tensor:
     """Float32 logits [SEQUENCES, positions, vocabulary] of a checkpoint on tokens of seed 0."""
     runtime = Runtime(0, 1, 0, 1, torch.device("cpu"))
-    engine = open_engine(open_checkpoint(folder), (), runtime)
+    engine = open_engine(checkpoint, (), runtime)
     count = min(TOKENS, engine.max_seq_len)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(engine.vocab_size, (SEQUENCES, count), generator=generator)
     return torch.stack([_last_logits(engine, tokens[:, :end]) for end in _ends(count)], 1)
 
 
-def logit_difference(a: Path, b: Path) -> tuple[float, float]:
+def logit_difference(a: Checkpoint, b: Checkpoint) -> tuple[float, float]:
     """(largest difference of two checkpoints' logits, largest logit of the first)."""
     ours, theirs = logits_of(a), logits_of(b)
     return float((ours - theirs).abs().max()), float(ours.abs().max())
@@ -44,17 +49,33 @@ def tolerance(largest: float, dtype: torch.dtype | None, resummed: int = 0) -> f
     return ROUNDINGS * max(weights, resummed * torch.finfo(torch.float32).eps) * largest
 
 
-def require_same(a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What was compared: every tensor of either, those of `a` converted to `dtype` first.
+def require_same(
+    a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int, progress: Progress
+) -> tuple[dict[str, Any], Memory]:
+    """What was compared: every tensor of either, those of `a` converted to `dtype` first, and the
+    memory that `nproc` processes took for it.
 
-    Raises MtcliError (exit 1) that names the first tensor that differs, or a damaged file of `b`.
+    Raises MtcliError (exit 1) that names the first tensor that differs, the fields by which the
+    models do where no tensor does, or a damaged file of `b`.
     """
-    b.verify_hashes()
-    difference = next(differences(a, b, dtype), None)
+    hashing = verify_hashes(b, nproc, progress)
+    difference, memory = first_difference(a, b, dtype, nproc, progress)
+    sides = f"{a.folder} and {b.folder} are not the same"
     if difference is not None:
-        message = f"{difference.name} {difference.what}"
-        raise failed(f"{a.folder} and {b.folder} are not the same: {message}")
-    return {"tensors_equal": len(shared_names(a, b))}
+        raise failed(f"{sides}: {difference.name} {difference.what}")
+    if fields := differing_fields(a.model, b.model):
+        raise failed(f"{sides}: their tensors are, and {', '.join(fields)}")
+    facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": _optimizer(a, b)}
+    return facts, memory.or_more(hashing)
+
+
+def _optimizer(a: Checkpoint, b: Checkpoint) -> str:
+    """Whether optimizer state was compared, in words."""
+    with_some = [side for side in (a, b) if optimizer_kinds(side)]
+    if len(with_some) == 1:
+        kinds = ", ".join(optimizer_kinds(with_some[0]))
+        return f"not compared: only {with_some[0].folder} has {kinds}"
+    return "the same" if with_some else "none"
 
 
 def require_same_logits(
@@ -64,7 +85,7 @@ def require_same_logits(
 
     Raises MtcliError (exit 1) where that is more than `tolerance` takes for rounding.
     """
-    apart, largest = logit_difference(a.folder, b.folder)
+    apart, largest = logit_difference(a, b)
     limit = tolerance(largest, dtype, resummed)
     if not apart <= limit:  # nor where it is NaN
         message = f"the logits of {a.folder} and {b.folder} are {apart:g} apart"

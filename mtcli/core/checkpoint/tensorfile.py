@@ -33,6 +33,11 @@ class Planned(NamedTuple):
     code: str
     shape: tuple[int, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Its size in a file."""
+        return prod(self.shape) * CODE_BYTES[self.code]
+
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file by name.

@@ -33,14 +33,21 @@ def write_tensors(
 ) -> FileRecord:
     """Writes and fsyncs a safetensors file of planned tensors, in order.
 
-    `tensors` may be a generator: at most one of them is held at a time. Returns the file's size and
-    hashes. Raises OSError as the system does (disk full).
+    `tensors` may be a generator: at most one of them is held at a time. Consecutive runs of a
+    planned tensor's elements may stand for it. Returns the file's size and hashes. Raises
+    OSError as the system does (disk full).
     """
     with BlockWriter(path) as writer:
         writer.write(np.frombuffer(encode_header(plan, metadata), dtype=np.uint8))
-        for planned, tensor in zip(plan, tensors, strict=True):
-            assert tuple(tensor.shape) == planned.shape, (planned, tensor.shape)
-            writer.write(_bytes(tensor))
+        parts = (tensor for tensor in tensors if tensor.numel())
+        for planned in plan:
+            left = planned.bytes
+            while left > 0:
+                data = _bytes(next(parts))
+                left -= len(data)
+                writer.write(data)
+            assert left == 0, (planned, left)
+        assert next(parts, None) is None, path
     return writer.record()
 
 

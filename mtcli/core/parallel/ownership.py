@@ -1,9 +1,4 @@
-"""Who sums, keeps and answers for each parameter on this rank.
-
-A rank's rectangle of a parameter is stored as a matrix (Parameter.stored_shape), which may be cut
-once more, by rows, over the ranks that hold the same rectangle and see other data: rank i of n
-owners has rows [i * r, (i + 1) * r) with r = ceil(rows / n), the last ones fewer or none.
-"""
+"""Who sums, keeps and answers for each parameter on this rank, by the arithmetic of spec/owning."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.spec import owning
 from mtcli.core.spec.sharding import Parameter, Rectangle
 
 TIED = "embedding.weight"  # on the first stage, and again on the last where the head is tied
@@ -58,9 +54,8 @@ class Ownership:
 
     def owner_axes(self, name: str) -> tuple[str, ...]:
         """The axes over which the optimizer state of a parameter is cut."""
-        if not self.shard or not self.table[name].trained:
-            return ()
-        return tuple(axis for axis in self.summed_over(name) if axis != "tp")
+        layout, parallel = self.groups.layout, self.sequence_parallel
+        return owning.owner_axes(self.table[name], layout, parallel) if self.shard else ()
 
     def owners(self, name: str) -> Axis:
         """The ranks that share a parameter's rows; this rank alone where they are not cut."""
@@ -78,10 +73,9 @@ class Ownership:
 
     def answers_for(self, name: str) -> bool:
         """Whether this rank counts and saves its share of a parameter's optimizer state."""
-        place = self.groups.layout.place(self.groups.rank)
-        cut = self.owner_axes(name)
-        copies = [a for a in self.table[name].replicated_over(self.groups.layout) if a not in cut]
-        return all(place[axis] == 0 for axis in copies) and not self.is_second_copy(name)
+        where, cut = (self.groups.layout, self.groups.rank), self.owner_axes(name)
+        mine = owning.answers_for(self.table[name], *where, cut)
+        return mine and not self.is_second_copy(name)
 
     def is_second_copy(self, name: str) -> bool:
         """Whether this is the last stage's copy of a tied embedding."""
@@ -95,6 +89,4 @@ class Ownership:
 
 def owned_rows(rows: int, owners: Axis) -> slice:
     """Rows [first, last) of this rank among the owners."""
-    share = -(-rows // owners.size)
-    first = min(owners.rank * share, rows)
-    return slice(first, min(first + share, rows))
+    return owning.owned_rows(rows, owners.rank, owners.size)

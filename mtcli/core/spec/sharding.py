@@ -23,6 +23,11 @@ class Rectangle(NamedTuple):
     start: tuple[int, ...]
     size: tuple[int, ...]
 
+    def moved(self, by: tuple[int, ...]) -> "Rectangle":
+        """The rectangle of the same size that starts `by` further on."""
+        start = tuple(a + b for a, b in zip(self.start, by, strict=True))
+        return Rectangle(start, self.size)
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """The block as an index into the global tensor."""

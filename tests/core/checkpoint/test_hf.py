@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_hf import FAMILIES
 
+from mtcli.core.checkpoint import convert, export
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.convert import Options, to_mtcli
 from mtcli.core.checkpoint.export import to_hf
 from mtcli.core.checkpoint.hfconfig import family_of
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.spec.errors import MtcliError
@@ -52,8 +54,13 @@ def edited(source, target, change=lambda tensors: None, config=lambda table: Non
     return target
 
 
+@pytest.mark.parametrize("slab", [convert.SLAB_BYTES, 100])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_folder_comes_back_byte_identical_through_a_layout(hf_folders, tmp_path, name):
+def test_a_folder_comes_back_byte_identical_through_a_layout(
+    hf_folders, tmp_path, monkeypatch, name, slab
+):
+    for module in (convert, export):
+        monkeypatch.setattr(module, "SLAB_BYTES", slab)
     source = hf_folders[name]
     layout = parse_layout(LAYOUTS[name])
     to_mtcli(open_checkpoint(source), tmp_path / "ours", *layout, Options())

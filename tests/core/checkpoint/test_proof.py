@@ -4,14 +4,15 @@ import pytest
 import torch
 from tiny_hf import FAMILIES
 
-from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.convert import Options, to_mtcli
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.proof import logit_difference, logits_of, tolerance
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_our_logits_are_transformers(hf_folders, hf_models, name):
-    ours = logits_of(hf_folders[name])
+    ours = logits_of(open_checkpoint(hf_folders[name]))
     count = min(32, open_checkpoint(hf_folders[name]).model.max_seq_len)
     tokens = torch.randint(51, (2, count), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -24,8 +25,13 @@ def test_the_difference_of_a_conversion_is_zero_and_of_a_rounding_is_small(hf_fo
     source = open_checkpoint(hf_folders["llama"])
     for name, dtype in (("same", None), ("half", torch.bfloat16)):
         to_mtcli(source, tmp_path / name, *parse_layout("tp=2"), Options(dtype))
-    assert logit_difference(source.folder, tmp_path / "same")[0] == 0.0
-    apart, largest = logit_difference(source.folder, tmp_path / "half")
+    assert (
+        logit_difference(open_checkpoint(source.folder), open_checkpoint(tmp_path / "same"))[0]
+        == 0.0
+    )
+    apart, largest = logit_difference(
+        open_checkpoint(source.folder), open_checkpoint(tmp_path / "half")
+    )
     assert 0.0 < apart < tolerance(largest, torch.bfloat16) < largest
     assert tolerance(largest, None) == 0.0
 

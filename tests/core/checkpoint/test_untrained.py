@@ -8,9 +8,10 @@ from saving import save_halves, values
 from tiny import BIASED, MOE, run_config
 
 from mtcli.core.checkpoint.compare import differences
-from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.convert import Options, to_mtcli
 from mtcli.core.checkpoint.export import to_hf
 from mtcli.core.checkpoint.hfconfig import family_of
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.load import dump_toml

@@ -15,8 +15,9 @@ from saving import save_halves, values
 from tiny import GPT
 
 from mtcli.core.checkpoint.compare import differences
-from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.convert import Options, to_mtcli
 from mtcli.core.checkpoint.export import to_hf
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.proof import logit_difference, tolerance
 from mtcli.core.checkpoint.tensorfile import damaged
@@ -73,7 +74,7 @@ def test_transformers_mixtral_gives_the_logits_of_the_dense_model(
 def test_our_own_forward_gives_the_logits_of_the_dense_model(plain, tmp_path, text, score):
     found = mixture(plain, f"{text},router_score={score}")
     to_mtcli(found, tmp_path / "moe", *parse_layout("tp=2,dp=2,ep=2"), Options())
-    apart, largest = logit_difference(plain, tmp_path / "moe")
+    apart, largest = logit_difference(open_checkpoint(plain), open_checkpoint(tmp_path / "moe"))
     assert apart <= tolerance(largest, None, resummed=PLAIN.num_layers) < 1e-5 * largest
 
 
@@ -196,7 +197,8 @@ def test_peak_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(tmp_p
     code = f"""
 import resource, sys
 from pathlib import Path
-from mtcli.core.checkpoint.convert import Options, parse_layout, to_mtcli
+from mtcli.core.checkpoint.convert import Options, to_mtcli
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.upcycle import upcycled
 from mtcli.core.spec.upcycle import recipe_of

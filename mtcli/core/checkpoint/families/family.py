@@ -31,7 +31,12 @@ class Part(NamedTuple):
     @property
     def box(self) -> Rectangle:
         """The rectangle of our parameter."""
-        return Rectangle(self.start, tuple(self.view[axis] for axis in self.axes))
+        return self.box_of(Rectangle((0,) * len(self.view), self.view))
+
+    def box_of(self, part: Rectangle) -> Rectangle:
+        """The rectangle of our parameter that is a rectangle of the view."""
+        size = tuple(part.size[axis] for axis in self.axes)
+        return Rectangle(tuple(part.start[axis] for axis in self.axes), size).moved(self.start)
 
 
 Rule = Callable[[Parameter, ModelConfig], list[Part]]

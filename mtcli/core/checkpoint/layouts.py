@@ -1,0 +1,82 @@
+"""The layout that a checkpoint is converted to: `--layout tp=2,pp=2` as a legal config."""
+
+from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.spec import check
+from mtcli.core.spec.config import BatchConfig, ParallelConfig, RunConfig
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.nearest import Near, layout_sizes, nearest_layouts
+
+LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
+ZEROS = (0, 1, 3)
+MAX_RANKS = 1 << 16
+SECTIONS = ("parallel", "model")  # whose rules decide how a model may be cut
+
+
+def parse_layout(text: str) -> tuple[ParallelConfig, int]:
+    """The parallel config and world size of a layout such as "tp=2,pp=2".
+
+    Raises MtcliError that names the axes.
+    """
+    sizes: dict[str, int] = {}
+    for item in filter(None, text.split(",")):
+        axis, _, number = item.strip().partition("=")
+        least = 0 if axis == "zero" else 1
+        if axis not in LAYOUT_AXES or not number.isdecimal() or int(number) < least:
+            hint = f"sizes of {', '.join(LAYOUT_AXES)}, such as tp=2,pp=2"
+            raise wrong(f"{item.strip()!r} is not a part of a layout", hint, "--layout")
+        if axis in sizes:
+            raise wrong(f"{axis} is given twice: {sizes[axis]} and {number}", field="--layout")
+        sizes[axis] = int(number)
+    if sizes.get("zero", 0) not in ZEROS:
+        raise wrong(f"zero={sizes['zero']} is no way to share", "zero 0, 1 or 3", "--layout")
+    dp = sizes.pop("dp", 1)
+    schedule = "interleaved" if sizes.get("vpp", 1) > 1 else "1f1b"
+    parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule})
+    world = parallel.tp * parallel.cp * parallel.pp * dp
+    if world > MAX_RANKS:
+        raise wrong(f"{text} is a layout of {world:,} ranks", f"at most {MAX_RANKS:,}", "--layout")
+    return parallel, world
+
+
+def output_config(source: Checkpoint, parallel: ParallelConfig, world: int) -> RunConfig:
+    """The config of a checkpoint converted to a layout, which keeps zero where that says nothing.
+
+    Raises MtcliError with all that is illegal, and the nearest layouts that are not.
+    """
+    base = source.config or RunConfig.model_validate(
+        {"model": source.model, "batch": {"seq_len": min(1024, source.model.max_seq_len)}}
+    )
+    changes = parallel.model_dump(include={*LAYOUT_AXES, "schedule"})
+    if "zero" not in parallel.model_fields_set:
+        changes["zero"] = base.parallel.zero
+    changes |= {"stage_layers": ()}
+    config = base.model_copy(update={"parallel": base.parallel.model_copy(update=changes)})
+    if broken := _broken(config, world):
+        raise MtcliError(*broken, hint=_nearest(config, world))
+    return config
+
+
+def _broken(config: RunConfig, world: int) -> list[Problem]:
+    """The rules of the model's cuts that a layout breaks, whatever the batch: that is the run's."""
+    fits = BatchConfig(seq_len=2 * config.parallel.cp * config.parallel.tp)
+    found = check.problems(config.model_copy(update={"batch": fits}), world)
+    return [problem for problem in found if problem.field.split(".")[0] in SECTIONS]
+
+
+def _nearest(config: RunConfig, world: int) -> str:
+    ranks = config.parallel
+    dp = world // (ranks.tp * ranks.cp * ranks.pp)
+    found = nearest_layouts(config, None, lambda candidate, n: not _broken(candidate, n))
+    lines = [f"  --layout {_words(config, near, dp)}" for near in found]
+    return "\n".join(["the nearest legal layouts:", *dict.fromkeys(lines)]) if lines else ""
+
+
+def _words(config: RunConfig, near: Near, dp: int) -> str:
+    """A legal layout as --layout has it, on as many data ranks as asked, or as the experts need."""
+    sizes = dict(zip(layout_sizes(config), near.sizes, strict=True))
+    inner = sizes["tp"] * sizes["cp"]
+    fits = inner * dp % (sizes["ep"] * sizes["etp"]) == 0
+    sizes["dp"] = dp if fits else near.world // (inner * sizes["pp"])
+    sizes["zero"] = config.parallel.zero
+    said = {axis: sizes[axis] for axis in LAYOUT_AXES if sizes[axis] > (axis != "zero")}
+    return ",".join(f"{axis}={size}" for axis, size in said.items()) or "tp=1"
