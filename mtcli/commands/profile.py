@@ -137,17 +137,18 @@ def _show_run(folder: str, report: Output, plot: Output, json_out: Output) -> No
     from mtcli.core.report.tables import show_run
 
     run = read_run(folder)
+    data = summary_of(run)
     if json_out:
-        write_json(summary_of(run), json_out)
+        write_json(data, json_out)
     if json_out != "-":
-        show_run(run.rows, Console())
+        show_run(run.rows, Console(), data)
     if report:
-        from mtcli.core.report.page import write_run_page
+        from mtcli.core.report.run_page import write_run_page
 
-        write_run_page(report, run)
+        write_run_page(report, run, data)
     if plot:
         from mtcli.core.report.plots import save_run
 
-        save_run(plot, run)
+        save_run(plot, data)
     for path in filter(None, (report, plot)):
         typer.echo(f"wrote {path}", err=True)

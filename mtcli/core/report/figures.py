@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from statistics import mean, median
 from typing import Any
 
 from mtcli.core.cost.hardware import NAMES, device_named, shared
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
-from mtcli.core.cost.ranks import rank_places
 from mtcli.core.cost.report import layout_of
 from mtcli.core.cost.workload import Workload
 from mtcli.core.report import attribution, beside
+from mtcli.core.report.placing import rank_map
 from mtcli.core.report.records import RankRecord
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
@@ -107,7 +106,7 @@ class Profile:
         return {"figures": beside.figures(data, self.prediction), **data}
 
     def _measured(self) -> Json:
-        seconds, fullest, rows = self.step_seconds, self._fullest, beside.traffic(self.records)
+        seconds, fullest, rows = self.step_seconds, self.fullest, beside.traffic(self.records)
         return {
             "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
             "steps": seconds,
@@ -148,6 +147,7 @@ class Profile:
             "rank_map": rank_map(self.work),
             "world": self.world,
             "device": self.device,
+            "device_bytes": self.prediction.device.usable_bytes if self.prediction else None,
             "predicted": self._predicted(),
         }
 
@@ -156,7 +156,8 @@ class Profile:
         return attribution.speakers(self.records)
 
     @property
-    def _fullest(self) -> RankRecord:
+    def fullest(self) -> RankRecord:
+        """The rank whose weights, gradients and optimizer take most."""
         return max(self.records, key=lambda record: sum(record.state_bytes.values()))
 
     def _communication(self) -> Json:
@@ -199,23 +200,6 @@ def memory_over_time(record: RankRecord) -> Json:
         "activations": [held.activations for held in curve],
         "temporary": [held.temporary for held in curve],
     }
-
-
-def rank_map(work: Workload) -> list[Json]:
-    """Each rank's place on both grids and the layers of its stages."""
-    layers = list(accumulate(work.layers_of_stage, initial=0))
-    return [
-        {
-            "rank": rank,
-            **places,
-            "layers": [
-                layer
-                for stage in work.layout.stages(places["attention"]["pp"])
-                for layer in range(layers[stage], layers[stage + 1])
-            ],
-        }
-        for rank, places in enumerate(rank_places(work.layout))
-    ]
 
 
 def rows_of(timeline: Timeline) -> list[Json]:

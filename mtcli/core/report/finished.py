@@ -1,12 +1,15 @@
-"""A finished run, read back from its folder: config.toml, metrics.jsonl and run.json."""
+"""A finished run, read back from its folder: config, metrics, events and run.json."""
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from mtcli.core.cost.workload import Workload
+from mtcli.core.report.history import curves_of, once, quantiles
+from mtcli.core.report.placing import rank_map
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.timeline import Timeline, simulate
 from mtcli.core.spec.config import RunConfig
@@ -15,6 +18,7 @@ from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model import count_parameters
 
 METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"  # what happens besides steps: saves
 FACTS = "run.json"  # what a config does not say: world, device peak
 
 
@@ -23,8 +27,10 @@ class FinishedRun(NamedTuple):
 
     folder: Path
     config: RunConfig
-    rows: list[dict[str, Any]]  # metrics.jsonl, by step; NaN where it says null
+    rows: list[dict[str, Any]]  # metrics.jsonl, each step once; NaN where it says null
     world: int | None
+    events: list[dict[str, Any]] = []  # events.jsonl, in order
+    resumed: list[int] = []  # the steps at which it took up again
 
 
 def is_run(source: str) -> bool:
@@ -53,7 +59,20 @@ def read_run(source: str) -> FinishedRun:
     if not rows:
         hint = f"profile {folder / 'config.toml'} to measure its config"
         raise wrong(f"{folder / METRICS} holds no steps", hint)
-    return FinishedRun(folder, load_config(source), rows, _world(folder))
+    events = _events(folder)
+    rows, again = once(rows)
+    again += [event["step"] for event in events if event.get("event") == "resumed"]
+    resumed = sorted(set(again))
+    return FinishedRun(folder, load_config(source), rows, _world(folder), events, resumed)
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    """What events.jsonl says; none where it is not there, nor a last line that was cut short."""
+    path, events = folder / EVENTS, []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events
 
 
 def _world(folder: Path) -> int | None:
@@ -75,8 +94,15 @@ def summary_of(run: FinishedRun) -> dict[str, Any]:
         "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
         "tokens_per_second": median(row["tokens_per_second"] for row in run.rows),
         "mfu": median(row["mfu"] for row in run.rows),
+        "step_quantiles": quantiles(seconds),
+        "tokens": len(run.rows) * run.config.batch.global_batch_size * run.config.batch.seq_len,
         "parameters": count_parameters(run.config.model),
         "world": run.world,
+        "resumed_at": run.resumed,
+        "saves": [event for event in run.events if event.get("event") == "saved"],
+        "saves_failed": [event for event in run.events if event.get("event") == "save_failed"],
+        "curves": curves_of(run.rows),
+        "rank_map": rank_map(Workload.of(run.config, run.world)) if run.world else [],
     }
     return figures | ({"loss": ends} if ends else {})
 

@@ -1,145 +1,142 @@
-"""The report: one HTML page that holds its charts, their data and plotly itself: it works offline.
+"""The report of a measured config: one HTML page that works offline and holds its figures.
 
 The figures of `--json` lie in the page as well, in the element `mtcli-data`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mtcli.core.cost.memory import state_bytes
-from mtcli.core.cost.workload import Workload
-from mtcli.core.report.attribution import KINDS
+from mtcli.core.report.colors import GRID
 from mtcli.core.report.figures import Profile
 from mtcli.core.report.files import aside
-from mtcli.core.report.finished import FinishedRun, planned_of, summary_of
+from mtcli.core.report.tables import summary_rows
+from mtcli.core.report.template import Section, document, table
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import dump_toml
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-STATE = ("weights", "gradients", "optimizer", "activations")
-Sections = dict[str, "go.Figure | str"]
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1180px; padding: 1.5rem;
-       color: #222; background: #fff; }
-h1 { font-size: 1.5rem; margin: 0 0 .8rem; } h2 { font-size: 1.05rem; margin: 1.8rem 0 .2rem; }
-.cards { display: flex; flex-wrap: wrap; gap: .7rem; }
-.card { border: 1px solid #ddd; border-radius: 6px; padding: .5rem .9rem; }
-.card b { display: block; font-size: 1.15rem; font-variant-numeric: tabular-nums; }
-.card span { color: #666; font-size: .85rem; }
-pre { background: #f6f6f6; border-radius: 6px; padding: .8rem; overflow-x: auto; font-size: 13px; }
-"""
+Data = Mapping[str, Any]
 
 
-def write_profile_page(target: str, profile: Profile, data: Mapping[str, Any]) -> None:
+def write_profile_page(target: str, profile: Profile, data: Data) -> None:
     """Writes the page of a measured config; `data` is what `--json` holds."""
+    title = f"mtcli profile: {profile.config.model.architecture}, {data['world']} ranks"
+    headline = table(("", "measured", "planned"), summary_rows(data))
+    sections = [
+        Section("", "", headline),
+        *_time(profile, data),
+        *_memory(profile, data),
+        *_communication(data),
+        *layout_sections(data["rank_map"]),
+        config_section(profile.config),
+    ]
+    write(target, title, sections, data)
+
+
+def write(target: str, title: str, sections: Sequence[Section], data: Data) -> None:
+    """Writes a page: whole, or not at all."""
+    with aside(target) as path, path.open("w", encoding="utf-8") as file:
+        file.write(document(title, sections, data))
+
+
+def chart(name: str, title: str, note: str, figure: "go.Figure") -> Section:
+    """A section with a chart, in the page's look."""
+    figure.update_layout(
+        template="none",
+        margin={"l": 64, "r": 16, "t": 48 if len(figure.data) > 1 else 20, "b": 52},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        hoverlabel={"align": "left"},
+    )
+    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
+    return Section(title, note, chart=json.loads(figure.to_json()), name=name)
+
+
+def layout_sections(ranks: Sequence[Data]) -> list[Section]:
+    """The map of the ranks, and of the experts' grid where it is another one."""
+    from mtcli.core.report import maps
+
+    note = "A row per pipeline rank with its layers; within it, neighbours in a row talk most."
+    found = [chart("layout", "Layout", note, maps.grid_map(ranks, "attention"))]
+    if any(one["experts"]["ep"] or one["experts"]["etp"] for one in ranks):
+        note = "The same ranks as the experts see them."
+        figure = maps.grid_map(ranks, "experts")
+        found.append(chart("experts", "Layout of the experts", note, figure))
+    return found
+
+
+def config_section(config: RunConfig) -> Section:
+    """The whole config, defaults included."""
+    return Section("Config", "", f"<pre>{escape(dump_toml(config))}</pre>")
+
+
+def _time(profile: Profile, data: Data) -> list[Section]:
     from mtcli.core.report import charts
 
     timelines = {"planned": profile.planned, "measured": profile.measured}
-    memory = [{"label": f"pipeline rank {r['pp_rank']}", **r} for r in data["memory_by_rank"]]
+    note = "Drag across to zoom, double-click to go back. Planned: the same schedule with each "
+    note += "stage's mean measured op times, nobody late and hops free."
+    count = sum(len(timeline.spans) for timeline in timelines.values())
+    if count > charts.MOST_SPANS:
+        note += f" Drawn are the first {charts.MOST_SPANS:,} of {count:,} ops."
+    rows = [{"label": f"rank {row['pp_rank']}", **row} for row in data["shares_by_rank"]]
+    plan = {kind: data["figures"][f"share.{kind}"]["planned"] for kind in data["shares"]}
     if data["predicted"]:
-        memory.append({"label": "planned, fullest rank", **data["predicted"]["memory_bytes"]})
-    sections: Sections = {
-        "Pipeline: planned over measured": charts.gantt(timelines),
-        "Where the step goes": charts.stacked_shares(data["shares_by_rank"], KINDS),
-        "Step time": charts.step_bars(data["steps"]),
-        "Memory by kind": charts.memory_bars(memory, STATE),
-        "Memory over the profiled step": charts.memory_curve(data["memory_over_time"]),
-        "Longest kernels": charts.kernel_bars(data["kernels"]),
-    }
-    _write(target, "mtcli profile", _cards(data), sections, (profile.config, profile.world, data))
+        rows.append({"label": "planned, mean", **plan})
+    spent = "Each second of the step under one name, per pipeline rank."
+    return [
+        chart("pipeline", "Pipeline: planned over measured", note, charts.gantt(timelines)),
+        chart(
+            "shares",
+            "Where the step goes",
+            spent,
+            charts.stacked_shares(rows, tuple(data["shares"])),
+        ),
+        chart("steps", "Step time", "Of the slowest rank.", charts.step_bars(data["steps"])),
+        chart("kernels", "Longest kernels", "", charts.kernel_bars(data["kernels"])),
+    ]
 
 
-def write_run_page(target: str, run: FinishedRun) -> None:
-    """Writes the page of a finished run, from what its folder holds."""
-    from mtcli.core.report import charts
+def _memory(profile: Profile, data: Data) -> list[Section]:
+    from mtcli.core.report import memory_charts as charts
 
-    data = summary_of(run)
-    sections: Sections = {"Training": charts.curves(run.rows)}
-    if run.world:
-        planned = planned_of(run, data["step_seconds"]["median"])
-        sections["Pipeline: the schedule, a backward twice a forward"] = charts.gantt(
-            {"planned": planned}
-        )
-        work = Workload.of(run.config, run.world)
-        memory = [
-            {
-                "label": f"pipeline rank {place}",
-                **dict(zip(STATE, state_bytes(work, place), strict=False)),
-            }
-            for place in range(work.layout.pp)
-        ]
-        sections["Memory of weights, gradients and optimizer"] = charts.memory_bars(
-            memory, STATE[:3]
-        )
-    _write(target, f"mtcli run {run.folder}", _cards(data), sections, (run.config, run.world, data))
+    plan = (data["predicted"] or {}).get("memory_bytes", {})
+    limit = data["device_bytes"] or 0
+    note = "Of the fullest rank; other is what is left up to the peak, on CPU the process itself."
+    note += f" Usable memory of the device: {limit / 2**30:,.1f} GiB." if limit else ""
+    figure = charts.waterfall(data["memory_bytes"], plan, limit)
+    rows = [{"label": f"pipeline rank {row['pp_rank']}", **row} for row in data["memory_by_rank"]]
+    if plan:
+        rows.append({"label": "planned, fullest", **plan})
+    curve = data["memory_by_kind_over_time"]
+    lives = f"Of rank {curve['rank']}. Activations outlive the op that makes them; temporary is "
+    lives += "what is gone by its end."
+    return [
+        chart("memory", "Memory up to the peak", note, figure),
+        chart("memory-over-time", "Memory over the step", lives, charts.over_time(curve)),
+        chart("memory-by-rank", "Memory by rank", "", charts.by_rank(rows, charts.KINDS)),
+    ]
 
 
-def _cards(data: Mapping[str, Any]) -> dict[str, str]:
-    """The headline figures, as (what, how much)."""
-    cards = {
-        "step time, median": f"{data['step_seconds']['median']:.4g} s",
-        "tokens/s": f"{data['tokens_per_second']:,.0f}",
-        "MFU": f"{data['mfu']:.1%}",
-        "parameters": f"{data['parameters']:,}",
-    }
-    if "hfu" in data:
-        cards["HFU"] = f"{data['hfu']:.1%}"
-        bubble = data["bubble_fraction"]
-        cards["bubble, planned"] = f"{bubble['measured']:.1%}, {bubble['planned']:.1%}"
-    if "loss" in data:
-        cards["loss, first to last"] = f"{data['loss']['first']:.3f} to {data['loss']['last']:.3f}"
-    if data["world"]:
-        cards["ranks"] = str(data["world"])
-    return cards
+def _communication(data: Data) -> list[Section]:
+    from mtcli.core.report import charts, maps
 
-
-def _write(
-    target: str,
-    title: str,
-    cards: Mapping[str, str],
-    sections: Sections,
-    of: tuple[RunConfig, int | None, Mapping[str, Any]],
-) -> None:
-    from plotly.offline import get_plotlyjs
-
-    from mtcli.core.report import charts
-
-    config, world, data = of
-    if world:
-        layout = ParallelLayout.of(config.parallel, world)
-        sections = sections | {"Layout": charts.layout_map(layout)}
-    sections = sections | {"Config": f"<pre>{escape(dump_toml(config))}</pre>"}
-    shown = "".join(
-        f"<div class=card><span>{escape(name)}</span><b>{escape(value)}</b></div>"
-        for name, value in cards.items()
-    )
-    body = "".join(
-        f"<h2>{escape(name)}</h2>{_html(section, place)}"
-        for place, (name, section) in enumerate(sections.items())
-    )
-    embedded = json.dumps(data).replace("</", "<\\/")
-    with aside(target) as path, path.open("w", encoding="utf-8") as file:
-        file.write(f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}")
-        file.write(f"</title><link rel=icon href='data:,'><style>{STYLE}</style>")
-        file.write(f"<script>{get_plotlyjs()}</script><h1>{escape(title)}</h1>")
-        file.write(f"<div class=cards>{shown}</div>{body}")
-        file.write(f"<script type='application/json' id='mtcli-data'>{embedded}</script></html>\n")
-
-
-def _html(section: "go.Figure | str", place: int) -> str:
-    if isinstance(section, str):
-        return section
-    section.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 30, "b": 50})
-    section.update_yaxes(automargin=True)
-    config = {"scrollZoom": True, "displaylogo": False, "responsive": True}
-    return str(
-        section.to_html(
-            full_html=False, include_plotlyjs=False, div_id=f"chart-{place}", config=config
-        )
-    )
+    rows = data["communication_by_axis"]
+    if not rows:
+        return []
+    note = "Bytes that each rank gave each other one in one step, as a ring of each axis moves "
+    note += "them; hover for the axes."
+    figure = maps.heat_map(data["communication_matrix_bytes"], rows)
+    seconds = charts.axis_seconds(data["communication"]["by_axis"])
+    waits = "Seconds of a step that a rank waits (CPU), for late ranks too, or that its kernels "
+    waits += "take (GPU). Planned: the transfers alone, hidden or not."
+    return [
+        chart("matrix", "Who sends to whom", note, figure),
+        chart("axes", "Communication by axis", waits, seconds),
+    ]

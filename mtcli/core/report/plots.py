@@ -1,13 +1,15 @@
 """Pictures for papers and READMEs, drawn with matplotlib: a profile, and a finished run."""
 
 from collections.abc import Mapping, Sequence
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from mtcli.core.cost.plot import COLORS, LABELS
 from mtcli.core.report.attribution import KINDS
-from mtcli.core.report.figures import Profile
+from mtcli.core.report.colors import GREEN, MEMORY, TIME
+from mtcli.core.report.figures import Profile, memory_over_time
 from mtcli.core.report.files import aside
-from mtcli.core.report.finished import FinishedRun
+from mtcli.core.report.history import CURVES
 from mtcli.core.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -17,13 +19,14 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def save_profile(target: str, profile: Profile) -> None:
-    """Writes the planned timeline above the measured one, and the shares of each pipeline rank."""
+    """Writes the planned timeline above the measured one, each rank's shares, and memory."""
     from matplotlib.figure import Figure
 
     ranks = profile.measured.num_ranks
     row = 0.9 + 0.35 * ranks
-    figure = Figure(figsize=(11, 3 * row + 0.4), layout="constrained")
-    planned, measured, shared = figure.subplots(3, 1)
+    figure = Figure(figsize=(11, 3 * row + 2.8), layout="constrained")
+    heights = [row, row, row, 2.4]
+    planned, measured, shared, held = figure.subplots(4, 1, height_ratios=heights)
     end = max(profile.planned.end, profile.measured.end)
     for axes, name, timeline in (
         (planned, "planned", profile.planned),
@@ -36,33 +39,38 @@ def save_profile(target: str, profile: Profile) -> None:
     planned.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     measured.set_xlabel("seconds since the first op of the step")
     _stack(shared, profile.shares_by_rank)
+    _layers(held, memory_over_time(profile.fullest))
     _save(target, figure)
 
 
-def save_run(target: str, run: FinishedRun) -> None:
-    """Writes loss, gradient norm, tokens/s and MFU over the steps of a run."""
+def save_run(target: str, data: Mapping[str, Any]) -> None:
+    """Writes the curves of a run's summary over its steps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    curves = {
-        "loss": ("loss", 1.0),
-        "gradient norm": ("grad_norm", 1.0),
-        "tokens/s": ("tokens_per_second", 1.0),
-        "MFU (%)": ("mfu", 100.0),
-    }
-    steps = [row["step"] for row in run.rows]
-    places = figure.subplots(2, 2, sharex=True)
-    for axes, (title, (key, scale)) in zip(places.flat, curves.items(), strict=True):
-        axes.plot(steps, [scale * row[key] for row in run.rows], color=COLORS["F"], linewidth=1)
+    told = data["curves"]
+    shown = [name for name in CURVES if name in told]
+    height = -(-len(shown) // 2)
+    figure = Figure(figsize=(11, 2.6 * height + 0.4), layout="constrained")
+    places = figure.subplots(height, 2, sharex=True, squeeze=False)
+    for axes, title in zip(places.flat, shown, strict=False):
+        axes.plot(told[title]["steps"], _gaps(told[title]), color=COLORS["F"], linewidth=1)
         axes.set_title(title, loc="left", fontsize=10)
         axes.grid(alpha=0.3)
-    valid = [(row["step"], row["valid_loss"]) for row in run.rows if "valid_loss" in row]
+        for step in data["resumed_at"]:
+            axes.axvline(step, color=GREEN, linestyle=":", linewidth=1)
+    valid = told.get("validation loss")
     if valid:
-        places.flat[0].plot(*zip(*valid, strict=True), "o-", color=COLORS["B"], label="validation")
+        places.flat[0].plot(
+            valid["steps"], _gaps(valid), "o-", ms=3, color=COLORS["B"], label="validation"
+        )
         places.flat[0].legend(frameon=False)
-    for axes in places[1]:
+    for axes in places[-1]:
         axes.set_xlabel("step")
     _save(target, figure)
+
+
+def _gaps(curve: Mapping[str, Any]) -> list[float]:
+    return [nan if value is None else value for value in curve["values"]]
 
 
 def _draw(axes: "Axes", timeline: Timeline) -> None:
@@ -78,17 +86,27 @@ def _draw(axes: "Axes", timeline: Timeline) -> None:
 
 
 def _stack(axes: "Axes", rows: Sequence[Mapping[str, float]]) -> None:
-    from matplotlib import colormaps
-
     left = [0.0] * len(rows)
-    for place, kind in enumerate(KINDS):
+    for kind in KINDS:
         widths = [100 * row[kind] for row in rows]
-        axes.barh(range(len(rows)), widths, 0.8, left, label=kind, color=colormaps["tab10"](place))
+        axes.barh(range(len(rows)), widths, 0.8, left, label=kind, color=TIME[kind])
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set(xlim=(0, 100), xlabel="% of the step", ylabel="pipeline rank", yticks=range(len(rows)))
     axes.invert_yaxis()
     axes.set_title("where the step goes", loc="left", fontsize=10)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+
+
+def _layers(axes: "Axes", data: Mapping[str, Any]) -> None:
+    """MiB by kind over the profiled step, one on top of the other."""
+    kinds = [kind for kind in MEMORY if kind in data]
+    layers = [[held / 2**20 for held in data[kind]] for kind in kinds]
+    colors = [MEMORY[kind] for kind in kinds]
+    axes.stackplot(data["seconds"], layers, labels=kinds, colors=colors, step="post", linewidth=0)
+    axes.set(xlim=(0, data["seconds"][-1]), ylim=(0, None), ylabel="MiB")
+    axes.set_xlabel("seconds of the profiled step")
+    axes.set_title(f"memory of rank {data['rank']}", loc="left", fontsize=10)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, reverse=True)
 
 
 def _save(target: str, figure: Any) -> None:

@@ -82,8 +82,38 @@ def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
     return ["kernel", "calls", "time"], rows
 
 
-def show_run(rows: Sequence[Json], console: Console) -> None:
-    """Prints what a finished run measured: its first, middle and last steps."""
+def run_rows(data: Json) -> list[list[str]]:
+    """(what, how much) of a finished run."""
+    spread, seconds = data["step_quantiles"], data["step_seconds"]["median"]
+    middle = f"{spread['p5']:.4g} to {spread['p95']:.4g} s in 9 of 10"
+    rows = [
+        ["steps", f"{data['steps']:,}"],
+        ["tokens", f"{data['tokens']:,}"],
+        ["step time, median", f"{seconds:.4g} s ({middle})"],
+        ["tokens/s, median", f"{data['tokens_per_second']:,.0f}"],
+        ["MFU, median", f"{data['mfu']:.1%}"],
+        ["parameters", f"{data['parameters']:,}"],
+    ]
+    if "loss" in data:
+        loss = data["loss"]
+        text = f"{loss['first']:.4f} to {loss['last']:.4f}, least {loss['min']:.4f}"
+        rows.insert(0, ["loss", text])
+    if data["world"]:
+        rows.append(["ranks", f"{data['world']:,}"])
+    if data["resumed_at"]:
+        rows.append(["took up again at step", ", ".join(map(str, data["resumed_at"]))])
+    if data["saves"]:
+        stalls = [save["stall_seconds"] for save in data["saves"]]
+        text = f"{len(stalls)}, training stood still {sum(stalls):.3f} s in all"
+        rows.append(["saves", f"{text}, {max(stalls):.3f} s at most"])
+    if data["saves_failed"]:
+        rows.append(["saves that failed", str(len(data["saves_failed"]))])
+    return rows
+
+
+def show_run(rows: Sequence[Json], console: Console, data: Json) -> None:
+    """Prints what a finished run measured: its figures, its first, middle and last steps."""
+    _table(console, "", ("", "of the run"), run_rows(data))
     picked = [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 2 else list(rows)
     cells = [
         [

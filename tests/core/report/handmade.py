@@ -13,6 +13,19 @@ SPANS = {
     1: (("F0.1", 1.75, 2.75), ("B0.1", 2.75, 4.75), ("F1.1", 4.75, 5.75), ("B1.1", 5.75, 7.75)),
 }
 
+ROWS = [  # of a finished run's metrics.jsonl
+    {
+        "step": step,
+        "loss": 5.0 - step,
+        "grad_norm": 1.0,
+        "step_seconds": 2.0,
+        "tokens_per_second": 8.0,
+        "mfu": 0.25,
+        "valid_loss": 5.5 - step,
+    }
+    for step in (1, 2, 3)
+]
+
 
 def op(text):
     return Op(text[0], int(text[1]), int(text[3]))

@@ -7,6 +7,7 @@ import pytest
 from handmade import config_table
 
 from mtcli.core.report.finished import is_run, planned_of, read_run, summary_of
+from mtcli.core.report.run_page import write_run_page
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.load import config_of, dump_toml
 
@@ -88,6 +89,38 @@ def test_the_planned_timeline_of_a_run_lasts_its_step(run_folder):
     timeline = planned_of(read_run(str(run_folder)), 6.0)
     assert timeline.end == pytest.approx(6.0)
     assert timeline.bubble_fraction == pytest.approx(0.5)  # (p - 1) / m of 1F1B
+
+
+def test_what_happened_besides_steps_is_read_from_the_events(run_folder):
+    lines = [
+        {"event": "saved", "step": 2, "stall_seconds": 0.1, "write_seconds": 1.0, "bytes": 8},
+        {"event": "save_failed", "step": 3, "reason": "No space left", "last_good": None},
+        {"event": "resumed", "step": 4},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"event": "sa'
+    (run_folder / "events.jsonl").write_text(text)
+    data = summary_of(read_run(str(run_folder)))
+    assert [save["stall_seconds"] for save in data["saves"]] == [0.1]
+    assert [save["reason"] for save in data["saves_failed"]] == ["No space left"]
+    assert data["resumed_at"] == [4]
+
+
+def test_steps_run_twice_count_once(run_folder):
+    path = run_folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, *lines[3:]]) + "\n")
+    data = summary_of(read_run(str(run_folder)))
+    assert data["steps"] == 5 and data["resumed_at"] == [4]
+    assert data["tokens"] == 5 * 2 * 8
+
+
+def test_the_page_of_a_long_run_is_below_five_megabytes(run_folder):
+    write_steps(run_folder, 100_000)
+    run = read_run(str(run_folder))
+    write_run_page(str(run_folder / "run.html"), run, summary_of(run))
+    assert (run_folder / "run.html").stat().st_size < 5_000_000
+    text = (run_folder / "run.html").read_text()
+    assert "Of 100,000 steps the lowest and highest of each stretch are drawn." in text
 
 
 def test_a_run_that_did_not_say_its_world_has_none(run_folder):
