@@ -113,6 +113,11 @@ class Stage(nn.Module):
         assert inputs.labels is not None, "losses need labels"
         return self.output_table.losses(x_TD, inputs.labels.flatten())
 
+    def loss(self, x_TD: Tensor, inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
+        """(the sum of `losses`, scale times it, from which the backward starts) (last stage)."""
+        assert inputs.labels is not None, "losses need labels"
+        return self.output_table.loss(x_TD, inputs.labels.flatten(), scale)
+
     def _embed(self, inputs: Inputs) -> Tensor:
         x_TD = self.embedding(inputs.tokens.flatten())
         if self.model.position == "learned":

@@ -32,8 +32,8 @@ class StageModule(Protocol[Given]):
     def __call__(self, x_TD: Tensor | None, inputs: Given) -> Tensor:
         """The stage's activations."""
 
-    def losses(self, x_TD: Tensor, inputs: Given) -> Tensor:
-        """The last stage's loss of each token."""
+    def loss(self, x_TD: Tensor, inputs: Given, scale: float) -> tuple[Tensor, Tensor]:
+        """The last stage's sum of losses, and scale times it, to differentiate."""
 
 
 class OpSpan(NamedTuple):
@@ -125,9 +125,8 @@ class _Step(Generic[Given]):
         start, inputs = self.clock(), self._inputs(op.micro_batch)
         y = self.stages[op.stage](x, inputs)
         if op.stage == self.last_stage:
-            y = self.stages[op.stage].losses(y, inputs).sum()
-            self.losses.append(y.detach())
-            y = y * self.scale
+            total, y = self.stages[op.stage].loss(y, inputs, self.scale)
+            self.losses.append(total)
         else:
             self.hops.send(op, y.detach())
         self.saved[op.micro_batch, op.stage] = (x, y)

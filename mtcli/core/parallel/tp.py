@@ -21,12 +21,16 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
+from mtcli.core.parallel.vocab_loss import (
+    ChunkedLoss,
+    FusedCrossEntropy,
+    Shard,
+    losses_in_chunks,
+)
 from mtcli.kernels.cross_entropy import (
     cross_entropy_backward_,
     exp_and_target_,
-    logits_gradient_,
     row_max,
-    row_parts,
 )
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.products import linear
@@ -103,11 +107,27 @@ class VocabEmbedding(nn.Module):
         """x_TD [T/tp, D] -> logits_TV [T, V/tp], padding columns included."""
         return linear(self.enter(x_TD, self.tp), self.weight)
 
+    @property
+    def shard(self) -> Shard:
+        """This rank's part of the vocabulary."""
+        return Shard(self.first, self.valid, self.tp)
+
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
-        logits_TV = self.logits(x_TD)
-        whole = _FusedCrossEntropy if runs_triton(logits_TV) else _VocabCrossEntropy
-        return whole.apply(logits_TV, labels_T, self)
+        if not runs_triton(x_TD):
+            return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self)
+        if torch.is_grad_enabled():
+            return FusedCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+        return losses_in_chunks(self.enter(x_TD, self.tp), self.weight, labels_T, self.shard)
+
+    def loss(self, x_TD: Tensor, labels_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """(sum of the cross entropies, scale times it to differentiate), logits in chunks."""
+        if not runs_triton(x_TD):
+            total = self.losses(x_TD, labels_T).sum()
+            return total.detach(), total * scale
+        x_TD = self.enter(x_TD, self.tp)
+        losses_T, scaled = ChunkedLoss.apply(x_TD, self.weight, labels_T, self.shard, scale)
+        return losses_T.sum(), scaled
 
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,30 +140,17 @@ class VocabEmbedding(nn.Module):
         sums, target, *_ = self._softmax_parts_(logits_NV, top.to(_wide(real)), targets_N)
         return target - sums.log(), argmax == targets_N
 
-    def owned(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(each label's column [T], whether it is one of this rank's [T])."""
-        local_T = labels_T - self.first
-        return local_T, (local_T >= 0) & (local_T < self.valid)
-
     def _softmax_parts_(
         self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Overwrites logits by exp(logits - top). Returns the sums of those and label's logit - top
         over all ranks [T], and here: the label's column [T] and whether it is one of ours [T]."""
-        local_T, owned_T = self.owned(labels_T)
+        local_T, owned_T = self.shard.owned(labels_T)
         local_T = local_T.masked_fill(~owned_T, 0)
         _, sums_T, target_T = exp_and_target_(logits_TV, top_T, local_T, self.valid)
         target_T = target_T.masked_fill(~owned_T, 0.0)
         sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
         return sums_T, target_T, local_T, owned_T
-
-    def lse_and_target(self, parts: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The log-sum-exp and the label's logit over all ranks [T], of what `row_parts` gives."""
-        mine_T, sums_T, target_T = parts
-        top_T = all_reduce(mine_T.clone(), self.tp, dist.ReduceOp.MAX)
-        sums_T = sums_T * (mine_T - top_T).exp()
-        sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
-        return top_T + sums_T.log(), target_T
 
     @torch.no_grad()
     def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
@@ -174,26 +181,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
         """(softmax - onehot) * grad."""
         exps, sums_T, local_T, owned_T = ctx.saved_tensors
         return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
-
-
-class _FusedCrossEntropy(torch.autograd.Function):
-    """As _VocabCrossEntropy, in two passes over the logits, which become their own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocab: VocabEmbedding) -> Tensor:
-        """Returns the losses [T]."""
-        logits_TV = logits_TV.detach()
-        local_T, owned_T = vocab.owned(labels_T)
-        local_T = local_T.masked_fill(~owned_T, -1)
-        lse_T, target_T = vocab.lse_and_target(row_parts(logits_TV, local_T, vocab.valid))
-        ctx.save_for_backward(logits_TV, lse_T, local_T)
-        ctx.valid = vocab.valid
-        return lse_T - target_T
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
-        """(softmax - onehot) * grad."""
-        return logits_gradient_(*ctx.saved_tensors, grad_T, ctx.valid), None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:
