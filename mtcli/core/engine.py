@@ -234,7 +234,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
 def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime) -> Engine:
     """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
     config = evaluation_config(checkpoint.model, overrides, runtime.world)
-    check.require(config, runtime.world, _whole_sequences)
+    check.require(config, runtime.world, *check.ENGINE_RULES, _whole_sequences)
     layout = ParallelLayout.of(config.parallel, runtime.world)
     place, timeout = (runtime.rank, runtime.device), config.train.timeout
     groups = make_groups(layout, *place, timeout, runtime.ledger)

@@ -1,43 +1,81 @@
 """Bytes and seconds of what ranks send each other, by axis.
 
-A collective's time is its bytes over the slowest link it crosses, plus a latency per ring step.
+A collective's time is its bytes over the slowest link it crosses, plus a latency per step: of a
+ring for gathers and scatters, of a ring or a tree for all-reduces, of pairs for all-to-alls.
 Ranks that share a node and a group share the node's network links too, so a group with k members
 in every node reaches k times the network's rate per GPU, as far as the fast link allows.
 """
 
-from math import log2
+from collections.abc import Iterator
+from math import ceil, log2
 
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.kernels import Pass, expert_rows
+from mtcli.core.cost.kernels import Pass, dense_products, expert_rows
 from mtcli.core.cost.memory import Held
 from mtcli.core.cost.physics import Physics
 from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.layout import ParallelLayout
 
 
-def group_bandwidth(size: int, stride: int, device: Device) -> float:
-    """Bytes/s per rank of a group whose members are `stride` ranks apart."""
+def group_bandwidth(size: int, stride: int, device: Device, physics: Physics) -> float:
+    """Bytes/s per rank that a group whose members are `stride` ranks apart reaches."""
     inside = max(1, min(size, device.node_size // max(1, stride)))
+    near = device.link_bandwidth * physics.link
     if inside == size:
-        return device.link_bandwidth
-    return min(device.link_bandwidth, inside * device.network_bandwidth)
+        return near
+    return min(near, inside * device.network_bandwidth * physics.network)
 
 
 def ring_seconds(moved: float, size: int, stride: int, device: Device, physics: Physics) -> float:
     """Seconds of an all-gather or reduce-scatter whose whole tensor is `moved` bytes."""
     if size == 1:
         return 0.0
-    bandwidth = group_bandwidth(size, stride, device) * physics.link
-    return moved * (size - 1) / size / bandwidth + physics.latency * (1 + log2(size))
+    bandwidth = group_bandwidth(size, stride, device, physics)
+    return moved * (size - 1) / size / bandwidth + physics.latency * (size - 1)
+
+
+def all_reduce_seconds(
+    moved: float, size: int, stride: int, device: Device, physics: Physics
+) -> float:
+    """Seconds of an all-reduce: the quicker of a ring, which scatters and gathers, and of a double
+    binary tree, up and down, which carries more bytes over fewer steps (as NCCL chooses)."""
+    if size == 1:
+        return 0.0
+    ring = 2 * ring_seconds(moved, size, stride, device, physics)
+    bandwidth = group_bandwidth(size, stride, device, physics)
+    return min(ring, 2 * moved / bandwidth + 2 * physics.latency * log2(size))
 
 
 def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     """Per block: with sequence parallelism two all-gathers and two reduce-scatters each way, and
     without it two all-reduces, which move as much (arXiv:2205.05198, section 4.2.2)."""
+    if work.mesh > 1:
+        return _summa(work, device, physics)
     m, tp = work.model, work.layout.tp
     moved = float(work.tokens * m.hidden_size * work.sizes.weight)
     dense = not m.num_experts or m.shared_expert_ffn_hidden_size > 0
-    once = 2 * ring_seconds(moved, tp, 1, device, physics)
+    way = 2 * ring_seconds(moved, tp, 1, device, physics)
+    once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
     return Pass(once * (1 + dense), once * (1 + dense))
+
+
+def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Per block of 2D tensor parallelism: blocks of activations go along rows of the mesh, blocks
+    of weights along columns, and twice as much in the backward pass, which is the 7bsh + 12h^2 and,
+    with recomputation, 21bsh + 36h^2 of arXiv:2104.05343, table 1. Broadcasts are pipelined, so
+    that each link carries a block once; a node holds a part of the mesh that is about as wide as
+    it is high, the paper's bunched placement."""
+    q, size = work.mesh, work.sizes.weight
+    shapes = dense_products(work)
+    rows = float(sum(m * k for m, _, k in shapes) * size / q)
+    columns = float(sum(k * n for _, n, k in shapes) * size / q)
+    wide = 2 ** ceil(log2(device.node_size) / 2)
+    high = 1 if q * q <= device.node_size else wide
+    across = 1 if q * q <= device.node_size else device.node_size // wide
+    once = rows / group_bandwidth(q, across, device, physics)
+    once += columns / group_bandwidth(q, high, device, physics)
+    once += 2 * q * len(shapes) * (q - 1) * physics.latency
+    return Pass(once, 2 * once)
 
 
 def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
@@ -67,8 +105,8 @@ def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) 
         return 0.0
     inside = max(1, min(ep, device.node_size // max(1, stride)))
     near = moved * (inside - 1) / ep / (device.link_bandwidth * physics.link)
-    far = moved * (ep - inside) / ep / (device.network_bandwidth * physics.link)
-    return max(near, far) + physics.latency * (1 + log2(ep))
+    far = moved * (ep - inside) / ep / (device.network_bandwidth * physics.network)
+    return max(near, far) + physics.latency * (ep - 1)
 
 
 def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
@@ -78,8 +116,9 @@ def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
         return 0.0
     moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
     near = layout.world // layout.pp < device.node_size
-    bandwidth = device.link_bandwidth if near else device.network_bandwidth
-    return moved / (bandwidth * physics.link) + physics.latency
+    inside = device.link_bandwidth * physics.link
+    between = device.network_bandwidth * physics.network
+    return moved / (inside if near else between) + physics.latency
 
 
 def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Physics) -> float:
@@ -88,30 +127,31 @@ def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Ph
     An all-reduce in the gradients' width; with zero=1 a reduce-scatter, and an all-gather of the
     new weights in theirs. ZeRO-3's traffic is per block: `sharded_block`.
     """
-    layout, sizes = work.layout, work.sizes
-    back = sizes.weight if work.zero else sizes.gradient
-    return sum(
-        ring_seconds(float(count * width), ranks, stride, device, physics)
-        for count, ranks, stride in (
-            (elements.attention, layout.dp * layout.cp, layout.tp),
-            (elements.experts, layout.edp, layout.ep * layout.etp),
-        )
-        for width in (sizes.gradient, back)
-        if count
-    )
+    sizes, total = work.sizes, 0.0
+    for count, ranks, stride in _data_groups(elements, work.layout):
+        there = float(count * sizes.gradient)
+        if work.zero:
+            total += ring_seconds(there, ranks, stride, device, physics)
+            total += ring_seconds(float(count * sizes.weight), ranks, stride, device, physics)
+        else:
+            total += all_reduce_seconds(there, ranks, stride, device, physics)
+    return total
 
 
 def sharded_block(elements: Held, work: Workload, device: Device, physics: Physics) -> Pass:
     """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
     if work.zero != 3:
         return Pass()
-    layout, sizes = work.layout, work.sizes
     gather = sum(
-        ring_seconds(float(count * sizes.weight), ranks, stride, device, physics)
-        for count, ranks, stride in (
-            (elements.attention, layout.dp * layout.cp, layout.tp),
-            (elements.experts, layout.edp, layout.ep * layout.etp),
-        )
-        if count
+        ring_seconds(float(count * work.sizes.weight), ranks, stride, device, physics)
+        for count, ranks, stride in _data_groups(elements, work.layout)
     )
     return Pass(gather, 2 * gather)
+
+
+def _data_groups(elements: Held, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
+    """Elements, ranks that reduce them, and how far apart these are: attention's, then experts'."""
+    if elements.attention:
+        yield elements.attention, layout.dp * layout.cp, layout.tp
+    if elements.experts:
+        yield elements.experts, layout.edp, layout.ep * layout.etp

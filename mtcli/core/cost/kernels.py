@@ -14,6 +14,9 @@ from mtcli.core.cost.workload import Workload
 TILE = 128  # rows and columns of an output tile
 BLOCK_KERNELS = 24  # launches of a dense block's forward pass
 EXPERT_KERNELS = 40  # more of them where tokens are routed
+UNFUSED = 1.5  # more traffic where bias, GELU, dropout and addition are kernels of their own
+
+Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Pass:
 def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     """Arithmetic and memory time of one block."""
     busy = (
-        _projections(work, device, physics)
+        _dense(work, device, physics)
+        + _routed(work, device, physics)
         + attention_seconds(work, device, physics)
-        + _mlp(work, device, physics)
         + _elementwise(work, device, physics)
     )
     kernels = BLOCK_KERNELS + (EXPERT_KERNELS if work.model.num_experts else 0)
@@ -46,10 +49,12 @@ def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
 def head_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     """The logits and their loss, read and written in float32, on the last stage."""
     m = work.model
-    columns = -(-m.vocab_size // work.layout.tp)
+    q = work.mesh
+    columns = -(-m.vocab_size // (work.layout.tp if q == 1 else q))
     wide = replace(work, precision="bf16") if work.sizes.gemm in ("fp8", "nvfp4") else work
-    product = _products(wide, device, physics, [(work.tokens, columns, m.hidden_size)])
-    logits = 4.0 * work.tokens * columns * physics.traffic
+    piece = (work.tokens // q, columns, m.hidden_size // q)
+    product = _products(wide, device, physics, [piece]) * q
+    logits = 4.0 * work.tokens // q * columns * physics.traffic
     moved = logits / (device.memory_bandwidth * physics.memory)
     return product + Pass(2 * moved, 2 * moved)
 
@@ -74,9 +79,11 @@ def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     aligned = 1.0 if m.head_dim % 8 == 0 else physics.misaligned
     seconds = flops / (rate * physics.unfused_attention * aligned)
     scores = work.tokens * work.seq_len * heads * work.sizes.weight
-    # Products write and read them once each, softmax and dropout read and write them once each.
-    moved = scores * 6.5 / (device.memory_bandwidth * physics.memory)
-    return Pass(seconds + moved, 2 * (seconds + moved))
+    # Products write and read them once each, softmax and dropout read and write them once each, and
+    # so do scale and mask where they are kernels of their own; a byte of the dropout's mask.
+    passes = 6.5 if work.fused else 10.5
+    moved = scores * passes / (device.memory_bandwidth * physics.memory)
+    return Pass(seconds + moved, 2 * seconds + 1.5 * moved)
 
 
 def _narrow(work: Workload) -> str:
@@ -84,34 +91,44 @@ def _narrow(work: Workload) -> str:
     return {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
 
 
-def _projections(work: Workload, device: Device, physics: Physics) -> Pass:
-    m, tp = work.model, work.layout.tp
+def dense_products(work: Workload) -> list[Shape]:
+    """[M, K] @ [K, N] as (M, N, K) of a block's products outside of routed experts, uncut; the
+    inner dimension of every second one is what tensor parallelism cuts."""
+    m = work.model
     queries = m.num_heads * m.head_dim
     fused = queries + 2 * m.num_kv_heads * m.head_dim
-    shapes = [
-        (work.tokens, fused // tp, m.hidden_size),
-        (work.tokens, m.hidden_size, queries // tp),
+    shapes = [(work.tokens, fused, m.hidden_size), (work.tokens, m.hidden_size, queries)]
+    inner = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
+    if inner:
+        up = 2 if m.activation == "swiglu" else 1
+        shapes += [(work.tokens, up * inner, m.hidden_size), (work.tokens, m.hidden_size, inner)]
+    return shapes
+
+
+def _dense(work: Workload, device: Device, physics: Physics) -> Pass:
+    """A block's products on a rank. SUMMA makes each of them in as many pieces as its mesh has
+    columns (arXiv:2104.05343, algorithm 1)."""
+    tp, q = work.layout.tp, work.mesh
+    if q > 1:
+        pieces = [(m // q, n // q, k // q) for m, n, k in dense_products(work)]
+        return _products(work, device, physics, pieces) * q
+    cut = [
+        (m, n // tp, k) if place % 2 == 0 else (m, n, k // tp)
+        for place, (m, n, k) in enumerate(dense_products(work))
     ]
-    return _products(work, device, physics, shapes)
+    return _products(work, device, physics, cut)
 
 
-def _mlp(work: Workload, device: Device, physics: Physics) -> Pass:
+def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
     m, layout = work.model, work.layout
-    up = 2 if m.activation == "swiglu" else 1
     if not m.num_experts:
-        inner = m.ffn_hidden_size // layout.tp
-        shapes = [(work.tokens, up * inner, m.hidden_size), (work.tokens, m.hidden_size, inner)]
-        return _products(work, device, physics, shapes)
+        return Pass()
     experts = m.num_experts // layout.ep
     rows = max(1, round(expert_rows(work) / experts))
     inner = m.moe_ffn_hidden_size // layout.etp
+    up = 2 if m.activation == "swiglu" else 1
     shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
-    routed = _products(work, device, physics, shapes, experts)
-    if not m.shared_expert_ffn_hidden_size:
-        return routed
-    inner = m.shared_expert_ffn_hidden_size // layout.tp
-    shapes = [(work.tokens, up * inner, m.hidden_size), (work.tokens, m.hidden_size, inner)]
-    return routed + _products(work, device, physics, shapes)
+    return _products(work, device, physics, shapes, experts)
 
 
 def expert_rows(work: Workload) -> float:
@@ -123,7 +140,7 @@ def _products(
     work: Workload,
     device: Device,
     physics: Physics,
-    shapes: list[tuple[int, int, int]],
+    shapes: list[Shape],
     copies: int = 1,
 ) -> Pass:
     """[M, K] @ [K, N] for each (M, N, K), and the two products of its backward pass."""
@@ -136,7 +153,7 @@ def _products(
 
 
 def product_seconds(
-    shape: tuple[int, int, int], work: Workload, device: Device, physics: Physics, copies: int = 1
+    shape: Shape, work: Workload, device: Device, physics: Physics, copies: int = 1
 ) -> float:
     """Seconds of one matrix product of `copies` that are launched together."""
     m, n, k = shape
@@ -168,5 +185,6 @@ def _elementwise(work: Workload, device: Device, physics: Physics) -> Pass:
     else:
         inner = per_width * m.ffn_hidden_size / tp
     moved = work.tokens * (shared + rotated + inner) * work.sizes.weight * physics.traffic
+    moved *= 1.0 if work.fused else UNFUSED
     seconds = moved / (device.memory_bandwidth * physics.memory)
-    return Pass(seconds, 2 * seconds)
+    return Pass(seconds, 1.5 * seconds)

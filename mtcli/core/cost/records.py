@@ -6,30 +6,38 @@ seconds of a step: from the time itself or from tokens/s where they are printed,
 TFLOP/s or MFU by the record's own convention.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any
 
-from mtcli.core.cost.hardware import GPUS, Device
+from mtcli.core.cost.hardware import Device
+from mtcli.core.cost.measured import measured_seconds
+from mtcli.core.cost.predict import predict_workload
+from mtcli.core.cost.sites import device_of
 from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.model import forward_flops
 from mtcli.core.spec.model_config import ModelConfig
 
 Table = dict[str, Any]
 
-DEVICE_OF = {
-    "V100": "v100-32gb",
-    "A100-40": "a100-40gb",
-    "A100-80": "a100-80gb",
-    "A100": "a100-80gb",
-    "H100": "h100",
-    "H200": "h200",
-    "GB200": "gb200",
-    "GB300": "gb300",
-    "B200": "b200",
-    "B300": "b300",
-    "Quadro RTX 5000": "rtx-5000",
+# Years and months from which a source's own code may have them.
+FUSED_SOFTMAX = 2104  # scale, mask and softmax in one kernel of 16 bits: arXiv:2104.04473, 4.2
+FLASH_ATTENTION = 2206  # arXiv:2205.14135 appeared at the end of the month before
+
+COUNTS = {
+    "n_gpus",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "vocab",
+    "seq",
 }
+COUNTS |= {"tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch", "global_batch", "topk"}
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # tried where a record gives none
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Record:
     table: str
     work: Workload
     device: Device
-    seconds: float | None  # of a step
+    seconds: float | None  # of a step, or of a block's passes
+    of_block: bool
     memory_gb: float | None
     out_of_memory: bool
 
@@ -49,45 +58,35 @@ class Record:
 def read_record(row: Table) -> Record:
     """The record of one JSON object.
 
-    Raises ValueError with the reason where it does not describe a training step on a layout.
+    Raises ValueError with the reason, or KeyError with the field, where it does not describe a
+    training step on a layout.
     """
-    work, device = _workload(row), _device(row["gpu"])
-    result = row["result"]
+    _require_counts(row)
+    source, result = str(row.get("source") or "unnamed"), row.get("result") or {}
+    work, device = _workload(row, source), device_of(str(row["gpu"]), source)
+    if not row["parallel"].get("micro_batch"):
+        work = _quickest_pieces(work, device)
+    memory = result.get("mem_gb")
     return Record(
-        id=row["id"],
-        source=row["source"],
-        table=row["table"],
+        id=row.get("id", 0),
+        source=source,
+        table=str(row.get("table") or ""),
         work=work,
         device=device,
-        seconds=_seconds(row, work, device),
-        memory_gb=result.get("mem_gb"),
+        seconds=measured_seconds(row | {"result": result}, work, device),
+        of_block="fwd_bwd_ms" in result and "iter_time_s" not in result,
+        memory_gb=float(memory) if memory else None,
         out_of_memory=bool(result.get("oom")),
     )
 
 
-def _device(gpu: str) -> Device:
-    for prefix, name in DEVICE_OF.items():
-        if gpu.startswith(prefix):
-            return GPUS[name]
-    raise ValueError(f"no device for {gpu!r}")
-
-
-def _workload(row: Table) -> Workload:
+def _workload(row: Table, source: str) -> Workload:
     p, m = row["parallel"], row["model"]
-    if p.get("tp") is None or p.get("global_batch") is None:
-        raise ValueError("no layout or no batch")
-    if m.get("tp_mode") == "2d":
-        raise ValueError("2D tensor parallelism has no cost model yet")
-    layout = ParallelLayout(
-        world=row["n_gpus"],
-        tp=p["tp"],
-        cp=p.get("cp") or 1,
-        pp=p.get("pp") or 1,
-        vpp=_chunks(p, m["layers"]),
-        ep=p.get("ep") or 1,
-        etp=_expert_tensor_parallel(p, row["n_gpus"]),
-    )
-    precision = row["precision"] or "fp32"
+    precision = row.get("precision") or "fp32"
+    layout = _layout(p, m, row.get("n_gpus"))
+    mode = m.get("tp_mode") or p.get("tp_mode") or "1d"
+    if mode == "2d" and isqrt(layout.tp) ** 2 != layout.tp:
+        raise ValueError(f"tp={layout.tp} is no square, and tp_mode is 2d")
     return Workload(
         model=_model(m),
         layout=layout,
@@ -96,11 +95,68 @@ def _workload(row: Table) -> Workload:
         global_batch_size=p["global_batch"],
         precision=_precision(precision),
         schedule_name="interleaved" if layout.vpp > 1 else "1f1b",
-        sequence_parallel=p["tp"] > 1 and p.get("sp") is not False,
-        zero=min(p.get("zero") or 0, 3) if p.get("zero") != 2 else 1,
-        recompute=p.get("recompute") or "none",
-        flash="fp16" not in precision and row["precision"] is not None,
+        sequence_parallel=layout.tp > 1 and (p.get("sp") is not False or mode == "2d"),
+        zero=_zero(p),
+        recompute=_recompute(str(p.get("recompute") or "none")),
+        tp_mode=mode,
+        flash=_since(source, FLASH_ATTENTION) and "fp16" not in precision and precision != "fp32",
+        fused=_since(source, FUSED_SOFTMAX) and precision != "fp32",
     )
+
+
+def _layout(p: Table, m: Table, world: int | None) -> ParallelLayout:
+    if p.get("tp") is None or p.get("global_batch") is None:
+        raise ValueError("no layout or no batch")
+    tp, cp, pp, ep = (int(p.get(axis) or 1) for axis in ("tp", "cp", "pp", "ep"))
+    world = int(world or tp * cp * pp * (p.get("dp") or 1))
+    etp = _expert_tensor_parallel(p, world) if m.get("experts") else 1
+    for used in (tp * cp * pp, ep * etp * pp if m.get("experts") else 1):
+        if world % used:
+            raise ValueError(f"a layout of {used} ranks does not divide {world} GPUs")
+    return ParallelLayout(world, tp=tp, cp=cp, pp=pp, vpp=_chunks(p, m["layers"]), ep=ep, etp=etp)
+
+
+def _require_counts(row: Table) -> None:
+    """Raises ValueError for a size that is no whole number above 0."""
+    for name in ("model", "parallel"):
+        if not isinstance(row[name], dict):
+            raise ValueError(f"{name} is no table")
+    for table in (row, row["model"], row["parallel"]):
+        for name in COUNTS & set(table):
+            size = table[name]
+            if size is not None and (type(size) is not int or size < 1):
+                raise ValueError(f"{name}={size!r} is no whole number above 0")
+
+
+def _recompute(printed: str) -> str:
+    """Of all, of some or of nothing: `full`, `selective` or any list of modules, `none`."""
+    if printed in ("none", "full"):
+        return printed
+    return "full" if printed.startswith("full") else "selective"
+
+
+def _zero(p: Table) -> int:
+    """As printed; 2 counts as 1, and so does 3 under a pipeline, which keeps gathered weights."""
+    zero = p.get("zero") or 0
+    return min(zero, 1) if zero < 3 or (p.get("pp") or 1) > 1 else 3
+
+
+def _since(source: str, month: int) -> bool:
+    """Whether a source may use what appeared in a month, by the number of its preprint."""
+    preprint = re.search(r"arXiv[: ]*(\d{4})\.", source)
+    return preprint is None or int(preprint[1]) >= month
+
+
+def _quickest_pieces(work: Workload, device: Device) -> Workload:
+    """The workload with the micro-batch of the shortest predicted step among those that fit: a
+    source that does not print it tuned it."""
+    sizes = [
+        size for size in MICRO_BATCHES if work.global_batch_size % (size * work.layout.dp) == 0
+    ]
+    tried = [replace(work, micro_batch_size=size) for size in sizes]
+    found = [predict_workload(one, device) for one in tried]
+    fitting = [one for one in found if one.fits] or found[:1]
+    return min(fitting, key=lambda one: one.step_seconds).work if fitting else work
 
 
 def _expert_tensor_parallel(p: Table, world: int) -> int:
@@ -131,54 +187,29 @@ def _precision(printed: str) -> str:
 
 def _model(m: Table) -> ModelConfig:
     """The model; latent attention is taken as full heads, sliding windows as full attention."""
-    experts = m.get("experts") or 0
+    hidden, gated = m["hidden"], bool(m.get("gated"))
+    heads = m.get("heads") or max(1, hidden // 128)
+    inner = m.get("ffn_hidden") or (4 * hidden if not gated else -(-8 * hidden // 768) * 256)
     table: Table = {
-        "architecture": "llama" if m["gated"] else "gpt",
+        "architecture": "llama" if gated else "gpt",
         "num_layers": m["layers"],
-        "hidden_size": m["hidden"],
-        "num_heads": m["heads"] or max(1, m["hidden"] // 128),
-        "num_kv_heads": m["kv_heads"] or m["heads"] or max(1, m["hidden"] // 128),
-        "head_dim": m.get("head_dim") or m["hidden"] // (m["heads"] or max(1, m["hidden"] // 128)),
-        "ffn_hidden_size": m["ffn_hidden"],
-        "vocab_size": m["vocab"] or 51200,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": m.get("kv_heads") or heads,
+        "head_dim": m.get("head_dim") or hidden // heads,
+        "ffn_hidden_size": inner,
+        "vocab_size": m.get("vocab") or 51200,
         "max_seq_len": m["seq"],
-        "dropout": 0.0 if m["gated"] else 0.1,
-        "attention_dropout": 0.0 if m["gated"] else 0.1,
-        "tie_embeddings": not m["gated"],
+        "dropout": 0.0 if gated else 0.1,
+        "attention_dropout": 0.0 if gated else 0.1,
+        "tie_embeddings": not gated,
     }
-    if experts:
-        shared = m.get("shared_expert_hidden") or m.get("shared_experts", 0) * m["ffn_hidden"]
+    if m.get("experts"):
         table |= {
-            "num_experts": experts,
-            "top_k": m["topk"],
-            "moe_ffn_hidden_size": m["ffn_hidden"],
-            "shared_expert_ffn_hidden_size": shared,
+            "num_experts": m["experts"],
+            "top_k": m.get("topk") or 1,
+            "moe_ffn_hidden_size": inner,
+            "shared_expert_ffn_hidden_size": m.get("shared_expert_hidden")
+            or (m.get("shared_experts") or 0) * inner,
         }
     return ModelConfig.model_validate(table)
-
-
-def _seconds(row: Table, work: Workload, device: Device) -> float | None:
-    result, tokens = row["result"], work.global_batch_size * work.seq_len
-    if "iter_time_s" in result:
-        return float(result["iter_time_s"])
-    if "tokens_per_s_per_gpu" in result:
-        return tokens / float(result["tokens_per_s_per_gpu"]) / work.layout.world
-    if "samples_s" in result:
-        return work.global_batch_size / float(result["samples_s"])
-    rate = _printed_rate(result, work, device)
-    return tokens * _token_flops(row, work) / rate / work.layout.world if rate else None
-
-
-def _printed_rate(result: Table, work: Workload, device: Device) -> float | None:
-    """FLOP/s per GPU, by the record's convention."""
-    if "tflops_per_gpu" in result:
-        return float(result["tflops_per_gpu"]) * 1e12
-    peak = float(result.get("mfu_peak_tflops", device.peak(work.sizes.gemm) / 1e12)) * 1e12
-    return float(result["mfu"]) * peak if "mfu" in result else None
-
-
-def _token_flops(row: Table, work: Workload) -> float:
-    convention = row["flop_convention"] or ""
-    causal = "causal" in convention
-    passes = 4 if "4x" in convention else 3
-    return passes * forward_flops(work.model, work.seq_len, causal)

@@ -49,6 +49,7 @@ def layout_of(work: Workload) -> Json:
         "world": layout.world,
         **{axis: layout.size(axis) for axis in axes},
         "vpp": layout.vpp,
+        "tp_mode": work.tp_mode,
         "schedule": work.schedule_name,
         "zero": work.zero,
         "recompute": work.recompute,
@@ -136,6 +137,8 @@ def describe(prediction: Prediction) -> str:
     layout = layout_of(prediction.work)
     axes = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
     sizes = [f"{axis}={layout[axis]}" for axis in axes if layout[axis] > 1] or ["one rank"]
+    if layout["tp_mode"] == "2d":
+        sizes.insert(1, "(2d)")
     sizes.append(f"micro-batch {layout['micro_batch_size']}")
     if layout["pp"] > 1:
         sizes.append(layout["schedule"])

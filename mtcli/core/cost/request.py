@@ -11,7 +11,7 @@ from mtcli.core.spec.layout import smallest_world
 from mtcli.core.spec.load import Table, preset_names, read_table, validate, with_overrides
 
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
-SEARCHED = ("tp", "cp", "pp", "vpp", "ep", "etp", "zero", "recompute", "schedule")
+SEARCHED = ("tp", "tp_mode", "cp", "pp", "vpp", "ep", "etp", "zero", "recompute", "schedule")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.memory import memory
-from mtcli.core.cost.physics import PHYSICS
+from mtcli.core.cost.physics import PHYSICS, Physics
 from mtcli.core.cost.predict import Prediction, predict_workload
 from mtcli.core.cost.step import block_costs, stage_seconds, step_costs, weight_seconds
 from mtcli.core.cost.workload import Workload
@@ -119,14 +119,14 @@ def _loose_bound(work: Workload, device: Device) -> float:
     return work.num_micro_batches * layers * (block.forward + block.backward)
 
 
-def lower_bound(work: Workload, device: Device) -> float:
+def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> float:
     """Seconds that the simulated step never beats.
 
     Some rank r starts when a micro-batch has come through the first stages of the ranks before it,
     does its work, and its last gradient goes back through them. Under zero_bubble r weight halves
     of rank r may wait until after that, and rank 0 ends with one.
     """
-    costs = step_costs(work, device, PHYSICS)
+    costs = step_costs(work, device, physics)
     stages, pp, m = stage_seconds(work, costs), work.layout.pp, work.num_micro_batches
     split = work.schedule_name == "zero_bubble" and pp > 1
     weights = weight_seconds(work, costs) if split else [0.0] * len(stages)
@@ -135,7 +135,7 @@ def lower_bound(work: Workload, device: Device) -> float:
         busy = m * sum(stage.forward + stage.backward for stage in stages[rank::pp])
         bound = max(bound, around + busy - min(m, rank + 1) * weights[rank])
         around += stages[rank].forward + stages[rank].backward - weights[rank] + 2 * costs.hop
-    return bound + costs.gradients_exposed + costs.optimizer + PHYSICS.step_overhead
+    return bound + costs.gradients_exposed + costs.optimizer + physics.step_overhead
 
 
 def _with(work: Workload, choice: Choice) -> Workload:
@@ -161,6 +161,8 @@ def _grids(config: RunConfig, world: int, pinned: frozenset[str]) -> Iterator[Ch
     m, p, b = config.model, config.parallel, config.batch
     widths = [m.shared_expert_ffn_hidden_size] if m.num_experts else [m.ffn_hidden_size]
     tps = divisors(gcd(m.num_kv_heads, *(width for width in widths if width)))
+    if p.tp_mode == "2d":  # the side of the square divides what tp divides in one dimension
+        tps = [side * side for side in divisors(gcd(m.hidden_size, tps[-1])) if side > 1]
     cps = [
         c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
     ]

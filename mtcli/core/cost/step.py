@@ -84,10 +84,9 @@ def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
     context = context_parallel(work, device, physics)
     expert = expert_parallel(work, device, physics)
     attention = attention_seconds(work, device, physics)
-    shown = 1 - physics.tensor_overlap
-    forward = compute.forward + shown * (tensor.forward + expert.forward)
+    forward = compute.forward + tensor.forward + expert.forward
     forward += max(0.0, context.forward - attention.forward)
-    backward = compute.backward + shown * (tensor.backward + expert.backward)
+    backward = compute.backward + tensor.backward + expert.backward
     backward += max(0.0, context.backward - attention.backward)
     again = {"full": forward, "selective": attention.forward, "none": 0.0}[work.recompute]
     return Costs(

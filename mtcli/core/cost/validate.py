@@ -49,7 +49,7 @@ def read_records(path: str) -> tuple[list[Record], list[str]]:
     for place, row in enumerate(rows):
         try:
             records.append(read_record(row))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             name = row.get("id", place) if isinstance(row, dict) else place
             left_out.append(f"{name}: {_reason(error)}")
     return records, left_out
@@ -57,11 +57,16 @@ def read_records(path: str) -> tuple[list[Record], list[str]]:
 
 def score(records: Sequence[Record], physics: Physics = PHYSICS) -> list[Scored]:
     """Each record with what the predictor says of it."""
-    found = []
+    found, known = [], {}
     for record in records:
-        prediction = predict_workload(record.work, record.device, physics)
+        key = record.work, record.device
+        if key not in known:  # sources print the same run again and again
+            known[key] = predict_workload(*key, physics)
+        prediction = known[key]
         used = prediction.memory.total / 2**30
-        found.append(Scored(record, prediction.step_seconds, used, prediction.fits))
+        block = prediction.costs.block
+        seconds = block.forward + block.backward if record.of_block else prediction.step_seconds
+        found.append(Scored(record, seconds, used, prediction.fits))
     return found
 
 
@@ -150,7 +155,11 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _reason(error: Exception) -> str:
-    return f"no field {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+    if isinstance(error, KeyError):
+        return f"no field {error}"
+    if isinstance(error, AttributeError | TypeError):
+        return f"not a record: {error}"
+    return " ".join(str(error).split())[:120]
 
 
 def _percent(share: float | None) -> str:

@@ -6,6 +6,7 @@ does not train in.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import isqrt
 from typing import NamedTuple
 
 from mtcli.core.schedule.generators import schedule_for
@@ -50,7 +51,9 @@ class Workload:
     zero: int = 0
     recompute: str = "none"
     stage_sizes: tuple[int, ...] = ()
+    tp_mode: str = "1d"
     flash: bool = True  # attention never writes its scores; False for code from before 2022
+    fused: bool = True  # scale, mask and softmax in one kernel; False for code from before 2021
 
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
@@ -64,10 +67,11 @@ class Workload:
             global_batch_size=b.global_batch_size,
             precision=config.train.precision,
             schedule_name=p.schedule,
-            sequence_parallel=p.sequence_parallel,
+            sequence_parallel=p.sequence_parallel or p.tp_mode == "2d",
             zero=p.zero,
             recompute=p.recompute,
             stage_sizes=p.stage_layers,
+            tp_mode=p.tp_mode,
         )
 
     @property
@@ -84,6 +88,11 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one context parallel rank."""
         return self.micro_batch_size * self.seq_len // self.layout.cp
+
+    @property
+    def mesh(self) -> int:
+        """Rows, and columns, of the square of ranks that 2D tensor parallelism cuts over."""
+        return isqrt(self.layout.tp) if self.tp_mode == "2d" else 1
 
     @property
     def sequence_cut(self) -> int:

@@ -29,6 +29,7 @@ def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig
     config, found = read_config(source, overrides)
     if config is not None:
         found = found + problems(config, world)
+        found += _broken(ENGINE_RULES, config, world)
     if config is None:
         raise MtcliError(*found)
     if found:
@@ -64,6 +65,12 @@ def refusal(
 
 def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
     return [problem for rule in rules for problem in rule(config, world)]
+
+
+def _engine_cuts_in_one_dimension(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.parallel.tp_mode == "2d":
+        message = "tp_mode='2d' can be planned, and not run"
+        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
 
 
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -144,6 +151,8 @@ def _loss_scale_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
             "train.loss_scale",
         )
 
+
+ENGINE_RULES: tuple[Rule, ...] = (_engine_cuts_in_one_dimension,)  # what can be planned alone
 
 RULES: tuple[Rule, ...] = (
     _heads,

@@ -17,8 +17,8 @@ class ParallelConfig(Section):
 
     tp: PositiveInt = 1
     """tensor parallel size"""
-    tp_mode: Literal["1d"] = "1d"
-    """1d is Megatron-LM's"""
+    tp_mode: Literal["1d", "2d"] = "1d"
+    """1d is Megatron-LM's; 2d is Optimus', on a square of tp ranks, which only plan knows"""
     sequence_parallel: bool = True
     """norms, dropout and residuals hold 1/tp of the tokens"""
     cp: PositiveInt = 1

@@ -4,6 +4,7 @@ What breaks one of these can be cured by another layout, and `nearest.py` looks 
 """
 
 from collections.abc import Callable, Iterator
+from math import isqrt
 
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divides, divisors, listing
@@ -51,8 +52,39 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
 
 
+def _square_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """2D tensor parallelism (arXiv:2104.05343) cuts batch and widths over a square's sides."""
+    p, m, b = config.parallel, config.model, config.batch
+    if p.tp_mode == "1d":
+        return
+    side = isqrt(p.tp)
+    if side * side != p.tp:
+        near = f"{side * side} or {(side + 1) ** 2}"
+        yield Problem(f"tp={p.tp} with tp_mode='2d' is no square", f"tp {near}", "parallel.tp")
+        return
+    if m.num_experts or p.cp > 1:
+        yield Problem(
+            f"tp_mode='2d' with num_experts={m.num_experts} and cp={p.cp}",
+            "tp_mode '1d', or a dense model with cp 1",
+            "parallel.tp_mode",
+        )
+    sizes = {
+        "hidden_size": m.hidden_size,
+        "num_kv_heads": m.num_kv_heads,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "micro_batch_size": b.micro_batch_size,
+    }
+    for name, size in sizes.items():
+        if size % side:
+            legal = [d * d for d in divisors(size) if d <= 4 * side]
+            message = f"the square of tp={p.tp} ranks has {side} rows, which do not divide "
+            yield Problem(f"{message}{name}={size}", f"tp {listing(legal)}", "parallel.tp")
+
+
 def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, m = config.parallel, config.model
+    if p.tp_mode == "2d":
+        return
     yield from divides("parallel.tp", p.tp, "model.num_kv_heads", m.num_kv_heads)
     if m.num_experts == 0:
         yield from divides("parallel.tp", p.tp, "model.ffn_hidden_size", m.ffn_hidden_size)
@@ -63,7 +95,7 @@ def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]
 
 def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, b = config.parallel, config.batch
-    if p.sequence_parallel:
+    if p.sequence_parallel and p.tp_mode == "1d":
         tokens = b.micro_batch_size * b.seq_len // p.cp
         yield from divides("parallel.tp", p.tp, "the tokens of a micro-batch", tokens)
 
@@ -163,6 +195,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _experts_see_tokens_once,
     _world_divides,
     _experts_fit,
+    _square_divides,
     _tensor_parallel_divides,
     _sequence_divides,
     _context_divides,

@@ -20,7 +20,15 @@ from mtcli.core.spec.model_config import ModelConfig
 
 H100, A100 = GPUS["h100"], GPUS["a100-80gb"]
 PERFECT = replace(
-    PHYSICS, gemm=1.0, fill=0.0, attention=1.0, memory=1.0, link=1.0, latency=0.0, launch=0.0
+    PHYSICS,
+    gemm=1.0,
+    fill=0.0,
+    attention=1.0,
+    memory=1.0,
+    link=1.0,
+    network=1.0,
+    latency=0.0,
+    launch=0.0,
 )
 # One link rate everywhere, so that volumes can be read off the seconds.
 FLAT = replace(H100, link_bandwidth=1e9, network_bandwidth=1e9)
@@ -114,10 +122,46 @@ def test_context_and_expert_traffic_have_their_volumes():
 
 
 def test_a_group_across_nodes_shares_the_network_links_of_its_members():
-    assert sent.group_bandwidth(8, 1, H100) == H100.link_bandwidth
-    assert sent.group_bandwidth(16, 8, H100) == H100.network_bandwidth
-    assert sent.group_bandwidth(16, 2, H100) == 4 * H100.network_bandwidth
-    assert sent.group_bandwidth(64, 1, GPUS["gb200"]) == GPUS["gb200"].link_bandwidth
+    reached = replace(PERFECT, link=0.8, network=0.5)
+
+    def bandwidth(size, stride, device=H100):
+        return sent.group_bandwidth(size, stride, device, reached)
+
+    assert bandwidth(8, 1) == 0.8 * H100.link_bandwidth
+    assert bandwidth(16, 8) == 0.5 * H100.network_bandwidth
+    assert bandwidth(16, 2) == 4 * 0.5 * H100.network_bandwidth
+    assert bandwidth(64, 1, GPUS["gb200"]) == 0.8 * GPUS["gb200"].link_bandwidth
+    assert bandwidth(144, 1, GPUS["gb200"]) == 0.8 * GPUS["gb200"].link_bandwidth  # 72 links out
+
+
+def test_an_all_reduce_is_a_ring_of_large_tensors_and_a_tree_of_small_ones():
+    slow = replace(PERFECT, latency=1e-3)
+    ring = 2 * sent.ring_seconds(64e9, 64, 1, FLAT, slow)
+    assert sent.all_reduce_seconds(64e9, 64, 1, FLAT, slow) == ring
+    assert ring == pytest.approx(2 * (64 * 63 / 64 + 63 * 1e-3))
+    few = sent.all_reduce_seconds(64e3, 64, 1, FLAT, slow)
+    assert few == pytest.approx(2 * (64e-6 + 6 * 1e-3))  # up and down a tree of 64 leaves
+
+
+@pytest.mark.parametrize("q", [2, 4, 8])
+def test_two_dimensional_tensor_parallelism_moves_the_published_volume(q):
+    """algorithms.md 5: 7bsh + 12h^2 elements forward and twice that backward, over sqrt(p)."""
+    work = step(ParallelLayout(q * q, tp=q * q), micro_batch_size=q, tp_mode="2d")
+    times = sent.tensor_parallel(work, FLAT, PERFECT)
+    elements = 7 * q * 2048 * 8192 + 12 * 8192**2
+    assert times.forward * 1e9 == pytest.approx(2 * elements / q)
+    assert times.backward == pytest.approx(2 * times.forward)
+
+
+def test_two_dimensional_products_are_the_whole_ones_cut_in_three():
+    """Each of p ranks makes 1/p of a product, in sqrt(p) pieces; a piece may be less efficient."""
+    one, cut = (
+        block_seconds(step(layout, micro_batch_size=16, tp_mode=mode), H100, PERFECT)
+        for layout, mode in ((ParallelLayout(1), "1d"), (ParallelLayout(16, tp=16), "2d"))
+    )
+    whole = block_seconds(step(micro_batch_size=16, sequence_parallel=True), H100, PERFECT)
+    assert one == whole
+    assert 1 / 16 <= cut.forward / one.forward < 1.15 / 16
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "gpipe", "interleaved"])

@@ -42,7 +42,10 @@ TOKENS = 64 * 2048
     [
         ("model 3x fwd, full s^2 attention", 3 * forward()),
         ("model 3x fwd, causal (half) attention", 3 * forward(attended=1024)),
-        ("hardware 4x fwd, full s^2 attention", 4 * forward()),
+        # algorithms.md 2, F = 96 B s l h^2 (1 + s/6h + V/16lh): the head is never computed again.
+        ("hardware 4x fwd, full s^2 attention", 4 * forward() - 2 * 2048 * 50368),
+        ("6 FLOPs a parameter, no attention", 3 * forward(attended=0)),
+        (None, 3 * forward()),
     ],
 )
 def test_tflops_become_seconds_by_the_records_convention(convention, flops):
@@ -77,7 +80,11 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         ROW,
         row(id=8, parallel={"tp": None}),
         row(id=9, gpu="TPU v4"),
-        row({"tp_mode": "2d"}, id=10),
+        row({"tp_mode": "2d"}, {"tp": 8, "dp": 1}, id=10),
+        row(parallel={"tp": 16}, id=12),
+        row(parallel={"pp": -1}, id=13),
+        row(id=14, result={"iter_time_s": 0}),
+        None,
         {"id": 11},
     ]
     path = tmp_path / "runs.json"
@@ -87,8 +94,12 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
     assert left_out == [
         "8: no layout or no batch",
         "9: no device for 'TPU v4'",
-        "10: 2D tensor parallelism has no cost model yet",
-        "11: no field 'parallel'",
+        "10: tp=8 is no square, and tp_mode is 2d",
+        "12: a layout of 16 ranks does not divide 8 GPUs",
+        "13: pp=-1 is no whole number above 0",
+        "14: iter_time_s=0 is no positive number",
+        "7: not a record: 'NoneType' object is not subscriptable",
+        "11: no field 'model'",
     ]
 
 

@@ -39,6 +39,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_tensor_parallel_divides": (
         ["parallel.tp=3"], 3, "parallel.tp",
         "tp=3 does not divide num_kv_heads=8", "1, 2, 4 or 8"),
+    "_square_divides": (
+        ["parallel.tp_mode=2d", "parallel.tp=9", "batch.global_batch_size=8"], 9, "parallel.tp",
+        "the square of tp=9 ranks has 3 rows, which do not divide num_kv_heads=8",
+        "tp 1, 4, 16 or 64"),
     "_sequence_divides": (
         ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"], 8, "parallel.tp",
         "tp=8 does not divide the tokens of a micro-batch=12", "1, 2, 3, 4, 6 or 12"),
@@ -118,6 +122,13 @@ ALSO = {  # further branches of the same rules
     "an MLP that tp does not divide": (
         ["parallel.tp=4", "model.ffn_hidden_size=90"], 4, "parallel.tp",
         "tp=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
+    "ranks that are no square": (
+        ["parallel.tp_mode=2d", "parallel.tp=8"], 8, "parallel.tp",
+        "tp=8 with tp_mode='2d' is no square", "tp 4 or 9"),
+    "experts on a square of ranks": (
+        [*MOE, "parallel.tp_mode=2d", "parallel.tp=4"], 4, "parallel.tp_mode",
+        "tp_mode='2d' with num_experts=8 and cp=1",
+        "tp_mode '1d', or a dense model with cp 1"),
     "a shared expert that tp does not divide": (
         [*MOE, "parallel.tp=4", "model.shared_expert_ffn_hidden_size=90"], 4, "parallel.tp",
         "tp=4 does not divide shared_expert_ffn_hidden_size=90",
@@ -159,6 +170,13 @@ def test_every_rule_has_a_case_here_that_only_it_reports():
         overrides, world, _, message, _ = BROKEN[rule.__name__]
         config = load_config("tiny", [*GPT, *overrides])
         assert message in [problem.message for problem in rule(config, world)]
+
+
+def test_a_square_of_ranks_can_be_planned_and_not_run():
+    overrides = ["parallel.tp_mode=2d", "parallel.tp=4", "batch.micro_batch_size=2"]
+    assert problems(load_config("tiny", overrides), 4) == []
+    with pytest.raises(MtcliError, match="tp_mode='2d' can be planned, and not run"):
+        load_checked("tiny", overrides, 4)
 
 
 def test_a_legal_config_has_no_problems():

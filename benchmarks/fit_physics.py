@@ -1,0 +1,163 @@
+"""Fits the constants of the time model (`mtcli/core/cost/physics.py`) to published runs, and tells
+how well constants that were fitted on other runs predict each source.
+
+Least squares on logarithms, softened so that a run that cannot be what its record says counts
+little; half of the weight is the records', half the sources'.
+
+    python benchmarks/fit_physics.py runs.json                # fit on all, print the constants
+    python benchmarks/fit_physics.py runs.json --hold-out     # each source, and halves, left out
+    python benchmarks/fit_physics.py runs.json --check other.json
+"""
+
+import argparse
+import random
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from math import exp, log, sqrt
+from statistics import mean, median
+
+from rich.console import Console
+from rich.table import Table
+from scipy.optimize import least_squares
+
+from mtcli.core.cost.physics import FITTED, PHYSICS, Physics
+from mtcli.core.cost.records import Record
+from mtcli.core.cost.search import lower_bound
+from mtcli.core.cost.step import block_costs
+from mtcli.core.cost.validate import Scored, read_records, score, summarize
+
+LARGEST = 0.5  # a ratio of 1.65 either way counts no more than this in the loss that is printed
+SMALL = 0.1  # up to here the square counts, beyond it the distance
+SHARES = {"gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "memory", "link"}
+SHARES |= {"network", "data_overlap"}
+
+
+def main() -> None:
+    options = _options()
+    records = _timed(read_records(options.runs)[0])
+    if options.hold_out:
+        return _print_held_out(records, options.processes)
+    fitted = fit(records, fields=options.fields)
+    for name, value in asdict(fitted).items():
+        print(f"{name:20} {value:.4g}  (was {getattr(PHYSICS, name):.4g})")
+    for title, chosen in (("before", PHYSICS), ("after", fitted)):
+        _print_errors(f"{options.runs}, {title}", score(records, chosen))
+        if options.check:
+            others = _timed(read_records(options.check)[0])
+            _print_errors(f"{options.check}, {title}", score(others, chosen))
+
+
+def fit(records: Sequence[Record], start: Physics = PHYSICS, fields: Sequence[str] = ()) -> Physics:
+    """The constants with the least loss on some records.
+
+    The pipeline is simulated once per record; while constants move, its step is taken as the same
+    multiple of the search's lower bound, which is much quicker to know.
+    """
+    names = list(fields or FITTED)
+    first = score(records, start)
+    over = [one.seconds / _bound(one.record, start) for one in first]
+    counts = Counter(record.source for record in records)
+    share = [(1 / len(records) + 1 / len(counts) / counts[one.source]) / 2 for one in records]
+
+    def off(logs: Sequence[float]) -> list[float]:
+        tried = replace(start, **{n: exp(x) for n, x in zip(names, logs, strict=True)})
+        return [
+            log(ratio * _bound(one, tried) / one.seconds) * sqrt(weight * len(records))
+            for one, ratio, weight in zip(records, over, share, strict=True)
+        ]
+
+    begin = [log(getattr(start, name)) for name in names]
+    top = [1e-9 if name in SHARES else 9.0 for name in names]
+    low = [min(x - 2.5, -1e-6) for x in begin]
+    begin = [min(x, -1e-6) if name in SHARES else x for x, name in zip(begin, names, strict=True)]
+    found = least_squares(
+        off, begin, bounds=(low, top), loss="soft_l1", f_scale=SMALL, diff_step=0.01, max_nfev=25
+    )
+    return replace(start, **{n: exp(x) for n, x in zip(names, found.x, strict=True)})
+
+
+def _bound(record: Record, physics: Physics) -> float:
+    if record.of_block:
+        block = block_costs(record.work, record.device, physics).block
+        return block.forward + block.backward
+    return lower_bound(record.work, record.device, physics)
+
+
+def loss(scored: Sequence[Scored]) -> float:
+    """The mean over records and the mean over sources of what is off, in equal parts."""
+    by_source: dict[str, list[float]] = {}
+    for one in scored:
+        off = min(LARGEST, abs(log(one.seconds / one.record.seconds)))
+        by_source.setdefault(one.record.source, []).append(off)
+    whole = mean(off for found in by_source.values() for off in found)
+    return (whole + mean(mean(found) for found in by_source.values())) / 2
+
+
+def _print_held_out(records: list[Record], processes: int) -> None:
+    sources = sorted({record.source for record in records})
+    rows, errors = [], []
+    with ProcessPoolExecutor(processes) as pool:
+        left = pool.map(partial(_without, records), sources)
+        for source, scored in zip(sources, left, strict=True):
+            found = [abs(one.error) for one in scored]
+            errors += found
+            rows.append([source, str(len(found)), f"{median(found):.1%}"])
+        halves = list(pool.map(partial(_half, records), range(4)))
+    medians = [float(row[2][:-1]) / 100 for row in rows]
+    rows.append(["all", str(len(errors)), f"{median(errors):.1%}"])
+    rows.append(["mean of the sources' medians", "", f"{mean(medians):.1%}"])
+    _print_table("Each source predicted by constants fitted on the others", rows)
+    found = [[f"seed {seed}", str(n), f"{error:.1%}"] for seed, (n, error) in enumerate(halves)]
+    _print_table("A random half predicted by constants fitted on the other", found)
+
+
+def _without(records: list[Record], source: str) -> list[Scored]:
+    others = [record for record in records if record.source != source]
+    return score([record for record in records if record.source == source], fit(others))
+
+
+def _half(records: list[Record], seed: int) -> tuple[int, float]:
+    shuffled = random.Random(seed).sample(records, len(records))
+    middle = len(shuffled) // 2
+    scored = score(shuffled[middle:], fit(shuffled[:middle]))
+    return len(scored), median(abs(one.error) for one in scored)
+
+
+def _timed(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.seconds]
+
+
+def _print_errors(title: str, scored: list[Scored]) -> None:
+    found = summarize(scored)
+    rows = [
+        [name, str(of["timed"]), f"{of['median_error']:+.1%}", f"{of['median_absolute_error']:.1%}"]
+        + [f"{of['spearman']:.2f}" if of["spearman"] is not None else ""]
+        for name, of in found["sources"].items()
+    ]
+    whole = found["median_absolute_error"], found["mean_of_source_medians"]
+    rows.append([f"loss {loss(scored):.4f}", str(len(scored)), "", *(f"{x:.1%}" for x in whole)])
+    _print_table(title, rows)
+
+
+def _print_table(title: str, rows: list[list[str]]) -> None:
+    table = Table(*("" for _ in rows[0]), title=title, title_justify="left", box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=110).print(table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", help="a JSON list of records, see docs/plan.md")
+    parser.add_argument("--hold-out", action="store_true", help="predict what is not fitted on")
+    parser.add_argument("--check", metavar="FILE", help="records to score with the result as well")
+    parser.add_argument("--fields", nargs="*", default=(), help="fit these constants [FITTED]")
+    parser.add_argument("--processes", type=int, default=2)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
