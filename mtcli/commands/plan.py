@@ -48,7 +48,10 @@ def plan(
     ranks: Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")] = False,
     draw: Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")] = False,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="write the timeline as a picture")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="write the timeline, or what --validate finds, as a picture"
+        ),
     ] = None,
     output: Annotated[
         str | None, typer.Option(metavar="FILE", help="write the config of the best layout")
@@ -78,7 +81,7 @@ def plan(
     if presets:
         return _list_presets(json_out)
     if validate:
-        return _validate(validate, json_out)
+        return _validate(validate, json_out, plot)
     if rank is not None and not dry_run:
         raise wrong(f"--rank {rank} names the rank of a dry run", "add --dry-run", "--rank")
     if config is None:
@@ -171,18 +174,41 @@ def _show_ranks(
             typer.echo(f"{grid} {axis}: {' '.join(str(group) for group in members)}")
 
 
-def _validate(path: str, json_out: str | None) -> None:
-    from mtcli.core.cost.validate import read_records, score, summarize, summary_rows
+def _validate(path: str, json_out: str | None, plot: str | None) -> None:
+    from mtcli.core.cost.validate import (
+        memory_line,
+        read_records,
+        score,
+        summarize,
+        summary_rows,
+    )
 
     records, left_out = read_records(path)
     for line in left_out:
         typer.echo(f"left out record {line}", err=True)
-    data = summarize(score(records)) | {"left_out": left_out}
+    scored = score(records)
+    data = summarize(scored) | {"left_out": left_out}
+    if data["untimed"]:
+        which = ", ".join(map(str, data["untimed"]))
+        typer.echo(f"no step time printed in record {which}", err=True)
     if json_out:
         write_json(data, json_out)
     if json_out != "-":
-        columns = ("source", "runs", "median error", "median |error|", "rank correlation")
+        columns = [
+            "source",
+            "runs",
+            "median error",
+            "median |error|",
+            "rank by tokens/s",
+            "by time",
+        ]
         _table("Predicted against published step times", columns, summary_rows(data))
+        typer.echo(memory_line(data))
+    if plot:
+        from mtcli.core.cost.plot import save_scatter
+
+        save_scatter(scored, plot)
+        typer.echo(f"wrote {plot}", err=True)
 
 
 def _list_presets(json_out: str | None) -> None:

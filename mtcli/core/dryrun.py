@@ -21,6 +21,7 @@ from mtcli.core.fake import fake_world
 from mtcli.core.feed import Feed
 from mtcli.core.live import Live
 from mtcli.core.runtime import Runtime
+from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import failed, wrong
 from mtcli.core.trainer import Trainer
@@ -100,6 +101,7 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
     MtcliError where there is no such rank.
     """
+    check.require(config, world, *check.ENGINE_RULES)
     work = Workload.of(config, world)
     rank = fullest_rank(work, device) if rank is None else rank
     if not 0 <= rank < world:

@@ -1,10 +1,18 @@
-"""The simulated timeline as a picture, written with matplotlib (the `report` extra)."""
+"""Pictures of a plan, written with matplotlib (the `report` extra): the simulated timeline, and
+predicted beside published step times.
+"""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mtcli.core.cost.validate import Scored
 from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.errors import failed, wrong
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#72b7b2"}
 LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -15,19 +23,7 @@ def save_timeline(timeline: Timeline, title: str, target: str) -> None:
 
     Raises MtcliError where matplotlib is missing, the suffix is unknown or the folder is not there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        hint = "pip install 'mtcli[report]'"
-        raise wrong("--plot needs matplotlib, which is not installed", hint, "--plot") from None
-    path = Path(target)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise wrong(
-            f"--plot writes no {path.suffix or 'file without suffix'}", ".png, .svg or .pdf"
-        )
-    if not path.parent.is_dir():
-        raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", "--plot")
-    figure = Figure(figsize=(12, 1.5 + 0.3 * timeline.num_ranks), layout="constrained")
+    figure = _figure(target, 12, 1.5 + 0.3 * timeline.num_ranks)
     axes = figure.add_subplot(title=title, xlabel="seconds", ylabel="pipeline rank")
     for kind in sorted({span.op.kind for span in timeline.spans}):
         for rank in range(timeline.num_ranks):
@@ -42,6 +38,51 @@ def save_timeline(timeline: Timeline, title: str, target: str) -> None:
             )
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=len(LABELS))
+    _save(figure, target)
+
+
+def save_scatter(scored: Sequence[Scored], target: str) -> None:
+    """Writes predicted over measured seconds of every run, a colour per source.
+
+    Raises MtcliError as `save_timeline` does.
+    """
+    figure = _figure(target, 8, 8)
+    axes = figure.add_subplot(
+        xlabel="published step time, seconds", ylabel="predicted, seconds", aspect="equal"
+    )
+    timed = [one for one in scored if one.record.seconds]
+    for source in sorted({one.record.source for one in timed}):
+        mine = [one for one in timed if one.record.source == source]
+        seconds = [one.record.seconds or 0.0 for one in mine]
+        axes.plot(seconds, [one.seconds for one in mine], ".", ms=5, alpha=0.7, label=source)
+    ends = [min((one.record.seconds or 1.0 for one in timed), default=1.0) / 2]
+    ends.append(max((one.record.seconds or 1.0 for one in timed), default=1.0) * 2)
+    axes.plot(ends, ends, color="black", lw=0.8)
+    lower, upper = [0.8 * end for end in ends], [1.2 * end for end in ends]
+    axes.fill_between(ends, lower, upper, color="black", alpha=0.08, lw=0, label="within 20 %")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.legend(loc="upper left", fontsize="x-small")
+    _save(figure, target)
+
+
+def _figure(target: str, width: float, height: float) -> "Figure":
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        hint = "pip install 'mtcli[report]'"
+        raise wrong("--plot needs matplotlib, which is not installed", hint, "--plot") from None
+    path = Path(target)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise wrong(
+            f"--plot writes no {path.suffix or 'file without suffix'}", ".png, .svg or .pdf"
+        )
+    if not path.parent.is_dir():
+        raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", "--plot")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: "Figure", target: str) -> None:
+    path = Path(target)
     aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         figure.savefig(aside, dpi=150)

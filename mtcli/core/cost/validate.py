@@ -29,6 +29,21 @@ class Scored:
         """Predicted over measured seconds, less one."""
         return self.seconds / self.record.seconds - 1 if self.record.seconds else None
 
+    def as_dict(self) -> Json:
+        """The run's figures, for `--json`."""
+        record = self.record
+        return {
+            "id": record.id,
+            "source": record.source,
+            "seconds": record.seconds,
+            "predicted_seconds": self.seconds,
+            "error": self.error,
+            "memory_gb": record.memory_gb,
+            "predicted_memory_gib": self.memory_gib,
+            "out_of_memory": record.out_of_memory,
+            "fits": self.fits,
+        }
+
 
 def read_records(path: str) -> tuple[list[Record], list[str]]:
     """The records of a JSON list, and a line for each that describes no step to predict.
@@ -75,6 +90,7 @@ def summarize(scored: Sequence[Scored]) -> Json:
     sources = sorted({one.record.source for one in scored})
     per_source = {source: _of_source(scored, source) for source in sources}
     errors = [abs(one.error) for one in scored if one.error is not None]
+    unsaid = [one.record.id for one in scored if one.error is None and not one.record.out_of_memory]
     medians = [of["median_absolute_error"] for of in per_source.values() if of["timed"]]
     with_memory = [one for one in scored if one.record.memory_gb]
     memory_errors = [
@@ -91,7 +107,9 @@ def summarize(scored: Sequence[Scored]) -> Json:
         "out_of_memory_right": sum(not one.fits for one in out),
         "out_of_memory": len(out),
         "measured_runs_said_to_fit": sum(one.fits for one in with_memory),
+        "untimed": unsaid,
         "sources": per_source,
+        "runs": [one.as_dict() for one in scored],
     }
 
 
@@ -103,13 +121,23 @@ def summary_rows(summary: Json) -> list[list[str]]:
             f"{of['timed']}",
             _percent(of["median_error"]),
             _percent(of["median_absolute_error"]),
-            "" if of["spearman"] is None else f"{of['spearman']:.2f}",
+            *(_correlation(of[key]) for key in ("spearman", "spearman_seconds")),
         ]
         for source, of in summary["sources"].items()
     ]
-    whole = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), ""]
-    means = ["", "", _percent(summary["mean_of_source_medians"]), ""]
+    whole = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), "", ""]
+    means = ["", "", _percent(summary["mean_of_source_medians"]), "", ""]
     return [*rows, ["all", *whole], ["mean of the sources' medians", *means]]
+
+
+def memory_line(summary: Json) -> str:
+    """What the runs that print memory, or ran out of it, say of the prediction."""
+    runs, out = summary["memory_records"], summary["out_of_memory"]
+    return (
+        f"memory: median |error| {_percent(summary['median_absolute_memory_error']) or 'unknown'} "
+        f"over {runs} runs, {summary['measured_runs_said_to_fit']} of them said to fit; "
+        f"{summary['out_of_memory_right']} of {out} that ran out said not to"
+    )
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -160,6 +188,10 @@ def _reason(error: Exception) -> str:
     if isinstance(error, AttributeError | TypeError):
         return f"not a record: {error}"
     return " ".join(str(error).split())[:120]
+
+
+def _correlation(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _percent(share: float | None) -> str:
