@@ -80,7 +80,7 @@ def compile_all(entries, arch, first) -> None:
 
     for entry in entries:
         for dtype in entry.dtypes if first else {*entry.dtypes, torch.float32}:
-            arguments = entry.make("cpu", dtype, *entry.small)
+            arguments = entry.make("cpu", dtype, *(entry.compiled or entry.small))
             with compiled_for("cuda", arch, 32, first=first) as names:
                 for make in passes(entry).values():
                     make(entry, entry.ours, arguments)()
@@ -129,7 +129,10 @@ def sized(entry, size, dtype, limits, repeats):
 
     arguments = entry.make("cuda", dtype, *size)
     first = next(iter(entry.rivals.values()))
-    functions = {"mtcli": entry.ours, **entry.rivals, "compiled": torch.compile(first)}
+    functions = {"mtcli": entry.ours, **entry.rivals}
+    compiled = next(iter(entry.rivals)) if entry.torch_compiles is None else entry.torch_compiles
+    if compiled:
+        functions["compiled"] = torch.compile(entry.rivals[compiled])
     for name, make in passes(entry).items():
         moved = (entry.forward_bytes if name == "forward" else entry.backward_bytes)(
             dtype.itemsize, *size

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from harness import Entry, leaf, seeded
 
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.vocab_loss import ChunkedLoss, Shard
+from mtcli.core.spec.layout import ParallelLayout
 from mtcli.kernels.cross_entropy import (
     logits_gradient_,
     logits_gradient_reference,
@@ -37,6 +40,7 @@ def liger(name):
     """Liger's function of a name, where the package is installed: {} or {"liger": it}."""
     if importlib.util.find_spec("liger_kernel") is None:
         return {}
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
@@ -47,6 +51,9 @@ def liger(name):
             "rms_norm": lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False),
             "layer_norm": lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, EPS),
             "swiglu": lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1)),
+            "linear_cross_entropy": head_step(
+                lambda x, w, labels: LigerFusedLinearCrossEntropyFunction.apply(x, w, labels)[0]
+            ),
             "rotate": lambda q, k, cos, sin: LigerRopeFunction.apply(q, k, cos[:, 0], sin[:, 0]),
         }[name]
     }
@@ -102,6 +109,34 @@ def torch_cross_entropy(logits_TV, target_T):
         return losses.detach(), *torch.autograd.grad(losses.sum(), logits_TV)
 
 
+def head(device, dtype, tokens, hidden, vocabulary):
+    """Activations, a table and labels."""
+    labels = torch.arange(tokens, device=device) * 7 % vocabulary
+    x, table = leaf((tokens, hidden), dtype, device), leaf((vocabulary, hidden), dtype, device, 1)
+    return x, table.detach().mul_(0.02).requires_grad_(), labels
+
+
+def head_step(loss):
+    """A loss of a head and its gradients."""
+
+    def step(x, table, labels):
+        with torch.enable_grad():
+            value = loss(x, table, labels)
+            return value.detach(), *torch.autograd.grad(value, (x, table))
+
+    return step
+
+
+def chunked_loss(x, table, labels):
+    axis = make_groups(ParallelLayout(1), 0, x.device).tp
+    shard = Shard(0, len(table), axis)
+    return ChunkedLoss.apply(x, table, labels, shard, 1.0 / len(x))[1]
+
+
+def torch_loss(x, table, labels):
+    return F.cross_entropy(F.linear(x, table).float(), labels)
+
+
 def torch_rotate(q, k, cos, sin):
     return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
 
@@ -115,50 +150,60 @@ def added(norm):
 
 layer, rms = partial(layer_norm_reference, eps=EPS), partial(rms_norm_reference, eps=EPS)
 
+ROW = {"compiled": (8, 4096)}
+CHOSEN = ROW | {"by_library": True}
+
 # fmt: off
 ENTRIES = [
     Entry("rms_norm", partial(rms_norm, eps=EPS), {"torch": rms, **liger("rms_norm")},
-        rows_and(1), WIDE, (5, 22), moved(2), moved(3)),
+        rows_and(1), WIDE, (5, 22), moved(2), moved(3), **CHOSEN),
     Entry("layer_norm", partial(layer_norm, eps=EPS), {"torch": layer, **liger("layer_norm")},
-        rows_and(2), WIDE, (5, 22), moved(2), moved(3)),
+        rows_and(2), WIDE, (5, 22), moved(2), moved(3), **CHOSEN),
     Entry("add_rms_norm", partial(add_rms_norm, eps=EPS), {"torch": added(rms_norm_reference)},
-        rows_and(1, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
+        rows_and(1, tensors=2), WIDE, (5, 4096), moved(4), moved(4), **ROW),
     Entry("add_layer_norm", partial(add_layer_norm, eps=EPS),
         {"torch": added(layer_norm_reference)},
-        rows_and(2, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
+        rows_and(2, tensors=2), WIDE, (5, 4096), moved(4), moved(4), **ROW),
     Entry("gelu", lambda x, b: gelu(x, b), {"torch": lambda x, b: gelu_reference(x, b)},
-        rows_and(1), WIDE, (5, 22), moved(2), moved(3)),
+        rows_and(1), WIDE, (5, 22), moved(2), moved(3), **ROW),
     Entry("gelu_tanh", lambda x, b: gelu(x, b, "tanh"),
         {"torch": lambda x, b: gelu_reference(x, b, "tanh")},
-        rows_and(1), WIDE, (5, 4096), moved(2), moved(3)),
+        rows_and(1), WIDE, (5, 4096), moved(2), moved(3), **ROW),
     Entry("swiglu", swiglu, {"torch": swiglu_reference, **liger("swiglu")},
         lambda device, dtype, rows, width: (leaf((rows, 2 * width), dtype, device),),
-        [(ROWS, 768), (ROWS, 5632), (ROWS, 14336)], (5, 22), moved(3), moved(5)),
+        [(ROWS, 768), (ROWS, 5632), (ROWS, 14336)], (5, 22), moved(3), moved(5), **ROW),
     Entry("dropout_add",
         lambda y, x, numbers: dropout(y, numbers, KEY, DROP, onto=x),
         {"torch": lambda y, x, numbers: x + dropout_reference(y, numbers, KEY, DROP)},
         lambda device, dtype, rows, width: (
             leaf((rows, width), dtype, device), leaf((rows, width), dtype, device, 1),
             torch.arange(rows, device=device)),
-        WIDE[:2], (5, 22), moved(3), moved(2)),
+        WIDE[:2], (5, 22), moved(3), moved(2), **ROW),
     Entry("rotate", rotate, {"torch": torch_rotate, **liger("rotate")}, rotary,
         [(8, 4096, 32, 8, 128), (32, 1024, 12, 12, 64)], (2, 3, 4, 2, 8),
         lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
-        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize),
+        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
+        compiled=(1, 8, 32, 8, 128)),
     Entry("masked_softmax", masked_softmax, {"torch": masked_softmax_reference},
         lambda device, dtype, b, h, n: (
             leaf((b, h, n, n), dtype, device),
             torch.ones(1, 1, n, n, dtype=torch.bool, device=device).tril(), 0.125),
         [(8, 12, 1024), (1, 16, 4096)], (2, 2, 9),
         lambda itemsize, b, h, n: 2 * b * h * n * n * itemsize,
-        lambda itemsize, b, h, n: 3 * b * h * n * n * itemsize),
+        lambda itemsize, b, h, n: 3 * b * h * n * n * itemsize, compiled=(1, 1, 1024),
+        by_library=True),
     Entry("cross_entropy", cross_entropy(row_parts, logits_gradient_),
         {"torch": torch_cross_entropy,
          "reference": cross_entropy(row_parts_reference, logits_gradient_reference)},
-        logits, [(8192, 50304), (8192, 128256)], (5, 33), moved(5)),
+        logits, [(8192, 50304), (8192, 128256)], (5, 33), moved(5), compiled=(8, 50304),
+        torch_compiles="reference"),
+    Entry("linear_cross_entropy", head_step(chunked_loss),
+        {"torch": head_step(torch_loss), **liger("linear_cross_entropy")},
+        head, [(8192, 4096, 128256), (32768, 768, 50304)], (8, 6, 101),
+        forward_flops=lambda T, D, V: 6 * T * D * V),
     Entry("normal", partial(normal, KEY, 5),
         {"torch": partial(normal_reference, KEY, 5),
          "randn": lambda count, device: torch.randn(count, device=device)},
         lambda device, dtype, count: (count, device),
-        [(2**28,)], (40,), lambda itemsize, count: 4 * count),
+        [(2**28,)], (40,), lambda itemsize, count: 4 * count, torch_compiles=""),
 ]

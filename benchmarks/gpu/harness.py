@@ -35,6 +35,9 @@ class Entry:
     forward_flops: Callable[..., int] = lambda *size: 0
     backward_flops: Callable[..., int] = lambda *size: 0
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    compiled: tuple[int, ...] | None = None  # a size for --compile; None is `small`
+    by_library: bool = False  # whether a wrapper asks which of ours and the first rival is faster
+    torch_compiles: str | None = None  # the rival for torch.compile; None is the first
 
 
 Step = Callable[[], Any]

@@ -1,20 +1,40 @@
-"""Chooses each kernel's configuration for the sizes of the benchmarks on this GPU."""
+"""Chooses each kernel's configuration, and torch's function where it is faster, on this GPU."""
 
 from pathlib import Path
 
 import torch
-from harness import passes
+from harness import milliseconds, passes
 
-from mtcli.kernels.choices import save, tuning
+from mtcli.kernels.choices import Table, bucket_of, save, tuning
 
 
 def tune(entries) -> Path:
-    """Times every configuration of every launch; returns the file that keeps the best."""
+    """Times what there is to choose from, at the sizes of the entries; returns the file."""
     with tuning() as table:
         for entry in entries:
-            for dtype in entry.dtypes:
-                for size in entry.sizes:
-                    arguments = entry.make("cuda", dtype, *size)
-                    for make in passes(entry).values():
-                        make(entry, entry.ours, arguments)()
-    return save(table, torch.device("cuda"))
+            for _, _, arguments in cases(entry):
+                for make in passes(entry).values():
+                    make(entry, entry.ours, arguments)()
+    save(table, torch.device("cuda"))
+    ours_or_torchs: Table = {}
+    for entry in entries:
+        for dtype, size, arguments in cases(entry) if entry.by_library else ():
+            who = "torch" if torch_is_faster(entry, arguments) else "mtcli"
+            ours_or_torchs.setdefault(entry.name, {})[bucket_of(dtype, size[-1:])] = {"by": who}
+    return save(ours_or_torchs, torch.device("cuda"))
+
+
+def cases(entry):
+    for dtype in entry.dtypes:
+        for size in entry.sizes:
+            yield dtype, size, entry.make("cuda", dtype, *size)
+
+
+def torch_is_faster(entry, arguments) -> bool:
+    """By more than 2 %, forward and backward together."""
+    first = next(iter(entry.rivals.values()))
+    ours, theirs = (
+        sum(milliseconds(make(entry, function, arguments), 0, 3) for make in passes(entry).values())
+        for function in (entry.ours, first)
+    )
+    return theirs < 0.98 * ours

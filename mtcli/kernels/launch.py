@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mtcli.kernels.choices import Config, choose
+from mtcli.kernels.choices import Config, choose, prefers
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # a wheel of torch for GPUs brings it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +43,13 @@ def runs_triton(x: Tensor) -> bool:
     if torch.compiler.is_compiling():  # dynamo cannot read a ContextVar
         return False
     return _mode.get() is not None and x.dtype in DTYPES
+
+
+def wins(op: str, x: Tensor, magnitude: int) -> bool:
+    """Whether our kernel makes an operation: it runs, and torch's was not measured to be faster."""
+    if not runs_triton(x):
+        return False
+    return torch.compiler.is_compiling() or not prefers("torch", op, x, [magnitude])
 
 
 @contextmanager

@@ -43,9 +43,14 @@ def _turn(
     tl.store(to + HALF, high * cos + low * sin, mask=inside)
 
 
+def _tile(half: int) -> dict[str, int]:
+    """16 heads, and 8 elements per thread, 16 bytes of 16-bit numbers."""
+    return {"HEADS": 16, "num_warps": max(1, min(8, 16 * power_of_two(half) // 256))}
+
+
 # fmt: off
-@kernel([{"HEADS": heads, "num_warps": warps} for heads in (16, 8, 32) for warps in (4, 2)],
-        key=["h", "HALF"])
+@kernel([{"HEADS": heads, "num_warps": warps} for heads in (16, 8, 32) for warps in (4, 2, 1)],
+        key=["HALF"], default=_tile)
 def _rotate(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, s, h, g, sign,
     q_b, q_h, q_s, k_b, k_h, k_s,

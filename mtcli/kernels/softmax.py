@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, wins
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -80,7 +80,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0) -> T
 
     Bytes moved: 2 * b * h * n * m * itemsize and the mask forward, 3 backward.
     """
-    if not runs_triton(scores) or scores.shape[-1] > LONGEST:
+    if not wins("masked_softmax", scores, scores.shape[-1]) or scores.shape[-1] > LONGEST:
         return masked_softmax_reference(scores, mask, scale)
     return _softmax(scores, mask, scale)
 

@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.kernels import choices, launch
+from mtcli.kernels.norm import rms_norm
 from mtcli.kernels.swiglu import swiglu
 
 
@@ -112,3 +114,25 @@ def test_a_magnitude_is_rounded_up_to_a_power_of_two():
     sizes = [(n, choices.bucket_of(torch.bfloat16, [n])) for n in (0, 1, 2, 3, 4096, 4097)]
     powers = {0: 1, 1: 1, 2: 2, 3: 4, 4096: 4096, 4097: 8192}
     assert sizes == [(n, f"bfloat16 {power}") for n, power in powers.items()]
+
+
+def test_torchs_function_is_called_where_it_was_measured_to_be_faster(measured, device):
+    x = torch.linspace(-1.0, 1.0, 24, device=device).view(2, 12)
+    weight, called = torch.ones(12, device=device), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function.namespace)
+            return function(*args, **(kwargs or {}))
+
+    def namespaces():
+        called.clear()
+        with Watch():
+            rms_norm(x, weight, 1e-5)
+        return set(called)
+
+    assert namespaces() >= {"mtcli"}
+    choices.save({"rms_norm": {"float32 16": {"by": "torch"}}}, x.device)
+    assert "mtcli" not in namespaces()
+    choices.save({"rms_norm": {"float32 16": {"by": "mtcli"}}}, x.device)
+    assert namespaces() >= {"mtcli"}

@@ -1,7 +1,8 @@
 """Initial weights: each element a function of (seed, parameter name, global index) only."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter, Rectangle
 from mtcli.kernels.random import BLOCK, normal, stream_key
 
+CPU = torch.device("cpu")
+
 
 @torch.no_grad()
 def initialise(
@@ -23,32 +26,43 @@ def initialise(
     for name, here in held.items():
         here.tensor.zero_()  # rows that pad the vocabulary stay zero
         for box, view in here.blocks(table[name], groups):
-            view.copy_(initial_values(table[name], model, box, seed).to(dtype))
+            on = view.device if view.is_cuda else CPU
+            view.copy_(initial_values(table[name], model, box, seed, on).to(dtype))
 
 
-def initial_values(described: Parameter, model: ModelConfig, box: Rectangle, seed: int) -> Tensor:
-    """A rectangle of a parameter's initial value, float32.
+def initial_values(
+    described: Parameter,
+    model: ModelConfig,
+    box: Rectangle,
+    seed: int,
+    device: torch.device = CPU,
+) -> Tensor:
+    """A rectangle of a parameter's initial value, float32, bit-identical on one kind of device.
 
     Matrices are N(0, init_std), those before a residual add over sqrt(2 * num_layers)
     (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0.
     """
     if described.init in ("ones", "zeros"):
-        return torch.full(box.size, float(described.init == "ones"))
+        return torch.full(box.size, float(described.init == "ones"), device=device)
     scale = 1.0 / math.sqrt(2.0 * model.num_layers) if described.init == "residual" else 1.0
     key = stream_key(seed, "init", described.name)
-    return _normal_box(key, described.shape, box, 0).mul_(model.init_std * scale)
+    numbers = partial(normal, key, device=device)
+    return _normal_box(numbers, described.shape, box, 0).mul_(model.init_std * scale)
 
 
-def _normal_box(key: int, shape: tuple[int, ...], box: Rectangle, offset: int) -> Tensor:
+def _normal_box(
+    numbers: Callable[[int, int], Tensor], shape: tuple[int, ...], box: Rectangle, offset: int
+) -> Tensor:
     """A rectangle of the tensor whose element i (row-major, from `offset`) is normal number i."""
     (start, *starts), (size, *sizes) = box
     inner = math.prod(shape[1:])
     whole = tuple(sizes) == shape[1:]
     if whole or inner < BLOCK:  # contiguous, or rows so short that generating all is cheaper
-        rows = normal(key, offset + start * inner, size * inner).view(size, *shape[1:])
+        rows = numbers(offset + start * inner, size * inner).view(size, *shape[1:])
         return rows[(slice(None), *Rectangle(tuple(starts), tuple(sizes)).slices)]
     rest = Rectangle(tuple(starts), tuple(sizes))
     parts = [
-        _normal_box(key, shape[1:], rest, offset + i * inner) for i in range(start, start + size)
+        _normal_box(numbers, shape[1:], rest, offset + i * inner)
+        for i in range(start, start + size)
     ]
-    return torch.stack(parts) if parts else torch.empty(box.size)
+    return torch.stack(parts) if parts else numbers(0, 0).view(box.size)
