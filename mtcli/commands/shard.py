@@ -103,7 +103,7 @@ def _refuse_writing(word: str, flags: dict[str, str | None]) -> None:
 
 
 def _inspect(source: "Checkpoint", json_out: str | None) -> None:
-    from mtcli.core.checkpoint.describe import describe
+    from mtcli.core.checkpoint.describe import describe, progress_rows
 
     facts = describe(source)
     if json_out is not None:
@@ -128,6 +128,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
             "largest tensor": f"{largest}, {facts['largest_tensor_bytes']:,} bytes",
             "bytes": f"{facts['bytes']:,}",
         }
+        | progress_rows(source)
     )
 
 

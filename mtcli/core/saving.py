@@ -1,6 +1,6 @@
 """A run's tensors as the pieces of a checkpoint, and back: every rank its own rectangles."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import ConfigDict, ValidationError
@@ -10,12 +10,23 @@ from mtcli.core.checkpoint.store import Piece
 from mtcli.core.checkpoint.tensorfile import damaged
 from mtcli.core.optim.loss_scale import ScaleState
 from mtcli.core.parallel.ownership import Held
+from mtcli.core.sample_ledger import SampleLedger, SampleRecord
 from mtcli.core.spec.section import Count, Section
 
 if TYPE_CHECKING:
     from mtcli.core.trainer import Trainer
 
 OPTIMIZER = "optimizer."  # before the kind and the parameter's name: optimizer.exp_avg/<name>
+
+
+class RandomState(Section):
+    """The whole state of the random numbers: each is a function of the seed, a name, the step and a
+    global index (keyed counters), so no generator has a state of its own.
+    """
+
+    kind: Literal["counter"] = "counter"
+    seed: Count
+    step: Count
 
 
 class Progress(Section):
@@ -29,19 +40,25 @@ class Progress(Section):
     """updates made; fewer than steps where some were skipped"""
     loss_scale: ScaleState | None = None
     """of a float16 run whose scale is dynamic"""
+    random: RandomState | None = None
+    """of initial weights, dropout and the order of the data"""
+    samples: SampleRecord | None = None
+    """the sample ledger"""
 
 
-def progress(trainer: "Trainer") -> Progress:
-    """How far a run has come."""
+def progress(trainer: "Trainer", samples: SampleLedger | None = None) -> Progress:
+    """How far a run has come, and with which data where there is a ledger of it."""
     return Progress(
         consumed_samples=trainer.consumed_samples,
         updates=trainer.optimizer.updates,
         loss_scale=trainer.loss_scale.state(),
+        random=RandomState(seed=trainer.config.seed, step=trainer.step),
+        samples=samples and samples.record(trainer.consumed_samples),
     )
 
 
 def pieces(trainer: "Trainer") -> list[Piece]:
-    """The weights and the optimizer state that this rank answers for, without padding."""
+    """The weights and the optimizer state that this rank answers for, on its device, unpadded."""
     found = []
     for name, held in trainer.gradients.held.items():
         if trainer.saves(name):
@@ -62,7 +79,7 @@ def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
     A master that the checkpoint lacks, because it was trained in fp32, is the weight itself.
     Raises MtcliError where the manifest's counters make no sense.
     """
-    done = _progress_of(checkpoint)
+    done = progress_of(checkpoint)
     known = set(checkpoint.names())
     for key, tensor in trainer.optimizer.state().items():
         name = key.partition("/")[2]
@@ -77,7 +94,8 @@ def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
     trainer.loss_scale.load(done.loss_scale)
 
 
-def _progress_of(checkpoint: Checkpoint) -> Progress:
+def progress_of(checkpoint: Checkpoint) -> Progress:
+    """What a checkpoint says of its run's progress; raises MtcliError where it makes no sense."""
     try:
         return Progress.model_validate(checkpoint.extra)
     except ValidationError as error:
@@ -90,6 +108,6 @@ def _pieces(trainer: "Trainer", stored: str, name: str, held: Held) -> list[Piec
     """What a rank holds of a parameter or of its state, under the name it is `stored` by."""
     described = trainer.table[name]
     return [
-        Piece(stored, view.cpu(), box.start, described.shape)
+        Piece(stored, view, box.start, described.shape)
         for box, view in held.blocks(described, trainer.groups)
     ]

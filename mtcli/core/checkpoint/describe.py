@@ -7,12 +7,15 @@ from typing import Any
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.dtypes import dtype_name
 from mtcli.core.checkpoint.names import is_optimizer
+from mtcli.core.saving import progress_of
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import count_parameters
 
+SHOWN = 8  # steps of skipped batches
+
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Format, step, layout, parameters, bytes, dtypes, optimizer state, files and tensors."""
+    """Format, step, layout, parameters, bytes, dtypes, optimizer, files, progress and tensors."""
     names = checkpoint.names()
     return {
         "path": str(checkpoint.folder),
@@ -28,6 +31,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "largest_tensor_bytes": max(tensor_bytes(checkpoint, name) for name in names),
         "tokenizer": checkpoint.tokenizer_folder is not None,
         "files": {name: (checkpoint.folder / name).stat().st_size for name in _files(checkpoint)},
+        "progress": checkpoint.extra,
         "tensors": {
             name: {
                 "shape": list(checkpoint.shape(name)),
@@ -37,6 +41,26 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
             for name in names
         },
     }
+
+
+def progress_rows(checkpoint: Checkpoint) -> dict[str, str]:
+    """The sample ledger and the random state in words; nothing where a checkpoint has none."""
+    done = progress_of(checkpoint)
+    rows = {"consumed samples": f"{done.consumed_samples:,}"} if checkpoint.extra else {}
+    if done.random:
+        rows["random state"] = f"counters of seed {done.random.seed}, step {done.random.step:,}"
+    if done.samples is None:
+        return rows
+    rows["trained tokens"] = f"{done.samples.tokens:,}"
+    for source in done.samples.sources:
+        found = f"sha256 {source.sha256}" if source.sha256 else f"hash {source.sampled}"
+        share = "" if source.weight is None else f"share {source.weight:g}, "
+        text = f"{share}{source.samples:,} samples, epoch {source.epoch:,}, {found}"
+        rows[f"data {source.prefix}"] = text
+    steps = [str(batch.step) for batch in done.samples.skipped]
+    some = ", ".join(steps[:SHOWN]) + (", ..." if len(steps) > SHOWN else "")
+    rows["skipped batches"] = f"{len(steps):,} (steps {some})" if steps else "none"
+    return rows
 
 
 def layout_of(checkpoint: Checkpoint) -> dict[str, int]:

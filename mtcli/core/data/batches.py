@@ -73,10 +73,14 @@ class Batches:
         """
         self.seq_len, self.num_samples = seq_len, num_samples
         blend = parse_blend(paths)
-        self.prefixes = blend.prefixes
+        self.prefixes, self.weights = blend.prefixes, blend.weights
         indexed = [Indexed(prefix) for prefix in blend.prefixes]
         owned = [_owned(data, split, which) for data in indexed]
-        sizes, weights = _sizes(blend, indexed, owned, num_samples, seq_len)
+        self.tokens = [
+            int(data.lengths[mine.start : mine.stop].sum(dtype=np.int64))
+            for data, mine in zip(indexed, owned, strict=True)
+        ]
+        sizes, weights = _sizes(blend, self.tokens, num_samples, seq_len)
         self._datasets = [
             _Dataset(
                 data.tokens,
@@ -126,6 +130,14 @@ class Batches:
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Which spans of which dataset `batch(start, count)` is made of, for the sample ledger."""
         return [self._sample_id(number) for number in range(start, start + count)]
+
+    def drawn(self, start: int, stop: int) -> list[int]:
+        """How many of the samples start .. stop - 1 each dataset gives."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        if self._order is None:
+            return [stop - start]
+        owners = self._order.owner[start:stop]
+        return np.bincount(owners, minlength=len(self._datasets)).tolist()
 
     def max_token_id(self) -> int | None:
         """The largest id in the data, from the JSON that preprocess wrote; None where unknown."""
@@ -201,20 +213,16 @@ def _owned(data: Indexed, split: str, which: Which) -> range:
 
 
 def _sizes(
-    blend: Blend, indexed: list[Indexed], owned: list[range], num_samples: int, seq_len: int
+    blend: Blend, tokens: list[int], num_samples: int, seq_len: int
 ) -> tuple[list[int | None], list[float] | None]:
     """How many samples to build of each dataset (None: one epoch), and the weights of the blend."""
-    if len(indexed) == 1 and blend.weights is None:
+    if len(tokens) == 1 and blend.weights is None:
         return [num_samples], None
     if blend.weights is not None:
         return list(shares_of(num_samples, blend.weights, SURPLUS)), list(blend.weights)
-    tokens = [
-        int(data.lengths[mine.start : mine.stop].sum(dtype=np.int64))
-        for data, mine in zip(indexed, owned, strict=True)
-    ]
     lengths = [float((count - 1) // seq_len) for count in tokens]
     if num_samples <= sum(lengths):
-        return [None] * len(indexed), lengths
+        return [None] * len(tokens), lengths
     # Megatron stops here, at one epoch; more epochs in the same proportions serve a long run.
     total = sum(tokens)
     weights = [count / total for count in tokens]
