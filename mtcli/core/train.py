@@ -8,18 +8,17 @@ import torch
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.opening import offering_earlier, open_checkpoint
-from mtcli.core.checkpoint.store import save
-from mtcli.core.data.describe import tokenizer_folder
 from mtcli.core.diagnose import first_nonfinite
 from mtcli.core.feed import open_feed
 from mtcli.core.measure import peak_flops
-from mtcli.core.parallel.collectives import all_reduce, gather_objects
+from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.report.runlog import RunLog
 from mtcli.core.runtime import Runtime, StopSignal
-from mtcli.core.saving import pieces, progress
+from mtcli.core.sample_ledger import SampleLedger
+from mtcli.core.saver import Saver
+from mtcli.core.saving import progress, progress_of
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
-from mtcli.core.spec.load import dump_toml
 from mtcli.core.trainer import Step, Trainer
 
 
@@ -31,31 +30,40 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
     """
     stop = StopSignal()
     trainer = Trainer(config, runtime)
-    checkpoint = _start(trainer, resume, init)
     feed = open_feed(config, trainer.groups)
     valid = open_feed(config, trainer.groups, validation=True) if config.train.eval_every else None
+    samples = SampleLedger(config, feed.batches)
+    source, last_good = _start(trainer, samples, resume, init)
     log = RunLog(config, runtime.rank == 0, trainer.step, peak_flops(config, runtime))
-    source = f"{checkpoint.folder}, step {checkpoint.step}" if checkpoint else "the seed"
     log.begin(runtime.world, trainer.state_bytes(), source)
     stopped = False
-    with closing(log), closing(feed):
+    with closing(log), closing(feed), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
             step = trainer.train_step(feed)
             if step.outcome == "fault":
                 _skip(trainer, step, first_nonfinite(trainer, feed))
+            if step.outcome != "updated":
+                samples.skip(step.step, step.outcome)
             valid_loss = None
             if valid and step.step % config.train.eval_every == 0:
                 valid_loss = trainer.evaluate(valid)
             log.step(step, trainer.consumed_samples, valid_loss)
             stopped = _any_rank(trainer, stop.received > 0)
+            saver.poll()
             if stopped or _saves_at(config, step.step):
-                log.saved(_save(trainer))
+                saver.save(progress(trainer, samples))
+        saver.finish()
     log.end()
     return trainer.step >= config.train.steps
 
 
-def _start(trainer: Trainer, resume: bool, init: str | None) -> Checkpoint | None:
-    """Weights from the run's newest checkpoint, from another model's, or from the seed."""
+def _start(
+    trainer: Trainer, samples: SampleLedger, resume: bool, init: str | None
+) -> tuple[str, Path | None]:
+    """Takes weights from the run's newest checkpoint, from another model's, or from the seed.
+
+    Returns which it was in words, and this run's own checkpoint.
+    """
     output = Path(trainer.config.train.output)
     there = (output / "checkpoints").is_dir() and any((output / "checkpoints").glob("step-*[0-9]"))
     if there and not resume:
@@ -66,14 +74,16 @@ def _start(trainer: Trainer, resume: bool, init: str | None) -> Checkpoint | Non
         with offering_earlier(checkpoint.folder):
             checkpoint.verify_hashes(trainer.groups.rank, trainer.layout.world)
         _require_same_run(trainer.config, checkpoint)
+        consumed = checkpoint.step * trainer.config.batch.global_batch_size
+        samples.resume(progress_of(checkpoint).samples, consumed)
         trainer.resume(checkpoint)
-        return checkpoint
+        return f"{checkpoint.folder}, step {checkpoint.step}", checkpoint.folder
     if init:
         checkpoint = open_checkpoint(Path(init))
         trainer.load_weights(checkpoint)
-        return checkpoint
+        return f"{checkpoint.folder}, step {checkpoint.step}", None
     trainer.initialise()
-    return None
+    return "the seed", None
 
 
 def _skip(trainer: Trainer, step: Step, where: str) -> None:
@@ -126,27 +136,6 @@ def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 def _saves_at(config: RunConfig, step: int) -> bool:
     every = config.train.save_every
     return step == config.train.steps or (every > 0 and step % every == 0)
-
-
-def _save(trainer: Trainer) -> Path:
-    config = trainer.config
-    return save(
-        Path(config.train.output) / "checkpoints",
-        trainer.step,
-        pieces(trainer),
-        rank=trainer.groups.rank,
-        gather=lambda value: gather_objects(value, trainer.groups.world),
-        extra=progress(trainer).model_dump(),
-        config_toml=dump_toml(config),
-        tokenizer=_tokenizer(config),
-        keep=config.train.keep,
-    )
-
-
-def _tokenizer(config: RunConfig) -> Path | None:
-    """The folder of the tokenizer that made the training data, where preprocess left one."""
-    prefixes = [word for word in config.data.train if tokenizer_folder(word)]
-    return tokenizer_folder(prefixes[0]) if prefixes else None
 
 
 def _any_rank(trainer: Trainer, flag: bool) -> bool:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from drills import STEPS, Drill
@@ -48,7 +49,7 @@ def goes_on(drill, losses, nproc, *words):
 
 
 def before_step(rank, step, act, *, on):
-    """On rank `on`, calls act(trainer) when a step begins."""
+    """On rank `on`, calls act(trainer) when a step begins, once the save before it is written."""
     if rank != on:
         return
     from mtcli.core.trainer import Trainer
@@ -57,10 +58,20 @@ def before_step(rank, step, act, *, on):
 
     def faulty(self, feed):
         if self.step + 1 == step:
+            _await_save(self)
             act(self)
         return real(self, feed)
 
     Trainer.forward_backward = faulty
+
+
+def _await_save(trainer):
+    train, end = trainer.config.train, time.monotonic() + 20.0
+    last = trainer.step // train.save_every * train.save_every
+    folder = Path(train.output) / "checkpoints" / f"step-{last:08d}"
+    while last and not folder.exists():
+        assert time.monotonic() < end, f"{folder} is not written"
+        time.sleep(0.01)
 
 
 def kill(*_):

@@ -22,10 +22,7 @@ def written_aside(final: Path, needed_bytes: int, force: bool) -> Iterator[Path]
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        free = shutil.disk_usage(partial).free
-        if needed_bytes > free:
-            message = f"{final} takes {needed_bytes} bytes and the disk has {free} free"
-            raise failed(message, "free some space, or write elsewhere")
+        require_space(partial, needed_bytes)
         yield partial
         replace_folder(partial, final)
     except OSError as error:
@@ -33,6 +30,17 @@ def written_aside(final: Path, needed_bytes: int, force: bool) -> Iterator[Path]
         raise failed(message, "is the disk full or read-only?") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Raises MtcliError (exit 1) where the disk of a folder has not so many bytes free."""
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        message = (
+            f"{folder.with_suffix('')} takes {needed_bytes} bytes and the disk has {free} free"
+        )
+        hint = "free some space, or write elsewhere"
+        raise failed(f"No space left on device: {message}", hint)
 
 
 def require_free(final: Path, force: bool) -> None:

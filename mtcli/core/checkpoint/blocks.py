@@ -28,16 +28,22 @@ def hash_of(data: Bytes | memoryview | bytes) -> str:
 
 
 def aligned_blocks(count: int) -> list[Bytes]:
-    """Blocks of BLOCK_BYTES each, aligned to pages, huge ones where the system has them.
+    """Blocks of BLOCK_BYTES each, as `aligned_bytes`."""
+    whole = aligned_bytes(count * BLOCK_BYTES)
+    return [whole[i * BLOCK_BYTES :][:BLOCK_BYTES] for i in range(count)]
+
+
+def aligned_bytes(size: int) -> Bytes:
+    """New memory [size], aligned to pages, huge ones where the system has them.
 
     Touching new memory in ordinary pages goes at about 1 GB/s, in huge ones at 27.
     """
-    memory = mmap.mmap(-1, count * BLOCK_BYTES + HUGE_PAGE)
+    memory = mmap.mmap(-1, size + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, dtype=np.uint8)
     first = -whole.ctypes.data % HUGE_PAGE
-    return [whole[first + i * BLOCK_BYTES :][:BLOCK_BYTES] for i in range(count)]
+    return whole[first:][:size]
 
 
 def verify_file(path: Path, record: FileRecord) -> None:

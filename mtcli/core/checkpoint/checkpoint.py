@@ -18,6 +18,7 @@ from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.manifest import FileRecord
 from mtcli.core.checkpoint.names import is_optimizer
+from mtcli.core.checkpoint.retention import Hold
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
@@ -72,6 +73,8 @@ class Checkpoint:
     files: dict[str, FileRecord]
     tokenizer_folder: Path | None
     world: int = 1
+    held: Hold = field(default_factory=Hold, repr=False, compare=False)
+    """keeps the checkpoint from being pruned, as long as this is not collected"""
     headers: dict[str, dict[str, Entry]] = field(default_factory=dict, repr=False)
     """of the files, read when they are first needed"""
 

@@ -28,7 +28,12 @@ def step_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def is_optimizer(name: str) -> bool:

@@ -11,6 +11,7 @@ from mtcli.core.checkpoint.hf import CONFIG as HF_CONFIG
 from mtcli.core.checkpoint.hf import open_hf
 from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
 from mtcli.core.checkpoint.names import CHECKPOINTS, CONFIG, TOKENIZER, step_folders
+from mtcli.core.checkpoint.retention import hold
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.load import load_config
 
@@ -66,6 +67,7 @@ def _opens(folder: Path) -> bool:
 
 
 def _open_ours(folder: Path) -> Checkpoint:
+    held = hold(folder)
     manifest = read_manifest(folder)
     config = load_config(str(folder / CONFIG))
     checkpoint = Checkpoint(
@@ -78,6 +80,7 @@ def _open_ours(folder: Path) -> Checkpoint:
         files=manifest.files,
         tokenizer_folder=folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None,
         world=manifest.world,
+        held=held,
     )
     checkpoint.check_headers()
     return checkpoint

@@ -4,6 +4,7 @@ A folder under its final name is complete: it is written aside, every file is fs
 manifest comes last. A save that fails on any rank fails on all, and leaves what was there before.
 """
 
+import errno
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.aside import replace_folder
+from mtcli.core.checkpoint.aside import replace_folder, require_space
 from mtcli.core.checkpoint.dtypes import code_of, dtype_name
 from mtcli.core.checkpoint.manifest import (
     NAME,
@@ -28,9 +29,9 @@ from mtcli.core.checkpoint.names import (
     PARTIAL,
     TOKENIZER,
     rank_file,
-    step_folders,
     step_name,
 )
+from mtcli.core.checkpoint.retention import prune
 from mtcli.core.checkpoint.tensorfile import Planned
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.errors import MtcliError, failed
@@ -84,38 +85,51 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     config_toml: str,
     tokenizer: Path | None,
     keep: int,
+    keep_every: int = 0,
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
     `gather` returns every rank's object on every rank, in rank order, and is a barrier. `extra` is
-    JSON. Then the newest `keep` checkpoints are kept, and 0 keeps all. Raises MtcliError (exit 1)
-    on every rank where any could not write; the checkpoints that were there remain.
+    JSON. Then the newest `keep` checkpoints stay (0: all), and those of multiples of `keep_every`.
+    Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
+    there remain.
     """
     partial, final = root / (step_name(step) + PARTIAL), root / step_name(step)
+
+    def write() -> Written:
+        try:
+            return write_pieces(partial, rank, pieces)
+        except OSError as error:
+            raise _counted(error, root, needed) from None
 
     def finish(written: list[Written]) -> None:
         commit(partial, written, About(step, extra, config_toml, tokenizer_files(tokenizer)))
         replace_folder(partial, final)
 
+    needed = sum(gather(sum(piece.tensor.nbytes for piece in pieces)))
     try:
-        _together(gather, rank == 0, lambda: prepare(partial))
-        written = _together(gather, True, lambda: write_pieces(partial, rank, pieces))
-        _together(gather, rank == 0, lambda: finish(written))
+        together(gather, rank == 0, lambda: prepare(partial, needed))
+        written = together(gather, True, write)
+        together(gather, rank == 0, lambda: finish(written))
     except MtcliError:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if rank == 0:
-        _prune(root, keep, final)
+        prune(root, keep, keep_every, final)
     gather(None)
     return final
 
 
-def prepare(partial: Path) -> None:
-    """Makes the folder to write in, and removes what killed runs have left beside it."""
+def prepare(partial: Path, needed_bytes: int) -> None:
+    """Makes the folder to write in, and removes what killed runs have left beside it.
+
+    Raises MtcliError (exit 1) where the disk has no room for it.
+    """
     for stale in partial.parent.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(stale)
     partial.mkdir(parents=True)
+    require_space(partial, needed_bytes)
 
 
 def write_pieces(folder: Path, rank: int, pieces: list[Piece]) -> Written:
@@ -197,7 +211,11 @@ def _tensors(written: list[Written]) -> dict[str, TensorRecord]:
     }
 
 
-def _together(gather: Gather, mine: bool, work: Callable[[], Any]) -> list[Any]:
+def together(gather: Gather, mine: bool, work: Callable[[], Any]) -> list[Any]:
+    """What the work gave on each rank whose it is (`mine`), in rank order.
+
+    Raises MtcliError (exit 1) on every rank where it failed on any, with that one's reason.
+    """
     result, fault = _attempt(work) if mine else (None, "")
     answers = gather((result, fault))
     faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault]
@@ -207,20 +225,21 @@ def _together(gather: Gather, mine: bool, work: Callable[[], Any]) -> list[Any]:
     return [result for result, _ in answers]
 
 
+def _counted(error: OSError, root: Path, needed_bytes: int) -> Exception:
+    """The error, with both numbers where the disk is full."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    free = shutil.disk_usage(root).free
+    message = f"{error.filename or root}: {error.strerror}"
+    return failed(f"{message}: the checkpoint takes {needed_bytes} bytes and {free} are free")
+
+
 def _attempt(work: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return work(), ""
     except MtcliError as error:
         return None, error.problems[0].message
     except OSError as error:
-        return None, f"{error.filename or 'writing'}: {error.strerror}"
+        return None, f"{error.filename or 'writing'}: {error.strerror or error}"
     except Exception as error:  # any: the other ranks wait in gather and must be told
         return None, f"{type(error).__name__}: {error}"
-
-
-def _prune(root: Path, keep: int, newest: Path) -> None:
-    steps = step_folders(root)
-    for old in steps[: max(0, len(steps) - keep)] if keep else []:
-        if old != newest:
-            old.rename(old.with_name(old.name + PARTIAL))  # never half of one under its name
-            shutil.rmtree(old.with_name(old.name + PARTIAL), ignore_errors=True)

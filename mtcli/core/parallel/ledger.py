@@ -8,6 +8,7 @@ message from one rank to another has a number of its own per pair. A thread that
 import sys
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
@@ -46,10 +47,10 @@ class Call:
         del self.ledger.waits[self.thread]
         if self.ledger.traffic is not None:
             self.ledger.traffic.waited(self, monotonic() - self.since)
-        if isinstance(error, RuntimeError) and self.ledger.broken is None:
+        if isinstance(error, RuntimeError):
             from mtcli.core.parallel.callsite import caller  # imports torch: it is here by now
 
-            self.ledger.broken = Broken(self, caller(sys._getframe()), str(error))
+            self.ledger.breaks.append(Broken(self, caller(sys._getframe()), str(error)))
         if self.ledger.mark is not None and error is None:
             self.ledger.queued.append((self, self.ledger.mark()))
 
@@ -86,7 +87,7 @@ class Ledger:
         self.counts: dict[str, int] = {}  # collectives so far, by axis or pair
         self.waits: dict[int, Call] = {}  # by thread
         self.queued: deque[tuple[Call, Reached]] = deque()
-        self.broken: Broken | None = None  # the first one
+        self.breaks: list[Broken] = []
         self.step = 0  # of training: the one that runs
         self.traffic: Traffic | None = None  # profile counts bytes and waits of a step here
 
@@ -110,6 +111,20 @@ class Ledger:
         if self.traffic is not None:
             self.traffic.note(call, x, detail)
         return call
+
+    @property
+    def broken(self) -> Broken | None:
+        """The first collective that broke."""
+        return self.breaks[0] if self.breaks else None
+
+    def beside(self) -> "Ledger":
+        """This ledger for a thread whose calls come in no fixed order among those of training.
+
+        They are not compared with other ranks' nor counted as a step's, and no device waits.
+        """
+        other = copy(self)
+        other.check = other.mark = other.traffic = None
+        return other
 
     def oldest(self) -> Call | None:
         """What this rank has waited for longest, in a thread or on its device."""

@@ -18,7 +18,7 @@ from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model import count_parameters
 
 METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"  # what happens besides steps: saves
+EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
 FACTS = "run.json"  # what a config does not say: world, device peak
 
 

@@ -1,15 +1,17 @@
-"""A run's own records: the numbers before it starts, the progress line, metrics.jsonl, trackers."""
+"""A run's own records: the numbers before it starts, progress, metrics and events, trackers."""
 
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import typer
 from tqdm import tqdm
 
-from mtcli.core.report.finished import FACTS
+from mtcli.core.report.finished import EVENTS, FACTS, METRICS
+from mtcli.core.report.records import SaveRecord
 from mtcli.core.report.trackers import open_trackers
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml
@@ -27,6 +29,7 @@ class RunLog:
         self.last_saved: Path | None = None
         self.trackers: list[Any] = []
         self.loss_scale = 1.0  # that was last shown
+        self.behind = False  # records that could not be written
 
     def begin(self, world: int, rank_bytes: int, resumed_from: str) -> None:
         """Says what is about to be done, in numbers, and opens the files."""
@@ -37,7 +40,10 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
         (self.folder / FACTS).write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
-        self.metrics = _truncated(self.folder / "metrics.jsonl", self.first_step)
+        self.metrics = _truncated(self.folder / METRICS, self.first_step)
+        self.events = _truncated(self.folder / EVENTS, self.first_step)
+        if self.first_step:
+            self._event("resumed", {"step": self.first_step, "world": world})
         self.trackers = open_trackers(config)
         rows = {
             "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
@@ -77,8 +83,7 @@ class RunLog:
         if step.expert_load is not None:
             row["expert_load_max_over_mean"] = step.expert_load
         finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
-        self.metrics.write(json.dumps(finite) + "\n")
-        self.metrics.flush()
+        self._append(self.metrics, finite)
         if step.outcome == "overflow":
             self._warn_of_overflow(step)
         if step.step % self.config.train.log_every == 0:
@@ -98,18 +103,48 @@ class RunLog:
 
     def _warn_of_overflow(self, step: Any) -> None:
         message = f"step {step.step} skipped, gradients overflow at loss scale {step.loss_scale:,g}"
-        tqdm.write(f"warning: {message}", file=sys.stderr)
+        self._say(f"warning: {message}")
 
-    def saved(self, path: Path) -> None:
-        """Notes a checkpoint."""
-        self.last_saved = path
+    def saved(self, save: SaveRecord) -> None:
+        """Records a checkpoint, and how long training stood still for it."""
+        self.last_saved = save.folder
+        self._event("saved", save._asdict() | {"folder": str(save.folder)})
+        text = f"saved {save.folder}: {save.bytes:,} bytes, training stood still "
+        self._say(f"{text}{save.stall_seconds:.3f} s, written in {save.write_seconds:.3f} s")
+
+    def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:
+        """Records and warns of a checkpoint that was not written."""
+        good = f"the last good one is {last_good}" if last_good else "there is none before it"
+        event = {"step": step, "reason": reason, "last_good": last_good and str(last_good)}
+        self._event("save_failed", event)
+        self._say(f"warning: step {step}: {reason}; the run goes on, {good}")
+
+    def _event(self, name: str, facts: dict[str, Any]) -> None:
+        if self.speaks:
+            self._append(self.events, {"event": name} | facts)
+
+    def _append(self, file: Any, row: dict[str, Any]) -> None:
+        """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""
+        try:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+        except OSError as error:
+            if not self.behind:
+                self._say(f"warning: {file.name}: {error.strerror}; the run goes on")
+            self.behind = True
+
+    def _say(self, text: str) -> None:
+        if self.speaks:
+            tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Closes the progress line, the files and the trackers."""
         if not self.speaks:
             return
         self.bar.close()
-        self.metrics.close()
+        for file in (self.metrics, self.events):
+            with suppress(OSError):  # a full disk, which has been said
+                file.close()
         for tracker in self.trackers:
             tracker.finish()
 
@@ -129,7 +164,7 @@ def _axes(config: RunConfig, world: int) -> str:
 
 
 def _truncated(path: Path, step: int) -> Any:
-    """The metrics file opened for appending, without the steps that will be run again."""
+    """A file of records opened for appending, without the steps that will be run again."""
     kept = []
     if path.exists() and step:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -122,7 +122,11 @@ class TrainConfig(Section):
     save_every: Count = 0
     """steps between checkpoints; 0 saves at the end only"""
     keep: Count = 2
-    """checkpoints kept; 0 keeps all"""
+    """newest checkpoints kept; 0 keeps all"""
+    keep_every: Count = 0
+    """checkpoints of steps that are a multiple of it are kept besides; 0 none"""
+    async_save: bool = True
+    """train on while a checkpoint is written from a copy in host memory"""
     eval_every: Count = 0
     """steps between evaluations on data.valid; 0 never"""
     eval_batches: PositiveInt = 8

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,19 @@ def test_a_full_disk_on_one_rank_fails_every_rank_and_keeps_the_last_checkpoint(
         assert "the checkpoints saved before are whole" in str(error)
     assert names(tmp_path) == ["step-00000001"]
     open_checkpoint(tmp_path).verify_hashes()
+
+
+def test_a_disk_with_too_little_room_fails_before_a_byte_is_written(tmp_path, monkeypatch):
+    needed, room = sum(tensor.nbytes for tensor in values().values()), []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=room[-1]))
+    room.append(needed)
+    assert save_halves(tmp_path, 1) == [tmp_path / "step-00000001"] * 2
+    room.append(needed - 1)
+    monkeypatch.setattr(store, "write_tensors", lambda *_: pytest.fail("it writes"))
+    first, second = save_halves(tmp_path, 2)
+    both = f"step-00000002 takes {needed} bytes and the disk has {needed - 1} free"
+    assert both in str(first) and str(first) == str(second)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_manifest_that_cannot_be_written_fails_every_rank(tmp_path, monkeypatch):

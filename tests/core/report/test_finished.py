@@ -70,6 +70,13 @@ def test_the_line_that_a_killed_run_left_half_written_is_left_out(run_folder):
     assert len(read_run(str(run_folder)).rows) == 5
 
 
+def test_events_are_read_in_order_without_one_that_was_cut_short(run_folder):
+    assert read_run(str(run_folder)).events == []
+    event = {"event": "saved", "step": 2, "stall_seconds": 0.5}
+    (run_folder / "events.jsonl").write_text(json.dumps(event) + '\n{"event": "sav')
+    assert read_run(str(run_folder)).events == [event]
+
+
 def test_a_damaged_line_is_named(run_folder):
     path = run_folder / "metrics.jsonl"
     lines = path.read_text().splitlines()

@@ -1,0 +1,80 @@
+"""Which checkpoints of a run stay, and how one that is being read is left alone.
+
+Whoever opens a checkpoint holds a shared lock on its manifest; it goes with the `Checkpoint` or the
+process. Pruning needs that lock for itself alone, and passes over what it does not get.
+"""
+
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from mtcli.core.checkpoint.manifest import NAME
+from mtcli.core.checkpoint.names import PARTIAL, step_folders, step_of
+from mtcli.core.spec.errors import wrong
+
+
+class Hold:
+    """A lock on a checkpoint until this is collected. A pickled copy, in a process that works for
+    the one that holds it, has none.
+    """
+
+    def __init__(self, file: IO[bytes] | None = None) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[type["Hold"], tuple[()]]:
+        return Hold, ()
+
+
+def hold(folder: Path) -> Hold:
+    """A lock by which a checkpoint is not pruned.
+
+    Without one where there is no manifest, or no lock to be had. Raises MtcliError where the
+    checkpoint is just being removed.
+    """
+    path = folder / NAME
+    try:
+        file = path.open("rb")
+    except OSError:
+        return Hold()  # whoever reads it says why
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            return Hold(file)
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        return Hold()
+    message = f"{folder} is being removed by its run, which keeps newer checkpoints"
+    raise wrong(message, "open the run's folder, or raise train.keep")
+
+
+def doomed(steps: list[int], keep: int, every: int) -> list[int]:
+    """The steps that go: all but the newest `keep`, and multiples of `every` (0: none) besides.
+
+    With keep = 0 all stay.
+    """
+    old = sorted(steps)[:-keep] if keep else []
+    return [step for step in old if not every or step % every]
+
+
+def prune(root: Path, keep: int, every: int, newest: Path) -> None:
+    """Removes the checkpoints that are not to stay, `newest` never.
+
+    One that cannot be removed, or is being read, stays until the next save.
+    """
+    folders = {step_of(folder): folder for folder in step_folders(root)}
+    for step in doomed(list(folders), keep, every):
+        if folders[step] != newest:
+            with suppress(OSError):
+                _remove(folders[step])
+
+
+def _remove(folder: Path) -> None:
+    left = folder.with_name(folder.name + PARTIAL)
+    with suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.rename(left)  # never half of one under its name
+        shutil.rmtree(left)

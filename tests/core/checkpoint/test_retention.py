@@ -1,0 +1,83 @@
+"""Which checkpoints stay: the newest, multiples of a step, and those that somebody reads."""
+
+import gc
+import pickle
+
+import pytest
+import torch
+from saving import save_halves
+
+from mtcli.core.checkpoint import retention
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.retention import doomed, prune
+from mtcli.core.spec.errors import MtcliError
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "kept"),
+    [
+        (0, 0, [10, 15, 20, 25, 30, 35]),
+        (0, 10, [10, 15, 20, 25, 30, 35]),
+        (1, 0, [35]),
+        (2, 0, [30, 35]),
+        (2, 20, [20, 30, 35]),
+        (2, 10, [10, 20, 30, 35]),
+        (9, 7, [10, 15, 20, 25, 30, 35]),
+    ],
+)
+def test_the_newest_and_the_multiples_are_kept(keep, every, kept):
+    steps = [35, 10, 20, 15, 30, 25]
+    assert sorted(set(steps) - set(doomed(steps, keep, every))) == kept
+
+
+def steps_in(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+def test_saves_leave_the_multiples_besides_the_newest(tmp_path):
+    for step in range(1, 8):
+        save_halves(tmp_path, step, keep=2, keep_every=3)
+    assert steps_in(tmp_path) == [3, 6, 7]
+
+
+def test_a_checkpoint_that_is_read_stays_until_it_is_read_no_more(tmp_path):
+    for step in (1, 2):
+        save_halves(tmp_path, step)
+    reader = open_checkpoint(tmp_path / "step-00000001")
+    save_halves(tmp_path, 3, keep=1)
+    assert steps_in(tmp_path) == [1, 3]
+    assert reader.read("final_norm.weight").shape == (12,)
+    del reader
+    gc.collect()
+    save_halves(tmp_path, 4, keep=1)
+    assert steps_in(tmp_path) == [4]
+
+
+def test_a_checkpoint_can_be_handed_to_another_process(tmp_path):
+    save_halves(tmp_path, 1)
+    reader = open_checkpoint(tmp_path)
+    copy = pickle.loads(pickle.dumps(reader))
+    name = "final_norm.weight"
+    assert torch.equal(copy.read(name), reader.read(name))
+    del reader
+    gc.collect()
+    for step in (2, 3):
+        save_halves(tmp_path, step, keep=1)
+    assert steps_in(tmp_path) == [3], "a copy holds no lock"
+
+
+def test_a_checkpoint_that_goes_while_it_is_opened_says_so(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save_halves(tmp_path, step)
+    open_checkpoint(tmp_path / "step-00000001")
+    gc.collect()
+    asked = []
+
+    def meanwhile(*_):
+        asked.append(1)
+        if len(asked) == 1:
+            prune(tmp_path, 1, 0, tmp_path / "step-00000002")
+
+    monkeypatch.setattr(retention.fcntl, "flock", meanwhile)
+    with pytest.raises(MtcliError, match="step-00000001 is being removed by its run"):
+        open_checkpoint(tmp_path / "step-00000001")
