@@ -1,9 +1,9 @@
 """What the trace of the profiled step tells of it, as one rank's `Profiled`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mtcli.core.parallel.traffic import Traffic
+from mtcli.core.parallel.traffic import Traffic, Wait
 from mtcli.core.report import trace as traces
 from mtcli.core.report.memory import allocations, over_time, thinned
 from mtcli.core.report.records import Profiled, StepRecord, Waiting
@@ -34,23 +34,20 @@ def summarized(
     return Profiled(
         step=step,
         exchanging=shares_inside(ops, traces.without(exchanges, computing)),
-        communication=_seconds_by_op(traffic) | traces.exchanges(on_wire),
+        communication=_summed((w.op, w) for w in traffic.waits) | traces.exchanges(on_wire),
         overlapped=traces.length(traces.common(exchanges, computing)),
         kernels=traces.kernels(events),
         memory=thinned(curve, MEMORY_POINTS),
-        by_axis=traces.seconds_by_axis(events),
+        by_axis=traces.seconds_by_axis(events) or _seconds_on_host(on_wire, traffic),
         sent=traffic.sent,
     )
 
 
 def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> Waiting:
     """How long the host waited for collectives in a step whose stamps are `offset` later."""
-    by_axis: dict[str, float] = {}
-    for wait in traffic.waits:
-        by_axis[wait.axis] = by_axis.get(wait.axis, 0.0) + wait.end - wait.start
     waits = traces.union((w.start + offset, w.end + offset) for w in traffic.waits)
     ops = [(span.op.kind, span.start, span.end) for span in step.spans]
-    return Waiting(shares_inside(ops, waits), by_axis)
+    return Waiting(shares_inside(ops, waits), _summed((w.axis, w) for w in traffic.waits))
 
 
 def shares_inside(
@@ -64,10 +61,18 @@ def shares_inside(
     return found
 
 
-def _seconds_by_op(traffic: Traffic) -> dict[str, float]:
+def _seconds_on_host(on_wire: list[traces.Event], traffic: Traffic) -> dict[str, float]:
+    """Of waits by their axis; what the wire tells besides is FSDP2's, which is all of dp."""
+    told = _summed((wait.axis, wait) for wait in traffic.waits)
+    sharding = [e for e in on_wire if not e["name"].startswith(traces.RECEIVE)]
+    told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())
+    return told
+
+
+def _summed(waits: Iterable[tuple[str, Wait]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for wait in traffic.waits:
-        found[wait.op] = found.get(wait.op, 0.0) + wait.end - wait.start
+    for name, wait in waits:
+        found[name] = found.get(name, 0.0) + wait.end - wait.start
     return found
 
 

@@ -16,7 +16,7 @@ STEP = "mtcli: step"  # the annotation that ties the profiler's clock to ours
 OP = "mtcli: op "  # begins the annotation of an op of the pipeline
 GROUP = "Process Group Description"  # of an NCCL kernel: the axis whose communicator it uses
 ITEM_BYTES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2}
-SEND = "gloo:send"
+SEND, RECEIVE = "gloo:send", "gloo:recv"
 
 
 def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[Interval]:
@@ -105,10 +105,11 @@ def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
     for event in events:
         if event["name"] not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
             continue
-        within = [e["name"] for e in ranges if e["ts"] <= event["ts"] < e["ts"] + e["dur"]]
-        if within:
+        around = [e for e in ranges if e["ts"] <= event["ts"] < e["ts"] + e["dur"]]
+        if around:  # the innermost names the module; one may be prefetched inside another's
+            inner = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"]
             (out, given), kind = event["args"]["Input Dims"][:2], event["args"]["Input type"][0]
-            axis = "edp" if any("experts" in name for name in within) else "data"
+            axis = "edp" if "experts" in inner else "data"
             found.append((axis, abs(prod(out) - prod(given)) * ITEM_BYTES[kind]))
     return found
 

@@ -47,3 +47,11 @@ def test_an_exchange_beside_computation_is_hidden_and_no_part_of_an_op():
     assert found.overlapped == pytest.approx(0.5)
     assert found.exchanging["F"] == pytest.approx(0.5 / 2.0)
     assert found.communication == {"gloo:all_reduce": pytest.approx(1.0)}
+
+
+def test_what_fsdp_gathers_is_communication_of_dp_beside_the_waits_of_other_axes():
+    events = [event(trace.STEP, 1.0, 12.0, "user_annotation"), event("FSDP::all_gather", 1.5, 1.0)]
+    for name, seconds in (("all_gather", 1.0), ("recv", 4.0)):
+        events.append(event(f"gloo:{name}", 2.0, seconds, "user_annotation"))
+    found = summarized({"traceEvents": events}, step_of(0), (0.0, 50.0), waits((51.0, 51.5)))
+    assert found.by_axis == pytest.approx({"tp": 0.5, "data": 1.0})

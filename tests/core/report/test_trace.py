@@ -106,5 +106,8 @@ def test_sharding_moves_all_but_this_ranks_part():
         event("FSDP::post_backward_reduce (blocks.0.mlp.experts)", 20, 10),
         collective("_reduce_scatter", 25, 100, 400, "float"),
         collective("_allgather", 40, 400, 100, "float"),  # not of FSDP
+        event("FSDP::pre_backward (blocks.1.mlp.experts)", 50, 10),
+        event("FSDP::all_gather (blocks.0)", 52, 6),  # prefetched there
+        collective("_allgather", 55, 40, 10, "double"),
     ]
-    assert trace.sharding_bytes(events) == [("data", 600), ("edp", 1200)]
+    assert trace.sharding_bytes(events) == [("data", 600), ("edp", 1200), ("data", 240)]
