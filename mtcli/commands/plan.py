@@ -9,6 +9,7 @@ from mtcli.commands.options import JsonOut, Overrides, write_json
 if TYPE_CHECKING:
     from mtcli.core.cost.answer import Answer
     from mtcli.core.dryrun import DryRun
+    from mtcli.core.spec.layout import ParallelLayout
 
 PIPED_WIDTH = 120  # columns of a table that no terminal wraps
 
@@ -147,31 +148,22 @@ def _show(
         _table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
     if found.candidates:
         _table(found.search_title, found.candidate_columns(), found.candidate_rows())
+        columns = ("changed", "falls short", "step", "memory", "layout")
+        _table("The best with one field changed (estimated)", columns, found.other_rows())
     if draw:
         from mtcli.core.schedule.timeline import draw as draw_timeline
 
         typer.echo(draw_timeline(found.drawing))
     if ranks:
-        _show_ranks(rank_places(layout), rank_groups(layout))
+        _show_ranks(layout)
 
 
-def _show_ranks(
-    places: list[dict[str, dict[str, int]]], groups: dict[str, dict[str, list[list[int]]]]
-) -> None:
-    grids = list(groups)
-    columns = ["rank", *(axis for grid in grids for axis in groups[grid])]
-    rows = [
-        [rank, *(place[grid][axis] for grid in grids for axis in groups[grid])]
-        for rank, place in enumerate(places)
-    ]
-    _table(
-        "Ranks on the attention grid, and on the expert grid",
-        columns,
-        [[str(cell) for cell in row] for row in rows],
-    )
-    for grid in grids:
-        for axis, members in groups[grid].items():
-            typer.echo(f"{grid} {axis}: {' '.join(str(group) for group in members)}")
+def _show_ranks(layout: "ParallelLayout") -> None:
+    from mtcli.core.cost.ranks import group_lines, rank_table
+
+    _table(*rank_table(layout))
+    for line in group_lines(layout):
+        typer.echo(line)
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:

@@ -78,6 +78,62 @@ def test_what_does_not_fit_is_shown_and_exits_1(capsys):
     )
 
 
+def test_flops_are_told_by_every_convention(capsys):
+    _, out, _ = run(capsys, "gpt3-175b", "--gpus", "64", "--device", "h100", "--json", "-")
+    told = json.loads(out)["flop_conventions"]
+    rates = {name: one["tflops_per_gpu"] for name, one in told.items()}
+    whole, causal, weights = (
+        rates[f"3x forward, {kind}"]
+        for kind in ("full attention", "causal attention", "no attention")
+    )
+    assert causal - weights == pytest.approx((whole - weights) / 2)
+    # arXiv:2104.04473, equation 3, with and without recomputation: V/16lh and V/12lh.
+    s, h, layers, vocab = 2048, 12288, 96, 50257
+    again, once = (1 + s / (6 * h) + vocab / (n * layers * h) for n in (16, 12))
+    four = rates["4x forward, full attention"]
+    assert four / whole == pytest.approx(96 * again / (72 * once), rel=1e-3)
+    assert told["3x forward, full attention"]["share_of_peak"] == pytest.approx(whole / 989.4)
+
+
+def test_a_search_says_why_the_best_layouts_neighbours_fall_short(capsys):
+    arguments = ("gpt2-1.5b", "--gpus", "16", "--device", "a100-40gb")
+    _, out, _ = run(capsys, *arguments)
+    assert "The best with one field changed" in out and "falls short" in out
+    _, out, _ = run(capsys, *arguments, "--json", "-")
+    data = json.loads(out)
+    told = {(one["field"], one["value"]): one for one in data["neighbours"]}
+    assert told[("recompute", "full")]["reason"].startswith("+")
+    assert all(one["step_seconds"] > 0 for one in told.values())
+
+
+def test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide(capsys):
+    code, _, err = run(capsys, "gpt3-175b", "--gpus", "10", "--device", "a100-40gb")
+    assert code == 1 and "layouts fits" in err and "such as --global-batch 1540" in err
+
+
+def test_published_runs_are_scored_counted_and_drawn(capsys, tmp_path):
+    model = {"layers": 24, "hidden": 2048, "heads": 16, "seq": 2048}
+    parallel = {"tp": 1, "global_batch": 64, "micro_batch": 4}
+    row = {"source": "a paper", "gpu": "A100-80GB", "n_gpus": 8, "precision": "bf16"}
+    row |= {"model": model, "parallel": parallel}
+    rows = [
+        row | {"id": 1, "result": {"iter_time_s": 2.0, "mem_gb": 30}},
+        row | {"id": 2, "result": {"tflops_per_gpu": 150}},
+        row | {"id": 3, "result": {}},
+        {"id": 4},
+    ]
+    source, picture = tmp_path / "runs.json", tmp_path / "scatter.png"
+    source.write_text(json.dumps(rows))
+    code, out, err = run(capsys, "--validate", str(source), "--plot", str(picture))
+    assert code == 0 and "over 1 runs" in out
+    assert "left out record 4: no field 'model'" in err and "time printed in record 3" in err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    _, out, _ = run(capsys, "--validate", str(source), "--json", "-")
+    data = json.loads(out)
+    assert [one["id"] for one in data["runs"]] == [1, 2, 3] and data["untimed"] == [3]
+    assert data["runs"][0]["error"] == data["runs"][0]["predicted_seconds"] / 2.0 - 1
+
+
 def test_a_bare_preset_on_gpus_is_searched_and_its_best_config_written(capsys, tmp_path):
     target = tmp_path / "run.toml"
     arguments = ("gpt2-1.5b", "--gpus", "16", "--device", "a100-40gb")

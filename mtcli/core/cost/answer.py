@@ -4,9 +4,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtcli.core.cost.neighbours import Neighbour, neighbours
 from mtcli.core.cost.predict import Prediction, predict_workload
 from mtcli.core.cost.report import Json, as_json, describe, gib, stage_table, summary
-from mtcli.core.cost.request import Request, rule_problems
+from mtcli.core.cost.request import Request, round_batch, rule_problems
 from mtcli.core.cost.search import Found, apply, search
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
@@ -28,6 +29,8 @@ class Answer:
     prediction: Prediction
     candidates: tuple[Prediction, ...] = ()
     search_title: str = ""
+    others: tuple[Neighbour, ...] = ()  # the best layout with one field changed
+    tried: int = 0  # layouts of a search that found none to fit
 
     @property
     def title(self) -> str:
@@ -48,7 +51,18 @@ class Answer:
 
     def as_json(self) -> Json:
         """The JSON contract of `mtcli plan --json`."""
-        return as_json(self.prediction, self.candidates)
+        return as_json(self.prediction, self.candidates) | {
+            "neighbours": [
+                {
+                    "field": one.field,
+                    "value": one.value,
+                    "step_seconds": one.prediction.step_seconds,
+                    "fits": one.prediction.fits,
+                    "reason": one.reason,
+                }
+                for one in self.others
+            ]
+        }
 
     def summary(self) -> list[list[str]]:
         """Rows of the summary table."""
@@ -72,6 +86,16 @@ class Answer:
             figures = [f"{one.step_seconds:.4g} s", f"{one.mfu:.1%}", gib(one.memory.total)]
             shares = [f"{one.bubble_fraction:.1%}", f"{sent:.1%}", slower]
             rows.append([str(place), describe(one), *figures, *shares])
+        return rows
+
+    def other_rows(self) -> list[list[str]]:
+        """A row per changed field of the best layout: what became of it, and why."""
+        rows = []
+        for one in self.others:
+            figures = [f"{one.prediction.step_seconds:.4g} s", gib(one.prediction.memory.total)]
+            rows.append(
+                [f"{one.field}={one.value}", one.reason, *figures, describe(one.prediction)]
+            )
         return rows
 
     def save_config(self, target: str) -> None:
@@ -101,6 +125,10 @@ class Answer:
             need, have = gib(p.memory.total), gib(p.device.usable_bytes)
             whole = gib(p.device.memory_bytes)
             hint = "raise tp or pp, shard with zero, recompute, or cut the micro-batch; or --top 5"
+            if self.tried:
+                batch = round_batch(p.work.global_batch_size, p.work.layout.world)
+                hint = f"none of {self.tried:,} layouts fits; more ranks, or a global batch that "
+                hint += f"more layouts divide, such as --global-batch {batch}"
             raise failed(
                 f"a rank needs {need} and can use {have} of {p.device.name}'s {whole}", hint
             )
@@ -131,12 +159,14 @@ def _best(config: RunConfig, request: Request, found: Found) -> Answer:
         predictions = tuple(candidate.prediction for candidate in found.best)
         title = f"Best {len(predictions)} of {found.tried:,} layouts"
         title += f", {found.too_large:,} faster ones do not fit" if found.too_large else ""
-        return Answer(found.best[0].config, predictions[0], predictions, title)
+        others = tuple(neighbours(predictions, found.works))
+        return Answer(found.best[0].config, predictions[0], predictions, title, others)
     if found.nearest:  # legal, and too large: say by how much
         prediction = predict_workload(found.nearest, request.device)
-        return Answer(apply(config, found.nearest), prediction, (), "")
+        return Answer(apply(config, found.nearest), prediction, tried=found.tried)
     batch = config.batch.global_batch_size
-    hint = "choose a global batch that the data ranks divide, or pin fewer fields"
+    near = round_batch(batch, request.world)
+    hint = f"a global batch that the data ranks divide, such as {near}, or pin fewer fields"
     message = f"no layout of {request.world} ranks cuts this model and global_batch_size={batch}"
     none = Problem(message, hint, "--gpus")
     raise refusal(config, request.gpus, [none, *broken_rules(config, request.world)])

@@ -7,6 +7,7 @@ computed (arXiv:2205.05198, appendix A); HFU adds what is computed again.
 
 from dataclasses import dataclass
 
+from mtcli.core.cost.conventions import CONVENTIONS, MODEL
 from mtcli.core.cost.hardware import Device, device_named, shared
 from mtcli.core.cost.kernels import Pass
 from mtcli.core.cost.memory import Memory, memory
@@ -18,7 +19,7 @@ from mtcli.core.spec.check import require
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.model import forward_flops
 
-FLOP_CONVENTION = "3x forward, full attention"
+FLOP_CONVENTION = MODEL.name
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ class Prediction:
     def hardware_flops_per_gpu(self) -> float:
         """FLOP/s per device with what is computed again."""
         return (3 + recomputed_share(self.work)) * self._forward_flops_per_second
+
+    @property
+    def flops_by_convention(self) -> dict[str, float]:
+        """FLOP/s per device by the name of each way to count them in use."""
+        m, seq_len = self.work.model, self.work.seq_len
+        rate = self.tokens_per_second_per_gpu
+        return {one.name: one.token_flops(m, seq_len) * rate for one in CONVENTIONS}
 
     @property
     def mfu(self) -> float:

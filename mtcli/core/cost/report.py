@@ -80,13 +80,20 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
         *_slow_precision(p),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
-        ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%}"),
+        ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),
+        ("counted otherwise", _other_counts(p)),
         ("pipeline bubble", f"{p.bubble_fraction:.1%} of the ideal time"),
         (
             "communication",
             ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in exposed.items()) or "none",
         ),
     ]
+
+
+def _other_counts(p: Prediction) -> str:
+    """TFLOP/s per GPU by the other conventions in use."""
+    rates = {n: r for n, r in p.flops_by_convention.items() if n != FLOP_CONVENTION}
+    return ", ".join(f"{rate / 1e12:.4g} ({name})" for name, rate in rates.items())
 
 
 def _named(p: Prediction) -> str:
@@ -156,6 +163,7 @@ def gib(count: float) -> str:
 
 def _figures(p: Prediction) -> Json:
     model = p.work.model
+    peak = p.device.peak(p.work.sizes.gemm)
     most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
     return {
         "layout": layout_of(p.work),
@@ -178,4 +186,8 @@ def _figures(p: Prediction) -> Json:
         "communication_seconds": p.communication_seconds,
         "device": p.device.name,
         "flop_convention": FLOP_CONVENTION,
+        "flop_conventions": {
+            name: {"tflops_per_gpu": rate / 1e12, "share_of_peak": rate / peak}
+            for name, rate in p.flops_by_convention.items()
+        },
     }

@@ -69,13 +69,13 @@ def _filled(table: Table, gpus: int | None, device: Device) -> Table:
     batch, train = dict(table.get("batch", {})), dict(table.get("train", {}))
     seq_len = batch.setdefault("seq_len", config.model.max_seq_len)
     if "global_batch_size" not in batch and isinstance(seq_len, int) and seq_len > 0:
-        batch["global_batch_size"] = _round_batch(TOKENS_PER_STEP // seq_len, gpus)
+        batch["global_batch_size"] = round_batch(TOKENS_PER_STEP // seq_len, gpus)
     if device.name != "cpu":
         train.setdefault("precision", device.half_precision)
     return table | {"batch": batch, "train": train}
 
 
-def _round_batch(sequences: int, gpus: int) -> int:
+def round_batch(sequences: int, gpus: int) -> int:
     """At least that many sequences, which the data ranks of many layouts divide: a multiple of the
     world's odd part and of its powers of two up to 64."""
     odd = gpus // (gpus & -gpus)

@@ -13,7 +13,7 @@ from math import gcd
 from typing import Any
 
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.memory import memory
+from mtcli.core.cost.memory import memory, state_bytes
 from mtcli.core.cost.physics import PHYSICS, Physics
 from mtcli.core.cost.predict import Prediction, predict_workload
 from mtcli.core.cost.step import block_costs, stage_seconds, step_costs, weight_seconds
@@ -45,6 +45,7 @@ class Found:
     tried: int
     too_large: int
     nearest: Workload | None  # of those that are too large, the one that needs least memory
+    works: tuple[Workload, ...] = ()  # everything that was tried
 
 
 def search(
@@ -60,6 +61,7 @@ def search(
     heapify(queue)
     best: list[Candidate] = []
     large: list[Workload] = []
+    hopeless: list[Workload] = []  # before any activation
     while queue:
         bound, number, tight = heappop(queue)
         if len(best) == top and bound > best[-1].prediction.step_seconds:
@@ -67,14 +69,19 @@ def search(
         work = works[number]
         if not tight:
             heappush(queue, (lower_bound(work, device), number, True))
+        elif _state(work) + device.reserved_bytes > device.usable_bytes:
+            hopeless.append(work)
         elif memory(work, device).total > device.usable_bytes:
             large.append(work)
         elif not problems(chosen := apply(config, work), world):
             best.append(Candidate(chosen, predict_workload(work, device)))
             best.sort(key=lambda candidate: candidate.prediction.step_seconds)
             del best[top:]
-    nearest = min(large, key=lambda work: memory(work, device).total) if large else None
-    return Found(tuple(best), len(works), len(large), nearest)
+    nearest = None
+    if not best and (large or hopeless):
+        nearest = min(large or hopeless, key=lambda work: memory(work, device).total)
+    too_large = len(large) + len(hopeless)
+    return Found(tuple(best), len(works), too_large, nearest, tuple(works))
 
 
 def apply(config: RunConfig, work: Workload) -> RunConfig:
@@ -110,6 +117,12 @@ def choices(
         for experts in _expert_grids(config, world, grid, pinned):
             for pieces in _pieces(config, world, grid, pinned):
                 yield grid | experts | pieces
+
+
+def _state(work: Workload) -> int:
+    """Bytes of weights, gradients and optimizer on the fullest of some ranks: quick to know."""
+    last = work.layout.pp - 1
+    return max(sum(state_bytes(work, pp_rank)) for pp_rank in {0, last // 2, last})
 
 
 def _loose_bound(work: Workload, device: Device) -> float:

@@ -117,7 +117,8 @@ class Workload:
     def representative(self) -> int:
         """Micro-batches beyond which the pipeline only repeats itself, every pp of them."""
         pp, m = self.layout.pp, self.num_micro_batches
-        return m if m < 4 * pp else 3 * pp + m % pp
+        rounds = 3 if self.layout.vpp > 1 else 2  # chunks of unequal stages settle later
+        return m if m < (rounds + 1) * pp else rounds * pp + m % pp
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again

@@ -4,9 +4,10 @@ import pytest
 
 from mtcli.core.cost.hardware import GPUS
 from mtcli.core.cost.memory import memory
+from mtcli.core.cost.neighbours import FIELDS, neighbours
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import predict_workload
-from mtcli.core.cost.ranks import rank_groups, rank_places
+from mtcli.core.cost.ranks import group_lines, rank_groups, rank_places, rank_table
 from mtcli.core.cost.search import apply, choices, lower_bound, search
 from mtcli.core.cost.step import pipeline_seconds, step_costs
 from mtcli.core.cost.workload import Workload
@@ -94,3 +95,51 @@ def test_rank_maps_show_both_grids_over_the_same_pipeline():
     assert groups["attention"]["pp"] == groups["experts"]["pp"]
     assert groups["attention"]["tp"][:2] == [[0, 1], [2, 3]]
     assert groups["experts"]["ep"][0] == [0, 1, 2, 3]
+
+
+def test_a_large_world_is_told_by_ranges():
+    layout = ParallelLayout(2240, tp=8, pp=35)
+    title, columns, rows = rank_table(layout)
+    assert "stage 0 of 35; stage p holds ranks p*64 to p*64+63" in title
+    assert columns == ["ranks", "pp", "dp", "cp", "tp", "pp", "edp", "ep", "etp"]
+    assert len(rows) == 8
+    assert rows[1] == ["8-15", "0", "1", "0", "0-7", "0", "8-15", "0", "0"]
+    lines = group_lines(layout)
+    assert "attention tp: 280 groups of 8: 0-7, 2232-2239" in lines
+    assert "attention dp: 280 groups of 8: 0-56 by 8, 2183-2239 by 8" in lines
+    assert "experts pp: 64 groups of 35: 0-2176 by 64, 63-2239 by 64" in lines
+
+
+def test_the_middle_of_a_long_map_is_left_out():
+    _, _, rows = rank_table(ParallelLayout(1024, tp=8))
+    assert len(rows) == 16
+    assert rows[-2][0] == "..." and rows[-1][0] == "1016-1023"
+
+
+def test_the_best_layout_falls_to_others_by_one_field_for_a_reason():
+    """What is said of a neighbour is what its own prediction says, within the bound's slack."""
+    gpu = GPUS["h200"]
+    found = search(MIXTURE, 8, gpu, 3)
+    best = [candidate.prediction for candidate in found.best]
+    others = neighbours(best, found.works)
+    assert {one.field for one in others} >= {"tp", "ep", "zero", "recompute"}
+    for one in others:
+        work = one.prediction.work
+        read = FIELDS[one.field]
+        assert read(work) == one.value != read(best[0].work)
+        exact = predict_workload(work, gpu)
+        assert one.prediction.step_seconds == pytest.approx(exact.step_seconds, rel=0.05)
+        assert exact.fits == (not one.reason.startswith("does not fit"))
+        if exact.fits:
+            slower = exact.step_seconds / best[0].step_seconds - 1
+            assert float(one.reason.partition("%")[0]) / 100 == pytest.approx(slower, abs=0.06)
+    again = next(one for one in others if one.field == "recompute")
+    assert "recomputation" in again.reason
+
+
+def test_squares_of_ranks_are_searched_where_they_are_asked_for():
+    config = load_config("gpt3-175b", ["parallel.tp_mode=2d", "train.precision=bf16"])
+    found = search(config, 64, GPUS["h200"], 3, frozenset({"parallel.tp_mode"}))
+    for candidate in found.best:
+        assert candidate.config.parallel.tp in (4, 16, 64)
+        assert candidate.prediction.work.mesh**2 == candidate.config.parallel.tp
