@@ -11,6 +11,9 @@ import typer
 
 from mtcli.core.spec.errors import Exit, MtcliError, Problem
 
+# Names out of files stand in messages: they move no cursor and ring no bell.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
 
 def main() -> None:
     """Runs `mtcli` on the process's arguments and exits with its code."""
@@ -48,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fail(text: str, code: Exit) -> Exit:
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(text.translate(CONTROLS) + "\n")
     return code
 
 

@@ -20,7 +20,7 @@ from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.cuts import Cut, cuts_of
 from mtcli.core.checkpoint.hf import GENERATION, TOKENIZER_FILES
 from mtcli.core.checkpoint.layouts import output_config
-from mtcli.core.checkpoint.names import HUGGINGFACE, TOKENIZER
+from mtcli.core.checkpoint.names import HUGGINGFACE, TOKENIZER, require_inside
 from mtcli.core.checkpoint.store import About, Outline, Written, commit, write_outlined
 from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 from mtcli.core.spec.config import ParallelConfig
@@ -71,7 +71,7 @@ def tokenizer_files(source: Checkpoint, prefix: str) -> dict[str, Path]:
         return {}
     is_ours = source.config is not None  # whose folder holds nothing else
     return {
-        prefix + path.name: path
+        prefix + path.name: require_inside(source.folder, path)
         for path in sorted(folder.iterdir())
         if path.is_file() and (is_ours or path.name in TOKENIZER_FILES) and path.name[0] != "."
     }
@@ -83,7 +83,7 @@ def original_config(source: Checkpoint) -> Path | None:
     path = folder / hfconfig.NAME
     if not path.is_file():
         return None
-    model = hfconfig.model_of(hfconfig.read_json(path), path)
+    model = hfconfig.model_of(hfconfig.read_json(require_inside(source.folder, path)), path)
     return path if hfconfig.says_the_same(model, source.model) else None
 
 
@@ -92,7 +92,11 @@ def _originals(source: Checkpoint) -> dict[str, Path]:
     if path is None:
         return {}
     files = (path, path.with_name(GENERATION))
-    return {f"{HUGGINGFACE}/{file.name}": file for file in files if file.is_file()}
+    return {
+        f"{HUGGINGFACE}/{file.name}": require_inside(source.folder, file)
+        for file in files
+        if file.is_file()
+    }
 
 
 def _outline(source: Checkpoint, cut: Cut, options: Options) -> Outline:

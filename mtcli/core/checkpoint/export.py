@@ -24,6 +24,7 @@ from mtcli.core.checkpoint.dtypes import CODE_BYTES, code_of, dtype_name
 from mtcli.core.checkpoint.families.family import Family, Part, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE
 from mtcli.core.checkpoint.hf import GENERATION, INDEX, SINGLE
+from mtcli.core.checkpoint.names import require_inside
 from mtcli.core.checkpoint.tensorfile import Planned
 from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
@@ -145,6 +146,7 @@ def _write_configs(
         _write_json(folder / hfconfig.NAME, table | dict.fromkeys(names, dtype_name(dtype)))
     generation = original.with_name(GENERATION) if original is not None else None
     if generation is not None and generation.is_file():
+        require_inside(source.folder, generation)
         write_bytes(folder / GENERATION, generation.read_bytes())
     else:
         kept = {name: table.get(name) for name in tokens}

@@ -14,6 +14,7 @@ from mtcli.core.checkpoint.families.family import Family, Part
 from mtcli.core.checkpoint.hfconfig import family_in, model_of, read_json
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import is_text, shown
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.sharding import Parameter, Rectangle
 
@@ -101,8 +102,9 @@ def _index(folder: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files:
         raise damaged(path, "it has no weight_map")
     for name, file in files.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\x00.][^/\\\x00]*", file):
-            raise damaged(path, f"{name} is in {file!r}, which is not a file of its folder")
+        if not is_text(file) or not re.fullmatch(r"[^/\\\x00.][^/\\\x00]*", file):
+            what = f"{shown(name)} is in {shown(file)}"
+            raise damaged(path, f"{what}, which is not a file of its folder")
     return files
 
 

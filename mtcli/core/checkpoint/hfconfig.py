@@ -1,6 +1,5 @@
 """config.json of a Hugging Face folder: to our ModelConfig and from it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from pydantic import ValidationError
 from mtcli.core.checkpoint.families.family import Demand, Family, Field, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE, FAMILIES
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.foreign import parse_json, shown
 from mtcli.core.spec.model_config import ModelConfig
 
 NAME = "config.json"
@@ -33,8 +33,8 @@ def read_json(path: Path) -> Table:
     try:
         if len(text) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES} bytes")
-        table = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        table = parse_json(text)
+    except ValueError as error:
         raise wrong(f"{path} is not JSON: {error}", "use another copy") from None
     if not isinstance(table, dict):
         raise wrong(f"{path} is not a JSON object", "use another copy")
@@ -45,7 +45,9 @@ def family_in(table: Table, path: Path) -> Family:
     """The family that a config.json names; raises MtcliError that lists those we know."""
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
-        raise wrong(f"{path}: model_type={kind!r} is not supported", f"one of {', '.join(BY_TYPE)}")
+        raise wrong(
+            f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
+        )
     return BY_TYPE[kind]
 
 
@@ -143,7 +145,7 @@ def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:
     if field.values is not None:
         if not isinstance(value, str) or value not in field.values:
             known = ", ".join(field.values)
-            return [Problem(f"{field.theirs}={value!r} is not supported", f"one of {known}")]
+            return [Problem(f"{field.theirs}={shown(value)} is not supported", f"one of {known}")]
         value = field.values[value]
     values[field.ours] = value
     return []
@@ -154,7 +156,7 @@ def _unmet(demand: Demand, table: Table) -> Problem | None:
     if value in demand.values:
         return None
     known = " or ".join(str(value) for value in demand.values if value is not None)
-    return Problem(f"{demand.theirs}={value!r} cannot be represented", f"only {known} can")
+    return Problem(f"{demand.theirs}={shown(value)} cannot be represented", f"only {known} can")
 
 
 def _at(path: Path, problem: Problem) -> Problem:
@@ -166,4 +168,6 @@ def _fault(path: Path, family: Family, detail: Any) -> Problem:
     theirs = next((field.theirs for field in family.fields if field.ours == ours), ours)
     if detail["type"] == "missing":
         return Problem(f"{path} has no {theirs}", "is it the config.json of the weights?")
-    return Problem(f"{path}: {theirs}={detail['input']!r}: {detail['msg']}", "see docs/shard.md")
+    return Problem(
+        f"{path}: {theirs}={shown(detail['input'])}: {detail['msg']}", "see docs/shard.md"
+    )

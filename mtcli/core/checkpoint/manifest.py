@@ -133,11 +133,16 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_pieces(path: Path, manifest: Manifest) -> None:
-    """Raises MtcliError where the pieces of a tensor do not tile it, or name no known file."""
+    """Raises MtcliError where the pieces of a tensor do not tile it, or name no known file, or one
+    tensor of a file twice."""
+    seen: set[tuple[str, str]] = set()
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             if piece.file not in manifest.files:
                 raise damaged(path, f"{name} is in {piece.file}, which it does not list")
+            if (piece.file, piece.key) in seen:  # a small file would be a model of any size
+                raise damaged(path, f"{piece.key} of {piece.file} is in it twice")
+            seen.add((piece.file, piece.key))
         if fault := tiling_fault(tensor.shape, [piece.box for piece in tensor.pieces]):
             raise damaged(path, f"the pieces of {name} {fault}")
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from mtcli.core.spec.errors import wrong
+
 CHECKPOINTS = "checkpoints"  # of a run folder
 CONFIG = "config.toml"
 TOKENIZER = "tokenizer"
@@ -34,6 +36,22 @@ def step_folders(root: Path) -> list[Path]:
 def step_of(folder: Path) -> int:
     """The step of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
+
+
+def require_inside(folder: Path, path: Path) -> Path:
+    """`path`, a file of `folder` that is to be copied as it is.
+
+    Raises MtcliError where a link leads it out of the folder: a checkpoint from elsewhere could
+    else have any file of this machine copied into what its user publishes. Links of the Hugging
+    Face cache, from snapshots/<revision>/ to blobs/, are its own.
+    """
+    root, real = folder.resolve(), path.resolve()
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(home) for home in homes):
+        raise wrong(f"{path} is a link out of {folder}, to {real}", "copy the file in its place")
+    return path
 
 
 def is_optimizer(name: str) -> bool:

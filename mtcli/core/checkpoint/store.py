@@ -29,6 +29,7 @@ from mtcli.core.checkpoint.names import (
     PARTIAL,
     TOKENIZER,
     rank_file,
+    require_inside,
     step_name,
 )
 from mtcli.core.checkpoint.retention import prune
@@ -185,7 +186,7 @@ def tokenizer_files(folder: Path | None) -> dict[str, Path]:
     if folder is None:
         return {}
     found = (path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
-    return {f"{TOKENIZER}/{path.name}": path for path in found}
+    return {f"{TOKENIZER}/{path.name}": require_inside(folder, path) for path in found}
 
 
 def _keys(names: list[str]) -> list[str]:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.dtypes import CODE_BYTES
 from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.spec.foreign import is_text, shown
 
 MAX_HEADER_BYTES = 100_000_000  # as in the reference reader
 MAX_DIMS = 16
+MAX_NUMEL = 2**59  # 64-bit arithmetic on bytes holds it, whatever the dtype
 
 
 class Entry(NamedTuple):
@@ -95,7 +97,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[str, Entry]:
-    header.pop("__metadata__", None)
+    about = header.pop("__metadata__", None) or {}
+    if not isinstance(about, dict) or not all(map(is_text, (*about, *about.values()))):
+        raise damaged(path, "its __metadata__ is not a table of text")
     entries = {name: _entry(path, name, value, start) for name, value in header.items()}
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].bytes)):
@@ -108,15 +112,17 @@ def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[
 
 
 def _entry(path: Path, name: str, value: Any, start: int) -> Entry:
+    if not is_text(name):
+        raise damaged(path, f"the name {shown(name)} is no text")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise damaged(path, f"the header entry of {name} is not a dtype, shape and data_offsets")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(code, str) or code not in CODE_BYTES:
-        raise damaged(path, f"{name} has the unknown dtype {code!r}")
-    if not _is_counts(shape) or len(shape) > MAX_DIMS:
-        raise damaged(path, f"{name} has the shape {shape!r}")
+        raise damaged(path, f"{name} has the unknown dtype {shown(code)}")
+    if not _is_counts(shape) or len(shape) > MAX_DIMS or prod(n or 1 for n in shape) > MAX_NUMEL:
+        raise damaged(path, f"{name} has the shape {shown(shape)}")
     if not _is_counts(offsets) or len(offsets) != 2:
-        raise damaged(path, f"{name} has the data_offsets {offsets!r}")
+        raise damaged(path, f"{name} has the data_offsets {shown(offsets)}")
     begin, end = offsets
     expected = prod(shape) * CODE_BYTES[code]
     if end - begin != expected:

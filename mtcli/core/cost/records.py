@@ -16,6 +16,7 @@ from mtcli.core.cost.measured import measured_seconds
 from mtcli.core.cost.predict import predict_workload
 from mtcli.core.cost.sites import device_of
 from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model_config import ModelConfig
 
@@ -37,6 +38,7 @@ COUNTS = {
     "seq",
 }
 COUNTS |= {"tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch", "global_batch", "topk"}
+MAX_SIZE = 1 << 24  # beyond all that a record has, and small enough to compute with
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # tried where a record gives none
 
 
@@ -124,8 +126,8 @@ def _require_counts(row: Table) -> None:
     for table in (row, row["model"], row["parallel"]):
         for name in COUNTS & set(table):
             size = table[name]
-            if size is not None and (type(size) is not int or size < 1):
-                raise ValueError(f"{name}={size!r} is no whole number above 0")
+            if size is not None and (type(size) is not int or not 0 < size <= MAX_SIZE):
+                raise ValueError(f"{name}={shown(size)} is no whole number above 0")
 
 
 def _recompute(printed: str) -> str:

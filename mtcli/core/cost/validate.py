@@ -1,6 +1,6 @@
 """How far the predictor is from published runs: error in time per source, ranks, memory."""
 
-import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from mtcli.core.cost.physics import PHYSICS, Physics
 from mtcli.core.cost.predict import predict_workload
 from mtcli.core.cost.records import Record, read_record
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import parse_json
 
 Json = dict[str, Any]
 
@@ -51,7 +52,7 @@ def read_records(path: str) -> tuple[list[Record], list[str]]:
     Raises MtcliError where the file is not such a list.
     """
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = parse_json(Path(path).read_bytes())
     except OSError as error:
         raise wrong(
             f"{path} cannot be read: {error.strerror}", "name a file", "--validate"
@@ -177,9 +178,11 @@ def _of_source(scored: Sequence[Scored], source: str) -> Json:
 
 def _ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 0, ties sharing their mean."""
-    ordered = sorted(values)
-    first = {value: ordered.index(value) for value in set(values)}
-    return [first[value] + (ordered.count(value) - 1) / 2 for value in values]
+    first: dict[float, int] = {}
+    for place, value in enumerate(sorted(values)):
+        first.setdefault(value, place)
+    count = Counter(values)
+    return [first[value] + (count[value] - 1) / 2 for value in values]
 
 
 def _reason(error: Exception) -> str:

@@ -7,9 +7,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tokenize import TokenError
 from typing import TypeVar
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from mtcli.core.data.blend import BlendOrder, blend_indices
 from mtcli.core.data.indexed import Indexed, with_suffix
@@ -53,30 +55,44 @@ def _kept(
     """What `build` gives, from `PREFIX.cache/` where a process with the same facts made it before.
 
     One process at a time builds, under a lock, so that ranks which start together share its work.
-    Where the folder cannot be written, each process builds its own in memory.
+    Where the folder cannot be written, each process builds its own in memory. What came with the
+    data from elsewhere is never taken: its name would need the time when `.idx` was put here.
     """
+    facts = [*facts, with_suffix(prefix, ".idx").stat().st_ctime_ns]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     folder = with_suffix(prefix, ".cache") / name
-    kept = _load(folder, kind)
+    kept = load_kept(folder, kind)
     if kept is not None:
         return kept
     try:
         folder.parent.mkdir(exist_ok=True)
         with open(folder.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if _load(folder, kind) is None:
+            if load_kept(folder, kind) is None:
                 _store(folder, build())
     except OSError:  # a read-only or full disk
         return build()
-    return _load(folder, kind) or build()
+    return load_kept(folder, kind) or build()
 
 
-def _load(folder: Path, kind: type[Arrays]) -> Arrays | None:
-    """The arrays in `folder`, mapped; None where they are not there or not whole."""
+def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
+    """The arrays in `folder`, mapped; None where they are not there, not whole or no indices."""
     try:
-        return kind(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in kind._fields))
-    except (OSError, ValueError):
+        arrays = kind(*(open_memmap(folder / f"{name}.npy", mode="r") for name in kind._fields))
+    except (OSError, ValueError, TokenError):
         return None
+    return arrays if _are_indices(arrays) else None
+
+
+def _are_indices(arrays: Samples | BlendOrder) -> bool:
+    """Whether they are integers in the shapes that their docstrings give."""
+    shapes = [array.shape for array in arrays]
+    if any(array.dtype.kind not in "iu" for array in arrays):
+        return False
+    if isinstance(arrays, BlendOrder):
+        return shapes == [(arrays.owner.size,)] * 2
+    count = arrays.order.size
+    return shapes == [(arrays.documents.size,), (count + 1, 2), (count,)]
 
 
 def _store(folder: Path, arrays: Samples | BlendOrder) -> None:

@@ -1,10 +1,10 @@
 """`PREFIX.json`: what preprocess says of the tokens it wrote."""
 
-import json
 from pathlib import Path
 
 from mtcli.core.data.indexed import with_suffix
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import parse_json
 
 
 def describe(prefix: str | Path) -> dict[str, object] | None:
@@ -16,7 +16,9 @@ def describe(prefix: str | Path) -> dict[str, object] | None:
     if not path.is_file():
         return None
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(path.read_bytes())
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise wrong(
             f"{path} is not JSON: {error}", "write it again with mtcli preprocess"
@@ -29,7 +31,7 @@ def describe(prefix: str | Path) -> dict[str, object] | None:
 def max_token_id(prefix: str | Path) -> int | None:
     """The largest token id in the data at `prefix`, where `PREFIX.json` has it."""
     value = (describe(prefix) or {}).get("max_token_id")
-    return value if isinstance(value, int) else None
+    return value if type(value) is int else None
 
 
 def tokenizer_folder(prefix: str | Path) -> Path | None:

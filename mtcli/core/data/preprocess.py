@@ -4,7 +4,6 @@ The corpus is cut into blocks; workers encode blocks into part files; this proce
 in order. Memory holds a block per worker and a file buffer, whatever the corpus.
 """
 
-import json
 import sys
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mtcli.core.data.corpus import Block, Source, cut
+from mtcli.core.data.describe import describe
 from mtcli.core.data.documents import Reading, Text, read_documents
 from mtcli.core.data.encoders import SAMPLE_BYTES, is_cuttable, make_encode
 from mtcli.core.data.indexed import token_dtype, with_suffix
@@ -46,6 +46,8 @@ def preprocess(request: Request, say: Say) -> dict[str, object]:
     else:
         say(f"{request.output} is complete: nothing to do")
     seconds = time.perf_counter() - began
+    if type(facts.get("tokens")) is not int:
+        raise wrong(f"{request.output}.json does not say how many tokens there are", "--force")
     return {
         **facts,
         "workers": request.workers,
@@ -79,7 +81,7 @@ def _in_workspace(
 def _run(request: Request, sources: list[Source], space: Workspace, say: Say) -> dict[str, object]:
     if space.is_finished:
         space.publish()
-        return json.loads(with_suffix(request.output, ".json").read_text(encoding="utf-8"))
+        return describe(request.output) or {}
     parts = space.folder / "parts"
     parts.mkdir(exist_ok=True)
     corpus: Iterable[Source] = sources

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.spec.foreign import parse_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # What families call it, where the folder's tokenizer_config.json does not say.
@@ -207,7 +208,7 @@ def _config_beside(path: Path) -> dict[str, object]:
     if not config.is_file():
         return {}
     try:
-        loaded = json.loads(_read(config))
+        loaded = parse_json(_read(config))
     except ValueError as error:
         raise wrong(f"{config} is not JSON: {error}") from None
     return loaded if isinstance(loaded, dict) else {}

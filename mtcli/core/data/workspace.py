@@ -11,19 +11,32 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from mtcli.core.data.indexed import with_suffix, write_index
 from mtcli.core.data.work import Counts
-from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.spec.errors import MtcliError, failed, wrong
+from mtcli.core.spec.foreign import parse_json
+from mtcli.core.spec.section import Count
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
 COMMIT_SECONDS = 1.0  # at most this much work is done again after a crash of the machine
 COPY_BYTES = 4 << 20
 FINAL = (".tokenizer", ".bin", ".json", ".idx")  # the index last: it says that the rest is there
+
+
+@dataclass
+class _Kept:
+    """What a line of the journal vouches for."""
+
+    blocks: Count = 0
+    token_bytes: Count = 0
+    length_bytes: Count = 0
+    counts: Counts = field(default_factory=Counts)
 
 
 class Workspace:
@@ -144,7 +157,7 @@ class Workspace:
                 path.unlink()
         self._write_line({"fingerprint": fingerprint})
 
-    def _last_line(self, fingerprint: str) -> dict[str, object] | None:
+    def _last_line(self, fingerprint: str) -> "_Kept | None":
         lines = self._lines()
         if not lines:
             return None
@@ -153,15 +166,18 @@ class Workspace:
                 f"{self.folder} was begun with other inputs or options",
                 "give the same ones, or leave --resume out to start over",
             )
-        return next((line for line in reversed(lines) if "blocks" in line), {"blocks": 0})
+        kept = next((line for line in reversed(lines) if "blocks" in line), {})
+        try:
+            return TypeAdapter(_Kept).validate_json(json.dumps(kept), strict=True)
+        except ValidationError as error:
+            raise self._damaged(error.errors()[0]["msg"]) from None
 
-    def _take_up(self, kept: dict) -> None:
+    def _take_up(self, kept: "_Kept") -> None:
         """Cut both files to what the journal vouches for, and count and hash that again."""
-        self.blocks = kept["blocks"]
-        self.counts = Counts(**kept.get("counts", {}))
+        self.blocks, self.counts = kept.blocks, kept.counts
         for file, size in (
-            (self._tokens, kept.get("token_bytes", 0)),
-            (self._lengths, kept.get("length_bytes", 0)),
+            (self._tokens, kept.token_bytes),
+            (self._lengths, kept.length_bytes),
         ):
             if file.tell() < size:
                 raise failed(
@@ -178,8 +194,18 @@ class Workspace:
         """The journal's whole lines; a last one that was cut by a crash does not count."""
         if not self._journal.is_file():
             return []
-        whole = self._journal.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in whole]
+        whole = self._journal.read_bytes().split(b"\n")[:-1]
+        try:
+            lines = [parse_json(line) for line in whole]
+        except ValueError as error:
+            raise self._damaged(f"not JSON: {error}") from None
+        if not all(isinstance(line, dict) for line in lines):
+            raise self._damaged("a line is no object")
+        return lines
+
+    def _damaged(self, why: str) -> MtcliError:
+        self._lock.close()
+        return wrong(f"{self._journal} is damaged: {why}", "leave --resume out to start over")
 
     def _write_line(self, line: dict[str, object]) -> None:
         with open(self._journal, "a", encoding="utf-8") as file:

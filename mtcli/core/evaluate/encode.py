@@ -70,7 +70,11 @@ def encoder_for(tokenizer: Tokenizer) -> Encoder:
     added = tokenizer.backend.encode("", add_special_tokens=True).ids[:1]  # Llama's template: <s>
     named = tokenizer.config.get("bos_token")
     name = named.get("content") if isinstance(named, dict) else named
-    prefix_id = vocab[name] if name in vocab else next(iter(added), tokenizer.eod_id)
+    prefix_id = (
+        vocab[name]
+        if isinstance(name, str) and name in vocab
+        else next(iter(added), tokenizer.eod_id)
+    )
     if prefix_id is None:
         raise wrong(
             f"the tokenizer has {len(vocab)} tokens, and none that begins or ends a text",

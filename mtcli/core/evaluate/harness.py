@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.prepared import Progress, Report
+from mtcli.core.evaluate.prepared import Progress, Report, read_text
 from mtcli.core.evaluate.requests import Request, Score, Scorer, request, rolling_windows
 from mtcli.core.evaluate.scoring import plan, run
 from mtcli.core.spec.errors import failed, wrong
@@ -126,7 +126,7 @@ def _find(name: str) -> tuple[TaskManager, str]:
         path = Path(name)
         if not path.is_file():
             raise wrong(f"{name} does not exist", "give a task's YAML file, or its name", "--task")
-        found = re.search(r"^(?:task|group):\s*['\"]?([^'\"\s#]+)", path.read_text(), re.MULTILINE)
+        found = re.search(r"^(?:task|group):\s*['\"]?([^'\"\s#]+)", read_text(path), re.MULTILINE)
         if found is None:
             raise wrong(f"{name} names 0 tasks", "it must have a line `task: NAME`", "--task")
         folder = str(path.resolve().parent)

@@ -19,6 +19,7 @@ from mtcli.core.evaluate.prepared import (
     read_text,
 )
 from mtcli.core.evaluate.requests import Score
+from mtcli.core.spec.foreign import is_text, parse_json
 
 
 def prepare_lambada(path: Path, encoder: Encoder, options: Options) -> Prepared:
@@ -59,10 +60,12 @@ def _passages(path: Path) -> list[str]:
 
 def _passage(path: Path, number: int, line: str) -> str:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except json.JSONDecodeError as error:
         raise bad_line(path, number, f"not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise bad_line(path, number, f"not JSON: {error}") from error
     text = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(text, str) or not text.strip():
+    if not is_text(text) or not text.strip():
         raise bad_line(path, number, 'no "text", which must be a string with at least one word')
     return text

@@ -9,12 +9,13 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.prepared import Options, Prepared, Report, read_text
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import is_text, parse_json, shown
 
 LEVELS = ("high", "middle")
 LETTERS = "ABCD"
@@ -94,14 +95,11 @@ def _number(file: Path) -> tuple[int, str]:
 
 
 def _article(file: Path) -> Article:
+    row = _row(file)
     try:
-        row = json.loads(read_text(file))
         text, questions, options = row["article"], row["questions"], row["options"]
-        answers = [LETTERS.index(letter) for letter in row["answers"]]
-    except json.JSONDecodeError as error:
-        raise wrong(
-            f"{file}, line {error.lineno}: not JSON: {error.msg}", field="--task"
-        ) from error
+        answers = [list(LETTERS).index(letter) for letter in row["answers"]]
+        _require_texts([text], questions, *options)
     except (KeyError, TypeError, ValueError) as error:
         raise wrong(f"{file}, line 1: {_explain(error)}", _SHAPE, "--task") from error
     if not questions or not len(questions) == len(options) == len(answers):
@@ -115,6 +113,23 @@ def _article(file: Path) -> Article:
                 "--task",
             )
     return Article(text, tuple(questions), tuple(map(tuple, options)), tuple(answers))
+
+
+def _row(file: Path) -> Any:
+    try:
+        return parse_json(read_text(file))
+    except json.JSONDecodeError as error:
+        where = f"{file}, line {error.lineno}"
+        raise wrong(f"{where}: not JSON: {error.msg}", field="--task") from error
+    except ValueError as error:
+        raise wrong(f"{file}, line 1: not JSON: {error}", field="--task") from error
+
+
+def _require_texts(*lists: Any) -> None:
+    """Raises TypeError where something is not a list of text."""
+    for texts in lists:
+        if not isinstance(texts, list) or not all(map(is_text, texts)):
+            raise TypeError(f"{shown(texts)} is not a list of text")
 
 
 _SHAPE = 'a RACE file is {"article", "questions": [...], "options": [[4 each]], "answers": ["A"..]}'

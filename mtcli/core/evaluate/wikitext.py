@@ -7,7 +7,7 @@ so that models with different tokenizers compare (arXiv:1909.08053, appendix E.1
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,23 @@ from mtcli.core.spec.errors import wrong
 MAX_WINDOW = 1024  # inputs per window, or the model's context where that is shorter
 OVERLAP = 32  # tokens that a window advances by
 
+Replacement = str | Callable[[re.Match[str]], str]
+
+
+def _between(opening: str, closing: str) -> tuple[str, Replacement]:
+    r"""The rule that takes the space off the inner sides of a pair.
+
+    Theirs is `\(\s*([^\)]*?)\s*\)`, which looks at all the rest of the text for each `(` that is
+    never closed: the square of a text of brackets. This takes that rest as one match, unchanged.
+    """
+    end = re.escape(closing)
+
+    def strip(found: re.Match[str]) -> str:
+        return f"{opening}{found[1].strip()}{closing}" if found[2] else found[0]
+
+    return rf"{re.escape(opening)}([^{end}]*)({end}|\Z)", strip
+
+
 # In this order, as in Megatron-LM and lm-eval. Their first rule after the possessive (contraction
 # before a digit) is written so that it never matches; leaving it out gives their numbers.
 # fmt: off
@@ -30,9 +47,8 @@ DETOKENISE = tuple((re.compile(pattern), replacement) for pattern, replacement i
     (r" @-@ ", "-"), (r" @,@ ", ","), (r" @\.@ ", "."),
     (r" : ", ": "), (r" ; ", "; "), (r" \. ", ". "), (r" ! ", "! "), (r" \? ", "? "),
     (r" , ", ", "),
-    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"), (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-    (r"{\s*([^}]*?)\s*}", r"{\1}"),
-    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'), (r"'\s*([^']*?)\s*'", r"'\1'"),
+    _between("(", ")"), _between("[", "]"), _between("{", "}"),
+    _between('"', '"'), _between("'", "'"),
     (r"= = = =", "===="), (r"= = =", "==="), (r"= =", "=="),
     (r" ° ", "°"), (r" \n", "\n"), (r"\n ", "\n"), (r" N ", " 1 "), (r" 's", "'s"),
 ))

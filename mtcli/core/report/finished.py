@@ -1,6 +1,5 @@
 """A finished run, read back from its folder: config, metrics, events and run.json."""
 
-import json
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +13,17 @@ from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.timeline import Timeline, simulate
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import is_number, parse_json, shown
+from mtcli.core.spec.layout import smallest_world
 from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model import count_parameters
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
+FIGURES = {"loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu"}  # of every step
+MORE_FIGURES = {"valid_loss", "expert_load_max_over_mean"}
+OF_SAVES = ("stall_seconds", "write_seconds", "bytes")
+MAX_WORLD = 1 << 20
 FACTS = "run.json"  # what a config does not say: world, device peak
 
 
@@ -44,18 +49,16 @@ def read_run(source: str) -> FinishedRun:
     The last line of a killed run may be cut short; it is left out.
     """
     folder = Path(source)
-    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    lines = _lines(folder / METRICS)
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            row["step"], row["loss"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+            rows.append(_row(line))
+        except ValueError:
             if number == len(lines):
                 break
             where = f"{folder / METRICS}:{number}"
             raise wrong(f"{where} is no record of a step", "remove that line") from None
-        rows.append({key: math.nan if value is None else value for key, value in row.items()})
     if not rows:
         hint = f"profile {folder / 'config.toml'} to measure its config"
         raise wrong(f"{folder / METRICS} holds no steps", hint)
@@ -63,21 +66,59 @@ def read_run(source: str) -> FinishedRun:
     rows, again = once(rows)
     again += [event["step"] for event in events if event.get("event") == "resumed"]
     resumed = sorted(set(again))
-    return FinishedRun(folder, load_config(source), rows, _world(folder), events, resumed)
+    config = load_config(source)
+    return FinishedRun(folder, config, rows, _world(folder, config), events, resumed)
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
     """What events.jsonl says; none where it is not there, nor a last line that was cut short."""
     path, events = folder / EVENTS, []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with suppress(json.JSONDecodeError):
-            events.append(json.loads(line))
-    return events
+    for line in _lines(path) if path.is_file() else []:
+        with suppress(ValueError):
+            events.append(parse_json(line))
+    return [event for event in events if _is_event(event)]
 
 
-def _world(folder: Path) -> int | None:
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or type(event.get("step")) is not int:
+        return False
+    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in OF_SAVES)
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """The record of a step. Raises ValueError where it lacks a figure, or one is no number."""
+    row = parse_json(line)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError("no step")
+    row = {key: math.nan if value is None else value for key, value in row.items()}
+    for name in FIGURES | (row.keys() & MORE_FIGURES):
+        if not is_number(row.get(name)):
+            raise ValueError(f"no {name}")
+        row[name] = float(row[name])
+    return row
+
+
+def _world(folder: Path, config: RunConfig) -> int | None:
     path = folder / FACTS
-    return int(json.loads(path.read_text(encoding="utf-8"))["world"]) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        facts = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise wrong(f"{path} is not JSON: {error}", "remove it: it is not needed") from None
+    world = facts.get("world") if isinstance(facts, dict) else None
+    if type(world) is not int or not 0 < world <= MAX_WORLD:
+        raise wrong(f"{path}: world={shown(world)} is no number of ranks", "remove it")
+    if world % (fewest := smallest_world(config.parallel)):
+        raise wrong(f"{path}: world={world} is no multiple of the layout's {fewest}", "remove it")
+    return world
 
 
 def summary_of(run: FinishedRun) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mtcli.core.report.finished import EVENTS, FACTS, METRICS
 from mtcli.core.report.records import SaveRecord
 from mtcli.core.report.trackers import open_trackers
 from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.foreign import parse_json
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import count_parameters, forward_flops
 
@@ -167,7 +168,7 @@ def _truncated(path: Path, step: int) -> Any:
     """A file of records opened for appending, without the steps that will be run again."""
     kept = []
     if path.exists() and step:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [line for line in lines if _is_before(line, step)]
     path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     return path.open("a", encoding="utf-8")
@@ -175,6 +176,6 @@ def _truncated(path: Path, step: int) -> Any:
 
 def _is_before(line: str, step: int) -> bool:
     try:
-        return json.loads(line)["step"] <= step
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return parse_json(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
         return False  # the last line of a killed run

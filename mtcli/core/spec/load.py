@@ -1,7 +1,6 @@
 """Reading and writing run configs: TOML or a preset, overrides, all problems at once."""
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
@@ -13,8 +12,10 @@ from pydantic_core import ErrorDetails
 
 from mtcli.core.spec.config import RunConfig, TrainConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.foreign import parse_toml, shown
 
 Table = dict[str, Any]
+MAX_PROBLEMS = 100
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -61,9 +62,11 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
     try:
         return RunConfig.model_validate(table), problems
     except ValidationError as error:
-        problems += [_problem(detail) for detail in error.errors()]
-        rest = table
-        for detail in error.errors():
+        found, rest = error.errors(), table
+        problems += [_problem(detail) for detail in found[:MAX_PROBLEMS]]
+        if len(found) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
+            return None, [*problems, Problem(f"{len(found) - MAX_PROBLEMS} more fields are wrong")]
+        for detail in found:
             rest = _without(rest, [str(key) for key in detail["loc"]])
     try:
         return RunConfig.model_validate(rest), problems
@@ -89,16 +92,16 @@ def read_table(source: str) -> Table:
     """The raw TOML table of a file or preset."""
     if source in preset_names():
         text = files("mtcli").joinpath("presets", f"{source}.toml").read_text()
-        return tomllib.loads(text)
+        return parse_toml(text)
     path = Path(source)
     if path.is_dir():
         path = path / "config.toml"  # a run folder
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         hint = "give a TOML file, a run folder, or a preset" + closest(source, preset_names())
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise wrong(f"{path} is not TOML: {error}", "see docs/config.md") from None
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
@@ -156,7 +159,7 @@ def _problem(detail: ErrorDetails) -> Problem:
         return Problem(
             "this field is missing", f"add {path[-1]} to [{path[0]}] or name a preset", field
         )
-    message = detail["msg"].replace("Input should be", f"{detail['input']!r} should be")
+    message = detail["msg"].replace("Input should be", f"{shown(detail['input'])} should be")
     return Problem(message[0].lower() + message[1:], "see docs/config.md", field)
 
 
@@ -173,8 +176,8 @@ def _fields_of(path: list[str]) -> tuple[str, ...]:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

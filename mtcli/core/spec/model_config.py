@@ -56,7 +56,7 @@ class ModelConfig(Section):
 
     architecture: Literal["gpt", "llama", "mixtral", "qwen2-moe"] = "gpt"
     """family, which sets the defaults of the fields below"""
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """transformer blocks"""
     hidden_size: PositiveInt
     """width of the residual stream"""
@@ -98,7 +98,7 @@ class ModelConfig(Section):
     """of attention probabilities"""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """standard deviation of initial weights; before a residual add, over sqrt(2 * num_layers)"""
-    num_experts: Count = 0
+    num_experts: Annotated[int, Field(ge=0, le=65_536)] = 0
     """experts of each MLP; 0 is a dense model"""
     top_k: Count = 0
     """experts that each token visits"""

@@ -6,6 +6,7 @@ from typing import Any
 
 from mtcli.core.checkpoint.families.family import Table
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.model_config import ModelConfig
 
 NAMES = {  # of RopeScaling's fields in config.json
@@ -20,13 +21,13 @@ def read_rope(theirs: Table) -> Table:
     """rope_theta and rope_scaling; raises MtcliError for a scaling other than llama3's."""
     given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise wrong(f"rope_scaling is {given!r}, which is not a table", "null or a table")
+        raise wrong(f"rope_scaling is {shown(given)}, which is not a table", "null or a table")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise wrong(f"rope_type={kind!r} cannot be represented", "'default' or 'llama3'")
+        raise wrong(f"rope_type={shown(kind)} cannot be represented", "'default' or 'llama3'")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         part = given["partial_rotary_factor"]
-        raise wrong(f"partial_rotary_factor={part} cannot be represented", "1.0")
+        raise wrong(f"partial_rotary_factor={shown(part)} cannot be represented", "1.0")
     theta = given.get("rope_theta", theirs.get("rope_theta", 10000.0))
     scaling = None
     if kind == "llama3":

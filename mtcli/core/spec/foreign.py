@@ -1,0 +1,59 @@
+"""What others wrote: JSON and TOML that can only be read or refused, and values shown in short.
+
+The standard library's parsers end some files in RecursionError, and some in hours of work.
+"""
+
+import json
+import re
+import reprlib
+import tomllib
+from typing import Any
+
+MAX_TOML_BYTES = 1 << 20
+MAX_KEY_PARTS = 64  # tomllib takes the square of their number: 2 s for 8000
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}"""
+)
+SHORT = {"maxlevel": 2, "maxstring": 80, "maxother": 80, "maxlong": 40, "maxdict": 4, "maxlist": 17}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON in UTF-8 is of. Raises ValueError, and nothing else, where it is none."""
+    try:
+        return json.loads(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table that TOML is of. Raises ValueError, and nothing else, where it is none."""
+    if len(text) > MAX_TOML_BYTES:
+        raise ValueError(f"it has {len(text)} characters, and {MAX_TOML_BYTES} are read at most")
+    if _LONG_KEY.search(text):
+        raise ValueError(f"a key has more than {MAX_KEY_PARTS} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its repr, cut where it is long or deep."""
+    short = reprlib.Repr()
+    vars(short).update(SHORT)
+    return short.repr(value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value of JSON is a string that UTF-8 can hold: half of a surrogate pair is not."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that float holds: Python's booleans are none."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1000
+    return isinstance(value, float)

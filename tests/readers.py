@@ -1,0 +1,486 @@
+"""Every reader of files that strangers supply, as a function of bytes, beside its oracle.
+
+`READERS[name](folder)` puts whatever else the reader needs into a folder, and gives the function to
+try bytes with and the valid files to start from. `attempt` lets an MtcliError pass, and nothing
+else. What is read must be what another reader of the same format gives. Shared by the property
+tests (test_readers.py) and by `fuzz/fuzz.py`.
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import struct
+import tomllib
+from pathlib import Path
+
+import numpy as np
+
+from mtcli.core.checkpoint.hfconfig import config_from_hf
+from mtcli.core.checkpoint.manifest import read_manifest
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.tensorfile import encode_header, read_header
+from mtcli.core.cost.validate import read_records, score, summarize
+from mtcli.core.data.cache import load_kept
+from mtcli.core.data.corpus import Piece, find_sources
+from mtcli.core.data.describe import describe, max_token_id
+from mtcli.core.data.documents import Bad, Reading, read_documents
+from mtcli.core.data.indexed import Indexed, write_dataset
+from mtcli.core.data.samples import Samples, build_samples
+from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
+from mtcli.core.data.workspace import Workspace
+from mtcli.core.evaluate.encode import Encoder, encoder_for
+from mtcli.core.evaluate.lambada import prepare_lambada
+from mtcli.core.evaluate.prepared import Options
+from mtcli.core.evaluate.race import prepare_race
+from mtcli.core.evaluate.wikitext import prepare_wikitext
+from mtcli.core.report.finished import read_run, summary_of
+from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.load import load_config
+
+TOKENS = b"\x01\x00\x02\x00\x03\x00\x04\x00"
+MODEL_TOML = b"""seed = 3
+[model]
+num_layers = 2
+hidden_size = 8
+num_heads = 2
+vocab_size = 257
+max_seq_len = 16
+[batch]
+seq_len = 8
+[data]
+train = ["0.5", "a", "0.5", "b"]
+"""
+HF_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 6,
+    "vocab_size": 11,
+    "max_position_embeddings": 16,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+}
+RECORD = {
+    "id": 1,
+    "source": "paper",
+    "table": "2",
+    "gpu": "A100-80",
+    "n_gpus": 8,
+    "precision": "bf16 mixed",
+    "flop_convention": "4x",
+    "parallel": {"tp": 2, "pp": 2, "global_batch": 16, "micro_batch": 1},
+    "model": {
+        "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn_hidden": 256, "vocab": 500,
+        "seq": 32, "gated": True, "experts": 0,
+    },
+    "result": {"iter_time_s": 1.5, "mem_gb": 2.0},
+}  # fmt: skip
+STEP = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 0.5}
+STEP |= {"tokens_per_second": 64.0, "mfu": 0.01, "consumed_samples": 4, "skipped": False}
+RACE = {"article": "a b", "questions": ["q  _  .", "r"], "answers": ["A", "D"]}
+RACE |= {"options": [["a", "b", "c", "d"], ["e", "f", "g", "h"]]}
+BYTES = Encoder(lambda text: list(text.encode()), 256)
+
+
+def attempt(check, data):
+    """check(data), where an MtcliError with a message is an answer too."""
+    try:
+        check(data)
+    except MtcliError as error:
+        assert str(error).startswith("error: ")
+
+
+def idx(folder):
+    """An `.idx` beside 8 bytes of tokens, against its layout as Megatron documents it."""
+
+    def check(data):
+        (folder / "x.idx").write_bytes(data)
+        found = Indexed(folder / "x")
+        code, count, bounds = struct.unpack_from("<BQQ", data, 17)
+        size = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}[code]
+        lengths = struct.unpack_from(f"<{count}i", data, 34)
+        assert struct.unpack_from(f"<{count}q", data, 34 + 4 * count) == tuple(
+            size * sum(lengths[:i]) for i in range(count)
+        )
+        ends = struct.unpack_from(f"<{bounds}q", data, 34 + 12 * count)
+        assert (ends[0], ends[-1], list(ends)) == (0, count, sorted(ends))
+        assert b"".join(found[i].tobytes() for i in range(count)) == TOKENS
+
+    write_dataset(folder / "x", [[1, 2], [3], [4]], np.dtype("<u2"))
+    seeds = [(folder / "x.idx").read_bytes()]
+    write_dataset(folder / "x", [[513, 1]], np.dtype("<i4"))
+    seeds.append((folder / "x.idx").read_bytes())
+    (folder / "x.bin").write_bytes(TOKENS)
+    return check, seeds
+
+
+def safetensors(folder):
+    """A header against the safetensors library: what we take it takes, with the same bytes."""
+    from safetensors import deserialize
+
+    def check(data):
+        (folder / "x").write_bytes(data)
+        found = read_header(folder / "x")
+        theirs = dict(deserialize(data))
+        assert found.keys() == theirs.keys()
+        for name, entry in found.items():
+            assert entry.code == theirs[name]["dtype"]
+            assert list(entry.shape) == theirs[name]["shape"]
+            assert data[entry.offset : entry.offset + entry.bytes] == theirs[name]["data"]
+
+    plan = [("a", "F32", (2, 3)), ("b", "BF16", (2,)), ("c", "U8", ())]
+    empty = [("none", "F64", (0, 2))]
+    return check, [
+        encode_header(plan, {"format": "pt"}) + bytes(range(29)),
+        encode_header(empty, {}),
+    ]
+
+
+def _hf_folder(folder):
+    from mtcli.core.checkpoint.families.registry import BY_TYPE
+    from mtcli.core.spec.model import parameters
+
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    model, family = config_from_hf(folder), BY_TYPE["llama"]
+    parts = [part for p in parameters(model).values() for part in family.parts(p, model)]
+    header = encode_header([(part.name, "F32", part.shape) for part in parts], {})
+    size = 4 * sum(int(np.prod(part.shape)) for part in parts)
+    (folder / "w.safetensors").write_bytes(header + bytes(size))
+    index = {"weight_map": dict.fromkeys((part.name for part in parts), "w.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return json.dumps(index).encode()
+
+
+def hf_index(folder):
+    """model.safetensors.index.json: all files lie in the folder, and every tensor is found."""
+    seed = _hf_folder(folder)
+
+    def check(data):
+        (folder / "model.safetensors.index.json").write_bytes(data)
+        found = open_checkpoint(folder)
+        named = set(json.loads(data)["weight_map"].values())
+        regions = (region for stored in found.tensors.values() for region in stored.regions)
+        assert {region.file for region in regions} <= named == {"w.safetensors"}
+
+    return check, [seed]
+
+
+def hf_config(folder):
+    """config.json of a Hugging Face folder, whose sizes are those of the JSON."""
+    _hf_folder(folder)
+
+    def check(data):
+        (folder / "config.json").write_bytes(data)
+        model, table = open_checkpoint(folder).model, json.loads(data)
+        assert (model.num_layers, model.vocab_size) == (1, table["vocab_size"])
+        assert model.tie_embeddings is bool(table.get("tie_word_embeddings"))
+
+    return check, [json.dumps(HF_CONFIG).encode()]
+
+
+def manifest(folder):
+    """manifest.json, which is the same JSON when it is written again."""
+    (folder / "f").write_bytes(bytes(48))
+    piece = {"file": "f", "key": "a", "start": [0, 0], "size": [2, 3]}
+    other = piece | {"key": "b", "start": [2, 0]}
+    table = {
+        "format": "mtcli-checkpoint", "version": 2, "step": 3, "world": 2, "extra": {"x": [1]},
+        "tensors": {"w": {"dtype": "float32", "shape": [4, 3], "pieces": [piece, other]}},
+        "files": {"f": {"bytes": 48, "xxh3_128": ["0" * 32]}},
+    }  # fmt: skip
+
+    def check(data):
+        (folder / "manifest.json").write_bytes(data)
+        found = read_manifest(folder)
+        assert found.to_bytes() == type(found).model_validate(json.loads(data)).to_bytes()
+        cells = [(p.file, p.key) for tensor in found.tensors.values() for p in tensor.pieces]
+        assert len(set(cells)) == len(cells)
+        assert {(folder / name).resolve().parent for name in found.files} <= {folder.resolve()}
+
+    return check, [json.dumps(table).encode()]
+
+
+def toml(folder):
+    """A run config, against tomllib."""
+
+    def check(data):
+        (folder / "x.toml").write_bytes(data)
+        config, table = load_config(str(folder / "x.toml")), tomllib.loads(data.decode())
+        dumped = config.model_dump()
+        for name in ("num_layers", "hidden_size", "vocab_size"):
+            assert dumped["model"][name] == int(table["model"][name])
+        assert config.seed == table.get("seed", config.seed)
+
+    return check, [MODEL_TOML]
+
+
+def _texts(folder, name, data, blank=False):
+    (folder / name).write_bytes(data)
+    (source,) = find_sources([str(folder / name)])
+    return list(read_documents(Piece(source, 0, source.size), Reading("text", blank, False)))
+
+
+def jsonl(folder):
+    """Lines of JSON, against the json module line by line."""
+
+    def check(data):
+        found = _texts(folder, "x.jsonl", data)
+        lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        for one in found:
+            assert isinstance(one, Bad) or one.text == one.text.encode().decode()
+        texts = [one.text for one in found if not isinstance(one, Bad)]
+        assert texts == [text for line in lines if (text := _text_of(line)) is not None]
+
+    return check, [b'{"text": "a"}\n{"id": 1, "text": "\\u00e9 b"}\n\n{"text": "c"}']
+
+
+def _text_of(line):
+    try:
+        text = json.loads(line.decode())["text"]
+        return text if isinstance(text, str) and text.encode() is not None else None
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
+
+
+def text(folder):
+    """Plain text: whole, and split on blank lines, where no letter is lost but line breaks."""
+
+    def check(data):
+        (one,) = _texts(folder, "x.txt", data) or [None]
+        if not isinstance(one, Bad) and one is not None:
+            assert one.text.encode() == data.removeprefix(b"\xef\xbb\xbf")
+            parts = _texts(folder, "x.txt", data, blank=True)
+            joined = "".join("".join(part.text.split()) for part in parts)
+            assert joined == "".join(one.text.split())
+
+    return check, [b"a\nb\n\nc \xc3\xa9\r\n\r\nd", b"\xef\xbb\xbfx"]
+
+
+def compressed(suffix, compress, decompress):
+    """Lines of JSON under a compression, against the package's own decompressor."""
+
+    def reader(folder):
+        def check(data):
+            found = _texts(folder, f"x.jsonl{suffix}", data)
+            assert found == _texts(folder, "x.jsonl", decompress(data))
+
+        return check, [compress(b'{"text": "a"}\n' * 3), compress(b"")]
+
+    return reader
+
+
+def _zst(data, compress=True):
+    import zstandard
+
+    if compress:
+        return zstandard.ZstdCompressor().compress(data)
+    with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True) as f:
+        return f.read()
+
+
+def parquet(folder):
+    """A table with a column of text; pyarrow's own reader gives the oracle."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def check(data):
+        found = [one for one in _texts(folder, "x.parquet", data) if not isinstance(one, Bad)]
+        column = (
+            pyarrow.parquet.read_table(folder / "x.parquet", columns=["text"])
+            .column("text")
+            .to_pylist()
+        )
+        assert [one.text for one in found] == [t for t in column if isinstance(t, str)]
+
+    seeds = []
+    for values in (["a", None, "é"], [1, 2, 3], [[b"x"], [], None]):
+        sink = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table({"text": values, "n": [1, 2, 3]}), sink)
+        seeds.append(sink.getvalue())
+    return check, seeds
+
+
+def facts(folder):
+    """`PREFIX.json`, which preprocess writes."""
+
+    def check(data):
+        (folder / "x.json").write_bytes(data)
+        table, largest = describe(folder / "x"), max_token_id(folder / "x")
+        assert repr(table) == repr(json.loads(data.decode()))  # repr: NaN is not equal to itself
+        assert largest is None or largest == table["max_token_id"]
+
+    return check, [b'{"max_token_id": 300, "sha256": {"bin": "0", "idx": "1"}}']
+
+
+def metrics(folder):
+    """metrics.jsonl of a run, and the figures that profile makes of it."""
+    (folder / "config.toml").write_bytes(MODEL_TOML)
+    (folder / "run.json").write_text('{"world": 2}')
+
+    def check(data):
+        (folder / "metrics.jsonl").write_bytes(data)
+        run = read_run(str(folder))
+        for row, line in zip(run.rows, data.splitlines(), strict=False):
+            assert row["step"] == json.loads(line)["step"]
+        assert summary_of(run)["steps"] == len(run.rows)
+
+    return check, [b"".join(json.dumps(STEP | {"step": i}).encode() + b"\n" for i in (1, 2))]
+
+
+def run_facts(folder):
+    """run.json of a run."""
+    (folder / "config.toml").write_bytes(MODEL_TOML)
+    (folder / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
+
+    def check(data):
+        (folder / "run.json").write_bytes(data)
+        assert read_run(str(folder)).world == json.loads(data)["world"]
+
+    return check, [b'{"world": 2}']
+
+
+def records(folder):
+    """Published runs for `plan --validate`, each of which is scored or left out with a reason."""
+
+    def check(data):
+        (folder / "x.json").write_bytes(data)
+        found, left_out = read_records(str(folder / "x.json"))
+        assert len(found) + len(left_out) == len(json.loads(data))
+        assert summarize(score(found))["records"] == len(found)
+
+    return check, [json.dumps([RECORD, RECORD | {"id": 2, "precision": None}]).encode()]
+
+
+def tokenizer(folder):
+    """tokenizer.json, against the tokenizers library."""
+    from tokenizers import Tokenizer
+
+    def check(data):
+        (folder / "tokenizer.json").write_bytes(data)
+        found = load_tokenizer(folder)
+        expected = Tokenizer.from_str(data.decode()).encode("a b", add_special_tokens=False).ids
+        assert found.encode("a b") == expected
+
+    small = json.loads(byte_tokenizer().definition)
+    kept = sorted(small["model"]["vocab"], key=small["model"]["vocab"].get)[:4]
+    small["model"]["vocab"] = {letter: i for i, letter in enumerate([*kept, "a", "b", "Ġ"])}
+    return check, [json.dumps(small).encode()]
+
+
+def tokenizer_config(folder):
+    """tokenizer_config.json, which names the tokens at the ends."""
+    byte_tokenizer().save(folder)
+
+    def check(data):
+        (folder / "tokenizer_config.json").write_bytes(data)
+        found, table, vocab = load_tokenizer(folder), json.loads(data.decode()), {"a": 97}
+        for key, read in (
+            ("eos_token", found.eod_id),
+            ("bos_token", encoder_for(found).prefix_id),
+        ):
+            named = table.get(key) if isinstance(table, dict) else None
+            named = named.get("content") if isinstance(named, dict) else named
+            assert read == (vocab.get(named, 256) if isinstance(named, str) else 256)
+
+    return check, [b'{"eos_token": "<|endoftext|>", "bos_token": {"content": "<|endoftext|>"}}']
+
+
+def lambada(folder):
+    """LAMBADA's passages, one to a line."""
+
+    def check(data):
+        (folder / "x.jsonl").write_bytes(data)
+        found = prepare_lambada(folder / "x.jsonl", BYTES, Options(32))
+        lines = [line for line in data.decode().replace("\r\n", "\n").split("\n") if line.strip()]
+        assert found.num_items == len(lines) == len(found.requests)
+
+    return check, [b'{"text": "one two"}\n{"text": "three four five"}\n']
+
+
+def race(folder):
+    """An article of RACE."""
+    (folder / "high").mkdir()
+
+    def check(data):
+        (folder / "high" / "1.txt").write_bytes(data)
+        found = prepare_race(folder, BYTES, Options(32))
+        assert (found.num_items, len(found.requests)) == (1, 4)
+        assert {type(json.loads(data)[key]) for key in ("questions", "options")} == {list}
+
+    return check, [json.dumps(RACE).encode()]
+
+
+def wikitext(folder):
+    """WikiText's words."""
+
+    def check(data):
+        (folder / "x.test.tokens").write_bytes(data)
+        found = prepare_wikitext(folder, BYTES, Options(32))
+        decoded = data.decode().replace("\r\n", "\n").strip()
+        assert found.num_items == len(decoded.split(" "))
+
+    return check, [b" = A = \n\n b c @-@ d , e\n"]
+
+
+def cache(folder):
+    """The kept order of samples: only an order of these sequences and rows is taken."""
+    made = build_samples(np.array([5, 7, 3], np.int32), range(3), 4, 3, 1)
+    for name, array in zip(Samples._fields, made, strict=True):
+        np.save(folder / f"{name}.npy", array)
+    seeds = [(folder / f"{name}.npy").read_bytes() for name in Samples._fields]
+
+    def check(data):
+        for name, seed in zip(Samples._fields, seeds, strict=True):
+            (folder / f"{name}.npy").write_bytes(data if name == "rows" else seed)
+        found = load_kept(folder, Samples)
+        assert found is None or found.rows.shape[1] == 2
+
+    return check, [seeds[1]]
+
+
+def journal(folder):
+    """The journal that `preprocess --resume` goes on from."""
+    lines = [{"fingerprint": "f"}, {"blocks": 0, "token_bytes": 0, "length_bytes": 0, "counts": {}}]
+
+    def check(data):
+        (folder / "x.partial").mkdir(exist_ok=True)
+        for name in ("tokens.bin", "lengths.i32"):
+            (folder / "x.partial" / name).write_bytes(b"")
+        (folder / "x.partial" / "journal.jsonl").write_bytes(data)
+        space = Workspace(Path(folder / "x"), "f", True)
+        space.close()
+        assert space.blocks == space.resumed_at >= 0
+
+    return check, ["".join(json.dumps(line) + "\n" for line in lines).encode()]
+
+
+READERS = {
+    "idx": idx,
+    "safetensors": safetensors,
+    "hf_index": hf_index,
+    "hf_config": hf_config,
+    "manifest": manifest,
+    "toml": toml,
+    "jsonl": jsonl,
+    "text": text,
+    "gz": compressed(".gz", gzip.compress, gzip.decompress),
+    "xz": compressed(".xz", lzma.compress, lzma.decompress),
+    "bz2": compressed(".bz2", bz2.compress, bz2.decompress),
+    "zst": compressed(".zst", _zst, lambda data: _zst(data, compress=False)),
+    "parquet": parquet,
+    "facts": facts,
+    "metrics": metrics,
+    "run_facts": run_facts,
+    "records": records,
+    "tokenizer": tokenizer,
+    "tokenizer_config": tokenizer_config,
+    "lambada": lambada,
+    "race": race,
+    "wikitext": wikitext,
+    "cache": cache,
+    "journal": journal,
+}
