@@ -1,0 +1,285 @@
+"""Nothing in a file is run: no source can unpickle, and pickles in the place of files do nothing.
+
+`docs/untrusted.md` lists what is read, by what, and with which checks.
+"""
+
+import ast
+import bz2
+import gzip
+import json
+import lzma
+import os
+import pickle
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from mtcli.__main__ import run
+from mtcli.core.data.cache import load_kept
+from mtcli.core.data.samples import Samples
+
+ROOT = Path(__file__).parent.parent / "mtcli"
+MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+MODULES |= {"yaml", "tarfile", "runpy", "code", "pandas"}
+CALLS = {"eval", "exec", "compile", "__import__", "read_pickle", "unsafe_load", "extractall"}
+KEYWORDS = {"allow_pickle", "weights_only", "trust_remote_code"}
+# A source that may, and why nothing of a stranger's can run there: path -> reason.
+ALLOWED: dict[str, str] = {}
+MARKER = "a-pickle-was-loaded"
+
+
+def unsafe(tree):
+    """What a source could run a file's content with."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "").split(".")[0]]
+        yield from (f"import {name}" for name in names if name in MODULES)
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.split(".")[-1] in CALLS or called == "torch.load":
+                yield called if called != "re.compile" else ""
+            yield from (key.arg for key in node.keywords if key.arg in KEYWORDS)
+
+
+def test_no_source_unpickles_evaluates_or_unpacks():
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        if names := [name for name in unsafe(ast.parse(path.read_text())) if name]:
+            found[str(path.relative_to(ROOT))] = names
+    assert found.keys() == ALLOWED.keys(), found
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from dill import loads", "torch.load(x)", "np.load(x, allow_pickle=True)",
+     "eval(x)", "exec(x)", "yaml = __import__('yaml')", "import os, joblib"],
+)  # fmt: skip
+def test_the_search_finds_what_it_is_for(source):
+    assert list(unsafe(ast.parse(source)))
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, (MARKER,)
+
+
+@pytest.fixture(scope="module")
+def payloads(tmp_path_factory):
+    """Pickles that make a folder where they are loaded, in every form that loaders know."""
+    import torch
+
+    path = tmp_path_factory.mktemp("payload") / "x"
+    torch.save(Malicious(), path)
+    array = np.array([Malicious()], dtype=object)
+    np.save(path.with_suffix(".npy"), array, allow_pickle=True)
+    return {
+        "ascii": pickle.dumps(Malicious(), 0),
+        "binary": pickle.dumps(Malicious(), 4),
+        "torch": path.read_bytes(),
+        "npy": path.with_suffix(".npy").read_bytes(),
+    }
+
+
+def test_the_payloads_work(payloads, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.npy").write_bytes(payloads["npy"])
+    (tmp_path / "x.pt").write_bytes(payloads["torch"])
+    for load in (
+        lambda: pickle.loads(payloads["ascii"]),
+        lambda: pickle.loads(payloads["binary"]),
+        lambda: np.load("x.npy", allow_pickle=True),
+        lambda: torch.load("x.pt", weights_only=False),
+    ):
+        load()
+        (tmp_path / MARKER).rmdir()
+
+
+@contextmanager
+def one_process(folder):
+    """Commands run in this process, in a folder, as those of rank 0 of 1."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "1")
+        yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with text, tiny.bin/.idx, a run of one step in run/, and hf/ made of it."""
+    import zstandard
+
+    folder = tmp_path_factory.mktemp("home")
+    with one_process(folder):
+        (folder / "text.txt").write_text("all the world is a stage\n" * 200)
+        assert run(["preprocess", "text.txt", "--output", "tiny", "--tokenizer", "bytes"]) == 0
+        sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 257}
+        sets = {f"model.{key}": value for key, value in sizes.items()}
+        sets |= {"model.max_seq_len": 16, "batch.seq_len": 16, "train.steps": 1}
+        sets |= {"batch.micro_batch_size": 1, "batch.global_batch_size": 1, "data.split": "1,0,0"}
+        sets |= {"train.output": "run", "data.train": "['tiny']"}
+        words = [word for k, v in sets.items() for word in ("--set", f"{k}={v}")]
+        assert run(["train", "tiny", *words, "--set", "train.device=cpu"]) == 0
+        assert run(["shard", "run", "hf"]) == 0
+    for suffix, compress in (
+        ("", bytes), (".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress),
+        (".zst", zstandard.ZstdCompressor().compress),
+    ):  # fmt: skip
+        (folder / f"a.jsonl{suffix}").write_bytes(compress(b'{"text": "a"}\n'))
+    (folder / "a.parquet").touch()
+    return folder
+
+
+STEP = "run/checkpoints/step-00000001"
+PREPROCESS = ["--output", "out", "--tokenizer", "bytes", "--workers", "1"]
+SAY = ["--prompt", "a", "--max-tokens", "1", "--device", "cpu"]
+RETRAIN = ["train", "run/config.toml", "--set", "train.output=again"]
+RESUME = ["train", "run/config.toml", "--resume", "--set", "train.steps=2"]
+PLACES = [
+    (f"{STEP}/manifest.json", ["shard", "inspect", "run"]),
+    (f"{STEP}/config.toml", ["shard", "inspect", "run"]),
+    (f"{STEP}/rank-00000.safetensors", ["shard", "inspect", "run"]),
+    (f"{STEP}/tokenizer/tokenizer.json", ["generate", "run", *SAY]),
+    (f"{STEP}/tokenizer/tokenizer_config.json", ["generate", "run", *SAY]),
+    (f"{STEP}/huggingface/config.json", ["shard", "run", "out", "--to", "hf"]),
+    (f"{STEP}/manifest.json", RESUME),
+    ("run/metrics.jsonl", RESUME),
+    ("run/metrics.jsonl", ["profile", "run"]),
+    ("run/run.json", ["profile", "run"]),
+    ("run/config.toml", ["profile", "run"]),
+    ("run/config.toml", ["train", "run/config.toml"]),
+    ("hf/config.json", ["shard", "hf", "out"]),
+    ("hf/model.safetensors", ["shard", "hf", "out"]),
+    ("hf/model.safetensors.index.json", ["shard", "hf", "out"]),
+    ("hf/generation_config.json", ["shard", "hf", "out"]),
+    ("hf/tokenizer.json", ["generate", "hf", *SAY]),
+    ("hf/tokenizer_config.json", ["generate", "hf", *SAY]),
+    ("hf/special_tokens_map.json", ["generate", "hf", *SAY]),
+    ("tiny.idx", RETRAIN),
+    ("tiny.bin", RETRAIN),
+    ("tiny.json", RETRAIN),
+    ("tiny.tokenizer/tokenizer.json", RETRAIN),
+    *((name, ["preprocess", name, *PREPROCESS]) for name in ("text.txt", "a.jsonl", "a.parquet")),
+    *((f"a.jsonl{end}", ["preprocess", f"a.jsonl{end}", *PREPROCESS])
+      for end in (".gz", ".xz", ".bz2", ".zst")),
+    ("out.partial/journal.jsonl", ["preprocess", "text.txt", *PREPROCESS, "--resume"]),
+    ("t/tokenizer.json", ["preprocess", "text.txt", "--output", "out", "--tokenizer", "t"]),
+    ("wiki.test.tokens", ["eval", "run", "--task", "wikitext103=wiki.test.tokens"]),
+    ("last.jsonl", ["eval", "run", "--task", "lambada=last.jsonl"]),
+    ("race/high/1.txt", ["eval", "run", "--task", "race=race"]),
+    ("task.yaml", ["eval", "run", "--task", "lm_eval:task.yaml"]),
+    ("records.json", ["plan", "--validate", "records.json"]),
+    ("plan.toml", ["plan", "plan.toml"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "words"), PLACES, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_pickle_in_the_place_of_a_file_does_nothing(
+    place, words, home, payloads, tmp_path, capsys
+):
+    for name in ("binary", "torch"):
+        shutil.copytree(home, tmp_path / name)
+        with one_process(tmp_path / name):
+            plant(Path(place), payloads[name])
+            code = run(words)
+        said = capsys.readouterr().err
+        assert not list(tmp_path.rglob(MARKER))
+        assert code in ((0, 1, 2) if place in COPIED else (1, 2)), said
+        assert code == 0 or "error: " in said
+        assert "Traceback" not in said and "unexpected" not in said
+
+
+# Not read by these commands, but copied; or taken for a line that a crash has cut.
+COPIED = {
+    "out.partial/journal.jsonl",
+    "hf/generation_config.json",
+    "hf/special_tokens_map.json",
+    "run/metrics.jsonl",
+}
+COPIED |= {"tiny.tokenizer/tokenizer.json", f"{STEP}/tokenizer/tokenizer_config.json"}
+
+
+def plant(path, payload):
+    """Puts a payload in the place of a file, compressed as its name says, and in the manifest."""
+    compress = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(compress.get(path.suffix, bytes)(payload))
+    if path.name == "manifest.json" or not str(path).startswith(STEP):
+        return
+    manifest = Path(STEP, "manifest.json")
+    table = json.loads(manifest.read_text())
+    record = {"bytes": len(payload), "xxh3_128": [xxhash.xxh3_128_hexdigest(payload)]}
+    table["files"][str(path.relative_to(STEP))] = record
+    manifest.write_text(json.dumps(table))
+
+
+def test_pickled_weights_beside_a_config_are_named_and_not_loaded(
+    home, payloads, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(home / "hf", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    (tmp_path / "hf" / "pytorch_model.bin").write_bytes(payloads["torch"])
+    assert run(["shard", "hf", "out"]) == 2
+    assert "pytorch_model.bin, a pickle that is never loaded" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize("form", ["binary", "torch", "npy"])
+def test_a_pickle_in_the_cache_of_samples_does_nothing(payloads, tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    for name in Samples._fields:
+        (tmp_path / f"{name}.npy").write_bytes(payloads[form])
+    assert load_kept(tmp_path, Samples) is None
+    assert not (tmp_path / MARKER).exists()
+
+
+@pytest.mark.parametrize(
+    "link",
+    ["hf/generation_config.json", "hf/chat_template.jinja", "hf/config.json", "hf/merges.txt"],
+)
+@pytest.mark.parametrize("cached", [False, True], ids=["out", "in the cache"])
+def test_a_link_out_of_a_folder_is_not_copied_and_one_of_the_hubs_cache_is(
+    home, tmp_path, monkeypatch, capsys, link, cached
+):
+    snapshot = tmp_path / "models--x" / "snapshots"
+    shutil.copytree(home / "hf", snapshot / "hf")
+    secret = tmp_path / "models--x" / ("blobs" if cached else "home") / "5ec3e7"
+    secret.parent.mkdir()
+    path = snapshot / link
+    secret.write_bytes(path.read_bytes() if path.exists() else b"secret")
+    path.unlink(missing_ok=True)
+    path.symlink_to(os.path.relpath(secret, path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert run(["shard", str(snapshot / "hf"), "out"]) == (0 if cached else 2)
+    assert ("is a link out of" in capsys.readouterr().err) is not cached
+    assert (tmp_path / "out").exists() is cached
+
+
+def test_a_tokenizer_beside_the_data_that_links_elsewhere_is_not_copied(home, tmp_path, capsys):
+    shutil.copytree(home, tmp_path / "x")
+    (tmp_path / "id_rsa").write_text("secret")
+    (tmp_path / "x" / "tiny.tokenizer" / "added_tokens.json").symlink_to(tmp_path / "id_rsa")
+    with one_process(tmp_path / "x"):
+        assert run(RETRAIN) in (1, 2)
+    assert "is a link out of" in capsys.readouterr().err
+
+
+def test_names_in_messages_move_no_cursor(capsys):
+    assert run(["plan", "--\x1b[2Jx\x9b\r"]) == 2
+    said = capsys.readouterr().err
+    assert r"--\x1b[2Jx\x9b\x0d" in said
+    assert not {"\x1b", "\x9b", "\r"} & set(said)
