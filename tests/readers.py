@@ -324,11 +324,28 @@ def metrics(folder):
     def check(data):
         (folder / "metrics.jsonl").write_bytes(data)
         run = read_run(str(folder))
-        for row, line in zip(run.rows, data.splitlines(), strict=False):
-            assert row["step"] == json.loads(line)["step"]
+        written = [json.loads(line) for line in data.splitlines()[: len(run.rows)]]
+        assert {row["step"] for row in run.rows} >= {row["step"] for row in written}
         assert summary_of(run)["steps"] == len(run.rows)
 
     return check, [b"".join(json.dumps(STEP | {"step": i}).encode() + b"\n" for i in (1, 2))]
+
+
+def events(folder):
+    """events.jsonl of a run; lines that are no event are left out."""
+    (folder / "config.toml").write_bytes(MODEL_TOML)
+    (folder / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
+
+    def check(data):
+        (folder / "events.jsonl").write_bytes(data)
+        found = summary_of(read_run(str(folder)))
+        assert all(save["stall_seconds"] is not None for save in found["saves"])
+        assert all(type(step) is int for step in found["resumed_at"])
+        assert len(found["saves"]) <= data.count(b"\n") + 1
+
+    saved = {"event": "saved", "step": 2, "stall_seconds": 0.1, "write_seconds": 1.0, "bytes": 8}
+    resumed = {"event": "resumed", "step": 4}
+    return check, ["".join(json.dumps(line) + "\n" for line in (saved, resumed)).encode()]
 
 
 def run_facts(folder):
@@ -475,6 +492,7 @@ READERS = {
     "facts": facts,
     "metrics": metrics,
     "run_facts": run_facts,
+    "events": events,
     "records": records,
     "tokenizer": tokenizer,
     "tokenizer_config": tokenizer_config,

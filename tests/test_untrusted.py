@@ -159,6 +159,7 @@ PLACES = [
     ("run/metrics.jsonl", RESUME),
     ("run/metrics.jsonl", ["profile", "run"]),
     ("run/run.json", ["profile", "run"]),
+    ("run/events.jsonl", ["profile", "run"]),
     ("run/config.toml", ["profile", "run"]),
     ("run/config.toml", ["train", "run/config.toml"]),
     ("hf/config.json", ["shard", "hf", "out"]),
@@ -209,7 +210,11 @@ COPIED = {
     "hf/special_tokens_map.json",
     "run/metrics.jsonl",
 }
-COPIED |= {"tiny.tokenizer/tokenizer.json", f"{STEP}/tokenizer/tokenizer_config.json"}
+COPIED |= {
+    "run/events.jsonl",
+    "tiny.tokenizer/tokenizer.json",
+    f"{STEP}/tokenizer/tokenizer_config.json",
+}
 
 
 def plant(path, payload):

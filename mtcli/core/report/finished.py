@@ -21,7 +21,7 @@ from mtcli.core.spec.model import count_parameters
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
 FIGURES = {"loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu"}  # of every step
-MORE_FIGURES = {"valid_loss", "expert_load_max_over_mean"}
+MORE_FIGURES = {"lr", "valid_loss", "expert_load_max_over_mean"}
 OF_SAVES = ("stall_seconds", "write_seconds", "bytes")
 MAX_WORLD = 1 << 20
 FACTS = "run.json"  # what a config does not say: world, device peak
