@@ -22,7 +22,7 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
 FIGURES = {"loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu"}  # of every step
 MORE_FIGURES = {"lr", "valid_loss", "expert_load_max_over_mean"}
-OF_SAVES = ("stall_seconds", "write_seconds", "bytes")
+OF_SAVES = {"stall_seconds", "write_seconds", "bytes"}
 MAX_WORLD = 1 << 20
 FACTS = "run.json"  # what a config does not say: world, device peak
 
@@ -82,7 +82,8 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 def _is_event(event: Any) -> bool:
     if not isinstance(event, dict) or type(event.get("step")) is not int:
         return False
-    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in OF_SAVES)
+    told = {"stall_seconds", *(event.keys() & OF_SAVES)}
+    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in told)
 
 
 def _lines(path: Path) -> list[bytes]:
