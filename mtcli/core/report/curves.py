@@ -69,7 +69,7 @@ def saves(rows: Sequence[Row]) -> go.Figure:
         figure.add_trace(
             go.Bar(
                 x=steps,
-                y=[row[key] for row in rows],
+                y=[row.get(key) for row in rows],
                 name=name,
                 marker={"color": color},
                 hovertemplate=name + " %{y:.3f} s<br>step %{x}<extra></extra>",
