@@ -166,7 +166,8 @@ def _best(config: RunConfig, request: Request, found: Found) -> Answer:
         return Answer(apply(config, found.nearest), prediction, tried=found.tried)
     batch = config.batch.global_batch_size
     near = round_batch(batch, request.world)
-    hint = f"a global batch that the data ranks divide, such as {near}, or pin fewer fields"
+    such = f", such as {near}," if near != batch else ""
+    hint = f"a global batch that the data ranks divide{such} or pin fewer fields"
     message = f"no layout of {request.world} ranks cuts this model and global_batch_size={batch}"
     none = Problem(message, hint, "--gpus")
     raise refusal(config, request.gpus, [none, *broken_rules(config, request.world)])

@@ -13,6 +13,8 @@ Json = dict[str, Any]
 GIB = 2**30
 SHOWN_STAGES = 16  # of a longer pipeline its ends, and the rank that holds most
 
+NOT_RUN = "2D tensor parallelism is planned; mtcli train runs tp_mode='1d' alone"
+
 KEYS = (
     "layout",
     "parameters",
@@ -78,6 +80,7 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
         ("", ", ".join(f"{name} {value}" for name, value in memory)),
         ("fullest rank", _named(p)),
         *_slow_precision(p),
+        *([("runs", NOT_RUN)] if work.tp_mode == "2d" else []),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
         ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),

@@ -8,6 +8,7 @@ from mtcli.core.cost.neighbours import FIELDS, neighbours
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import predict_workload
 from mtcli.core.cost.ranks import group_lines, rank_groups, rank_places, rank_table
+from mtcli.core.cost.report import NOT_RUN, summary
 from mtcli.core.cost.search import apply, choices, lower_bound, search
 from mtcli.core.cost.step import pipeline_seconds, step_costs
 from mtcli.core.cost.workload import Workload
@@ -143,3 +144,4 @@ def test_squares_of_ranks_are_searched_where_they_are_asked_for():
     for candidate in found.best:
         assert candidate.config.parallel.tp in (4, 16, 64)
         assert candidate.prediction.work.mesh**2 == candidate.config.parallel.tp
+        assert ("runs", NOT_RUN) in summary(candidate.prediction)
