@@ -7,6 +7,9 @@ in turn, --repeats times, and every loaded tensor is compared first:
   mtcli         store.save (with its hashes) and open_checkpoint(...).read
   mtcli+hash    as mtcli, after verify_hashes (a resume)
   safetensors, torch.save, DCP (torch.distributed.checkpoint, one process, 2 threads)
+Training stands still (the stall) until an asynchronous save returns, which is written to its end
+before the next: mtcli's snapshot, and DCP's async_save with a stager that keeps its memory. The
+first of each, in new memory, is told apart.
 Resharding is 2 ranks' Shard(0) read as Shard(1) by 4 ranks, each a process: DCP with DTensors, and
 ours by rectangles.
 
@@ -28,10 +31,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor, empty
 
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.snapshot import Snapshot
 from mtcli.core.checkpoint.store import Piece, save
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml
@@ -53,10 +58,14 @@ def main():
         rows = {
             "save": measure(SAVERS, tensors, root, arguments.repeats),
             "load cold": measure(LOADERS, tensors, root, arguments.repeats),
+            "stall": stalls(tensors, root / "stall", arguments.repeats),
             "reshard": reshard(root / "reshard", arguments),
         }
+    size = sum(t.nbytes for t in tensors.values())
+    show_stalls(rows["stall"], size)
     for name, times in rows.items():
-        show(name, times, sum(t.nbytes for t in tensors.values()))
+        if name != "stall":
+            show(name, times, size)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -209,6 +218,35 @@ LOADERS = {
     "torch.load": (cold(save_torch, "pt"), lambda path, _: torch.load(path)),
     "DCP": (cold(save_dcp, "dcp"), load_dcp),
 }
+
+
+def stalls(tensors, root, repeats):
+    """Seconds until an asynchronous save returns, for ours and DCP in turn, first in new memory."""
+    pieces = [Piece(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
+    held, stager = Snapshot(torch.device("cpu")), DefaultStager(StagingOptions(*[False] * 4))
+    times = {"mtcli": [], "DCP": []}
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        taken = held.take(pieces)
+        times["mtcli"].append(perf_counter() - start)
+        folder = root / "ours"
+        save(folder, 1, taken.pieces, rank=0, gather=lambda thing: [thing], **ABOUT)
+        start = perf_counter()
+        writer = FileSystemWriter(root / "dcp", thread_count=2, overwrite=True)
+        done = dcp.async_save(tensors, storage_writer=writer, async_stager=stager, no_dist=True)
+        times["DCP"].append(perf_counter() - start)
+        done.result()
+        os.sync()
+    found = open_checkpoint(root / "ours")
+    assert all(torch.equal(found.read(name), tensor) for name, tensor in tensors.items())
+    return times
+
+
+def show_stalls(times, size):
+    print(f"\nasync stall, s/GB of {size / 1e9:.2f} GB\n{'':14}{'first':>8}{'min':>8}{'median':>8}")
+    for name, (first, *later) in times.items():
+        row = [seconds / size * 1e9 for seconds in (first, min(later), median(later))]
+        print(f"{name:14}" + "".join(f"{figure:8.3f}" for figure in row))
 
 
 def reshard(root, arguments):

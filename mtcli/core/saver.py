@@ -81,6 +81,8 @@ class Saver:
         self.fault = ""  # of the last save
 
     def __enter__(self) -> "Saver":
+        if self.config.train.async_save:
+            self.snapshot.reserve(pieces(self.trainer))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -88,6 +90,7 @@ class Saver:
 
         A second signal waits for nothing: then the process ends here, as its thread cannot.
         """
+        self.snapshot.close()
         if self.pending is None or kind is None:
             return
         if not issubclass(kind, Exception):

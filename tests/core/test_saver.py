@@ -311,14 +311,27 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():
     assert [p.tensor.dtype for p in again] == [t.dtype for t in tensors]
 
 
+def test_memory_that_was_reserved_is_what_the_first_snapshot_uses():
+    held = Snapshot(torch.device("cpu"))
+    pieces = [Piece("x", torch.arange(100.0), (0,), (100,))]
+    held.reserve(pieces)
+    held.close()
+    assert len(held.memory) == 448 and not held.memory.any()
+    place = held.memory.data_ptr()
+    (taken,) = held.take(pieces).pieces
+    assert taken.tensor.data_ptr() == place and torch.equal(taken.tensor, torch.arange(100.0))
+
+
 def test_a_snapshot_without_memory_says_how_much_it_needs(monkeypatch):
     def refuse(size):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(snapshot, "aligned_bytes", refuse)
     piece = Piece("x", torch.ones(100), (0,), (100,))
+    held = Snapshot(torch.device("cpu"))
+    held.reserve([piece])
     with pytest.raises(MemoryError, match="448 bytes of host memory: .*Cannot allocate memory"):
-        Snapshot(torch.device("cpu")).take([piece])
+        held.take([piece])
 
 
 def interrupted_at_3(runtime, output):

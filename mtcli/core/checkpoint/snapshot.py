@@ -1,10 +1,12 @@
 """A copy of a rank's pieces in host memory, so that training goes on while they are written.
 
-The memory is taken once and used by every save: the first touch of new memory in ordinary pages
-goes at about 1 GB/s.
+The memory is taken once, in a thread beside the first steps, and used by every save: on a busy
+machine a copy into new memory took 0.65 s of a core per GB, and into memory used before 0.18.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,18 @@ class Snapshot:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self.reserving: Thread | None = None
+
+    def reserve(self, pieces: list[Piece]) -> None:
+        """Begins to take the memory for pieces of these sizes."""
+        size = _ends(pieces)[-1]
+        self.reserving = Thread(target=self._reserve, args=(size,), daemon=True)
+        self.reserving.start()
+
+    def close(self) -> None:
+        """Waits for memory that is being taken."""
+        if self.reserving is not None:
+            self.reserving.join()
 
     def take(self, pieces: list[Piece]) -> Taken:
         """Copies of pieces, which are good until the next call.
@@ -36,9 +50,8 @@ class Snapshot:
         On CUDA they are copied in the stream of what computed them, so what comes later in it may
         change the originals. Raises MemoryError where there is no room for them.
         """
-        ends = [0]
-        for piece in pieces:
-            ends.append(ends[-1] + -(-piece.tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        self.close()
+        ends = _ends(pieces)
         if len(self.memory) < ends[-1]:
             self.memory = torch.empty(0, dtype=torch.uint8)  # before more is taken
             self.memory = _host_memory(ends[-1], self.device)
@@ -46,10 +59,26 @@ class Snapshot:
         places = zip(pieces, ends[:-1], strict=True)
         return Taken([self._copy(piece, start) for piece, start in places], done())
 
+    def _reserve(self, size: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread is at device 0, and would open it
+        with suppress(MemoryError):  # the first snapshot says so, and the run goes on
+            memory = _host_memory(size, self.device)
+            memory.numpy().fill(0)  # numpy's, which leaves the training's threads alone
+            self.memory = memory
+
     def _copy(self, piece: Piece, start: int) -> Piece:
         source = piece.tensor.detach()
         room = self.memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
         return piece._replace(tensor=room.copy_(source, non_blocking=True))
+
+
+def _ends(pieces: list[Piece]) -> list[int]:
+    """Where each piece's place in memory begins, and where the last one ends."""
+    ends = [0]
+    for piece in pieces:
+        ends.append(ends[-1] + -(-piece.tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+    return ends
 
 
 def in_place(pieces: list[Piece]) -> Taken:
