@@ -48,6 +48,13 @@ Upcycle = Annotated[
         "[model] that concern routing, such as router_score",
     ),
 ]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONFIG",
+        help="whose [model] a Megatron folder holds, where that does not say it itself",
+    ),
+]
 MaxShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="of a Hugging Face file; default: 5GB")
 ]
@@ -64,6 +71,7 @@ def shard(
     upcycle: Upcycle = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
+    config: Config = None,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
@@ -74,18 +82,20 @@ def shard(
     from mtcli.core.checkpoint.dtypes import parse_dtype
     from mtcli.core.checkpoint.layouts import parse_layout
     from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.spec.load import load_config
     from mtcli.core.spec.upcycle import recipe_of
 
     cast = None if dtype is None else parse_dtype(dtype)
+    model = None if config is None else load_config(config).model
     if words[0] in ("inspect", "verify"):
         _refuse_writing(words[0], {"--to": to, "--layout": layout, "--upcycle": upcycle})
     if words[0] == "inspect" and len(words) == 2:
-        _inspect(open_checkpoint(Path(words[1])), json_out)
+        _inspect(open_checkpoint(Path(words[1]), model), json_out)
     elif words[0] == "verify" and len(words) == 3:
-        a, b = (open_checkpoint(Path(word)) for word in words[1:])
+        a, b = (open_checkpoint(Path(word), model) for word in words[1:])
         _finish(compare(a, b, cast, verify, nproc), json_out)
     elif len(words) == 2:
-        source = open_checkpoint(Path(words[0]))
+        source = open_checkpoint(Path(words[0]), model)
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         chosen = _target(source, to or ("mtcli" if recipe else None), layout, max_shard_size)
         size, where = _size(max_shard_size or "5GB"), parse_layout(layout or "")
@@ -173,6 +183,8 @@ def _announcement(
     if dropped := left_out(dense, plan):
         why = "the model is new" if plan.recipe else "Hugging Face has no place"
         line += f"; leaving out {', '.join(dropped)}: {why}"
+    if dense.unread:
+        line += f"; not reading {', '.join(dense.unread)}"
     return line
 
 

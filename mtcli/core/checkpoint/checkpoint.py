@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,10 @@ class Checkpoint:
     """keeps the checkpoint from being pruned, as long as this is not collected"""
     headers: dict[str, dict[str, Entry]] = field(default_factory=dict, repr=False)
     """of the files, read when they are first needed"""
+    format: Literal["mtcli", "hf", "megatron"] = "mtcli"
+    """whose folder it is"""
+    unread: tuple[str, ...] = ()
+    """what the folder holds besides, and nobody reads"""
 
     def names(self) -> list[str]:
         """The names of all tensors."""

@@ -19,7 +19,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     names = checkpoint.names()
     return {
         "path": str(checkpoint.folder),
-        "format": "hf" if checkpoint.config is None else "mtcli",
+        "format": checkpoint.format,
         "step": checkpoint.step,
         "layout": layout_of(checkpoint),
         "model": checkpoint.model.model_dump(mode="json"),

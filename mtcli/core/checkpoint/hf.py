@@ -72,6 +72,7 @@ def open_hf(folder: Path) -> Checkpoint:
         files={},
         tokenizer_folder=folder if any((folder / n).is_file() for n in TOKENIZERS) else None,
         headers=headers,
+        format="hf",
     )
     _refuse_unknown(checkpoint, family, {n: at for n, at in found.items() if n not in used})
     return checkpoint

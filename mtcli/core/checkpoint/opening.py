@@ -1,4 +1,4 @@
-"""Opening a checkpoint: a folder of ours, a run folder, or a Hugging Face folder."""
+"""Opening a checkpoint: a folder of ours, a run folder, Hugging Face's or Megatron's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,17 @@ from mtcli.core.checkpoint.dtypes import CODES, DTYPES
 from mtcli.core.checkpoint.hf import CONFIG as HF_CONFIG
 from mtcli.core.checkpoint.hf import open_hf
 from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
+from mtcli.core.checkpoint.megatron import find_megatron, open_megatron
 from mtcli.core.checkpoint.names import CHECKPOINTS, CONFIG, TOKENIZER, step_folders
 from mtcli.core.checkpoint.retention import hold
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.load import load_config
+from mtcli.core.spec.model_config import ModelConfig
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder: one of ours, the newest of a run folder, or Hugging Face's.
+def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
+    """The checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
+    Megatron's, whose architecture is `model` where that is given.
 
     Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
     run is refused, and the error offers the one before it.
@@ -26,15 +29,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _open_ours(path)
     if (path / HF_CONFIG).exists():
         return open_hf(path)
+    if folder := find_megatron(path):
+        return open_megatron(folder, model)
     for root in (path / CHECKPOINTS, path):
         if steps := step_folders(root):
             return _open_newest(steps[-1])
     if not path.is_dir():
         raise wrong(
-            f"there is no folder {path}", "give a checkpoint, a run or a Hugging Face folder"
+            f"there is no folder {path}",
+            "give a checkpoint, a run, or a Hugging Face or Megatron folder",
         )
     hint = f"a checkpoint has a {manifests.NAME}, a run has {CHECKPOINTS}/step-..., "
-    raise wrong(f"{path} holds no checkpoint", hint + "a Hugging Face folder has a config.json")
+    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
+    raise wrong(f"{path} holds no checkpoint", hint)
 
 
 @contextmanager

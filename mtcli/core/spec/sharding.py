@@ -110,7 +110,7 @@ class Parameter:
         start, size = self.rectangle(layout, rank)
         columns = len(size) - 1 if len(size) > 1 else 1  # dimensions before them are rows
         leading = size[:columns]
-        for at, extent in _consecutive(leading, rows.start, min(rows.stop, prod(leading))):
+        for at, extent in consecutive(leading, rows.start, min(rows.stop, prod(leading))):
             first = _place(at, leading) - rows.start
             corner = (*(a + b for a, b in zip(start, at, strict=False)), *start[columns:])
             box = Rectangle(corner, (*extent, *size[columns:]))
@@ -145,7 +145,7 @@ class Parameter:
         return (*self.shape[: self.padded], rows, *self.shape[self.padded + 1 :])
 
 
-def _consecutive(
+def consecutive(
     shape: tuple[int, ...], first: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(start, size) of the rectangles that elements first .. end - 1 of an array fill, in order."""
@@ -158,13 +158,13 @@ def _consecutive(
     row, begun = divmod(first, inner)
     if begun or end - first < inner:  # a part of one row, then the rest
         stop = min(end, (row + 1) * inner)
-        for start, size in _consecutive(shape[1:], begun, stop - row * inner):
+        for start, size in consecutive(shape[1:], begun, stop - row * inner):
             yield (row, *start), (1, *size)
-        yield from _consecutive(shape, stop, end)
+        yield from consecutive(shape, stop, end)
         return
     rows = (end - first) // inner
     yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
-    yield from _consecutive(shape, first + rows * inner, end)
+    yield from consecutive(shape, first + rows * inner, end)
 
 
 def _place(at: tuple[int, ...], shape: tuple[int, ...]) -> int:

@@ -1,0 +1,134 @@
+"""Folders of torch.distributed.checkpoint: which tensors there are, and where their chunks lie."""
+
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.checkpoint.pickles import Named, Record, pairs_of, read_pickle
+from mtcli.core.checkpoint.tensorfile import MAX_DIMS, damaged
+from mtcli.core.checkpoint.torchzip import Span
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.sharding import Rectangle
+
+NAME = ".metadata"
+MAX_BYTES = 1 << 30
+MODULE = "torch.distributed.checkpoint."
+NEEDED = {"torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"}
+CODES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+}
+KINDS = {f"torch.{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+KINDS |= {"torch.bool", "torch.float8_e4m3fn", "torch.float8_e5m2", *CODES}
+
+
+class Chunk(NamedTuple):
+    """A rectangle of a saved tensor, and the archive that holds it."""
+
+    box: Rectangle
+    file: str
+    offset: int
+    length: int
+
+    def span(self, folder: Path) -> Span:
+        """Where the archive is."""
+        return Span(folder / self.file, self.offset, self.length)
+
+
+class Saved(NamedTuple):
+    """A saved tensor: the safetensors code of its dtype ("" where we have none), its shape, and
+    the chunks that make it up."""
+
+    code: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+class Contents(NamedTuple):
+    """What a folder holds: tensors, and the names of other objects, by name."""
+
+    tensors: dict[str, Saved]
+    objects: list[str]
+
+
+def read_contents(folder: Path) -> Contents:
+    """The contents of a folder, by its .metadata, which is read as data.
+
+    Raises MtcliError that names what is missing, damaged or more than data.
+    """
+    path = folder / NAME
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
+    if len(data) > MAX_BYTES:
+        raise damaged(path, f"it has more than {MAX_BYTES} bytes")
+    record = read_pickle(data, path, _allowed)
+    try:
+        return _contents(path, record)
+    except (AttributeError, TypeError, KeyError, ValueError, IndexError):
+        raise damaged(path, "it is not the metadata of torch.distributed.checkpoint") from None
+
+
+def _allowed(name: str) -> bool:
+    if name in NEEDED or name in KINDS or name == "pathlib.PosixPath":
+        return True
+    return name.startswith((MODULE, "megatron.core.dist_checkpointing."))
+
+
+def _contents(path: Path, record: Any) -> Contents:
+    places = {}
+    for key, value in pairs_of(record.get("storage_data")):
+        offsets = _size(key.get("offset")) if key.get("offset") is not None else None
+        places[(key.get("fqn"), offsets)] = value
+    tensors, objects = {}, []
+    for name, value in pairs_of(record.get("state_dict_metadata")):
+        if value.name.endswith(".TensorStorageMetadata"):
+            tensors[name] = _saved(path, name, value, places)
+        else:
+            objects.append(name)
+    return Contents(tensors, objects)
+
+
+def _saved(path: Path, name: str, value: Record, places: dict[Any, Record]) -> Saved:
+    dtype = _dtype(value.get("properties"))
+    shape = _size(value.get("size"))
+    chunks = []
+    for given in value.get("chunks"):
+        box = Rectangle(_size(given.get("offsets")), _size(given.get("sizes")))
+        place = places.get((name, box.start))
+        if place is None or len(box.start) != len(shape):
+            raise damaged(path, f"{name} has a chunk at {box.start} that is nowhere")
+        if place.get("transform_descriptors"):
+            raise wrong(f"{path}: {name} is compressed, which is not read", "save it as it is")
+        chunks.append(Chunk(box, _file(path, place), place.get("offset"), place.get("length")))
+    if sum(prod(chunk.box.size) for chunk in chunks) != prod(shape):
+        raise damaged(path, f"the chunks of {name} are not its {list(shape)} elements")
+    return Saved(CODES.get(dtype, ""), shape, chunks)
+
+
+def _dtype(properties: Record) -> str:
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    return dtype.name if isinstance(dtype, Named) else ""
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """The numbers of a torch.Size."""
+    ((numbers,),) = (value.arguments,) if isinstance(value, Record) else ((value,),)
+    sizes = tuple(numbers)
+    if len(sizes) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in sizes):
+        raise ValueError
+    return sizes
+
+
+def _file(path: Path, place: Record) -> str:
+    name, at = place.get("relative_path"), (place.get("offset"), place.get("length"))
+    if not isinstance(name, str) or "/" in name or name in ("", ".", "..") or "\0" in name:
+        raise damaged(path, "it names a file outside of its folder")
+    if not all(type(n) is int and n >= 0 for n in at):
+        raise ValueError
+    return name

@@ -1,0 +1,198 @@
+"""Megatron-LM's torch_dist checkpoints of GPT models, read where they lie.
+
+Every layer's tensors are stacked in one of them, [layers, ...], which ranks have cut into chunks;
+each chunk becomes a region of ours. Nothing is unpickled: see pickles.py.
+"""
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
+from mtcli.core.checkpoint.distcp import Chunk, Saved, read_contents
+from mtcli.core.checkpoint.dtypes import CODE_BYTES, dtype_of_code
+from mtcli.core.checkpoint.hfconfig import read_json
+from mtcli.core.checkpoint.megatron_config import model_of
+from mtcli.core.checkpoint.megatron_names import alternatives, factors, is_padded
+from mtcli.core.checkpoint.pickles import Record
+from mtcli.core.checkpoint.subblocks import Subblock, subblocks
+from mtcli.core.checkpoint.tensorfile import Entry, damaged
+from mtcli.core.checkpoint.torchzip import Span, find_tensor, read_object
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.model import parameters
+from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.spec.sharding import Parameter
+
+METADATA = "metadata.json"
+COMMON = "common.pt"
+LATEST = "latest_checkpointed_iteration.txt"
+LEGACY = "mp_rank_00*"  # folders of checkpoints before torch_dist
+MAX_LISTED = 5
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+# What arguments and a run's state are made of: classes whose names are read, and nothing else.
+NAMED_IN_COMMON = ("torch.", "megatron.", "transformer_engine.", "pathlib.", "argparse.", "numpy.")
+MORE_NAMES = {"collections.OrderedDict", "datetime.timedelta", "signal.Signals", "_codecs.encode"}
+MORE_NAMES |= {"types.SimpleNamespace", "__builtin__.set", "__builtin__.bytes", "builtins.set"}
+
+
+def find_megatron(path: Path) -> Path | None:
+    """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
+    latest = path / LATEST
+    if latest.is_file():
+        text = latest.read_text(errors="replace").strip()
+        name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
+        return path / name
+    is_legacy = path.is_dir() and any(path.glob(LEGACY))
+    return path if is_legacy or (path / METADATA).is_file() else None
+
+
+def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
+    """The weights of a torch_dist checkpoint; `model` is its architecture where it does not say.
+
+    Raises MtcliError for another format, for an architecture that is not said or not ours, for
+    damaged files, and for tensors that are missing, unknown or of another shape.
+    """
+    _require_torch_dist(folder)
+    common = _common(folder)
+    arguments = common.get("args")
+    said = arguments.state if isinstance(arguments, Record) else {}
+    model = model or model_of(said if isinstance(said, dict) else {}, folder / COMMON)
+    contents = read_contents(folder)
+    with ExitStack() as files:
+        reader = _Reader(folder, contents.tensors, files)
+        tensors = {name: reader.stored(p, model) for name, p in parameters(model).items()}
+    rest = contents.tensors.keys() - reader.used
+    optimizer = [name for name in rest if OPTIMIZER.match(name)]
+    _refuse_unknown(folder, sorted(rest - set(optimizer)))
+    step = common.get("iteration")
+    return Checkpoint(
+        folder=folder,
+        model=model,
+        config=None,
+        step=step if type(step) is int and step >= 0 else 0,
+        extra={},
+        tensors=tensors,
+        files={},
+        tokenizer_folder=None,
+        headers=reader.headers,
+        format="megatron",
+        unread=("the optimizer's state",) if optimizer else (),
+    )
+
+
+def _require_torch_dist(folder: Path) -> None:
+    hint = "save it with --ckpt-format torch_dist, or convert it with Megatron-LM's tools"
+    if not (folder / METADATA).is_file():
+        message = f"{folder} is a Megatron checkpoint of torch.save, a pickle that is never loaded"
+        raise wrong(message, hint)
+    backend = read_json(folder / METADATA).get("sharded_backend")
+    if backend != "torch_dist":
+        raise wrong(f"{folder} is a Megatron checkpoint in the format {backend!r}", hint)
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    path = folder / COMMON
+    if not path.is_file():
+        raise wrong(f"{folder} has no {COMMON}", "is the folder complete?")
+    found = read_object(Span(path, 0, path.stat().st_size), _is_argument)
+    if not isinstance(found, dict):
+        raise damaged(path, "it is not a table")
+    return found
+
+
+def _is_argument(name: str) -> bool:
+    return name.startswith(NAMED_IN_COMMON) or name in MORE_NAMES
+
+
+def _refuse_unknown(folder: Path, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        listed = ", ".join(names[:MAX_LISTED]) + more
+        message = f"{folder} has tensors that a GPT model of this architecture has not: {listed}"
+        raise wrong(message, "nothing is left out silently; does --config say what it is?")
+
+
+@dataclass
+class _Reader:
+    """Finds parameters among saved tensors, and says where their elements are."""
+
+    folder: Path
+    saved: dict[str, Saved]
+    files: ExitStack
+    used: set[str] = field(default_factory=set)
+    headers: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    opened: dict[str, IO[bytes]] = field(default_factory=dict)
+    found: dict[tuple[str, int], Entry] = field(default_factory=dict)
+
+    def stored(self, parameter: Parameter, model: ModelConfig) -> Stored:
+        """Where the elements of a parameter are."""
+        name, layer = self._name(parameter)
+        saved = self.saved[name]
+        self.used.add(name)
+        dtype = dtype_of_code(saved.code) if saved.code else None
+        if dtype is None:
+            message = f"{name} is of a dtype in {self.folder} that cannot be loaded"
+            raise wrong(message, "float64, float32, bfloat16 or float16")
+        lead = () if layer is None else (layer,)
+        inner = factors(parameter, saved.shape[len(lead) :])
+        self._check_shape(parameter, name, saved, (model.num_layers,) * len(lead), inner)
+        regions = [
+            self._region(name, saved.code, chunk, block)
+            for chunk in saved.chunks
+            for block in subblocks(chunk.box, lead, inner)
+        ]
+        return Stored(dtype, parameter.shape, tuple(regions))
+
+    def _name(self, parameter: Parameter) -> tuple[str, int | None]:
+        """The saved tensor that holds a parameter, and its layer where layers are stacked."""
+        options = list(alternatives(parameter.name))
+        for name, layer in options:
+            if name in self.saved:
+                return name, layer
+        message = f"{self.folder} has no tensor {options[0][0]}, which is {parameter.name}"
+        raise wrong(message, "is the folder complete, and does --config say what it is?")
+
+    def _check_shape(
+        self,
+        parameter: Parameter,
+        name: str,
+        saved: Saved,
+        lead: tuple[int, ...],
+        inner: tuple[tuple[int, ...], ...],
+    ) -> None:
+        expected = lead + tuple(prod(dims) for dims in inner)
+        rows = parameter.shape[0]
+        enough = not is_padded(parameter.name) or saved.shape[0] >= rows
+        if saved.shape != expected or not enough:
+            shown = (rows, *expected[1:]) if is_padded(parameter.name) else expected
+            message = f"{name} is {list(saved.shape)} in {self.folder}"
+            raise wrong(f"{message} and {list(shown)} in the model", "is it of this model?")
+
+    def _region(self, name: str, code: str, chunk: Chunk, block: Subblock) -> Region:
+        whole = self._entry(name, code, chunk)
+        item = CODE_BYTES[code]
+        key = f"{name}@{chunk.offset}+{block.first}"
+        count = prod(block.size)
+        entry = Entry(code, block.size, whole.offset + block.first * item, count * item)
+        self.headers.setdefault(chunk.file, {})[key] = entry
+        axes = tuple(range(len(block.size)))
+        return Region(chunk.file, key, code, block.size, block.size, axes, block.start)
+
+    def _entry(self, name: str, code: str, chunk: Chunk) -> Entry:
+        place = (chunk.file, chunk.offset)
+        if place not in self.found:
+            path = self.folder / chunk.file
+            try:
+                if chunk.file not in self.opened:
+                    self.opened[chunk.file] = self.files.enter_context(path.open("rb"))
+                self.found[place] = find_tensor(self.opened[chunk.file], chunk.span(self.folder))
+            except OSError as error:
+                raise damaged(path, f"it cannot be read ({error.strerror})") from None
+        entry = self.found[place]
+        if (entry.code, entry.shape) != (code, chunk.box.size):
+            what = f"{entry.code} {list(entry.shape)} and not {code} {list(chunk.box.size)}"
+            raise damaged(self.folder / chunk.file, f"a chunk of {name} is {what}")
+        return entry

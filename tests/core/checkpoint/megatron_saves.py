@@ -1,0 +1,146 @@
+"""Tiny GPT models that megatron-core makes and saves as torch_dist, and its logits of them.
+
+Run as a script with a folder to write in. The arguments in common.pt are those that Megatron-LM's
+training keeps there. Without a GPU, megatron-core's calls to CUDA stand for nothing.
+"""
+
+import argparse
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+MOMENT = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+VOCABULARY, LENGTH = 64, 16
+COMMON = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "padded_vocab_size": VOCABULARY,
+    "max_position_embeddings": LENGTH,
+    "norm_epsilon": 1e-5,
+    "bias_gelu_fusion": False,
+}
+LLAMA = COMMON | {
+    "ffn_hidden_size": 48,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 12,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "rotary_base": 500,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+GPT = COMMON | {"ffn_hidden_size": 128}
+MOE = LLAMA | {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "add_qkv_bias": True,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_gate": True,
+}
+MODELS = {"llama": LLAMA, "gpt": GPT, "moe": MOE}
+
+
+def main(root):
+    """Saves every model in a folder of its name, with tokens and logits beside it."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+    from safetensors.torch import save_file
+
+    torch.cuda.synchronize, torch.cuda.current_device = (lambda: None), (lambda: "cpu")
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+    moe_utils.te_general_gemm = None  # what it is where Transformer Engine is missing
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    for name, arguments in MODELS.items():
+        torch.manual_seed(len(name))
+        model = build(arguments)
+        positions = torch.arange(LENGTH).expand(2, LENGTH)
+        future = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        with torch.no_grad():
+            logits = model(tokens, positions, future).contiguous()
+        state = cut(model.sharded_state_dict())
+        args = argparse.Namespace(**arguments, params_dtype=torch.float32, rank=0, path=Path("x"))
+        (root / name).mkdir()
+        content = {"model": state, "args": args, "iteration": 7, "checkpoint_version": 3.0}
+        dist_checkpointing.save(content, root / name)
+        save_file({"tokens": tokens, "logits": logits}, root / f"{name}.safetensors")
+
+
+def build(arguments):
+    """megatron-core's model of Megatron-LM's arguments, with norms and biases that do something."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    gated, bias = arguments.get("swiglu", False), arguments.get("add_bias_linear", True)
+    norm, experts = arguments.get("normalization", "LayerNorm"), arguments.get("num_experts")
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+    names += ("ffn_hidden_size", "moe_router_topk", "moe_ffn_hidden_size", "add_qkv_bias")
+    names += ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
+    more = {"num_moe_experts": experts, "moe_token_dispatcher_type": "allgather"} if experts else {}
+    config = TransformerConfig(
+        **{name: arguments[name] for name in names if name in arguments},
+        **more,
+        normalization=norm,
+        layernorm_epsilon=arguments["norm_epsilon"],
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else F.gelu,
+        add_bias_linear=bias,
+        bias_activation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=experts, normalization=norm),
+        VOCABULARY,
+        LENGTH,
+        position_embedding_type=arguments.get("position_embedding_type", "learned_absolute"),
+        rotary_base=arguments.get("rotary_base", 10000),
+        share_embeddings_and_output_weights=not arguments.get(
+            "untie_embeddings_and_output_weights", False
+        ),
+    )
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model.eval()
+
+
+def cut(state):
+    """The state with linear layers cut in two, as by tensor parallel ranks, and a moment added."""
+    import torch
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    dims = {"linear_qkv.weight": 0, "linear_proj.weight": 1, "word_embeddings.weight": 0}
+    moment = ShardedTensor.from_rank_offsets(MOMENT, torch.ones(3))
+    found = {"moment": moment}
+    for name, value in state.items():
+        dim = next((dim for end, dim in dims.items() if name.endswith(end)), None)
+        if dim is None:
+            found[name] = value
+            continue
+        layers = value.prepend_axis_num
+        stack = [(0, value.global_offset[0], value.global_shape[0])] * layers
+        for rank, part in enumerate(value.data.chunk(2, dim)):
+            place = (*stack, (dim + layers, rank, 2))
+            found[f"{name}.{rank}"] = ShardedTensor.from_rank_offsets(
+                value.key, part.contiguous(), *place, prepend_axis_num=layers
+            )
+    return found
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    main(Path(sys.argv[1]))
