@@ -18,7 +18,7 @@ from tiny import MOE
 
 from mtcli.core.spec import check
 
-EXAMPLES = int(os.environ.get("MTCLI_EXAMPLES", "3"))
+EXAMPLES = int(os.environ.get("MTCLI_EXAMPLES", "2"))
 
 
 @pytest.mark.parametrize(
