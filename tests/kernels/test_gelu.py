@@ -22,7 +22,7 @@ FORMULAS = {"none": exact_gelu, "tanh": tanh_gelu}
 
 @pytest.mark.parametrize("approximate", FORMULAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 131), (23, 10), (2, 3, 1050)])
+@pytest.mark.parametrize("shape", [(1, 131), (70, 10), (2, 3, 1050)])
 def test_bias_and_gelu_and_both_gradients_are_the_formula(device, shape, dtype, approximate):
     inputs = [2.0 * seeded(*shape, seed=1, device=device), seeded(shape[-1], device=device)]
     formula = FORMULAS[approximate]

@@ -22,7 +22,7 @@ def rotations(d, dtype, device):
     )
 
 
-@pytest.mark.parametrize(("heads", "groups", "d"), [(4, 4, 8), (6, 2, 20), (17, 1, 6)])
+@pytest.mark.parametrize(("heads", "groups", "d"), [(4, 4, 8), (6, 2, 20), (18, 18, 6)])
 def test_queries_and_keys_turn_by_their_angles_and_gradients_turn_back(device, heads, groups, d):
     angles, cos, sin = rotations(d, torch.float32, device)
     check(

@@ -190,4 +190,4 @@ def _wide(x: Tensor) -> torch.dtype:
 def _nothing(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """The best of no columns, for a rank whose vocabulary shard is all padding."""
     rows = logits_NV.shape[:1]
-    return logits_NV.new_full(rows, float("-inf")), torch.zeros(rows, dtype=torch.long)
+    return logits_NV.new_full(rows, float("-inf")), logits_NV.new_zeros(rows, dtype=torch.long)
