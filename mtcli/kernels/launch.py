@@ -150,7 +150,8 @@ class Kernel:
     def _launch_as(
         self, grid: Any, arguments: Any, constants: Any, config: Config, warmup: bool = False
     ) -> None:
-        self.jitted.run(*arguments, grid=grid, warmup=warmup, **constants, **config)
+        with torch.cuda.device_of(arguments[0]):  # triton launches on the current device
+            self.jitted.run(*arguments, grid=grid, warmup=warmup, **constants, **config)
 
 
 def kernel(
