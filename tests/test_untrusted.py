@@ -26,7 +26,7 @@ from mtcli.core.data.samples import Samples
 ROOT = Path(__file__).parent.parent / "mtcli"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 MODULES |= {"yaml", "tarfile", "runpy", "code", "pandas"}
-CALLS = {"eval", "exec", "compile", "__import__", "read_pickle", "unsafe_load", "extractall"}
+CALLS = {"eval", "exec", "compile", "__import__", "unsafe_load", "extractall"}
 KEYWORDS = {"allow_pickle", "weights_only", "trust_remote_code"}
 # A source that may, and why nothing of a stranger's can run there: path -> reason.
 ALLOWED: dict[str, str] = {}
