@@ -15,7 +15,7 @@ def mask(rows, columns):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 11), (2, 1030), (130, 3)])
+@pytest.mark.parametrize("shape", [(3, 11), (2, 1030), (17, 3)])
 def test_dropout_onto_a_residual_is_the_formula_and_so_are_both_gradients(device, shape, dtype):
     numbers = torch.arange(5, 5 + 2 * shape[0], 2, device=device)
     check(
