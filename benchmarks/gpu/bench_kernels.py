@@ -23,13 +23,15 @@ def main() -> None:
     args = parse()
     os.environ["TRITON_INTERPRET"] = "1" if args.smoke and args.device == "cpu" else "0"
 
+    import elementwise
+    import mixture
     import torch
-    from elementwise import ENTRIES
 
     if args.device == "cuda" and not args.compile and not torch.cuda.is_available():
         print("error: torch sees no GPU here; try --device cpu --smoke", file=sys.stderr)
         sys.exit(2)
-    chosen = [e for e in ENTRIES if not args.only or e.name in args.only]
+    entries = [*elementwise.ENTRIES, *mixture.ENTRIES]
+    chosen = [e for e in entries if not args.only or e.name in args.only]
     if args.compile:
         compile_all(chosen, args.compile, args.first)
     elif args.smoke:

@@ -5,7 +5,6 @@ Qwen2-MoE arXiv:2407.10671). N copies of tokens, F an expert's width, E/ep local
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.model.inputs import Inputs
@@ -14,7 +13,11 @@ from mtcli.core.model.router import Router
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.ep import dispatch
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels.gelu import gelu
+from mtcli.kernels.grouped import grouped_linear
+from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.products import linear
+from mtcli.kernels.swiglu import swiglu
 
 
 class ExpertArray(nn.Module):
@@ -31,21 +34,30 @@ class ExpertArray(nn.Module):
         self.activation = model.activation
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
-        """Rows sorted by local expert -> results [N, D], partial sums over etp."""
-        up_weight, down_weight = self.get_submodule(self.up_name).weight, self.down.weight
-        ups = up_weight.unflatten(0, (len(counts), -1)).unbind(0)
-        downs = down_weight.unflatten(0, (len(counts), -1)).unbind(0)
+        """Rows sorted by local expert -> results [N, D], partial sums over etp.
+
+        One expert after another on CPU, all at once on a GPU.
+        """
+        up_EFD, down_EDF = (
+            holder.weight.unflatten(0, (len(counts), -1))
+            for holder in (self.get_submodule(self.up_name), self.down)
+        )
+        if runs_triton(x_ND):
+            return grouped_linear(
+                self._activate(grouped_linear(x_ND, up_EFD, counts)), down_EDF, counts
+            )
         parts = [
             linear(self._activate(linear(x, up)), down)
-            for x, up, down in zip(x_ND.split(counts), ups, downs, strict=True)
+            for x, up, down in zip(
+                x_ND.split(counts), up_EFD.unbind(0), down_EDF.unbind(0), strict=True
+            )
         ]
         return torch.cat(parts)
 
     def _activate(self, x_NF: Tensor) -> Tensor:
         if self.activation == "swiglu":
-            gate, up = x_NF.chunk(2, -1)
-            return F.silu(gate) * up
-        return F.gelu(x_NF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            return swiglu(x_NF)
+        return gelu(x_NF, None, "tanh" if self.activation == "gelu_tanh" else "none")
 
 
 class MixtureOfExperts(nn.Module):

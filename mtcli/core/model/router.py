@@ -19,6 +19,7 @@ from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.cp import sequence_order, zigzag
 from mtcli.core.parallel.ep import Routing
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels.top_k import Choice, route
 
 
 class Router(nn.Module):
@@ -30,16 +31,19 @@ class Router(nn.Module):
         self.bias = build.optional(f"{name}.bias")
         self.load_E = torch.zeros(model.num_experts, dtype=torch.int64, device=build.groups.device)
         self.model, self.build = model, build
+        self.choice = Choice(
+            model.top_k,
+            model.router_score == "softmax",
+            model.normalize_top_k,
+            model.router_groups,
+            model.router_top_groups,
+        )
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing]:
         """(x_TD with the auxiliary losses' gradients attached, where its tokens go)."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
-        scores_TE = logits_TE.softmax(-1) if self._is_softmax else logits_TE.sigmoid()
-        experts = self._choice(scores_TE.detach())
-        weights = scores_TE.gather(1, experts)
-        if self.model.normalize_top_k:
-            weights = weights / weights.sum(-1, keepdim=True)
+        scores_TE, weights, experts = route(logits_TE, self.bias, self.choice)
         kept = self._kept(scores_TE.detach(), experts, inputs)
         if inputs.aux_scale:
             losses = self._losses(logits_TE, scores_TE, experts, inputs)
@@ -58,16 +62,6 @@ class Router(nn.Module):
             return self._limit(tokens)
         # a sequence's tokens may all be on one rank: as many as its share allows, for each sequence
         return min(tokens, b * self._limit(s * self.build.groups.cp.size))
-
-    @property
-    def _is_softmax(self) -> bool:
-        return self.model.router_score == "softmax"
-
-    def _choice(self, scores_TE: Tensor) -> Tensor:
-        """[T, k]: the experts of each token, best first."""
-        if self.bias is not None:
-            scores_TE = scores_TE + self.bias
-        return _allowed(scores_TE, self.model).topk(self.model.top_k, -1).indices
 
     def _limit(self, tokens: int) -> int:
         """ceil(tokens * top_k / num_experts * capacity_factor)."""
@@ -119,7 +113,7 @@ class Router(nn.Module):
         if m.z_loss_coeff:
             total = total + m.z_loss_coeff * logits_TE.logsumexp(-1).square().sum()
         if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
-            if not self._is_softmax:
+            if not self.choice.softmax:
                 scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
             chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
             rows = self.build.my_tokens(_sequence_of(inputs)) if inputs.shape[0] > 1 else None
@@ -178,18 +172,6 @@ class _Counted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.load_E.add_(ctx.counts_E)
         return grad, None, None
-
-
-def _allowed(scores_TE: Tensor, model: ModelConfig) -> Tensor:
-    """Scores, -inf for experts outside a token's best groups (arXiv:2412.19437, section 2.1.2)."""
-    if model.router_groups == 1:
-        return scores_TE
-    grouped = scores_TE.unflatten(-1, (model.router_groups, -1))
-    best = min(2 if model.router_score == "sigmoid" else 1, grouped.shape[-1])
-    strength = grouped.topk(best, -1).values.sum(-1)
-    chosen = strength.topk(model.router_top_groups, -1).indices
-    allowed = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, chosen, True)
-    return grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
 
 
 def _sequence_of(inputs: Inputs) -> Tensor:

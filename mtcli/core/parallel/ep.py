@@ -19,6 +19,7 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
 )
 from mtcli.core.parallel.groups import Groups
+from mtcli.kernels.permute import permute, reorder, sort_copies, unpermute
 
 
 class Routing(NamedTuple):
@@ -35,14 +36,6 @@ class Experts(Protocol):
 
     def __call__(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Partial sums over etp, where the experts' width is cut."""
-
-
-class Copies(NamedTuple):
-    """Copies of tokens sorted by expert: `token` and `slot` index [T, k], `counts` is [E]."""
-
-    token: Tensor
-    slot: Tensor
-    counts: Tensor
 
 
 def dispatch(
@@ -62,23 +55,22 @@ def _all_to_all(
 ) -> Tensor:
     """Each copy travels to its expert's ranks: all-to-all over ep, all-gather over etp."""
     ep, etp = groups.axes["ep"], groups.axes["etp"]
-    copies = sort_by_expert(routing)
-    rows, counts = _pad(x_TD[copies.token], copies.counts, capacity)
-    # counts of every rank of this expert group, on the host: [ep, etp, ep of the expert, E/ep]
-    everyone = all_gather(counts[None], groups.axes["experts"]).cpu()
+    copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
+    # rows of every rank of this expert group, on the host: [ep, etp, ep of the expert, E/ep]
+    everyone = all_gather(copies.rows[None], groups.axes["experts"]).cpu()
     table = everyone.view(ep.size, etp.size, ep.size, routing.num_experts // ep.size)
     sent = table[ep.rank, etp.rank].sum(-1).tolist()
     here = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
     received = here[:, etp.rank].sum(-1).tolist()
     shared = here.sum((0, 2)).tolist()
+    rows = permute(x_TD, copies, sum(sent))
     rows = all_gather_v(all_to_all_v(rows, sent, received, ep), shared, etp)
     segments = here.transpose(0, 1)  # rows lie by (etp sender, ep sender, expert)
-    order = _by_expert(segments, rows.device)
-    results = experts(rows[order], segments.sum((0, 1)).tolist())
-    results = results[torch.argsort(order)]
+    order, back = _by_expert(segments, rows.device)
+    results = experts(reorder(rows, order), segments.sum((0, 1)).tolist())
+    results = reorder(results, back)
     results = all_to_all_v(reduce_scatter_v(results, shared, etp), received, sent, ep)
-    results = _unpad(results, copies.counts, capacity)
-    return _combine(results, x_TD, routing, copies)
+    return unpermute(results, routing.weights, copies)
 
 
 def _all_gather(
@@ -91,52 +83,21 @@ def _all_gather(
     local = all_gather(routing.experts, axis) - ep.rank * per_rank
     kept = all_gather(routing.kept.to(torch.uint8), axis).bool()
     mine = kept & (local >= 0) & (local < per_rank)
-    everyone = Routing(gather_in(routing.weights, axis), local, mine, per_rank)
-    copies = sort_by_expert(everyone)
-    rows, counts = _pad(x_all[copies.token], copies.counts, capacity * axis.size)
-    results = experts(rows, counts.tolist())
-    results = _unpad(results, copies.counts, capacity * axis.size)
-    return scatter_out(_combine(results, x_all, everyone, copies), axis)
+    weights = gather_in(routing.weights, axis)
+    copies = sort_copies(x_all, local, mine, per_rank, capacity * axis.size)
+    counts = copies.rows.tolist()
+    results = experts(permute(x_all, copies, sum(counts)), counts)
+    return scatter_out(unpermute(results, weights, copies), axis)
 
 
-def sort_by_expert(routing: Routing) -> Copies:
-    """The kept copies in the order of their experts, and of their tokens within an expert."""
-    k, num_experts = routing.experts.shape[1], routing.num_experts
-    flat = routing.experts.masked_fill(~routing.kept, num_experts).flatten()
-    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
-    order = torch.argsort(flat, stable=True)[: int(counts.sum())]
-    return Copies(order // k, order % k, counts)
+def _by_expert(segments: Tensor, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """What sorts rows lying by (sender, sender, expert) stably by expert, and what undoes it.
 
-
-def _combine(results_ND: Tensor, x_TD: Tensor, routing: Routing, copies: Copies) -> Tensor:
-    weights = routing.weights[copies.token, copies.slot].to(results_ND.dtype)
-    empty = torch.zeros_like(x_TD)
-    return empty.index_add(0, copies.token, results_ND * weights[:, None])
-
-
-def _by_expert(segments: Tensor, device: torch.device) -> Tensor:
-    """The order that sorts rows lying by (sender, sender, expert) stably by expert."""
+    None where there is one sender, whose rows are sorted.
+    """
+    if segments[..., 0].numel() == 1:
+        return None, None
     experts = torch.arange(segments.shape[-1]).expand(segments.shape).flatten()
     labels = torch.repeat_interleave(experts, segments.flatten())
-    return torch.argsort(labels, stable=True).to(device)
-
-
-def _pad(rows: Tensor, counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Every expert's rows filled up with zeros to `capacity`; unchanged where it is 0."""
-    if not capacity:
-        return rows, counts
-    at = _padded_places(counts, capacity)
-    padded = rows.new_zeros(len(counts) * capacity, rows.shape[1]).index_copy(0, at, rows)
-    return padded, torch.full_like(counts, capacity)
-
-
-def _unpad(rows: Tensor, counts: Tensor, capacity: int) -> Tensor:
-    return rows[_padded_places(counts, capacity)] if capacity else rows
-
-
-def _padded_places(counts: Tensor, capacity: int) -> Tensor:
-    assert int(counts.max()) <= capacity, f"{int(counts.max())} rows in a capacity of {capacity}"
-    starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    within = torch.arange(int(counts.sum()), device=counts.device) - starts
-    experts = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    return experts * capacity + within
+    order = torch.argsort(labels, stable=True).to(device)
+    return order, torch.argsort(order)

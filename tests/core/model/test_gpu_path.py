@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from tiny import GPT, LLAMA, run_config
+from tiny import BIASED, GPT, LLAMA, MOE, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.engine import build_stages
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
 B, S = 2, 5
+ROUTED = {"route", "route_backward", "sort_copies", "spread", "sum_rows", "sum_rows_backward"}
+ROUTED |= {"grouped_linear", "grouped_outer", "swiglu", "swiglu_backward"}
 SHARED = {"cross_entropy_parts", "cross_entropy_gradient_"}
 CALLED = {
     "gpt": {"norm", "norm_backward", "add_norm", "gelu", "gelu_backward"} | SHARED,
@@ -25,11 +27,17 @@ CALLED = {
     | {"masked_softmax", "masked_softmax_backward"}
     | SHARED,
     "llama": {"norm", "norm_backward", "add_norm", "swiglu", "swiglu_backward", "rotate"} | SHARED,
+    "mixtral": ROUTED | SHARED,
+    "mixtral within capacity": ROUTED - {"grouped_linear", "grouped_outer"} | SHARED,
+    "mixtral of groups": ROUTED | SHARED,
 }
 MODELS = {
     "gpt": GPT,
     "gpt with dropout": GPT | {"dropout": 0.2, "attention_dropout": 0.1},
     "llama": LLAMA,
+    "mixtral": MOE,
+    "mixtral within capacity": MOE | {"capacity_factor": 0.75, "pad_to_capacity": True},
+    "mixtral of groups": BIASED,
 }
 
 
@@ -71,7 +79,8 @@ def losses_and_gradients(model):
     inputs = make_inputs(config.model, torch.float32, tokens, labels=labels, numbers=numbers)
     losses = stage.losses(stage(None, inputs), inputs)
     losses.backward(torch.linspace(0.5, 1.5, B * S))
-    return losses.detach(), {name: p.grad for name, p in stage.named_parameters()}
+    gradients = {name: p.grad for name, p in stage.named_parameters()}
+    return losses.detach(), {name: x for name, x in gradients.items() if x is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)
