@@ -8,20 +8,23 @@ and routed tokens spread evenly over the experts.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.attention import SDPBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mtcli.core.parallel.collectives import Pending
 from mtcli.core.spec.model_config import ModelConfig
 
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
+RMS_NORM, ATTENTION = F.rms_norm, F.scaled_dot_product_attention
 aten = torch.ops.aten
 FACTORIES = {
     aten.arange.default,
@@ -51,6 +54,9 @@ def fake_world(
     try:
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
+            stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+            stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
             for mode in (Answers(model), *watching):
                 stack.enter_context(mode)
             yield
@@ -60,7 +66,7 @@ def fake_world(
 
 
 class Answers(TorchDispatchMode):
-    """What tensors without values say when they are asked for one, and what a GPU would choose.
+    """What tensors without values say when they are asked for one.
 
     Whole numbers that follow from constants, and from the balanced counts of routed tokens, are
     computed for real beside their fake tensors. Of all else a number is 1.
@@ -82,8 +88,6 @@ class Answers(TorchDispatchMode):
         given = dict(kwargs or {})
         if func is aten._local_scalar_dense.default:
             return self._number(args[0])
-        if func is aten._fused_sdp_choice.default:
-            return _attention_kernel(*args, **given).value
         if func is aten.bincount.default:
             bins = given["minlength"] if "minlength" in given else args[-1]
             return self._learn(args[0].new_empty(bins), self._balanced(args[0].numel(), bins))
@@ -148,12 +152,43 @@ class Answers(TorchDispatchMode):
                 into.copy_(values.repeat(len(into) // len(values)))
 
 
-def _attention_kernel(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **given: Any
-) -> SDPBackend:
-    """What torch chooses on a GPU (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    if attn_mask is None and q.element_size() == 2:
-        return SDPBackend.FLASH_ATTENTION
-    grouped = q.shape[1] != k.shape[1]
-    narrow = q.element_size() <= 4
-    return SDPBackend.EFFICIENT_ATTENTION if narrow and not grouped else SDPBackend.MATH
+def _rms_norm(
+    x: Tensor, size: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """F.rms_norm, in one kernel where a GPU has one."""
+    if x.device.type != "meta":
+        return RMS_NORM(x, size, weight, eps)
+    return _FusedRmsNorm.apply(x, weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Memory as a GPU's kernel takes it: it keeps its input and one float32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x [..., D] normalised."""
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradients of both."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """F.scaled_dot_product_attention, by the kernel that torch chooses on a GPU.
+
+    See aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash for 16 bits without a mask, then
+    the one that saves memory, and plain products where neither takes it.
+    """
+    masked, causal = given.get("attn_mask") is not None, given.get("is_causal", False)
+    if q.device.type != "meta" or q.element_size() > 4:
+        return ATTENTION(q, k, v, **given)
+    if q.element_size() == 2 and not masked:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+    if q.shape[1] != k.shape[1]:
+        return ATTENTION(q, k, v, **given)
+    bias = None if not masked else torch.zeros_like(given["attn_mask"], dtype=q.dtype)
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[0]

@@ -12,17 +12,18 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as has_parts
 from torch.utils._pytree import tree_leaves
 
 resize_storage = torch.UntypedStorage.resize_
 
 
 class Live(TorchDispatchMode):
-    """Counts live bytes; `where` names the moment, such as the op of the schedule that runs."""
+    """Counts live bytes of a kind of device; `where` names the moment, such as an op that runs."""
 
-    def __init__(self, where: Callable[[], str] = str) -> None:
+    def __init__(self, device: str = "cpu", where: Callable[[], str] = str) -> None:
         super().__init__()
-        self.where = where
+        self.device, self.where = device, where
         self.sizes: dict[int, int] = {}  # of each storage
         self.references: dict[int, ref] = {}
         self.bytes = self.peak = 0
@@ -37,7 +38,8 @@ class Live(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resized = resize_storage(storage, size)
-            self.add(resized)
+            if id(resized) in self.sizes:
+                self.add(resized)
             return resized
 
         torch.UntypedStorage.resize_ = resize
@@ -58,7 +60,7 @@ class Live(TorchDispatchMode):
         """The operation's result, whose memory counts from here on."""
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and x.device.type == self.device and not has_parts(x):
                 self.add(x.untyped_storage())
         return result
 

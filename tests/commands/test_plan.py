@@ -276,3 +276,30 @@ def test_128k_tokens_fit_where_context_parallelism_cuts_them(capsys):
         assert held[cp] == pytest.approx(held[1] / cp, rel=1e-6), "a rank holds 1/cp of the tokens"
     assert found[16]["fits"] and not found[1]["fits"]
     assert found[16]["communication_seconds"]["cp"] > 0.0
+
+
+def test_a_dry_run_is_in_the_json_and_agrees_with_the_plan(capsys):
+    layout = ["--gpus", "64", "--device", "h100", "--set", "parallel.tp=2"]
+    small = ["--set", "parallel.pp=2", "--set", "batch.global_batch_size=128"]
+    code, out, err = run(
+        capsys, "tiny", *layout, *small, "--dry-run", "--rank", "63", "--json", "-"
+    )
+    found = json.loads(out)["dry_run"]
+    assert (code, found["rank"], found["problems"]) == (0, 63, []), err
+    assert found["state_bytes"] == found["predicted_state_bytes"] > 0
+    peaks = found["activation_peak_bytes"], found["predicted_activation_bytes"]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
+
+
+def test_the_plan_names_the_fullest_rank_and_what_each_pipeline_rank_holds(capsys):
+    flags = ["--gpus", "8", "--device", "h100", "--set", "parallel.pp=4", "--json", "-"]
+    _, out, _ = run(capsys, "tiny", *flags)
+    data = json.loads(out)
+    totals = [stage["total"] for stage in data["memory_by_stage"]]
+    assert len(totals) == 4 and max(totals) == data["memory_bytes"]["total"]
+    assert data["fullest_rank"] // 2 == totals.index(max(totals))
+
+
+def test_a_rank_without_a_dry_run_is_refused(capsys):
+    code, _, err = run(capsys, "tiny", "--rank", "0")
+    assert code == 2 and "add --dry-run" in err

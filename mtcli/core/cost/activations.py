@@ -1,81 +1,251 @@
-"""Bytes that autograd keeps between a forward and its backward, tensor by tensor.
+"""Bytes that autograd keeps between a forward and its backward, tensor by tensor, as our code runs.
 
-The tensors of arXiv:2205.05198, section 4 (equations 1 to 6), for general widths, grouped queries,
-gated MLPs, experts and flash attention. Per token, then times the micro-batch's tokens.
+| part | kept for the backward | elements, times the weight's width unless said otherwise |
+|---|---|---|
+| norms | the residual stream before each; float32 statistics (on CPU wide copies) | 2 R D |
+| regions | the input of each tensor parallel region, gathered | 2 T D |
+| attention | projections; rotated or copied queries and keys; the output | T (2 q + kv) and more |
+| MLP | up and gelu(up); or gate and up, silu(gate), their product | 2 T F; 4 T F |
+| experts | each copy's input, insides, result, weighted result; router's input | N (3 D + 4 F) |
+| dropout | a mask as wide as the stream, at each site | R D |
+
+T are a micro-batch's tokens on a context parallel rank, R those between the tensor parallel regions
+(T/tp under sequence parallelism), D hidden, F the MLP's width, q and kv the widths of queries and
+of keys with values, N copies of tokens; F, q and kv are a rank's. Code from before 2022 (`flash` is
+False) is counted as arXiv:2205.05198, section 4, counts it.
 """
 
+from typing import NamedTuple
+
 from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.sharding import VOCAB_MULTIPLE
+
+CPU_ROW_BYTES = 2048  # whole_attention on CPU takes rows up to this long in blocks of heads
+INDEX = 8  # bytes
 
 
-def layer_activations(work: Workload) -> float:
+class Shapes(NamedTuple):
+    """Sizes of one micro-batch on one rank."""
+
+    tokens: float  # T
+    rows: float  # R
+    hidden: int  # D
+    queries: float  # q
+    keys: float  # kv: both, of this rank's groups
+    heads: float
+    size: int  # bytes of a weight and of an activation
+    wide: int  # of a reduction: 4 at least
+
+    @classmethod
+    def of(cls, work: Workload) -> "Shapes":
+        """The sizes of a workload."""
+        m, tp, size = work.model, work.layout.tp, work.sizes.weight
+        return cls(
+            work.tokens,
+            work.tokens / work.sequence_cut,
+            m.hidden_size,
+            m.num_heads * m.head_dim / tp,
+            2 * m.num_kv_heads * m.head_dim / tp,
+            m.num_heads / tp,
+            size,
+            max(4, size),
+        )
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream [R, D]."""
+        return self.rows * self.hidden * self.size
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of a region's input [T, D]."""
+        return self.tokens * self.hidden * self.size
+
+
+def layer_activations(work: Workload, cpu: bool) -> float:
     """Bytes that one block keeps for one micro-batch; its input alone under full recompute."""
     if work.recompute == "full":
-        return work.tokens / work.sequence_cut * work.model.hidden_size * work.sizes.weight
-    return _saved(work)
+        return Shapes.of(work).stream
+    return block_activations(work, cpu)
 
 
-def recomputed_block(work: Workload) -> float:
-    """Bytes of the one block that lives while it is computed again."""
-    return _saved(work) if work.recompute == "full" else 0.0
+def block_activations(work: Workload, cpu: bool) -> float:
+    """Bytes that one block keeps where it is not computed again as a whole."""
+    if not work.flash:
+        return _published(work)
+    shapes = Shapes.of(work)
+    kept = 2 * (_normed(work, cpu) + norm_activations(work, cpu))
+    kept += 2 * shapes.stream * bool(work.model.dropout)
+    kept += shapes.gathered + attention_activations(work, cpu)
+    return kept + mlp_activations(work)
+
+
+def _normed(work: Workload, cpu: bool) -> float:
+    """Bytes of a norm's input, of which RMSNorm on CPU keeps a wide copy in its place."""
+    copied = cpu and work.model.norm == "rmsnorm" and work.sizes.weight < 4
+    return 0.0 if copied else Shapes.of(work).stream
+
+
+def norm_activations(work: Workload, cpu: bool) -> float:
+    """Bytes of a norm's statistics, and on CPU of RMSNorm's wide copies."""
+    shapes = Shapes.of(work)
+    if work.model.norm == "layernorm":
+        return 2 * shapes.rows * shapes.wide
+    copies = (1 + (shapes.size < 4)) * shapes.rows * shapes.hidden if cpu else 0
+    return (shapes.rows + copies) * shapes.wide
+
+
+def attention_activations(work: Workload, cpu: bool) -> float:
+    """Bytes between the projection and the output product of attention."""
+    t, m = Shapes.of(work), work.model
+    if m.attention_dropout:
+        return _dropped_attention(work)
+    projected, output = t.tokens * (t.queries + t.keys) * t.size, t.tokens * t.queries * t.size
+    sums = t.tokens * t.heads * t.wide
+    if work.recompute == "selective":
+        return projected + output
+    if takes_plain_attention(work, cpu):
+        wide_heads = (1 + 2 * work.layout.cp) * t.tokens * t.queries * t.wide
+        return score_bytes(work) + wide_heads + output
+    grouped, turned = m.num_kv_heads != m.num_heads, m.position == "rope"
+    copied = t.tokens * t.size * (turned * t.keys / 2 + (turned or grouped) * t.queries)
+    if work.layout.cp == 1 or work.cp_mode == "a2a":
+        if cpu and work.seq_len * t.size <= CPU_ROW_BYTES:
+            return 5 * output  # by head, and the output once more by token
+        if work.layout.cp == 1:
+            return projected + copied + output + sums
+        return projected + 2 * output + sums
+    own = output if turned or grouped else projected
+    if work.cp_mode == "ring":
+        return own + t.tokens * t.keys * t.size + 2 * output + sums
+    everyone = work.layout.cp * t.tokens * t.keys * t.size
+    mask = work.seq_len**2 / work.layout.cp * (1 + t.size)
+    return own + everyone + output + sums + mask
+
+
+def takes_plain_attention(work: Workload, cpu: bool) -> bool:
+    """Whether a GPU has no kernel that keeps no scores: for grouped queries beside a mask or in
+    float32, and in float64."""
+    m, size = work.model, work.sizes.weight
+    masked = work.layout.cp > 1 and work.cp_mode == "all_gather"
+    ring = work.layout.cp > 1 and work.cp_mode == "ring"
+    grouped = m.num_kv_heads != m.num_heads
+    return not cpu and not ring and (size > 4 or (grouped and (masked or size == 4)))
+
+
+def score_bytes(work: Workload) -> float:
+    """A layer's attention scores of one micro-batch on a rank, in float32 at least."""
+    t = Shapes.of(work)
+    return t.tokens * t.heads * work.seq_len * t.wide
+
+
+def mlp_activations(work: Workload) -> float:
+    """Bytes of the feed-forward part, its input included."""
+    m, t = work.model, Shapes.of(work)
+    if not m.num_experts:
+        return t.gathered + _insides(work, t.tokens, m.ffn_hidden_size / work.layout.tp)
+    return _expert_activations(work)
 
 
 def embedding_activations(work: Workload) -> float:
-    """The mask of the embedding's dropout."""
-    masked = bool(work.model.dropout)
-    return masked * work.tokens * work.model.hidden_size / work.sequence_cut
+    """Where the embedding's rows came from, and the mask of its dropout."""
+    shapes = Shapes.of(work)
+    positions = INDEX * shapes.rows * (work.model.position == "learned")
+    return shapes.tokens * (INDEX + 1) + positions + bool(work.model.dropout) * shapes.stream
 
 
-def head_activations(work: Workload) -> float:
-    """The last norm's input, the head's input, and the logits in float32."""
-    hidden = 2 * work.sizes.weight * work.model.hidden_size / work.sequence_cut
-    return work.tokens * hidden + logits_bytes(work)
+def head_activations(work: Workload, cpu: bool) -> float:
+    """The last norm's input, the head's input, and the exponentials of the logits."""
+    t = Shapes.of(work)
+    labels = t.tokens * (INDEX + 1 + 2 * t.wide)
+    before = _normed(work, cpu) + norm_activations(work, cpu) + t.gathered
+    return before + logits_bytes(work) + labels
 
 
 def logits_bytes(work: Workload) -> float:
-    """The logits of a micro-batch, at least in float32."""
-    columns = -(-work.model.vocab_size // work.layout.tp)
-    return float(work.tokens * max(4, work.sizes.weight) * columns)
+    """The logits of a micro-batch, vocabulary padding included."""
+    cut = VOCAB_MULTIPLE * work.layout.tp
+    columns = -(-work.model.vocab_size // cut) * VOCAB_MULTIPLE
+    return float(work.tokens * work.sizes.weight * columns)
 
 
-def output_gradients(work: Workload) -> float:
-    """Bytes of one block that the weight half of a split backward waits with: the gradient of each
-    product's output, beside the inputs that the forward pass saved."""
+def boundary_activations(work: Workload) -> float:
+    """What a stage holds of a micro-batch because another stage comes after it: its output."""
+    return Shapes.of(work).stream
+
+
+def turning_activations(work: Workload) -> float:
+    """Cosines and sines of a micro-batch's positions."""
+    return (
+        work.tokens * 2 * work.model.head_dim * work.sizes.weight * (work.model.position == "rope")
+    )
+
+
+def expert_rows(work: Workload) -> float:
+    """Rows that a rank's experts compute on, when all are evenly loaded or padded to capacity."""
     m, layout = work.model, work.layout
-    fused = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
-    up = 2 if m.activation == "swiglu" else 1
-    if m.num_experts:
-        inner = m.top_k * (up * m.moe_ffn_hidden_size + m.hidden_size * layout.etp)
-        inner += up * m.shared_expert_ffn_hidden_size
-    else:
-        inner = up * m.ffn_hidden_size
-    shared = 2 * m.hidden_size / work.sequence_cut
-    return work.tokens * work.sizes.weight * ((fused + inner) / layout.tp + shared)
+    tokens = Shapes.of(work).rows
+    rows = tokens * m.top_k * min(1.0, m.capacity_factor or 1.0)
+    if m.pad_to_capacity:
+        rows = m.num_experts * -(-tokens * m.top_k * m.capacity_factor // m.num_experts)
+    return rows * layout.etp
 
 
-def _saved(work: Workload) -> float:
-    m, size = work.model, work.sizes.weight
+def weight_halves(work: Workload) -> float:
+    """Bytes of one block that the weight half of a split backward waits with: the input of each
+    product and the gradient of its output. Experts' products are not split."""
+    m, t, tp = work.model, Shapes.of(work), work.layout.tp
+    gated = 2 if m.activation == "swiglu" else 1
+    width = (m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size) / tp
+    attention = 2 * m.hidden_size + 2 * t.queries + t.keys
+    mlp = 2 * m.hidden_size + (1 + gated) * width if width else 0.0
+    return t.tokens * t.size * (attention + mlp)
+
+
+def _insides(work: Workload, rows: float, width: float) -> float:
+    widths = 4 if work.model.activation == "swiglu" else 2
+    return widths * rows * width * work.sizes.weight
+
+
+def _expert_activations(work: Workload) -> float:
+    m, t = work.model, Shapes.of(work)
+    copies, rows = t.rows * m.top_k, expert_rows(work)
+    if work.dispatcher == "all_gather":
+        copies *= work.layout.etp
+    router = t.rows * (m.hidden_size + m.num_experts) * t.wide
+    moved = (2 * copies + rows) * m.hidden_size * t.size + 5 * copies * INDEX
+    inside = _insides(work, rows, m.moe_ffn_hidden_size / work.layout.etp)
+    moved += copies * m.hidden_size * t.size * m.pad_to_capacity
+    kept = router + moved + inside
+    if m.shared_expert_ffn_hidden_size:
+        shared = _insides(work, t.tokens, m.shared_expert_ffn_hidden_size / work.layout.tp)
+        kept += shared + t.gathered + 2 * t.stream * m.shared_expert_gate
+    return kept
+
+
+def _dropped_attention(work: Workload) -> float:
+    """Probabilities in float32, the mask and what it leaves, and the keys and values repeated."""
+    t = Shapes.of(work)
+    scores = t.tokens * t.heads * work.seq_len
+    heads = t.tokens * t.size * (t.queries + t.keys + 4 * t.queries)
+    if work.recompute == "selective":
+        return t.tokens * t.size * (2 * t.queries + t.keys)
+    return heads + scores * (t.wide + 2 * t.size)
+
+
+def _published(work: Workload) -> float:
+    """arXiv:2205.05198, equations 1 to 6, with general widths, gated MLPs and experts."""
+    m, size, tp = work.model, work.sizes.weight, work.layout.tp
     queries, keys = m.num_heads * m.head_dim, 2 * m.num_kv_heads * m.head_dim
-    # On sequence shards: the inputs of both norms and of what follows them, two dropout masks.
     shared = 4 * size * m.hidden_size + 2 * m.hidden_size * bool(m.dropout)
-    # Cut by heads: query, key, value, the attention output, its log-sum-exp in float32.
     heads = size * (2 * queries + keys)
-    if work.flash:
-        heads += 4 * m.num_heads
-    elif work.recompute == "none":  # the softmax, and where it is dropped a mask and the result
+    if work.recompute == "none":  # the softmax, and where it is dropped a mask and the result
         per_score = size + (1 + size) * bool(m.attention_dropout)
         heads += per_score * m.num_heads * work.seq_len
-    per_token = shared / work.sequence_cut + heads / work.layout.tp + _mlp(work)
-    return work.tokens * per_token
-
-
-def _mlp(work: Workload) -> float:
-    """Bytes per token inside the MLP: up and GELU, or gate, up and their product; by experts."""
-    m, layout, size = work.model, work.layout, work.sizes.weight
     widths = 3 if m.activation == "swiglu" else 2
-    if not m.num_experts:
-        return widths * m.ffn_hidden_size * size / layout.tp
-    # top_k copies of a token when experts are evenly loaded: their inputs, insides and outputs.
-    routed = 2 * m.hidden_size * layout.etp + widths * m.moe_ffn_hidden_size
-    shared = widths * m.shared_expert_ffn_hidden_size
-    router = 2 * 4 * m.num_experts / work.sequence_cut  # logits and probabilities in float32
-    return (m.top_k * routed + shared) * size / layout.tp + router
+    mlp = widths * m.ffn_hidden_size * size / tp
+    if m.num_experts:
+        routed = 2 * m.hidden_size * work.layout.etp + widths * m.moe_ffn_hidden_size
+        mlp = (m.top_k * routed + widths * m.shared_expert_ffn_hidden_size) * size / tp
+        mlp += 2 * 4 * m.num_experts / work.sequence_cut
+    return work.tokens * (shared / work.sequence_cut + heads / tp + mlp)

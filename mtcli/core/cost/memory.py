@@ -7,18 +7,20 @@ training allocates; what the backward pass waits for is counted in `activations.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 from mtcli.core.cost.activations import (
+    boundary_activations,
     embedding_activations,
     head_activations,
     layer_activations,
-    logits_bytes,
-    output_gradients,
-    recomputed_block,
+    turning_activations,
+    weight_halves,
 )
 from mtcli.core.cost.hardware import Device
+from mtcli.core.cost.working import block_working, head_working
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.check import in_flight
 from mtcli.core.schedule.generators import schedule_for
@@ -118,21 +120,34 @@ def owner_of(work: Workload, rank: int) -> Owner:
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     """The bytes of the fullest rank of each pipeline rank: the first one."""
     chunks, vpp, last = in_flight_chunks(work), work.layout.vpp, work.layout.pp - 1
-    saved, again = layer_activations(work), recomputed_block(work)
-    waiting = output_gradients(work)
-    found = []
+    cpu, found = device.name == "cpu", []
+    layer = layer_activations(work, cpu)
+    block, head = block_working(work, cpu), head_working(work, cpu)
     for pp_rank, held in enumerate(chunks):
-        weights, gradients, optimizer = state_bytes(work, pp_rank)
-        kept = held / vpp * work.layers_of_rank(pp_rank) * saved
-        kept += _waiting_halves(work, pp_rank) * work.layers_of_rank(pp_rank) * waiting
+        layers, is_last = work.layers_of_rank(pp_rank), pp_rank == last
+        kept = held / vpp * (layers * layer + turning_activations(work))
+        kept += _waiting(work, pp_rank, layers * layer) - held * layers * layer * _splits(work)
         kept += held / vpp * embedding_activations(work) if pp_rank == 0 else 0.0
-        kept += head_activations(work) if pp_rank == last else 0.0
-        # For a moment only: a block computed again, or the gradient of the logits.
-        moment = max(again, logits_bytes(work) if pp_rank == last else 0.0)
-        working = moment + _gathered(work, pp_rank)
-        state = weights, gradients, optimizer
-        found.append(Memory(*state, kept, working, device.reserved_bytes))
+        kept += held * (not is_last) * boundary_activations(work)
+        heads = held if work.schedule_name == "gpipe" else 1
+        end = heads * head_activations(work, cpu) if is_last else 0.0
+        # The head's own are gone by the time that the last block's backward runs, and the block's
+        # when its gradients are reduced.
+        whole, ends = _gathered(work, pp_rank)
+        freed = end + (0.0 if work.recompute == "full" else layer)
+        working = max(block - end, _reduced(work) - freed) + whole
+        working = max(working, ends + (head if is_last else 0.0))
+        working = max(working, _given_back(work, pp_rank) - kept - end)
+        state = state_bytes(work, pp_rank)
+        found.append(Memory(*state, kept + end, working, device.reserved_bytes))
     return found
+
+
+def _given_back(work: Workload, pp_rank: int) -> int:
+    """Bytes of the rows that owners give back under zero=1: one share, and that of every rank."""
+    held, size = rank_elements(work, pp_rank), work.sizes.weight
+    cut = work.zero and max(work.layout.dp * work.layout.cp, work.layout.edp) > 1
+    return (held.shard + held.padded) * size if cut and not _is_sharded(work) else 0
 
 
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
@@ -161,13 +176,27 @@ def _is_sharded(work: Workload) -> bool:
     return work.zero == 3 and max(work.layout.dp * work.layout.cp, work.layout.edp) > 1
 
 
-def _gathered(work: Workload, pp_rank: int) -> int:
-    """Bytes of whole weights under zero=3: two blocks, and embedding and head all the time."""
+def _gathered(work: Workload, pp_rank: int) -> tuple[int, int]:
+    """Bytes under zero=3 in a block's backward, and at the head: a block's weights and the buffer
+    they came in, and the head's gradient, wide; at both embedding and head themselves."""
     if not _is_sharded(work):
-        return 0
+        return 0, 0
     ends = rank_elements(work, pp_rank).total
     ends -= work.layers_of_rank(pp_rank) * block_elements(work).total
-    return work.sizes.weight * (2 * block_elements(work).total + ends)
+    vocabulary = parameters(work.model)["embedding.weight"].local_shape(work.layout)
+    head = prod(vocabulary) * (pp_rank == work.layout.pp - 1)
+    ends *= work.sizes.weight
+    blocks = 2 * block_elements(work).total * work.sizes.weight
+    return blocks + ends + head * work.sizes.gradient, ends
+
+
+def _reduced(work: Workload) -> float:
+    """Bytes while a block's gradients are reduced under zero=3: as they came, wide, those of the
+    block before, whose buffer waits for the next one, and this rank's rows."""
+    if not _is_sharded(work):
+        return 0.0
+    block, ranks = block_elements(work), work.layout.dp * work.layout.cp
+    return block.total * (work.sizes.weight + work.sizes.gradient * (2 + 1 / ranks))
 
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> Held:
@@ -231,10 +260,20 @@ def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     return _chunks(work.schedule_name, work.layout.pp, work.layout.vpp, count)
 
 
-def _waiting_halves(work: Workload, pp_rank: int) -> int:
-    """Micro-batches whose weight half a rank of zero_bubble has still to run, at its peak."""
-    split = work.schedule_name == "zero_bubble" and work.layout.pp > 1
-    return min(work.num_micro_batches, pp_rank + 1) if split else 0
+def _splits(work: Workload) -> bool:
+    """Whether the schedule splits backwards."""
+    return work.schedule_name == "zero_bubble" and work.layout.pp > 1
+
+
+def _waiting(work: Workload, pp_rank: int, kept: float) -> float:
+    """The most that a rank holds between F and W of a split backward, which keeps `kept` bytes of a
+    micro-batch up to I; 0 where none is split."""
+    if not _splits(work):
+        return 0.0
+    half = work.layers_of_rank(pp_rank) * weight_halves(work)
+    change = {"F": kept, "I": half - kept, "W": -half}
+    ops = work.schedule(work.representative).ops[pp_rank]
+    return max(accumulate(change[op.kind] for op in ops))
 
 
 @cache

@@ -52,6 +52,8 @@ class Workload:
     recompute: str = "none"
     stage_sizes: tuple[int, ...] = ()
     tp_mode: str = "1d"
+    cp_mode: str = "ring"
+    dispatcher: str = "all_to_all"
     flash: bool = True  # attention never writes its scores; False for code from before 2022
     fused: bool = True  # scale, mask and softmax in one kernel; False for code from before 2021
 
@@ -72,6 +74,8 @@ class Workload:
             recompute=p.recompute,
             stage_sizes=p.stage_layers,
             tp_mode=p.tp_mode,
+            cp_mode=p.cp_mode,
+            dispatcher=p.dispatcher,
         )
 
     @property

@@ -95,7 +95,8 @@ class Bucket:
             own = parameters[name][self.rows(name)].flatten()
             mine[slot.offset : slot.offset + own.numel()] = own
         everyone = mine.new_empty(self.owners.size, len(mine))
-        return Sharing(self, parameters, everyone, start_all_gather(everyone, mine, self.owners))
+        work = start_all_gather(everyone, mine, self.owners)
+        return Sharing(self, parameters, mine, everyone, work)
 
     def _columns(self, flat: Tensor, name: str) -> Tensor:
         slot = self.slots[name]
@@ -103,10 +104,11 @@ class Bucket:
 
 
 class Sharing(NamedTuple):
-    """Updated rows on their way to every rank."""
+    """Updated rows on their way to every rank; what is sent stays in memory until it has left."""
 
     bucket: Bucket
     parameters: Mapping[str, Tensor]
+    mine: Tensor
     everyone: Tensor
     work: Pending
 

@@ -122,7 +122,7 @@ class _Step(Generic[Given]):
         x = self._activations(op)
         if x is not None:
             x.requires_grad_()
-        start, inputs = self.clock(), self._inputs(op.micro_batch)
+        start, inputs = self.clock(), self._inputs(op)
         y = self.stages[op.stage](x, inputs)
         if op.stage == self.last_stage:
             total, y = self.stages[op.stage].loss(y, inputs, self.scale)
@@ -164,7 +164,7 @@ class _Step(Generic[Given]):
         """F without a backward to come; returns the last stage's activations."""
         x = self._activations(op)
         start = self.clock()
-        y = self.stages[op.stage](x, self._inputs(op.micro_batch))
+        y = self.stages[op.stage](x, self._inputs(op))
         self.spans.append(OpSpan(op, start, self.clock()))
         if op.stage == self.last_stage:
             return y
@@ -180,9 +180,13 @@ class _Step(Generic[Given]):
             return None
         return self.hops.receive(needs(op, self.last_stage + 1)[0], self.tokens)
 
-    def _inputs(self, micro_batch: int) -> Given:
+    def _inputs(self, op: Op) -> Given:
+        """A micro-batch's inputs, let go of by the last of this rank's stages that reads them."""
+        micro_batch = op.micro_batch
         if micro_batch not in self.loaded:
             self.loaded[micro_batch] = self.load(micro_batch)
+        if op.stage == max(self.stages):
+            return self.loaded.pop(micro_batch)
         return self.loaded[micro_batch]
 
 

@@ -1,0 +1,70 @@
+"""C12: the memory that a plan predicts, beside what a dry run of the real trainer counts.
+
+State has to agree to the byte, and the peak of everything else within 5 %.
+
+    python benchmarks/bench_memory.py
+"""
+
+import os
+import sys
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from rich.console import Console
+from rich.table import Table
+
+from mtcli.core.cost.hardware import GPUS
+from mtcli.core.dryrun import KINDS, dry_run
+from mtcli.core.spec.load import config_of
+
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 1024}
+GPT = {**SHAPE, "architecture": "gpt", "max_seq_len": 256}
+LLAMA = {**GPT, "architecture": "llama", "num_kv_heads": 4, "ffn_hidden_size": 640}
+MOE = {**LLAMA, "architecture": "mixtral", "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 384}
+QWEN = {**MOE, "architecture": "qwen2-moe", "shared_expert_ffn_hidden_size": 512}
+# fmt: off
+ROWS = [  # ranks, model, parallel
+    (1, "gpt", GPT, {}),
+    (1, "llama", LLAMA, {}),
+    (1, "gpt", GPT, {"recompute": "full"}),
+    (2, "gpt", GPT, {"tp": 2}),
+    (2, "llama", LLAMA, {"tp": 2, "sequence_parallel": False}),
+    (2, "llama", LLAMA, {"cp": 2}),
+    (2, "llama", LLAMA, {"cp": 2, "cp_mode": "all_gather"}),
+    (2, "llama", LLAMA, {"cp": 2, "cp_mode": "a2a"}),
+    (4, "llama", LLAMA, {"pp": 4}),
+    (4, "llama", LLAMA, {"pp": 4, "schedule": "zero_bubble"}),
+    (2, "llama", LLAMA, {"pp": 2, "vpp": 2, "schedule": "interleaved"}),
+    (8, "llama", LLAMA, {"tp": 2, "pp": 2, "zero": 1, "recompute": "full"}),
+    (2, "llama", LLAMA, {"zero": 3}),
+    (4, "gpt", GPT, {"zero": 3, "recompute": "full"}),
+    (2, "mixtral", MOE, {"ep": 2}),
+    (4, "qwen2-moe", QWEN, {"tp": 2, "ep": 2}),
+]
+# fmt: on
+
+
+def main() -> None:
+    table = Table(title="Memory of the fullest rank: planned, and counted in a dry run")
+    for column in ("ranks", "model", "layout", "state", "peak besides it", "planned", "off by"):
+        table.add_column(column)
+    wrong = False
+    for world, name, model, parallel in ROWS:
+        batch = {"seq_len": 256, "micro_batch_size": 2, "global_batch_size": 16 * world}
+        train = {"precision": "bf16"}
+        config = config_of({"model": model, "parallel": parallel, "batch": batch, "train": train})
+        run = dry_run(config, world, GPUS["h100"], None)
+        state, planned = sum(run.state.values()), sum(getattr(run.predicted, k) for k in KINDS)
+        off = run.predicted.besides_state / run.activation_peak - 1
+        wrong |= state != planned
+        layout = " ".join(f"{field}={value}" for field, value in parallel.items()) or "one rank"
+        sizes = [f"{x / 2**20:.1f}" for x in (state, run.activation_peak)]
+        said = f"{run.predicted.besides_state / 2**20:.1f}"
+        table.add_row(str(world), name, layout, *sizes, said, f"{off:+.1%}")
+    Console(width=120).print(table)
+    if wrong:
+        sys.exit("error: state bytes differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Bytes that are there for a moment, at the worst one: gradients on their way, whole weights.
+
+What `activations.py` counts stays from a forward to its backward. A step's peak has more: the
+float32 copy of the logits in the loss, the gradients inside the block whose backward runs, its
+weight gradients until a bucket takes them, under zero=3 gathered weights, and under zero=1 the rows
+that owners give back after the update, when activations are gone.
+"""
+
+from mtcli.core.cost.activations import (
+    Shapes,
+    block_activations,
+    expert_rows,
+    logits_bytes,
+    mlp_activations,
+    score_bytes,
+    takes_plain_attention,
+)
+from mtcli.core.cost.workload import Workload
+
+CPU_LOSS_BYTES = 2**20  # logits that the loss on CPU takes at once
+RING_COPIES = 5  # float32 scores at once in attention_backward_reference
+DROPPED_COPIES = 8  # of 4 bytes: 64-bit indices of each probability, while they are hashed
+
+
+def head_working(work: Workload, cpu: bool) -> float:
+    """Bytes beside the logits: a float32 copy of them, or what their product's backward gives."""
+    t, logits = Shapes.of(work), logits_bytes(work)
+    at_once = min(logits, CPU_LOSS_BYTES) if cpu else logits
+    copy = 0.0 if t.size >= 4 else at_once / t.size * t.wide
+    weight = logits / t.tokens * t.hidden
+    before = t.stream * (work.sequence_cut > 1)  # the head's input, before it is gathered
+    return max(copy + before, t.gathered + before + weight)
+
+
+def block_working(work: Workload, cpu: bool) -> float:
+    """Bytes in the worst op of a block, beyond what all forwards have kept."""
+    again = 0.0
+    if work.recompute == "full":
+        again = block_activations(work, cpu) - Shapes.of(work).stream
+    return again + max(*_mlp_backward(work), _attention(work, cpu))
+
+
+def _attention(work: Workload, cpu: bool) -> float:
+    """Where scores are written out, by plain products or by a ring without a GPU's kernel."""
+    t, m = Shapes.of(work), work.model
+    done = mlp_activations(work)  # not kept yet, or no longer
+    scores = score_bytes(work)
+    if m.attention_dropout:
+        return DROPPED_COPIES * scores - done
+    if takes_plain_attention(work, cpu):
+        return 2 * scores - done
+    if work.layout.cp == 1 or work.cp_mode != "ring" or cpu:
+        return 0.0
+    heads = t.tokens * (3 * t.queries + t.keys) * t.wide
+    return RING_COPIES * scores / work.layout.cp + heads + 3 * t.stream - done
+
+
+def _mlp_backward(work: Workload) -> tuple[float, float, float]:
+    """In the backward of the second product, of the activation, and of the first product.
+
+    The gradient of the block's output waits for the residual add all the while.
+    """
+    m, t, layout = work.model, Shapes.of(work), work.layout
+    gated = 2 if m.activation == "swiglu" else 1
+    rows, width = t.tokens, m.ffn_hidden_size / layout.tp
+    weights = gathered = 0.0
+    if m.num_experts:
+        rows, width = expert_rows(work), m.moe_ffn_hidden_size / layout.etp
+        weights = m.num_experts / layout.ep * m.hidden_size * width * t.size
+    inner, outer = rows * width * t.size, rows * m.hidden_size * t.size
+    inner /= max(1, m.num_experts / layout.ep)  # one expert after the other
+    one = weights or m.hidden_size * width * t.size
+    if work.sequence_cut > 1 or m.num_experts:
+        gathered = outer
+    kept = mlp_activations(work)
+    # Under full recompute without tp the block whose backward ran before has one left.
+    stays = work.recompute == "full" and layout.tp == 1 and not m.num_experts
+    before = one * stays
+    return (
+        t.stream + gathered + inner + one + before,
+        t.stream + (2 if gated == 2 else 1) * inner,
+        t.stream + gated * (inner + one) + outer + gathered - kept,
+    )
