@@ -114,7 +114,7 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     start, config = perf_counter(), shortened(config, work)
     where = _fake_device(config, device)
     live, trainers = Live(where.type, lambda: _moment(trainers)), []
-    with fake_world(rank, world, config.model, live):
+    with fake_world(rank, world, config.model, live, where.type == "meta"):
         trainer = Trainer(config, Runtime(rank, world, rank, world, where))
         trainers.append(trainer)
         state = trainer.state_bytes_by_kind()

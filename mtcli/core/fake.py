@@ -6,7 +6,7 @@ and routed tokens spread evenly over the experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mtcli.core.parallel.collectives import Pending
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels.launch import imagined
 
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
 RMS_NORM, ATTENTION = F.rms_norm, F.scaled_dot_product_attention
@@ -42,11 +43,11 @@ DYNAMIC = {
 
 @contextmanager
 def fake_world(
-    rank: int, world: int, model: ModelConfig, *watching: TorchDispatchMode
+    rank: int, world: int, model: ModelConfig, watching: TorchDispatchMode, on_gpu: bool
 ) -> Iterator[None]:
     """Makes this process a rank of a world of fake ranks, and every new tensor a fake one.
 
-    The modes in `watching` see every operation.
+    `watching` sees every operation. With `on_gpu` our kernels are taken to run.
     """
     if world > 1:
         backend = "cpu:fake,meta:fake"
@@ -57,7 +58,8 @@ def fake_world(
             stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
             stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
-            for mode in (Answers(model), *watching):
+            stack.enter_context(imagined() if on_gpu else nullcontext())
+            for mode in (Answers(model), watching):
                 stack.enter_context(mode)
             yield
     finally:

@@ -33,7 +33,9 @@ class Compiling:
     names: list[str] = field(default_factory=list)
 
 
-_mode: ContextVar[Compiling | Literal["interpreted"] | None] = ContextVar("mode", default=None)
+_mode: ContextVar[Compiling | Literal["interpreted", "imagined"] | None] = ContextVar(
+    "mode", default=None
+)
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -63,6 +65,16 @@ def interpreted() -> Iterator[None]:
     if not knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before anything imports triton")
     token = _mode.set("interpreted")
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+@contextmanager
+def imagined() -> Iterator[None]:
+    """Inside, kernels are taken to run on every tensor: for fake ones, which need shapes alone."""
+    token = _mode.set("imagined")
     try:
         yield
     finally:

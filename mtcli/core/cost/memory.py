@@ -127,7 +127,7 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
         layers, is_last = work.layers_of_rank(pp_rank), pp_rank == last
         kept = held / vpp * (layers * layer + turning_activations(work))
         kept += _waiting(work, pp_rank, layers * layer) - held * layers * layer * _splits(work)
-        kept += held / vpp * embedding_activations(work) if pp_rank == 0 else 0.0
+        kept += held / vpp * embedding_activations(work, cpu) if pp_rank == 0 else 0.0
         kept += held * (not is_last) * boundary_activations(work)
         heads = held if work.schedule_name == "gpipe" else 1
         end = heads * head_activations(work, cpu) if is_last else 0.0

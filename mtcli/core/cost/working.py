@@ -7,9 +7,11 @@ that owners give back after the update, when activations are gone.
 """
 
 from mtcli.core.cost.activations import (
+    CHUNK_BYTES,
     Shapes,
     block_activations,
     expert_rows,
+    head_gradient,
     logits_bytes,
     mlp_activations,
     score_bytes,
@@ -19,16 +21,21 @@ from mtcli.core.cost.workload import Workload
 
 CPU_LOSS_BYTES = 2**20  # logits that the loss on CPU takes at once
 RING_COPIES = 5  # float32 scores at once in attention_backward_reference
-DROPPED_COPIES = 8  # of 4 bytes: 64-bit indices of each probability, while they are hashed
+DROPPED_COPIES = 7  # of 4 bytes: 64-bit indices of each probability, while they are hashed
 
 
 def head_working(work: Workload, cpu: bool) -> float:
-    """Bytes beside the logits: a float32 copy of them, or what their product's backward gives."""
+    """Bytes beside what the head keeps.
+
+    On CPU a float32 copy of some logits, or what their product's backward gives; on a GPU a chunk
+    of logits and the head's input, or its gradients once more.
+    """
     t, logits = Shapes.of(work), logits_bytes(work)
-    at_once = min(logits, CPU_LOSS_BYTES) if cpu else logits
-    copy = 0.0 if t.size >= 4 else at_once / t.size * t.wide
-    weight = logits / t.tokens * t.hidden
     before = t.stream * (work.sequence_cut > 1)  # the head's input, before it is gathered
+    if not cpu:
+        return max(min(logits, CHUNK_BYTES) + t.gathered + before, t.gathered + head_gradient(work))
+    copy = 0.0 if t.size >= 4 else min(logits, CPU_LOSS_BYTES) / t.size * t.wide
+    weight = logits / t.tokens * t.hidden
     return max(copy + before, t.gathered + before + weight)
 
 
@@ -37,13 +44,13 @@ def block_working(work: Workload, cpu: bool) -> float:
     again = 0.0
     if work.recompute == "full":
         again = block_activations(work, cpu) - Shapes.of(work).stream
-    return again + max(*_mlp_backward(work), _attention(work, cpu))
+    return again + max(*_mlp_backward(work, cpu), _attention(work, cpu))
 
 
 def _attention(work: Workload, cpu: bool) -> float:
     """Where scores are written out, by plain products or by a ring without a GPU's kernel."""
     t, m = Shapes.of(work), work.model
-    done = mlp_activations(work)  # not kept yet, or no longer
+    done = mlp_activations(work, cpu)  # not kept yet, or no longer
     scores = score_bytes(work)
     if m.attention_dropout:
         return DROPPED_COPIES * scores - done
@@ -55,7 +62,7 @@ def _attention(work: Workload, cpu: bool) -> float:
     return RING_COPIES * scores / work.layout.cp + heads + 3 * t.stream - done
 
 
-def _mlp_backward(work: Workload) -> tuple[float, float, float]:
+def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     """In the backward of the second product, of the activation, and of the first product.
 
     The gradient of the block's output waits for the residual add all the while.
@@ -72,7 +79,7 @@ def _mlp_backward(work: Workload) -> tuple[float, float, float]:
     one = weights or m.hidden_size * width * t.size
     if work.sequence_cut > 1 or m.num_experts:
         gathered = outer
-    kept = mlp_activations(work)
+    kept = mlp_activations(work, cpu)
     # Under full recompute without tp the block whose backward ran before has one left.
     stays = work.recompute == "full" and layout.tp == 1 and not m.num_experts
     before = one * stays
