@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mtcli.core.parallel.collectives import Pending
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels import permute  # noqa: F401
 from mtcli.kernels.launch import imagined
 
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
@@ -92,7 +93,11 @@ class Answers(TorchDispatchMode):
             return self._number(args[0])
         if func is aten.bincount.default:
             bins = given["minlength"] if "minlength" in given else args[-1]
-            return self._learn(args[0].new_empty(bins), self._balanced(args[0].numel(), bins))
+            counts = self._balanced(args[0].numel(), bins - 1, bins)
+            return self._learn(args[0].new_empty(bins), counts)
+        if func is torch.ops.mtcli.sort_copies.default:
+            counts, places = func(*args, **given)
+            return self._learn(counts, self._balanced(args[0].numel(), args[2])), places
         if func is torch.ops.c10d._allgather_base_.default:
             self._gather(args[0], args[1])
         found = self._compute(func, args, given)
@@ -111,12 +116,13 @@ class Answers(TorchDispatchMode):
         with _disable_current_modes():
             return (torch.ones((), dtype=x.dtype) if values is None else values).item()
 
-    def _balanced(self, copies: int, bins: int) -> Tensor:
-        """How many of some routed copies each expert gets; the last bin has those of no expert."""
+    def _balanced(self, copies: int, experts: int, bins: int = 0) -> Tensor:
+        """How many of some routed copies each expert gets; a last bin has those of no expert."""
         m = self.model
         each = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
+        rest = [copies - each * experts] if bins > experts else []
         with _disable_current_modes():
-            return torch.tensor([each] * (bins - 1) + [copies - each * (bins - 1)])
+            return torch.tensor([each] * experts + rest)
 
     def _compute(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
         """The operation's result on values; None where one of them is not known."""

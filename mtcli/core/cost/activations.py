@@ -6,7 +6,7 @@
 | regions | the input of each tensor parallel region, gathered | 2 T D |
 | attention | projections; rotated or copied queries and keys; the output | T (2 q + kv) and more |
 | MLP | up and gelu(up); or gate and up, their product (on CPU silu(gate)) | 2 T F; 3 T F |
-| experts | each copy's input, insides, result, weighted result; router's input | N (3 D + 4 F) |
+| experts | each copy's input, insides and result; the router's input | N (2 D + 3 F) and more |
 | dropout | on CPU a mask as wide as the stream, at each site | R D |
 
 T are a micro-batch's tokens on a context parallel rank, R those between the tensor parallel regions
@@ -221,18 +221,23 @@ def _insides(work: Workload, rows: float, width: float, cpu: bool) -> float:
 
 
 def _expert_activations(work: Workload, cpu: bool) -> float:
-    m, t = work.model, Shapes.of(work)
+    m, t, etp = work.model, Shapes.of(work), work.layout.etp
     copies, rows = t.rows * m.top_k, expert_rows(work)
     if work.dispatcher == "all_gather":
-        copies *= work.layout.etp
+        copies *= etp
     router = t.rows * (m.hidden_size + m.num_experts) * t.wide
-    moved = (2 * copies + rows) * m.hidden_size * t.size + 5 * copies * INDEX
-    inside = _insides(work, rows, m.moe_ffn_hidden_size / work.layout.etp, cpu=True)
-    moved += copies * m.hidden_size * t.size * m.pad_to_capacity
-    kept = router + moved + inside
+    if cpu:  # results and weighted results, and those that padding takes apart
+        moved = (2 + m.pad_to_capacity) * copies
+        index = 5 * copies * INDEX
+    else:
+        moved = rows / etp if m.pad_to_capacity else copies
+        index = copies * (2 * INDEX + t.wide) + 2 * rows * INDEX * (work.layout.ep * etp > 1)
+    moved = (moved + rows) * m.hidden_size * t.size
+    kept = router + moved + index + _insides(work, rows, m.moe_ffn_hidden_size / etp, cpu)
     if m.shared_expert_ffn_hidden_size:
-        shared = _insides(work, t.tokens, m.shared_expert_ffn_hidden_size / work.layout.tp, cpu)
-        kept += shared + t.gathered + 2 * t.stream * m.shared_expert_gate
+        width = m.shared_expert_ffn_hidden_size / work.layout.tp
+        kept += _insides(work, t.tokens, width, cpu) + t.gathered
+        kept += 2 * t.stream * m.shared_expert_gate
     return kept
 
 

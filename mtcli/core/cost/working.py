@@ -75,7 +75,7 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
         rows, width = expert_rows(work), m.moe_ffn_hidden_size / layout.etp
         weights = m.num_experts / layout.ep * m.hidden_size * width * t.size
     inner, outer = rows * width * t.size, rows * m.hidden_size * t.size
-    inner /= max(1, m.num_experts / layout.ep)  # one expert after the other
+    inner /= m.num_experts / layout.ep if cpu and m.num_experts else 1  # one after the other
     one = weights or m.hidden_size * width * t.size
     if work.sequence_cut > 1 or m.num_experts:
         gathered = outer
@@ -83,8 +83,10 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     # Under full recompute without tp the block whose backward ran before has one left.
     stays = work.recompute == "full" and layout.tp == 1 and not m.num_experts
     before = one * stays
+    # A batched product's weight gradient is laid out anew, when the output's gradient is gone.
+    turned = one if m.num_experts and not cpu else 0.0
     return (
-        t.stream + gathered + inner + one + before,
+        t.stream + inner + one + max(gathered + before, turned),
         t.stream + (2 if gated == 2 else 1) * inner,
         t.stream + gated * (inner + one) + outer + gathered - kept,
     )

@@ -202,9 +202,9 @@ def test_experts_save_their_copies_inputs_insides_and_outputs():
     dense = gpt(architecture="llama", ffn_hidden_size=96, num_kv_heads=4)
     difference = [memory(step(model), H100).activations / 8 for model in (mixture(), dense)]
     tokens, width = 64, 96 * 2
-    # Two copies: in, out and out weighted, inside, five indices; the router's input and scores.
-    routed = 2 * (3 * 64 * 2 + 4 * width + 5 * 8) + 4 * (64 + 8)
-    whole = 64 * 2 + 3 * width  # of a dense MLP, whose kernel keeps no silu(gate)
+    # Two copies: in, out, inside, two indices and a weight; the router's input and scores.
+    routed = 2 * (2 * 64 * 2 + 3 * width + 2 * 8 + 4) + 4 * (64 + 8)
+    whole = 64 * 2 + 3 * width  # of a dense MLP
     assert difference[0] - difference[1] == pytest.approx(tokens * (routed - whole))
 
 
