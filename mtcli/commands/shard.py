@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Nproc, write_json
+from mtcli.commands.options import JsonOut, Nproc, Overrides, write_json
 from mtcli.core.spec.errors import wrong
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ Force = Annotated[bool, typer.Option("--force", help="replace a checkpoint that 
 
 def shard(
     words: Words,
+    overrides: Overrides,
     to: To = None,
     layout: Layout = None,
     upcycle: Upcycle = None,
@@ -86,7 +87,11 @@ def shard(
     from mtcli.core.spec.upcycle import recipe_of
 
     cast = None if dtype is None else parse_dtype(dtype)
-    model = None if config is None else load_config(config).model
+    if overrides and config is None:
+        raise wrong(
+            f"--set {overrides[0]} without --config", "it sets a field of --config", "--set"
+        )
+    model = None if config is None else load_config(config, overrides).model
     if words[0] in ("inspect", "verify"):
         _refuse_writing(words[0], {"--to": to, "--layout": layout, "--upcycle": upcycle})
     if words[0] == "inspect" and len(words) == 2:
