@@ -156,6 +156,8 @@ def describe(prediction: Prediction) -> str:
         sizes.append(f"zero={layout['zero']}")
     if layout["recompute"] != "none":
         sizes.append(f"recompute {layout['recompute']}")
+    if layout["tp"] > 1 and not layout["sequence_parallel"]:
+        sizes.append("whole sequences")
     return " ".join(sizes)
 
 

@@ -95,6 +95,7 @@ def apply(config: RunConfig, work: Workload) -> RunConfig:
         "schedule": work.schedule_name,
         "zero": work.zero,
         "recompute": work.recompute,
+        "sequence_parallel": work.sequence_parallel,
         "stage_layers": () if even else work.layers_of_stage,
     }
     sizes = {"micro_batch_size": work.micro_batch_size}
@@ -110,8 +111,9 @@ def choices(
     config: RunConfig, world: int, pinned: frozenset[str] = frozenset()
 ) -> Iterator[Choice]:
     """Every layout worth a look. Left out are those that another beats in time and in memory:
-    gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention by none;
-    and context parallel ranks that would keep fewer than SMALLEST_CONTEXT tokens.
+    gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention by none,
+    whole sequences on tp ranks by parts wherever tp divides a micro-batch's tokens; and context
+    parallel ranks that would keep fewer than SMALLEST_CONTEXT tokens.
     """
     for grid in _grids(config, world, pinned):
         for experts in _expert_grids(config, world, grid, pinned):
@@ -154,9 +156,12 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
 def _with(work: Workload, choice: Choice) -> Workload:
     """What `Workload.of(apply(config, choice), world)` is, without building the config."""
     axes = {axis: choice[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp")}
+    tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
+    divides = work.tp_mode == "2d" or tokens % choice["tp"] == 0
     return replace(
         work,
         layout=ParallelLayout(work.layout.world, **axes),
+        sequence_parallel=work.sequence_parallel and divides,
         micro_batch_size=choice["micro_batch_size"],
         schedule_name=choice["schedule"],
         zero=choice["zero"],

@@ -78,6 +78,18 @@ def test_uneven_stages_are_searched_and_written_out():
     assert 126 % (best.pp * best.vpp) == 0 or sum(best.stage_layers) == 126
 
 
+def test_tp_ranks_that_cannot_share_a_micro_batch_s_tokens_see_all_of_them():
+    fields = ["batch.seq_len=125", "batch.global_batch_size=4", "model.num_heads=20"]
+    config = load_config("gpt2-1.5b", [*fields, "model.num_kv_heads=20", "model.head_dim=80"])
+    found = search(config, 20, GPUS["h200"], 200)
+    shared = {
+        (c.config.parallel.tp, c.config.batch.micro_batch_size): c.config.parallel.sequence_parallel
+        for c in found.best
+    }
+    assert shared[5, 1] and not shared[4, 1] and shared[4, 4]
+    assert all(problems(c.config, 20) == [] for c in found.best)
+
+
 def test_what_is_too_large_is_counted_and_the_nearest_named():
     found = search(load_config("narayanan-1t"), 8, GPUS["v100-32gb"], 1)
     assert not found.best and found.too_large > 0
