@@ -25,12 +25,13 @@ def main() -> None:
 
     import elementwise
     import mixture
+    import scores
     import torch
 
     if args.device == "cuda" and not args.compile and not torch.cuda.is_available():
         print("error: torch sees no GPU here; try --device cpu --smoke", file=sys.stderr)
         sys.exit(2)
-    entries = [*elementwise.ENTRIES, *mixture.ENTRIES]
+    entries = [*elementwise.ENTRIES, *mixture.ENTRIES, *scores.ENTRIES]
     chosen = [e for e in entries if not args.only or e.name in args.only]
     if args.compile:
         compile_all(chosen, args.compile, args.first)

@@ -1,8 +1,9 @@
 """Attention with its log-sum-exp, so that partial results over blocks of keys can be merged.
 
 b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width.
-A `mask` is bool [b or 1, 1, n, m], True where a query sees a key; `causal` is False beside it. A
-query that sees no key has the result 0 and the log-sum-exp -inf, which merge as nothing.
+A `mask` is bool [b or 1, 1, n, m], True where a query sees a key; `causal` is False beside it. Our
+kernels take the spans of keys that queries see in its place (`Spans`). A query that sees no key has
+the result 0 and the log-sum-exp -inf, which merge as nothing.
 """
 
 import torch
@@ -16,6 +17,10 @@ from mtcli.kernels.blocked_attention import (
     backward_in_blocks,
     forward_in_blocks,
 )
+from mtcli.kernels.flash import flash
+from mtcli.kernels.flash_backward import flash_backward
+from mtcli.kernels.flash_parts import Spans
+from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.products import is_slow
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,9 +64,12 @@ def attention_backward_reference(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | Spans | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attention_reference` by torch's flash kernel where there is one for the device."""
+    """`attention_reference` by our flash kernel on a GPU, by torch's on a CPU."""
+    if runs_triton(q) and not isinstance(mask, Tensor):
+        return flash(q, k, v, causal, *(mask or (None, None)))
+    assert not isinstance(mask, Spans), "spans are for our kernels"
     if q.device.type != "cpu":
         return attention_reference(q, k, v, causal, mask)
     heads = _per_head(k, q), _per_head(v, q)
@@ -78,10 +86,13 @@ def attention_backward(
     saved: tuple[Tensor, ...],
     lse: Tensor,
     causal: bool,
-    mask: Tensor | None = None,
+    mask: Tensor | Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward_reference` by torch's flash kernel where there is one."""
+    """`attention_backward_reference` by our flash kernel on a GPU, by torch's on a CPU."""
     q, k, v, out = saved
+    if runs_triton(q) and not isinstance(mask, Tensor):
+        return flash_backward(grad, *saved, lse, causal, *(mask or (None, None)))
+    assert not isinstance(mask, Spans), "spans are for our kernels"
     if q.device.type != "cpu":
         return attention_backward_reference(grad, saved, lse, causal, mask)
     heads = _per_head(k, q), _per_head(v, q)
@@ -149,3 +160,8 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     return InBlocks.apply(q, _per_head(k, q), _per_head(v, q), causal)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    """Softmax attention of the spans of keys that queries see, by our kernels: [b, h, n, d]."""
+    return flash(q, k, v, False, *spans)[0]

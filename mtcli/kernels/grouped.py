@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton, wins
-from mtcli.kernels.products import linear
+from mtcli.kernels.products import float32_precision, linear
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -149,11 +149,6 @@ def _torch_can(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 == weight.shape[1] % 8
 
 
-def _precision() -> str:
-    """What torch's own products of float32 use."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
 def _run(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     x, (experts, width, inner) = x.contiguous(), weight.shape
     rows, out = len(x), x.new_empty(len(x), width)
@@ -165,7 +160,7 @@ def _run(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     sizes = (experts, rows // experts, width, inner, x.element_size(), *weight.stride())
     facts = {"E": power_of_two(experts), "EVEN": inner % 64 == 0, "BAND": BAND}
     if rows:
-        _product[grid](x, weight, ends, out, *sizes, PRECISION=_precision(), **facts)
+        _product[grid](x, weight, ends, out, *sizes, PRECISION=float32_precision(), **facts)
     return out
 
 
@@ -175,7 +170,7 @@ def _run_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     out = x.new_empty(experts, width, inner)
     sizes = (len(x) // experts, width, inner, x.element_size())
     grid = lambda meta: (cdiv(width, meta["ROWS"]) * cdiv(inner, meta["COLUMNS"]), experts)  # noqa: E731
-    _outer[grid](grad, x, ends, out, *sizes, PRECISION=_precision())
+    _outer[grid](grad, x, ends, out, *sizes, PRECISION=float32_precision())
     return out
 
 

@@ -32,3 +32,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def is_slow(x: Tensor) -> bool:
     """Whether products of such tensors are better made in float32."""
     return x.dtype == torch.float16 and x.device.type == "cpu"
+
+
+def float32_precision() -> str:
+    """What our kernels multiply float32 in, as torch's own products do: tf32, or ieee for exact."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -15,7 +15,15 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import Rotation, all_to_all, gather_in
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.seen import Seen
-from mtcli.kernels.attention import attention, attention_backward, merge_, whole_attention
+from mtcli.kernels.attention import (
+    attention,
+    attention_backward,
+    flash_attention,
+    merge_,
+    whole_attention,
+)
+from mtcli.kernels.flash_parts import Spans
+from mtcli.kernels.launch import runs_triton
 
 Attend = Callable[[Tensor, Tensor, Tensor, Axis, Seen], Tensor]
 
@@ -58,7 +66,10 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: Seen) -> Tensor
         return _whole(q, k, v, seen)
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
     mine = zigzag(k.shape[2], axis.size, axis.rank).to(q.device)
-    mask = seen.mask(mine, torch.arange(k.shape[2], device=q.device))
+    keys = torch.arange(k.shape[2], device=q.device)
+    if runs_triton(q):
+        return flash_attention(q, k, v, seen.spans(mine, keys))
+    mask = seen.mask(mine, keys)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
@@ -72,9 +83,12 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: Seen) -> Tensor
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
-    """Attention of whole rows [b, h, s, d]; of documents one by one, which needs no mask."""
+    """Attention of whole rows [b, h, s, d]; on CPU of documents one by one, without a mask."""
     if seen.documents is None:
         return whole_attention(q, k, v, seen.causal)
+    if runs_triton(q):
+        places = torch.arange(q.shape[2], device=q.device)
+        return flash_attention(q, k, v, seen.spans(places, places))
     rows = []
     for *row, lengths in zip(q, k, v, seen.lengths, strict=True):
         documents = zip(*(x[None].split(lengths, 2) for x in row), strict=True)
@@ -123,7 +137,7 @@ class _Ring(torch.autograd.Function):
         block = kv
         for hop in range(axis.size):
             coming = Rotation(block, axis) if hop + 1 < axis.size else None
-            if met := _meeting(q.shape[2], hop, axis, seen):
+            if met := _meeting(q, hop, axis, seen):
                 at, keys, causal, mask = met
                 k, v = block[:, :, :, keys]
                 part, part_lse = attention(q[:, :, at], k, v, causal, mask)
@@ -143,7 +157,7 @@ class _Ring(torch.autograd.Function):
         block, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
         for hop in range(axis.size):
             coming = Rotation(block, axis) if hop + 1 < axis.size else None
-            if met := _meeting(q.shape[2], hop, axis, ctx.seen):
+            if met := _meeting(q, hop, axis, ctx.seen):
                 at, keys, causal, mask = met
                 saved = q[:, :, at], *block[:, :, :, keys], out[:, :, at]
                 parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal, mask)
@@ -160,18 +174,23 @@ class _Meeting(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
-    mask: Tensor | None
+    mask: Tensor | Spans | None
 
 
-def _meeting(tokens: int, hop: int, axis: Axis, seen: Seen) -> _Meeting | None:
-    """What this rank computes with the keys of rank - hop; None where no query sees a key."""
-    square = slice(None), slice(None)
+def _meeting(q: Tensor, hop: int, axis: Axis, seen: Seen) -> _Meeting | None:
+    """What this rank computes with the keys of rank - hop; None where no query sees a key.
+
+    A GPU is not asked whether one does: its kernel skips what is not seen.
+    """
+    tokens, square = q.shape[2], (slice(None), slice(None))
     queries, keys = _rectangle(tokens, hop, axis) if seen.causal else square
     if seen.documents is None:
         return _Meeting(queries, keys, seen.causal and hop == 0, None)
     ranks = axis.rank, (axis.rank - hop) % axis.size
     device = seen.documents.device
     mine, theirs = (zigzag(tokens * axis.size, axis.size, rank).to(device) for rank in ranks)
+    if runs_triton(q):
+        return _Meeting(queries, keys, False, seen.spans(mine[queries], theirs[keys]))
     mask = seen.mask(mine[queries], theirs[keys])
     assert mask is not None, "documents make a mask"
     return _Meeting(queries, keys, False, mask) if mask.any() else None

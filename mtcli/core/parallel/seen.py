@@ -6,6 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mtcli.kernels.flash_parts import Spans
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -28,6 +30,18 @@ class Seen:
             past = queries[:, None] >= keys
             seen = past[None, None] if seen is None else seen & past
         return seen
+
+    def spans(self, queries: Tensor, keys: Tensor) -> Spans:
+        """The same as an interval of the keys for each query; places ascend."""
+        if self.documents is None:
+            first, end = torch.zeros_like(queries)[None], torch.full_like(queries, len(keys))[None]
+        else:
+            mine, theirs = self.documents[:, queries], self.documents[:, keys].contiguous()
+            first = torch.searchsorted(theirs, mine)
+            end = torch.searchsorted(theirs, mine, right=True)
+        if self.causal:
+            end = torch.minimum(end, torch.searchsorted(keys, queries, right=True))
+        return Spans(first.int(), end.int())
 
     @cached_property
     def lengths(self) -> list[list[int]]:

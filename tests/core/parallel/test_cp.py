@@ -1,5 +1,7 @@
 """Attention over a cut context against softmax attention of the whole, written out on one rank."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from mtcli.core.parallel.cp import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.seen import Seen
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.kernels.launch import HAS_TRITON, interpreted
 
 S, HEADS, WIDTH = 32, 8, 4  # chunks of 8 tokens on 2 ranks and of 4 on 4
 ROWS = [
@@ -78,6 +81,26 @@ def test_values_and_every_gradient_are_those_of_the_whole(cp, mode, causal, mask
                 close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
                 part = all_of_it[:, :, zigzag(S, cp, rank)]
                 torch.testing.assert_close(mine.double(), part, **close)
+
+
+def attend_by_kernels(*given):
+    with interpreted():
+        return attend(*given)
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="no kernels interpreted"
+)
+@pytest.mark.parametrize(
+    ("mode", "masked"), [("ring", False), ("ring", True), ("all_gather", True)]
+)
+def test_flash_kernels_have_the_values_and_gradients_of_the_whole(mode, masked):
+    documents, cases = documents_of(ROWS) if masked else None, [(torch.float32, 4)]
+    whole = expected(made(*cases[0]), True, documents)
+    for rank, found in enumerate(run_ranks(2, attend_by_kernels, mode, True, documents, cases)):
+        for mine, all_of_it in zip(found[0], whole, strict=True):
+            part = all_of_it[:, :, zigzag(S, 2, rank)]
+            torch.testing.assert_close(mine.double(), part, rtol=2e-5, atol=2e-5)
 
 
 def blocks_computed(runtime, documents):

@@ -34,6 +34,21 @@ def test_without_documents_only_order_counts(causal):
     assert mask is None if not causal else mask.tolist() == [[[[1, 1, 0], [1, 1, 1]]]]
 
 
+@given(LENGTHS, st.booleans(), st.booleans(), st.data())
+def test_spans_are_the_same_as_the_mask_for_ascending_places(lengths, causal, masked, data):
+    size = sum(lengths)
+    rows = torch.tensor([document_of(lengths), [0] * size])
+    seen = Seen(causal, rows if masked else None)
+    some = st.sets(st.integers(0, size - 1), min_size=1).map(lambda x: torch.tensor(sorted(x)))
+    queries, keys = data.draw(some), data.draw(some)
+    first, end = (x[..., None] for x in seen.spans(queries, keys))
+    places, mask = torch.arange(len(keys)), seen.mask(queries, keys)
+    within = (places >= first) & (places < end)
+    assert torch.equal(within, torch.ones_like(within) if mask is None else mask[:, 0])
+    for ascending in (first, end):
+        assert (ascending.diff(dim=1) >= 0).all()
+
+
 @given(LENGTHS)
 def test_lengths_and_positions_are_those_of_each_document(lengths):
     rows = torch.tensor([document_of(lengths), [0] * sum(lengths)], dtype=torch.int32)

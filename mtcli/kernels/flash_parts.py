@@ -1,0 +1,104 @@
+"""What the kernels of flash attention share: tiles of a head, and who sees whom.
+
+b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width. Which
+keys a query sees is an interval: all, those up to its own place, or `Spans`, as causal masks and
+masks of documents are over any block of keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from mtcli.kernels.launch import kernel, power_of_two
+from mtcli.kernels.products import float32_precision
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+LOG2_E = 1.4426950408889634  # powers of two are what a GPU computes
+ALL, UP_TO_IT, FROM_IT, LISTED = range(4)  # which keys a query sees, or which queries see a key
+SIZES = ("ROWS", "COLUMNS", "num_warps", "num_stages")
+TILES = tuple(
+    dict(zip(SIZES, sizes, strict=True))
+    for sizes in (
+        (128, 128, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 4, 3),
+        (64, 64, 4, 2),
+        (64, 32, 4, 2),
+        (32, 32, 4, 2),
+    )
+)
+
+
+class Spans(NamedTuple):
+    """Query i of a row sees keys `first[i]` .. `end[i] - 1`; both [b, n] int32, ascending."""
+
+    first: Tensor
+    end: Tensor
+
+
+@kernel()
+def seen_of(first_ptr, end_ptr, at, mine, others, SEES: tl.constexpr):
+    """(first, end) of what each place of mine sees of the others, or is seen by."""
+    at = tl.minimum(at, mine - 1)  # past the end as the last
+    if SEES == 3:
+        return tl.load(first_ptr + at), tl.load(end_ptr + at)
+    none = at * 0
+    if SEES == 1:
+        return none, tl.minimum(at + 1, others)
+    if SEES == 2:
+        return tl.minimum(at, others), none + others
+    return none, none + others
+
+
+@kernel()
+def tile_of(
+    ptr, stride, row, rows, width, MASKED: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr
+):
+    """[rows, WIDTH] of a head; EVEN: it is as wide."""
+    d = tl.arange(0, WIDTH)[None, :]
+    at = ptr + row.to(tl.int64)[:, None] * stride + d
+    if MASKED and EVEN:
+        return tl.load(at, mask=(row < rows)[:, None], other=0.0)
+    if MASKED:
+        return tl.load(at, mask=(row < rows)[:, None] & (d < width), other=0.0)
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=d < width, other=0.0)
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Those of sequences, heads and tokens; elements of a token follow each other."""
+    assert x.stride(3) == 1, f"strides {x.stride()}"
+    return x.stride()[:3]
+
+
+def rowwise(x: Tensor) -> Tensor:
+    """x, copied where a token's elements do not follow each other."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def empty_by_token(x: Tensor) -> Tensor:
+    """[b, h, n, d] like x, in memory [b, n, h, d], as the next linear layer reads it."""
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d).transpose(1, 2)
+
+
+def facts_of(q: Tensor, k: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """(sizes, constants) that every kernel is given."""
+    d, width = q.shape[3], max(16, power_of_two(q.shape[3]))
+    flags = {"EVEN": d == width, "WIDTH": width, "PRECISION": float32_precision()}
+    return (q.shape[1], k.shape[1], q.shape[2], k.shape[2], d, q.element_size()), flags
+
+
+def listed(
+    causal: bool, first: Tensor | None, end: Tensor | None, like: Tensor
+) -> tuple[int, tuple[Tensor, Tensor], int]:
+    """(which keys a query sees, the lists or what stands for them, their stride over rows)."""
+    if first is None or end is None:
+        return UP_TO_IT if causal else ALL, (like, like), 0
+    first, end = first.contiguous(), end.contiguous()
+    return LISTED, (first, end), first.shape[1] if len(first) > 1 else 0
