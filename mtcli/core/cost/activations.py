@@ -193,16 +193,6 @@ def turning_activations(work: Workload) -> float:
     )
 
 
-def expert_rows(work: Workload) -> float:
-    """Rows that a rank's experts compute on, when all are evenly loaded or padded to capacity."""
-    m, layout = work.model, work.layout
-    tokens = Shapes.of(work).rows
-    rows = tokens * m.top_k * min(1.0, m.capacity_factor or 1.0)
-    if m.pad_to_capacity:
-        rows = m.num_experts * -(-tokens * m.top_k * m.capacity_factor // m.num_experts)
-    return rows * layout.etp
-
-
 def weight_halves(work: Workload) -> float:
     """Bytes of one block that the weight half of a split backward waits with: the input of each
     product and the gradient of its output. Experts' products are not split."""
@@ -222,7 +212,7 @@ def _insides(work: Workload, rows: float, width: float, cpu: bool) -> float:
 
 def _expert_activations(work: Workload, cpu: bool) -> float:
     m, t, etp = work.model, Shapes.of(work), work.layout.etp
-    copies, rows = t.rows * m.top_k, expert_rows(work)
+    copies, rows = t.rows * m.top_k, work.expert_rows
     if work.dispatcher == "all_gather":
         copies *= etp
     router = t.rows * (m.hidden_size + m.num_experts) * t.wide

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import ceil, log2
 
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.kernels import Pass, dense_products, expert_rows
+from mtcli.core.cost.kernels import Pass, dense_products
 from mtcli.core.cost.memory import Held
 from mtcli.core.cost.physics import Physics
 from mtcli.core.cost.workload import Workload
@@ -92,7 +92,7 @@ def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
-    routed = expert_rows(work) * m.hidden_size * work.sizes.weight  # bytes, after the gather
+    routed = work.expert_rows * m.hidden_size * work.sizes.weight  # bytes, after the gather
     gather = 2 * ring_seconds(routed, layout.etp, 1, device, physics)
     both = gather + 2 * _all_to_all(routed / layout.etp, work, device, physics)
     return Pass(both, both)

@@ -124,16 +124,11 @@ def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
     if not m.num_experts:
         return Pass()
     experts = m.num_experts // layout.ep
-    rows = max(1, round(expert_rows(work) / experts))
+    rows = max(1, round(work.expert_rows / experts))
     inner = m.moe_ffn_hidden_size // layout.etp
     up = 2 if m.activation == "swiglu" else 1
     shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
     return _products(work, device, physics, shapes, experts)
-
-
-def expert_rows(work: Workload) -> float:
-    """Token copies that a rank's experts compute together, when experts are evenly loaded."""
-    return work.tokens * work.model.top_k / work.layout.tp * work.layout.etp
 
 
 def _products(

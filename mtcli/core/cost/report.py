@@ -1,16 +1,18 @@
 """A prediction as data: the JSON contract of `mtcli plan --json`, and rows for its tables."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mtcli.core.cost.memory import fullest_rank, in_flight_chunks, memory_by_stage, rank_elements
-from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction
+from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.errors import Problem
 from mtcli.core.spec.model import count_active, count_parameters
 
 Json = dict[str, Any]
 GIB = 2**30
+UNEVEN = 1.25  # of the mean, which the busiest rank's experts get in the row about uneven loads
 SHOWN_STAGES = 16  # of a longer pipeline its ends, and the rank that holds most
 
 NOT_RUN = "2D tensor parallelism is planned; mtcli train runs tp_mode='1d' alone"
@@ -79,6 +81,7 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
         ("bytes per rank", f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}, {margin}"),
         ("", ", ".join(f"{name} {value}" for name, value in memory)),
         ("fullest rank", _named(p)),
+        *_uneven_row(p),
         *_slow_precision(p),
         *([("runs", NOT_RUN)] if work.tp_mode == "2d" else []),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
@@ -91,6 +94,21 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
             ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in exposed.items()) or "none",
         ),
     ]
+
+
+def uneven(p: Prediction) -> Prediction | None:
+    """The same step where the busiest rank's experts get UNEVEN times the mean of copies."""
+    if not p.work.model.num_experts:
+        return None
+    return predict_workload(replace(p.work, imbalance=UNEVEN), p.device)
+
+
+def _uneven_row(p: Prediction) -> list[tuple[str, str]]:
+    """A row on what uneven experts cost, where there are any."""
+    if (other := uneven(p)) is None:
+        return []
+    more = f"{gib(other.memory.total - p.memory.total)} more and {other.step_seconds:.4g} s"
+    return [(f"experts at {UNEVEN}x", f"{more}, if the busiest rank gets that much of the mean")]
 
 
 def _other_counts(p: Prediction) -> str:
@@ -166,6 +184,17 @@ def gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
+def _uneven_figures(p: Prediction) -> Json | None:
+    if (other := uneven(p)) is None:
+        return None
+    return {
+        "imbalance": UNEVEN,
+        "memory_bytes": other.memory.total,
+        "fits": other.fits,
+        "step_seconds": other.step_seconds,
+    }
+
+
 def _figures(p: Prediction) -> Json:
     model = p.work.model
     peak = p.device.peak(p.work.sizes.gemm)
@@ -181,6 +210,7 @@ def _figures(p: Prediction) -> Json:
         "fullest_rank": fullest_rank(p.work, p.device),
         "memory_by_stage": _memory_by_stage(p),
         "fits": p.fits,
+        "uneven_experts": _uneven_figures(p),
         "step_seconds": p.step_seconds,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_gpu,
         "model_tflops_per_gpu": p.model_flops_per_gpu / 1e12,

@@ -10,7 +10,6 @@ from mtcli.core.cost.activations import (
     CHUNK_BYTES,
     Shapes,
     block_activations,
-    expert_rows,
     head_gradient,
     logits_bytes,
     mlp_activations,
@@ -72,7 +71,7 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     rows, width = t.tokens, m.ffn_hidden_size / layout.tp
     weights = gathered = 0.0
     if m.num_experts:
-        rows, width = expert_rows(work), m.moe_ffn_hidden_size / layout.etp
+        rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
         weights = m.num_experts / layout.ep * m.hidden_size * width * t.size
     inner, outer = rows * width * t.size, rows * m.hidden_size * t.size
     inner /= m.num_experts / layout.ep if cpu and m.num_experts else 1  # one after the other

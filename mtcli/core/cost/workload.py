@@ -55,6 +55,7 @@ class Workload:
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     flash: bool = True  # attention never writes its scores; False for code from before 2022
+    imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     fused: bool = True  # scale, mask and softmax in one kernel; False for code from before 2021
 
     @classmethod
@@ -102,6 +103,16 @@ class Workload:
     def sequence_cut(self) -> int:
         """Into how many parts norms, dropout and residuals are cut."""
         return self.layout.tp if self.sequence_parallel else 1
+
+    @property
+    def expert_rows(self) -> float:
+        """Rows that the busiest rank's experts compute on; as many as their capacity at most."""
+        m, layout = self.model, self.layout
+        tokens = self.tokens / self.sequence_cut
+        rows = tokens * m.top_k * min(self.imbalance, m.capacity_factor or self.imbalance)
+        if m.pad_to_capacity:
+            rows = m.num_experts * -(-tokens * m.top_k * m.capacity_factor // m.num_experts)
+        return rows * layout.etp
 
     @cached_property
     def layers_of_stage(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtcli.core.cost.activations import layer_activations
 from mtcli.core.cost.hardware import GPUS
 from mtcli.core.cost.memory import memory, memory_by_stage, rank_elements, state_bytes
 from mtcli.core.cost.workload import Workload, spread
@@ -206,6 +207,20 @@ def test_experts_save_their_copies_inputs_insides_and_outputs():
     routed = 2 * (2 * 64 * 2 + 3 * width + 2 * 8 + 4) + 4 * (64 + 8)
     whole = 64 * 2 + 3 * width  # of a dense MLP
     assert difference[0] - difference[1] == pytest.approx(tokens * (routed - whole))
+
+
+@pytest.mark.parametrize(("capacity", "load"), [(0.0, 1.25), (1.1, 1.1), (0.5, 0.5)])
+def test_a_busy_ranks_experts_save_more_rows_up_to_their_capacity(capacity, load):
+    model = load_config("mixtral-8x7b", [f"model.capacity_factor={capacity}"]).model
+    layout = ParallelLayout(8, ep=8)
+    even = Workload(model, layout, seq_len=4096, micro_batch_size=1, global_batch_size=8)
+    busy = replace(even, imbalance=1.25)
+    copies = 2 * 4096  # top-2
+    assert busy.expert_rows == pytest.approx(copies * load)
+    row = model.hidden_size + 3 * model.moe_ffn_hidden_size  # input; gate, up and their product
+    more = layer_activations(busy, cpu=False) - layer_activations(even, cpu=False)
+    saved = copies * (load - min(1.0, load)) * (row * 2 + 2 * 8)  # bf16, and two indices
+    assert more == pytest.approx(saved, rel=1e-9)
 
 
 def test_only_the_optimizer_state_is_cut_in_the_largest_ranks_bytes():
