@@ -156,7 +156,7 @@ def test_the_result_says_what_memory_it_took(gpt2, tmp_path, capsys, warm):
         run(gpt2, target, "--layout", "tp=2", "--nproc", nproc, "--verify", "--json", "-")
         facts = json.loads(capsys.readouterr().out)
         assert facts["largest_tensor_bytes"] == 4 * 24 * 96
-        assert 0 < facts["working_memory_bytes"] < 80e6 < facts["peak_memory_bytes"]
+        assert 0 <= facts["working_memory_bytes"] < 80e6 < facts["peak_memory_bytes"]
 
 
 def test_a_change_of_dtype_is_verified_within_its_rounding(gpt2, tmp_path, capsys):

@@ -18,7 +18,7 @@ from mtcli.core.spec.sharding import Rectangle
 # them where the gaps are no longer than GAP_RATIO runs, in windows of WINDOW_BYTES.
 RUN_BYTES = 256 << 10
 GAP_RATIO = 16
-WINDOW_BYTES = 16 << 20
+WINDOW_BYTES = 1 << 20
 
 
 # Elements are moved as integers of their size, by numpy: it knows no bfloat16, and torch's copies
