@@ -121,7 +121,7 @@ def run_child(args: argparse.Namespace) -> dict:
 def make_trainer(args: argparse.Namespace):
     import torch
 
-    from mtcli.core.runtime import Runtime, _set_matmul
+    from mtcli.core.runtime import Runtime, set_matmul
     from mtcli.core.spec.load import config_of
     from mtcli.core.trainer import Trainer
 
@@ -148,7 +148,7 @@ def make_trainer(args: argparse.Namespace):
         }
     )
     if args.child == "ours":
-        _set_matmul("fast")
+        set_matmul("fast")
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     trainer.initialise()
     return trainer

@@ -5,6 +5,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the ranks
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# a plan for `cpu` is made with made-up numbers: tests measure no machine
+os.environ.setdefault("MTCLI_CALIBRATION", str(Path(__file__).parent / "calibration.json"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not any(Path("/dev").glob("nvidia*")):  # before triton: what it makes is then interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")

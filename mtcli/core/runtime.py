@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mtcli.core.cost.calibration import cores
 from mtcli.core.failures import LAUNCHED, end_rank, first_failure, hand_over
 from mtcli.core.parallel.ledger import Check, Ledger, Reached
 from mtcli.core.spec.errors import wrong
@@ -88,11 +89,6 @@ def bring_up(
         _stop()
 
 
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class StopSignal:
     """Remembers SIGINT and SIGTERM, so that a run can stop after its step and save.
 
@@ -139,7 +135,7 @@ def _start(
     where = _device(device, local_rank)
     if where.type == "cpu":
         torch.set_num_threads(max(1, cores() // local_world))
-        _set_matmul(matmul)
+        set_matmul(matmul)
     else:
         torch.cuda.set_device(where)
     if world == 1:
@@ -208,7 +204,7 @@ def _device(name: str, local_rank: int) -> "torch.device":
     return torch.device("cuda", local_rank)
 
 
-def _set_matmul(matmul: str) -> None:
+def set_matmul(matmul: str) -> None:
     """Takes the quicker fp32 product on CPU where it is as accurate as fp32.
 
     torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times

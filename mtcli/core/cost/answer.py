@@ -1,9 +1,10 @@
 """The answer to a request: one prediction, the candidates of a search, and whether it fits."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mtcli.core.cost.hardware import for_run
 from mtcli.core.cost.neighbours import Neighbour, neighbours
 from mtcli.core.cost.predict import Prediction, predict_workload
 from mtcli.core.cost.report import Json, as_json, describe, gib, stage_table, summary
@@ -147,11 +148,13 @@ def answer(request: Request, top: int | None) -> Answer:
         if problems:
             raise refusal(config, request.gpus, problems)
         work = Workload.of(config, request.world)
-        return Answer(config, predict_workload(work, request.device))
+        device = for_run(request.device, config, request.world)
+        return Answer(config, predict_workload(work, device))
     if request.problems or config is None:
         raise MtcliError(*request.problems)
-    found = search(config, request.world, request.device, top or DEFAULT_TOP, request.pinned)
-    return _best(config, request, found)
+    device = for_run(request.device, config, request.world)
+    found = search(config, request.world, device, top or DEFAULT_TOP, request.pinned)
+    return _best(config, replace(request, device=device), found)
 
 
 def _best(config: RunConfig, request: Request, found: Found) -> Answer:

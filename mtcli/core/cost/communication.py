@@ -9,8 +9,9 @@ in every node reaches k times the network's rate per GPU, as far as the fast lin
 from collections.abc import Iterator
 from math import ceil, log2
 
+from mtcli.core.cost.costs import Pass
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.kernels import Pass, dense_products
+from mtcli.core.cost.kernels import dense_products
 from mtcli.core.cost.memory import Held
 from mtcli.core.cost.physics import Physics
 from mtcli.core.cost.workload import Workload

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache
 
+from mtcli.core.cost.calibration import Calibration, calibrated
+from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.load import closest
 
@@ -32,6 +34,7 @@ class Device:
     network_bandwidth: float  # between nodes: InfiniBand or Ethernet
     reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
     source: str = ""
+    calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
 
     @property
     def usable_bytes(self) -> float:
@@ -124,16 +127,24 @@ NAMES = (*GPUS, "cpu")
 
 
 def device_named(name: str) -> Device:
-    """The device of that name; `cpu` is this machine, measured now.
+    """The device of that name; `cpu` is this machine, whose rates `for_run` measures.
 
     Raises MtcliError with the known names for any other.
     """
     if name == "cpu":
-        return measure_cpu()
+        return HERE
     if name in GPUS:
         return GPUS[name]
     hint = f"one of {', '.join(NAMES)}{closest(name, NAMES)}"
     raise wrong(f"there is no device named {name!r}", hint, "--device")
+
+
+def for_run(device: Device, config: RunConfig, world: int) -> Device:
+    """What one rank of a run has: an accelerator of its own, or its part of this machine."""
+    if device.name != "cpu":
+        return device
+    known = calibrated(config, world)
+    return _measured(known, config, world) if known else shared(measure_cpu(), world)
 
 
 def shared(device: Device, world: int) -> Device:
@@ -148,12 +159,23 @@ def shared(device: Device, world: int) -> Device:
     )
 
 
+def _measured(known: Calibration, config: RunConfig, world: int) -> Device:
+    """A rank's part of this machine, by what was measured with its ranks at work."""
+    crowd = max(1.0, world / known.ranks)
+    return replace(
+        HERE,
+        flops={name: known.flops / crowd for name in {"fp32", config.train.precision}},
+        memory_bytes=HERE.memory_bytes / world,
+        memory_bandwidth=known.memory_bandwidth / crowd,
+        source="measured here, by steps of small models",
+        calibration=known,
+    )
+
+
 @cache
 def measure_cpu() -> Device:
-    """This machine as one device: numpy's matrix and copy rates with all threads, best of 5.
-
-    Takes about 0.1 s. gloo over loopback is taken as 1.5 GB/s (2 processes, all-reduce of 67 MB).
-    """
+    """This machine by numpy's matrix and copy rates with all threads, best of 5: what is left
+    where torch could not be measured. Takes about 0.1 s."""
     import numpy as np
 
     side, rows = 1024, 4_000_000
@@ -162,17 +184,10 @@ def measure_cpu() -> Device:
     gemm = min(_seconds(lambda: a @ a) for _ in range(5))
     copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(5))
     rate = 2.0 * side**3 / gemm
-    return Device(
-        name="cpu",
+    return replace(
+        HERE,
         flops={"fp64": rate / 2, "fp32": rate},
-        sustained=1.0,
-        memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         memory_bandwidth=2.0 * 4 * rows / copy,
-        processors=os.cpu_count() or 1,
-        node_size=os.cpu_count() or 1,
-        link_bandwidth=1.5 * GIGA,
-        network_bandwidth=0.125 * GIGA,
-        reserved_bytes=0.25 * GIB,
         source="measured here: numpy float32 matmul and copy",
     )
 
@@ -182,3 +197,20 @@ def _seconds(work: object) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+# gloo over loopback is taken as 1.5 GB/s (2 processes, all-reduce of 67 MB); rates are those of
+# one core of 2020, which no plan is made with
+HERE = Device(
+    name="cpu",
+    flops={"fp64": 0.05 * TERA, "fp32": 0.1 * TERA},
+    sustained=1.0,
+    memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+    memory_bandwidth=10.0 * GIGA,
+    processors=os.cpu_count() or 1,
+    node_size=os.cpu_count() or 1,
+    link_bandwidth=1.5 * GIGA,
+    network_bandwidth=0.125 * GIGA,
+    reserved_bytes=0.25 * GIB,
+    source="this machine",
+)

@@ -4,9 +4,10 @@ Matrix products run at the device's sustained rate, less for short inner dimensi
 that do not fill the processors; everything element-wise moves bytes; each kernel costs its launch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
+from mtcli.core.cost.costs import Pass
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.physics import Physics
 from mtcli.core.cost.workload import Workload
@@ -17,20 +18,6 @@ EXPERT_KERNELS = 40  # more of them where tokens are routed
 UNFUSED = 1.5  # more traffic where bias, GELU, dropout and addition are kernels of their own
 
 Shape = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of a forward pass and of its backward pass, nothing computed again."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.forward + other.forward, self.backward + other.backward)
-
-    def __mul__(self, times: float) -> "Pass":
-        return Pass(self.forward * times, self.backward * times)
 
 
 def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:

@@ -95,7 +95,7 @@ def _estimate(work: Workload, best: Prediction) -> Prediction:
     device, costs = best.device, step_costs(work, best.device, PHYSICS)
     over = best.step_seconds / lower_bound(best.work, device)
     step = over * lower_bound(work, device)
-    after = costs.gradients_exposed + costs.optimizer + PHYSICS.step_overhead
+    after = costs.gradients_exposed + costs.optimizer + costs.overhead
     stages, pp = stage_seconds(work, costs), work.layout.pp
     busy = work.num_micro_batches * sum(stage.forward + stage.backward for stage in stages)
     bubble = max(0.0, (step - after) * pp / busy - 1)

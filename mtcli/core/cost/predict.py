@@ -8,11 +8,11 @@ computed (arXiv:2205.05198, appendix A); HFU adds what is computed again.
 from dataclasses import dataclass
 
 from mtcli.core.cost.conventions import CONVENTIONS, MODEL
-from mtcli.core.cost.hardware import Device, device_named, shared
-from mtcli.core.cost.kernels import Pass
+from mtcli.core.cost.costs import Costs, Pass
+from mtcli.core.cost.hardware import Device, device_named, for_run
 from mtcli.core.cost.memory import Memory, memory
 from mtcli.core.cost.physics import PHYSICS, Physics
-from mtcli.core.cost.step import Costs, pipeline_seconds, simulated, step_costs
+from mtcli.core.cost.step import pipeline_seconds, simulated, step_costs
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.check import require
@@ -107,14 +107,16 @@ def predict(config: RunConfig, world: int, device: str) -> Prediction:
     Raises MtcliError with every rule that the config breaks, or for an unknown device.
     """
     require(config, world)
-    return predict_workload(Workload.of(config, world), shared(device_named(device), world))
+    return predict_workload(
+        Workload.of(config, world), for_run(device_named(device), config, world)
+    )
 
 
 def predict_workload(work: Workload, device: Device, physics: Physics = PHYSICS) -> Prediction:
     """The cost of a workload's step."""
     costs = step_costs(work, device, physics)
     pipeline, bubble = pipeline_seconds(work, costs)
-    step = pipeline + costs.gradients_exposed + costs.optimizer + physics.step_overhead
+    step = pipeline + costs.gradients_exposed + costs.optimizer + costs.overhead
     return Prediction(work, device, memory(work, device), costs, step, bubble)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtcli.core.cost.hardware import Device, device_named, shared
+from mtcli.core.cost.hardware import Device, device_named
 from mtcli.core.spec.check import problems as broken_rules
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Problem
@@ -50,7 +50,7 @@ def read_request(
     problems += _not_searched(pinned)
     found = tuple(problems)
     search = bare or bool(fixed)
-    return Request(config, found, gpus, world, shared(chosen, world), pinned, search)
+    return Request(config, found, gpus, world, chosen, pinned, search)
 
 
 def rule_problems(request: Request) -> list[Problem]:

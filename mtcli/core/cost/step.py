@@ -1,6 +1,6 @@
 """Seconds of the parts of a step, and of its pipeline: the schedule simulated with them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from mtcli.core.cost.communication import (
@@ -11,9 +11,10 @@ from mtcli.core.cost.communication import (
     sharded_block,
     tensor_parallel,
 )
+from mtcli.core.cost.costs import Costs, Pass
 from mtcli.core.cost.hardware import Device
+from mtcli.core.cost.host import host_block, host_step
 from mtcli.core.cost.kernels import (
-    Pass,
     attention_seconds,
     block_seconds,
     embedding_seconds,
@@ -28,28 +29,11 @@ from mtcli.core.spec.layout import ParallelLayout
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of a step's parts on one rank; a `Pass` is of one block and one micro-batch."""
-
-    block: Pass  # what a block takes on its rank, exposed communication included
-    compute: Pass
-    tensor: Pass
-    context: Pass
-    expert: Pass
-    first: Pass  # the embedding, on stage 0
-    last: Pass  # the head and the loss, on the last stage
-    recomputed: float  # of `block.backward`, spent on computing the forward pass again
-    sharded: Pass = Pass()
-    hop: float = 0.0
-    gradients: float = 0.0
-    gradients_exposed: float = 0.0
-    optimizer: float = 0.0
-
-
 def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     """The seconds of each part of a step."""
     parts = block_costs(work, device, physics)
+    if device.calibration:
+        return host_step(work, parts, device.calibration)
     sharded = sharded_block(block_elements(work), work, device, physics)
     block = Pass(
         _covered(parts.block.forward, sharded.forward, physics),
@@ -64,6 +48,7 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
         gradients=gradients,
         gradients_exposed=exposed,
         optimizer=_optimizer(work, device, physics),
+        overhead=physics.step_overhead,
     )
 
 
@@ -79,6 +64,8 @@ def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
 
 @cache
 def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
+    if device.calibration:
+        return host_block(work, device.calibration)
     compute = block_seconds(work, device, physics)
     tensor = tensor_parallel(work, device, physics)
     context = context_parallel(work, device, physics)

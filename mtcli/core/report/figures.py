@@ -6,7 +6,7 @@ from functools import cached_property
 from statistics import mean, median
 from typing import Any
 
-from mtcli.core.cost.hardware import NAMES, device_named, shared
+from mtcli.core.cost.hardware import NAMES, device_named, for_run
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
 from mtcli.core.cost.report import layout_of
 from mtcli.core.cost.workload import Workload
@@ -70,7 +70,7 @@ class Profile:
         """What plan says of this run at the rate that MFU divides by, where it knows the device."""
         if self.device not in NAMES:
             return None
-        device = shared(device_named(self.device), self.world)
+        device = for_run(device_named(self.device), self.config, self.world)
         rate = self.peak_flops / device.peak(self.work.sizes.gemm)  # 1 but for a CPU
         flops = {precision: rate * flops for precision, flops in device.flops.items()}
         return predict_workload(self.work, replace(device, flops=flops))

@@ -48,7 +48,7 @@ def test_the_bound_is_never_above_the_simulated_step(config, world):
     for work in every_work(config, world, gpu)[::7]:
         costs = step_costs(work, gpu, PHYSICS)
         step, _ = pipeline_seconds(work, costs)
-        step += costs.gradients_exposed + costs.optimizer + PHYSICS.step_overhead
+        step += costs.gradients_exposed + costs.optimizer + costs.overhead
         assert lower_bound(work, gpu) <= step * (1 + 1e-9)
 
 

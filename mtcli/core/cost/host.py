@@ -1,0 +1,259 @@
+"""Seconds of a step's parts on this machine's processor, from what was measured on it.
+
+A pass over some blocks is counted (`Amounts`), and each count costs the seconds per unit that
+`mtcli.core.calibrate` has fitted to real steps; attention and what ranks send each other come from
+measurements of their own. Processes beyond the machine's cores share them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+
+from mtcli.core.cost.calibration import Amounts, Calibration, Row
+from mtcli.core.cost.costs import Costs, Pass
+from mtcli.core.cost.kernels import dense_products
+from mtcli.core.cost.memory import Held, block_elements, rank_elements
+from mtcli.core.cost.workload import Workload
+
+Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
+
+END = 0.5  # launches of an end of the model, in blocks
+
+
+def stage_amounts(work: Workload) -> Ways:
+    """The passes of all of a model that one rank holds."""
+    ways = zip(block_amounts(work), embedding_amounts(work), head_amounts(work), strict=True)
+    forward, backward = (
+        first + last + tuple(work.model.num_layers * count for count in block)
+        for block, first, last in ways
+    )
+    return forward, backward
+
+
+def block_amounts(work: Workload) -> Ways:
+    """A block's passes on a rank."""
+    m, tp, tokens = work.model, work.layout.tp, work.tokens
+    flops = sum(2.0 * a * b * c for a, b, c in dense_products(work)) / tp
+    inner = (m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size) / tp
+    amounts = Amounts(
+        launches=1.0,
+        flops=flops,
+        residual=tokens * m.hidden_size / work.sequence_cut,
+        inner=tokens * inner,
+        weights=block_elements(work).total,
+    )
+    return _there_and_back(amounts + _routed(work) if m.num_experts else amounts)
+
+
+def _there_and_back(forward: Amounts) -> Ways:
+    """Each product of a forward pass has two in the backward pass."""
+    return forward, forward._replace(flops=2 * forward.flops)
+
+
+def _routed(work: Workload) -> Amounts:
+    m, layout = work.model, work.layout
+    rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
+    products = 3 if m.activation == "swiglu" else 2
+    return Amounts(
+        flops=2.0 * rows * products * width * m.hidden_size,
+        inner=rows * width,
+        copies=rows * m.hidden_size,
+        experts=m.num_experts / layout.ep,
+    )
+
+
+def embedding_amounts(work: Workload) -> Ways:
+    """The lookup; in the backward pass the table's gradient, as large as the table."""
+    m, tp = work.model, work.layout.tp
+    there = Amounts(launches=END, residual=END * work.tokens * m.hidden_size)
+    return there, there._replace(weights=m.vocab_size * m.hidden_size / tp)
+
+
+def head_amounts(work: Workload) -> Ways:
+    """The last norm, the logits and their loss."""
+    m, tp = work.model, work.layout.tp
+    columns = m.vocab_size / tp
+    there = Amounts(
+        launches=END,
+        flops=2.0 * work.tokens * columns * m.hidden_size,
+        residual=END * work.tokens * m.hidden_size / work.sequence_cut,
+        logits=work.tokens * columns,
+        weights=columns * m.hidden_size,
+    )
+    return _there_and_back(there)
+
+
+def seconds_of(amounts: Ways, known: Calibration) -> Pass:
+    """What the counts of a forward and of a backward pass cost, attention aside."""
+    ways = (known.forward, known.backward)
+    found = [
+        sum(a * b for a, b in zip(counts, cost, strict=True))
+        for counts, cost in zip(amounts, ways, strict=True)
+    ]
+    return Pass(*found)
+
+
+def attention_seconds(work: Workload, known: Calibration) -> Pass:
+    """Scores, softmax and values of a rank's heads; of a ring's every hop."""
+    layout, heads = work.layout, work.model.num_heads / work.layout.tp
+    if layout.cp == 1:
+        row = row_at(known.attention, work.seq_len)
+        scores = work.micro_batch_size * heads * work.seq_len**2
+        return Pass(scores * row.forward, scores * row.backward)
+    length = work.seq_len / layout.cp
+    row = row_at(known.attention, length)
+    scores, hops = work.micro_batch_size * heads * length**2, layout.cp - 1
+    return Pass(
+        scores * (row.square_forward + hops * row.part_forward / 2),
+        scores * (row.square_backward + hops * row.part_backward / 2),
+    )
+
+
+def row_at(rows: Sequence[Row], length: float) -> Row:
+    """The row of a length: between its neighbours by its logarithm, and as at the ends beyond."""
+    at = bisect_right([row.length for row in rows], length)
+    if at == 0 or at == len(rows):
+        return rows[max(0, at - 1)]
+    before, after = rows[at - 1], rows[at]
+    share = log(length / before.length) / log(after.length / before.length)
+    return Row(*(a + share * (b - a) for a, b in zip(before, after, strict=True)))
+
+
+def host_block(work: Workload, known: Calibration) -> Costs:
+    """The parts of a step that depend neither on the pipeline nor on the data ranks."""
+    attention, over = attention_seconds(work, known), _crowd(work, known)
+    compute = (seconds_of(block_amounts(work), known) + attention) * over
+    tensor = _tensor(work, known) * over
+    context, expert = _context(work, known) * over, _expert(work, known) * over
+    busy = compute + tensor + context + expert
+    again = {"full": busy.forward, "selective": attention.forward * over, "none": 0.0}
+    recomputed = again[work.recompute]
+    entry = _entry(work, known)
+    return Costs(
+        block=Pass(busy.forward, busy.backward + recomputed),
+        compute=compute,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        first=(seconds_of(embedding_amounts(work), known) + entry) * over,
+        last=(seconds_of(head_amounts(work), known) + entry) * over,
+        recomputed=recomputed,
+    )
+
+
+def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
+    """The parts with what a step adds: hops, gradients, the update. Nothing of it is hidden, as
+    ranks' collectives take the cores that compute."""
+    over, layout = _crowd(work, known), work.layout
+    ends = {0, layout.pp // 2, layout.pp - 1}
+    gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in ends)
+    sharded = _sharded(work, known) * over
+    shards = layout.dp * layout.cp if work.zero else 1
+    per_block, per_element = known.update
+    update = max(
+        per_block * work.layers_of_rank(rank)
+        + per_element * rank_elements(work, rank).total / shards
+        for rank in ends
+    )
+    moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
+    agreement = 0.0 if layout.world == 1 else _link(known, "reduce", 16.0, 2)
+    return replace(
+        parts,
+        block=parts.block + sharded,
+        sharded=sharded,
+        hop=0.0 if layout.pp == 1 else over * _link(known, "hop", 2 * moved, 2),
+        gradients=over * gradients,
+        gradients_exposed=over * gradients,
+        optimizer=over * update,
+        overhead=over * (known.overhead + agreement),
+    )
+
+
+def _crowd(work: Workload, known: Calibration) -> float:
+    """Processes per one that was measured."""
+    return work.layout.world / known.ranks if work.layout.world > known.ranks else 1.0
+
+
+def _link(known: Calibration, kind: str, moved: float, size: int) -> float:
+    """Seconds of a collective of `size` ranks whose whole tensor is `moved` bytes."""
+    if size == 1:
+        return 0.0
+    latency, per_byte = known.links[kind]
+    return latency + per_byte * moved * (size - 1) / size
+
+
+def _tensor(work: Workload, known: Calibration) -> Pass:
+    """A gather and a scatter, or an all-reduce, for each half of a block that has products."""
+    m, tp = work.model, work.layout.tp
+    moved = float(work.tokens * m.hidden_size * work.sizes.weight)
+    halves = 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
+    return _pair(work, known, moved, tp) * halves
+
+
+def _pair(work: Workload, known: Calibration, moved: float, tp: int) -> Pass:
+    once = _link(known, "reduce", moved, tp)
+    if work.sequence_parallel:
+        once = _link(known, "gather", moved, tp) + _link(known, "scatter", moved, tp)
+    return Pass(once, once)
+
+
+def _entry(work: Workload, known: Calibration) -> Pass:
+    """Activations that enter the head, or leave the embedding, and come back."""
+    moved = float(work.tokens * work.model.hidden_size * work.sizes.weight)
+    return _pair(work, known, moved, work.layout.tp) * 0.5
+
+
+def _context(work: Workload, known: Calibration) -> Pass:
+    """Keys and values go round; in the backward pass their gradients, in float32, go too."""
+    m, layout = work.model, work.layout
+    elements = 2.0 * work.tokens * layout.cp * m.num_kv_heads * m.head_dim / layout.tp
+    once = _link(known, "gather", elements * work.sizes.weight, layout.cp)
+    wide = max(4, work.sizes.weight)
+    back = once + _link(known, "gather", 2 * elements * wide, layout.cp)
+    return Pass(once, back)
+
+
+def _expert(work: Workload, known: Calibration) -> Pass:
+    """Dispatch and combine over ep, gather and scatter over etp, and the counts that lead them."""
+    m, layout = work.model, work.layout
+    if not m.num_experts:
+        return Pass()
+    routed = work.expert_rows * m.hidden_size * work.sizes.weight
+    both = _link(known, "gather", routed, layout.etp) + _link(known, "scatter", routed, layout.etp)
+    both += 2 * _link(known, "exchange", routed / layout.etp, layout.ep)
+    counts = _link(known, "gather", 8.0 * m.num_experts, layout.ep * layout.etp)
+    return Pass(both + counts, both)
+
+
+def _gradients(elements: Held, work: Workload, known: Calibration) -> float:
+    """The reduction over data ranks; with zero=1 a scatter, and a gather of the new weights."""
+    if work.zero == 3:
+        return 0.0
+    total, sizes = 0.0, work.sizes
+    for count, ranks in _data_groups(elements, work):
+        if work.zero:
+            total += _link(known, "scatter", float(count * sizes.gradient), ranks)
+            total += _link(known, "gather", float(count * sizes.weight), ranks)
+        else:
+            total += _link(known, "reduce", float(count * sizes.gradient), ranks)
+    return total
+
+
+def _sharded(work: Workload, known: Calibration) -> Pass:
+    """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
+    if work.zero != 3:
+        return Pass()
+    latency, per_byte = known.links["hop"]  # torch's FSDP2 takes gloo's way, as hops do
+    seconds = sum(
+        latency + per_byte * count * work.sizes.weight * (ranks - 1) / ranks
+        for count, ranks in _data_groups(block_elements(work), work)
+        if ranks > 1
+    )
+    return Pass(seconds, 2 * seconds)
+
+
+def _data_groups(elements: Held, work: Workload) -> list[tuple[int, int]]:
+    layout = work.layout
+    groups = [(elements.attention, layout.dp * layout.cp), (elements.experts, layout.edp)]
+    return [(count, ranks) for count, ranks in groups if count]

@@ -1,0 +1,154 @@
+"""Single measurements of this machine's processor: products, copies, attention, collectives.
+
+Every rank makes the same ones at the same time, so that caches, memory and clocks are shared as in
+a run.
+"""
+
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtcli.core.cost.calibration import Row
+from mtcli.core.engine import DTYPES
+from mtcli.core.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from mtcli.core.parallel.groups import Axis
+from mtcli.kernels.attention import attention, attention_backward, merge_, whole_attention
+from mtcli.kernels.products import matmul
+
+SIDE = 1024  # of a large product
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
+SCORES = 2**20  # of an attention, at least
+LEAST_SECONDS, LEAST_TIMES = 0.01, 3
+SMALL, LARGE = 2**12, 2**22  # bytes of a collective
+
+Together = Callable[[], Any]
+
+
+def quick(seconds: Iterable[float]) -> float:
+    """The lower quartile: what something takes where nothing disturbs it."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 4]
+
+
+def seconds_of(run: Callable[[], Any], together: Together) -> float:
+    """Seconds that something takes, its first run aside."""
+    run()
+    together()
+    start, seconds = perf_counter(), []
+    while len(seconds) < LEAST_TIMES or perf_counter() - start < LEAST_SECONDS:
+        begin = perf_counter()
+        run()
+        seconds.append(perf_counter() - begin)
+    return quick(seconds)
+
+
+def product_rate(precision: str, together: Together) -> float:
+    """FLOP/s of a large product."""
+    a, b = (torch.randn(SIDE, SIDE).to(DTYPES[precision]) for _ in range(2))
+    return 2.0 * SIDE**3 / seconds_of(lambda: matmul(a, b), together)
+
+
+def copy_rate(together: Together) -> float:
+    """Bytes/s read and written by a copy that no cache holds."""
+    source = torch.ones(2**24)
+    target = torch.empty_like(source)
+    return 2.0 * 4 * len(source) / seconds_of(lambda: target.copy_(source), together)
+
+
+def attention_rows(
+    head_dim: int, causal: bool, precision: str, together: Together
+) -> tuple[Row, ...]:
+    """Seconds per score, at several lengths."""
+    return tuple(_row(length, head_dim, causal, precision, together) for length in LENGTHS)
+
+
+def _row(length: int, head_dim: int, causal: bool, precision: str, together: Together) -> Row:
+    heads = max(2, SCORES // length**2)
+    shape, scores = (1, heads, length, head_dim), heads * length**2
+    q, k, v, grad = (torch.randn(shape).to(DTYPES[precision]) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def both() -> None:
+        torch.autograd.grad(whole_attention(*leaves, causal), leaves, grad)
+
+    forward = seconds_of(lambda: whole_attention(*leaves, causal), together)
+    backward = seconds_of(both, together) - forward
+    square = _ring(q.detach(), k.detach(), v.detach(), grad, causal, together)
+    half = slice(0, length // 2)
+    part = _ring(q.detach(), k.detach()[:, :, half], v.detach()[:, :, half], grad, False, together)
+    return Row(
+        float(length),
+        forward / scores,
+        backward / scores,
+        *(one / scores for one in square),
+        *(2 * one / scores for one in part),
+    )
+
+
+def _ring(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, together: Together
+) -> tuple[float, float]:
+    """Seconds of a hop of ring attention, forward and backward, with what merges it."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = attention(q, k, v, causal)
+    total, total_lse = torch.zeros(q.shape, dtype=wide), torch.zeros(q.shape[:-1], dtype=wide)
+
+    def forward() -> None:
+        part, part_lse = attention(q, k, v, causal)
+        merge_(total, total_lse, part.to(wide), part_lse)
+
+    there = seconds_of(forward, together)
+    saved = (q, k, v, out)
+    return there, seconds_of(lambda: attention_backward(grad, saved, lse, causal), together)
+
+
+def links(axis: Axis, together: Together) -> dict[str, tuple[float, float]]:
+    """Seconds, and seconds per byte that crosses, of each kind of exchange. Collective.
+
+    Of a tensor of B bytes (a gather's whole, an all-reduce's own) (n - 1) / n * B cross; hops
+    send B bytes to the next rank and back, which two ranks of each pair do in turn.
+    """
+    n = axis.size
+    runs: dict[str, Callable[[Tensor], Any]] = {
+        "gather": lambda x: all_gather(x[: len(x) // n], axis),
+        "scatter": lambda x: reduce_scatter(x, axis),
+        "reduce": lambda x: all_reduce(x, axis),
+        "exchange": lambda x: all_to_all(x.view(n, -1), axis),
+        "hop": lambda x: _there_and_back(x, axis),
+    }
+    found = {}
+    for name, run in runs.items():
+        small, large = (_exchange_seconds(run, size, n, together) for size in (SMALL, LARGE))
+        crossing = [size if name == "hop" else size * (n - 1) / n for size in (SMALL, LARGE)]
+        per_byte = max(0.0, (large - small) / (crossing[1] - crossing[0]))
+        ways = 2 if name == "hop" else 1
+        found[name] = (max(0.0, small - per_byte * crossing[0]) / ways, per_byte / ways)
+    return found
+
+
+def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int, together: Together) -> float:
+    """Seconds of a collective, as often on every rank."""
+    x = torch.ones(size // 4 // n * n)
+    times = 5 if size == LARGE else 50
+    seconds = []
+    together()
+    for _ in range(times):
+        begin = perf_counter()
+        run(x)
+        seconds.append(perf_counter() - begin)
+    return quick(seconds)
+
+
+def _there_and_back(x: Tensor, axis: Axis) -> None:
+    peer = axis.ranks[axis.rank ^ 1] if axis.rank ^ 1 < axis.size else axis.ranks[axis.rank]
+    if peer == axis.ranks[axis.rank]:
+        return  # the last of an odd number
+    for sender in (0, 1):
+        if axis.rank % 2 == sender:
+            dist.send(x, peer, group=axis.group)
+        else:
+            dist.recv(x, peer, group=axis.group)

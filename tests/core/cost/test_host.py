@@ -1,0 +1,154 @@
+"""A step on a measured CPU is the sum of what it counts, each at its price: closed forms."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mtcli.core.cost.calibration import Amounts, Calibration, Row
+from mtcli.core.cost.hardware import HERE
+from mtcli.core.cost.host import row_at
+from mtcli.core.cost.predict import predict_workload
+from mtcli.core.cost.search import lower_bound
+from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model_config import ModelConfig
+
+MADE_UP = Calibration.of(json.loads((Path(__file__).parents[2] / "calibration.json").read_text()))
+NOTHING = Row(64.0, *[0.0] * 6)
+FREE = replace(
+    MADE_UP,
+    forward=Amounts(),
+    backward=Amounts(),
+    attention=(NOTHING,),
+    update=(0.0, 0.0),
+    overhead=0.0,
+    links=dict.fromkeys(MADE_UP.links, (0.0, 0.0)),
+)
+D, L, V, S, HEADS = 256, 4, 1024, 128, 4
+GPT = ModelConfig(num_layers=L, hidden_size=D, num_heads=HEADS, vocab_size=V, max_seq_len=S)
+MOE = ModelConfig(
+    architecture="mixtral", num_layers=L, hidden_size=D, num_heads=HEADS, vocab_size=V,
+    max_seq_len=S, ffn_hidden_size=512, num_experts=8, top_k=2,
+)  # fmt: skip
+
+
+def step(known, model=GPT, world=1, micro_batches=4, **fields):
+    """Predicted step of micro-batches of 2 sequences on some ranks, laid out by the axes given."""
+    axes = {name: fields.pop(name) for name in ("tp", "pp", "cp", "ep") if name in fields}
+    layout = ParallelLayout(world, **axes)
+    sizes = {"seq_len": S, "micro_batch_size": 2, "precision": "fp32"}
+    sizes["global_batch_size"] = 2 * micro_batches * layout.dp
+    work = Workload(model=model, layout=layout, **sizes, **fields)
+    return predict_workload(work, replace(HERE, calibration=known))
+
+
+def priced(**prices):
+    return replace(FREE, forward=Amounts(**prices), backward=Amounts(**prices))
+
+
+def test_flops_cost_three_forward_passes_of_every_product():
+    flops = 2 * 2 * S * (12 * D * D * L + V * D)
+    assert step(priced(flops=1e-9)).step_seconds == pytest.approx(4 * 3 * flops * 1e-9)
+    halves = step(priced(flops=1e-9), world=2, tp=2).step_seconds
+    assert halves == pytest.approx(4 * 3 * flops * 1e-9 / 2)
+    again = step(priced(flops=1e-9), recompute="full").step_seconds
+    head = 2 * 2 * S * V * D
+    assert again == pytest.approx(4 * (4 * flops - head) * 1e-9)
+
+
+def test_a_pipeline_takes_its_schedules_time():
+    """1F1B: (m + pp - 1) (t_F + t_B), of 2 blocks and an end worth half of one each."""
+    assert step(priced(launches=1.0)).step_seconds == pytest.approx(4 * 2 * (L + 1))
+    piped = step(priced(launches=1.0), world=2, pp=2, micro_batches=6)
+    assert piped.step_seconds == pytest.approx((6 + 1) * 2 * 2.5)
+    sent = replace(priced(launches=1.0), links=FREE.links | {"hop": (0.25, 1e-6)})
+    hop = 0.25 + 1e-6 * 2 * S * D * 4
+    first = step(sent, world=2, pp=2, micro_batches=1).step_seconds
+    assert first == pytest.approx(4 * 2.5 + 2 * hop)
+
+
+def test_elements_are_those_of_the_tensors():
+    tokens = 2 * S
+    assert step(priced(inner=1e-6)).step_seconds == pytest.approx(8e-6 * tokens * 4 * D * L)
+    assert step(priced(logits=1e-6)).step_seconds == pytest.approx(8e-6 * tokens * V)
+    whole = 8e-6 * tokens * D * (L + 1)
+    assert step(priced(residual=1e-6)).step_seconds == pytest.approx(whole)
+    cut = step(priced(residual=1e-6), world=2, cp=2).step_seconds
+    assert cut == pytest.approx(whole / 2)
+
+
+def test_weights_are_read_forward_and_given_gradients_backward():
+    block = 12 * D * D + 13 * D
+    forward = replace(FREE, forward=Amounts(weights=1e-9))
+    assert step(forward).step_seconds == pytest.approx(4e-9 * (L * block + V * D))
+    backward = replace(FREE, backward=Amounts(weights=1e-9))
+    assert step(backward).step_seconds == pytest.approx(4e-9 * (L * block + 2 * V * D))
+
+
+def test_experts_cost_their_rows_copies_and_calls():
+    tokens = 2 * S
+    rows = tokens * 2
+    assert step(priced(experts=1.0), MOE).step_seconds == pytest.approx(4 * 2 * 8 * L)
+    assert step(priced(copies=1e-6), MOE).step_seconds == pytest.approx(8e-6 * rows * D * L)
+    flops = 2 * L * (tokens * 4 * D * D + rows * 3 * 512 * D) + 2 * tokens * V * D
+    assert step(priced(flops=1e-9), MOE).step_seconds == pytest.approx(12e-9 * flops)
+    shared = step(priced(experts=1.0), MOE, world=2, ep=2, micro_batches=4)
+    assert shared.step_seconds == pytest.approx(4 * 2 * 4 * L)
+
+
+def test_attention_costs_its_scores():
+    row = Row(64.0, 1e-6, 3e-6, 5e-6, 7e-6, 2e-6, 4e-6)
+    scores = 2 * HEADS * S * S * L
+    known = replace(FREE, attention=(row,))
+    assert step(known).step_seconds == pytest.approx(4 * 4e-6 * scores)
+    ring = step(known, world=2, cp=2).step_seconds  # its own square, and half of another
+    assert ring == pytest.approx(4 * (5e-6 + 7e-6 + 1e-6 + 2e-6) * scores / 4)
+
+
+def test_a_length_between_two_has_a_cost_between():
+    rows = (Row(64.0, *[4.0] * 6), Row(256.0, *[2.0] * 6))
+    found = [row_at(rows, length).forward for length in (32, 64, 128, 256, 512)]
+    assert found == pytest.approx([4.0, 4.0, 3.0, 2.0, 2.0])
+
+
+def test_tensor_parallel_blocks_gather_and_scatter_twice_each_way():
+    links = FREE.links | {"gather": (1.0, 0.0), "scatter": (10.0, 1e-6), "reduce": (0.5, 0.0)}
+    known = replace(FREE, links=links)
+    sent = 10.0 + 1e-6 * 2 * S * D * 4 / 2
+    entries = L * 2 + 2 * 0.5  # of blocks, and of the embedding and the head
+    agreed = 0.5
+    both = step(known, world=2, tp=2).step_seconds
+    assert both == pytest.approx(4 * 2 * entries * (1.0 + sent) + agreed)
+    reduced = step(known, world=2, tp=2, sequence_parallel=False).step_seconds
+    assert reduced == pytest.approx(4 * 2 * entries * 0.5 + agreed)
+
+
+def test_gradients_of_data_ranks_are_reduced_in_full_view():
+    known = replace(MADE_UP, links=FREE.links | {"reduce": (0.0, 1e-9)})
+    elements = 12 * D * D * L + 13 * D * L + 2 * D + V * D + S * D
+    costs = step(known, world=2).costs
+    assert costs.gradients == pytest.approx(1e-9 * 4 * elements / 2)
+    assert costs.gradients_exposed == costs.gradients
+
+
+def test_the_update_costs_blocks_and_elements_and_zero_cuts_these():
+    known = replace(priced(launches=1.0), update=(1.0, 1e-6), overhead=0.125)
+    passes = 4 * 2 * (L + 1)
+    elements = 12 * D * D * L + 13 * D * L + 2 * D + V * D + S * D
+    assert step(known).step_seconds == pytest.approx(passes + L + 1e-6 * elements + 0.125)
+    cut = step(known, world=2, zero=1).step_seconds
+    assert cut == pytest.approx(passes + L + 1e-6 * elements / 2 + 0.125)
+
+
+def test_ranks_beyond_those_measured_take_turns():
+    known = replace(MADE_UP, ranks=2)
+    alone, crowd = step(known, world=2, tp=2), step(replace(known, ranks=1), world=2, tp=2)
+    assert crowd.step_seconds == pytest.approx(2 * alone.step_seconds)
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"zero": 1}, {"zero": 3}])
+def test_a_searchs_bound_holds_on_a_measured_cpu(axes):
+    p = step(MADE_UP, world=2, **axes)
+    assert 0 < lower_bound(p.work, p.device) <= p.step_seconds * (1 + 1e-9)

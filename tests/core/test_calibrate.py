@@ -1,0 +1,57 @@
+"""Measuring a machine: what is fitted is found again, and every part of the engine answers."""
+
+import json
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from mtcli.core import probes
+from mtcli.core.calibrate import Shape, calibrate, least_squares, run_config
+from mtcli.core.cost.calibration import Calibration, facts_of
+from mtcli.core.spec.load import load_config
+
+SHAPES = [Shape(64, 1, 64, 16, 2), Shape(64, 2, 128, 32, 2), Shape(128, 1, 64, 16, 4, 8)]
+
+
+def test_least_squares_finds_the_costs_that_made_the_seconds():
+    counts = np.random.default_rng(1).integers(1, 1000, (12, 4)) * np.array([1, 1e3, 1e6, 1e9])
+    counts[:, 2] = 0
+    costs = np.array([1e-3, 2e-6, 0.0, 3e-12])
+    fixed = np.linspace(0.0, 1.0, 12)
+    found = least_squares(counts, fixed + counts @ costs, fixed)
+    assert found == pytest.approx(list(costs), rel=1e-9)
+
+
+def test_nothing_costs_less_than_nothing():
+    counts = [[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]]
+    found = least_squares(counts, [1.0, 0.9, 0.7], [0.0] * 3)
+    assert found[1] == 0.0 and 0.7 < found[0] < 1.0
+
+
+@pytest.mark.parametrize("preset", ["tiny", "mixtral-8x7b"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_measured_model_is_of_the_kind_and_shape_asked_for(preset, shape):
+    wanted = load_config(preset, ["model.head_dim=32"]).model
+    model = run_config(facts_of(load_config(preset, ["model.head_dim=32"]), 1), shape).model
+    assert (model.hidden_size, model.num_layers, model.vocab_size) == shape[:3]
+    for name in ("activation", "norm", "position", "bias", "head_dim"):
+        assert getattr(model, name) == getattr(wanted, name), name
+    assert model.num_experts == (shape.experts if wanted.num_experts else 0)
+
+
+def test_two_ranks_measure_every_number_of_a_mixture():
+    for found in run_ranks(2, _calibrate):
+        assert Calibration.of(json.loads(json.dumps(found))).ranks == 2
+        numbers = [found["flops"], found["memory_bandwidth"], found["overhead"]]
+        numbers += [x for row in found["attention"] for x in row]
+        assert all(number > 0 for number in numbers)
+        assert sum(found["forward"]) > 0 and sum(found["backward"]) > 0
+        assert all(sum(link) > 0 for link in found["links"].values())
+
+
+def _calibrate(runtime):
+    probes.LENGTHS, probes.SCORES, probes.SIDE = (16, 32), 2**10, 64
+    config = load_config("mixtral-8x7b", ["model.head_dim=32", "train.precision=fp32"])
+    facts = facts_of(config, 2) | {"ranks": 2}
+    return calibrate(facts, runtime.rank, SHAPES).as_json()
