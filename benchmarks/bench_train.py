@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
 
 
 def spawn(args: argparse.Namespace, name: str) -> dict:
-    from mtcli.core.runtime import ALLOCATOR
+    from mtcli.core.spec.machine import ALLOCATOR
 
     env = dict(os.environ)
     if name == "ours" or name.endswith("-tuned"):

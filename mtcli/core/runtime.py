@@ -13,22 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mtcli.core.cost.calibration import cores
 from mtcli.core.failures import LAUNCHED, end_rank, first_failure, hand_over
 from mtcli.core.parallel.ledger import Check, Ledger, Reached
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.machine import ALLOCATOR, cores
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-# glibc gives freed blocks back to the system and faults them in again at the next step; keeping
-# them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read at exec.
-ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "100000000000",
-    "MALLOC_TOP_PAD_": "268435456",
-}
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mtcli.core import runtime
-from mtcli.core.cost.calibration import cores
 from mtcli.core.failures import first_failure
 from mtcli.core.runtime import StopSignal, bring_up, environment_world
 from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.machine import cores
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.machine import ALLOCATOR, cores
 
 VERSION = 1  # of the file and of what its numbers multiply
 LIMIT = 180.0  # seconds after which measuring is given up
@@ -90,11 +91,6 @@ class Calibration:
             int(kept["ranks"]), float(kept["flops"]), float(kept["memory_bandwidth"]),
             forward, backward, rows, (per_block, per_element), float(kept["overhead"]), links,
         )  # fmt: skip
-
-
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def facts_of(config: RunConfig, world: int) -> Facts:
@@ -179,7 +175,7 @@ def _measure(facts: Facts) -> str:
 
     ranks = facts["ranks"]
     threads = max(1, facts["cores"] // ranks)
-    settings = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    settings = ALLOCATOR | os.environ | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory(prefix="mtcli-cpu-") as folder:
         command = [sys.executable, "-m", "mtcli.core.calibrate", json.dumps(facts), folder]
         started = [
