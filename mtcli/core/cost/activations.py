@@ -120,18 +120,18 @@ def attention_activations(work: Workload, cpu: bool) -> float:
     if work.cp_mode == "ring":
         return own + t.tokens * t.keys * t.size + 2 * output + sums
     everyone = work.layout.cp * t.tokens * t.keys * t.size
-    mask = work.seq_len**2 / work.layout.cp * (1 + t.size)
-    return own + everyone + output + sums + mask
+    mask = work.seq_len**2 / work.layout.cp * (1 + t.size)  # on a GPU a query has a span of keys
+    return own + everyone + output + sums + cpu * mask
 
 
 def takes_plain_attention(work: Workload, cpu: bool) -> bool:
-    """Whether a GPU has no kernel that keeps no scores: for grouped queries beside a mask or in
-    float32, and in float64."""
+    """Whether a GPU has no kernel that keeps no scores: torch none for grouped queries in float32,
+    and nobody in float64."""
     m, size = work.model, work.sizes.weight
-    masked = work.layout.cp > 1 and work.cp_mode == "all_gather"
+    gathered = work.layout.cp > 1 and work.cp_mode == "all_gather"
     ring = work.layout.cp > 1 and work.cp_mode == "ring"
     grouped = m.num_kv_heads != m.num_heads
-    return not cpu and not ring and (size > 4 or (grouped and (masked or size == 4)))
+    return not cpu and not ring and (size > 4 or (grouped and size == 4 and not gathered))
 
 
 def score_bytes(work: Workload) -> float:

@@ -47,7 +47,7 @@ def block_working(work: Workload, cpu: bool) -> float:
 
 
 def _attention(work: Workload, cpu: bool) -> float:
-    """Where scores are written out, by plain products or by a ring without a GPU's kernel."""
+    """Where scores are written out, by plain products, as of a ring in float64."""
     t, m = Shapes.of(work), work.model
     done = mlp_activations(work, cpu)  # not kept yet, or no longer
     scores = score_bytes(work)
@@ -55,7 +55,7 @@ def _attention(work: Workload, cpu: bool) -> float:
         return DROPPED_COPIES * scores - done
     if takes_plain_attention(work, cpu):
         return 2 * scores - done
-    if work.layout.cp == 1 or work.cp_mode != "ring" or cpu:
+    if work.layout.cp == 1 or work.cp_mode != "ring" or cpu or work.sizes.weight <= 4:
         return 0.0
     heads = t.tokens * (3 * t.queries + t.keys) * t.wide
     return RING_COPIES * scores / work.layout.cp + heads + 3 * t.stream - done
