@@ -27,11 +27,13 @@ def main() -> None:
     import mixture
     import scores
     import torch
+    import updates
 
     if args.device == "cuda" and not args.compile and not torch.cuda.is_available():
         print("error: torch sees no GPU here; try --device cpu --smoke", file=sys.stderr)
         sys.exit(2)
-    entries = [*elementwise.ENTRIES, *mixture.ENTRIES, *scores.ENTRIES]
+    groups = (elementwise, mixture, scores, updates)
+    entries = [entry for group in groups for entry in group.ENTRIES]
     chosen = [e for e in entries if not args.only or e.name in args.only]
     if args.compile:
         compile_all(chosen, args.compile, args.first)

@@ -198,9 +198,10 @@ class Trainer:
     def _update(self, norm: float, scale: float, lr: float) -> None:
         clip = self.config.optimizer.clip
         factor = (clip / norm if clip and norm > clip else 1.0) / scale
-        if factor != 1.0:
+        if factor != 1.0 and not self.optimizer.in_one_launch:
             self.gradients.scale_(factor)
-        self.optimizer.step(self.gradients.views, lr)
+            factor = 1.0
+        self.optimizer.step(self.gradients.views, lr, factor)
         self.gradients.share_parameters()
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""AdamW (arXiv:1711.05101) over float32 masters, by torch's fused kernel.
+"""AdamW (arXiv:1711.05101) over float32 masters, by torch's fused kernel on CPU, by ours on a GPU.
 
-The kernel is called directly: making a torch.optim.AdamW imports torch._dynamo, 0.9 s of start-up.
+Torch's is called directly: making a torch.optim.AdamW imports torch._dynamo, 0.9 s of start-up.
 
 Parameters of 16 bits have a float32 master that the update is made on and that they are rounded
 from; wider ones are their own master.
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from mtcli.core.spec.config import OptimizerConfig
 from mtcli.core.spec.sharding import Parameter
+from mtcli.kernels.adamw import Parts, Update, adamw_
+from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.packed import Packed, pack
 
 
 class AdamW:
@@ -36,11 +39,18 @@ class AdamW:
         self.count = torch.zeros((), dtype=torch.float32)  # updates made
         self.config = config
         self.decays = {name for name in self.masters if table[name].decays}
+        held = (*self.masters.values(), *self.named.values())
+        self.packed: Packed | None = None
+        alike = len({part.dtype for part in self.named.values()}) == 1
+        self.in_one_launch = alike and all(runs_triton(x) and x.is_contiguous() for x in held)
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """One update with the reduced gradients."""
+    def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
+        """One update with the reduced gradients, times a factor where it is one launch."""
         self.count += 1
+        if self.in_one_launch:
+            return self._launch(gradients, lr, factor)
+        assert factor == 1.0, f"gradients are not scaled by {factor} on the way"
         for names, decay in self._groups():
             self._update(names, gradients, lr, decay)
         for name, master in self.masters.items():
@@ -70,6 +80,17 @@ class AdamW:
     def set_updates(self, updates: int) -> None:
         """Sets the number of updates made."""
         self.count.fill_(updates)
+
+    def _launch(self, gradients: Mapping[str, Tensor], lr: float, factor: float) -> None:
+        masters, moments = list(self.masters.values()), self.moments.values()
+        if self.packed is None:
+            self.packed = pack(masters)
+        tensors = (masters, *(list(kind.values()) for kind in moments), list(self.named.values()))
+        parts = Parts(*tensors, [name in self.decays for name in self.named])
+        c = self.config
+        update = Update(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
+        gradients = {name: gradients[name].contiguous() for name in self.named}
+        adamw_(self.packed, parts, list(gradients.values()), update)
 
     def _groups(self) -> list[tuple[list[str], float]]:
         """Names and their weight decay."""

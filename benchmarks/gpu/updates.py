@@ -1,0 +1,58 @@
+"""The optimizer's step: in place, so that each function has a copy of everything."""
+
+import torch
+from harness import Entry, seeded
+
+from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
+from mtcli.kernels.packed import pack
+
+UPDATE = Update(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
+
+
+def optimizers(device, dtype, tensors, numel):
+    """(our parts, packed; torch's parts; the reference's; gradients in float32)."""
+
+    def made(seed):
+        return [seeded((numel + i,), torch.float32, device, seed + i) for i in range(tensors)]
+
+    def parts():
+        masters, squares = made(0), [x.square_() for x in made(200)]
+        weights = masters if dtype == torch.float32 else [x.to(dtype) for x in masters]
+        return Parts(masters, made(100), squares, weights, [i % 2 == 0 for i in range(tensors)])
+
+    ours = parts()
+    return ours, pack(ours.masters), parts(), parts(), made(300)
+
+
+def by_ours(ours, packed, theirs, plain, gradients):
+    adamw_(packed, ours, gradients, UPDATE)
+    return ours.masters
+
+
+def by_reference(ours, packed, theirs, plain, gradients):
+    adamw_reference_(plain, gradients, UPDATE)
+    return plain.masters
+
+
+def by_torch(ours, packed, theirs, plain, gradients):
+    """torch's fused kernel for each decay, and the rounding."""
+    for decays in (True, False):
+        at = [i for i, flag in enumerate(theirs.decays) if flag == decays]
+        masters, m, v = ([kind[i] for i in at] for kind in theirs[:3])
+        count = torch.tensor(float(UPDATE.count), device=masters[0].device)
+        torch._fused_adamw_(
+            masters, [gradients[i] for i in at], m, v, [], [count] * len(at), lr=UPDATE.lr,
+            beta1=UPDATE.betas[0], beta2=UPDATE.betas[1], weight_decay=UPDATE.decay * decays,
+            eps=UPDATE.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    if theirs.weights is not theirs.masters:
+        torch._foreach_copy_(theirs.weights, theirs.masters)
+    return theirs.masters
+
+
+# fmt: off
+ENTRIES = [
+    Entry("adamw", by_ours, {"torch": by_torch, "reference": by_reference}, optimizers,
+        [(64, 2**22), (400, 2**18)], (2, 70),
+        lambda itemsize, tensors, numel: (24 + 4 + itemsize) * tensors * numel, torch_compiles=""),
+]

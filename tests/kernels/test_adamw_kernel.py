@@ -1,0 +1,116 @@
+from contextvars import Context
+
+import pytest
+import torch
+from exact import TOLERANCE, distance, seeded
+
+from mtcli.core.optim.adamw import AdamW
+from mtcli.core.spec.config import OptimizerConfig
+from mtcli.core.spec.sharding import Parameter
+from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
+from mtcli.kernels.packed import CHUNK, pack
+
+SIZES = [(5,), (3, 7), (CHUNK + 130,), (2, CHUNK), (1,)]
+DECAYS = [False, True, True, False, True]
+UPDATES = [
+    Update(lr, (0.8, 0.97), 1e-6, 0.3, count, factor)
+    for count, (lr, factor) in enumerate([(1e-2, 1.0), (5e-2, 0.25), (2e-2, 1.0)], start=1)
+]
+
+
+def parts_on(device, dtype, offset=0):
+    """Tensors of a flat buffer, `offset` elements from its start, so that nothing is aligned."""
+
+    def cut(seed, kind=torch.float32):
+        total = sum(torch.Size(size).numel() for size in SIZES)
+        flat = torch.empty(offset + total, dtype=kind, device=device)[offset:]
+        flat.copy_(seeded(total, seed=seed) if seed is not None else torch.zeros(total))
+        pieces = flat.split([torch.Size(size).numel() for size in SIZES])
+        return [piece.view(size) for piece, size in zip(pieces, SIZES, strict=True)]
+
+    masters = cut(1)
+    weights = masters if dtype == torch.float32 else cut(1, dtype)
+    return Parts(masters, cut(None), cut(None), weights, DECAYS), cut
+
+
+def exact(gradients_of):
+    """The masters in float64 by torch.optim.AdamW's loop; gradients are scaled before."""
+    total = sum(torch.Size(size).numel() for size in SIZES)
+    sizes = [torch.Size(size).numel() for size in SIZES]
+    start = seeded(total, seed=1).float().double().split(sizes)
+    leaves = [torch.nn.Parameter(x.clone()) for x in start]
+    groups = [{"params": [x], "weight_decay": 0.3 * d} for x, d in zip(leaves, DECAYS, strict=True)]
+    theirs = torch.optim.AdamW(groups, lr=0.0, betas=(0.8, 0.97), eps=1e-6, foreach=False)
+    for i, update in enumerate(UPDATES):
+        for group in theirs.param_groups:
+            group["lr"] = update.lr
+        for leaf, gradient in zip(leaves, gradients_of(i), strict=True):
+            leaf.grad = gradient.detach().cpu().double().flatten() * update.factor
+        theirs.step()
+    return leaves, [theirs.state[leaf] for leaf in leaves]
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned or not", "one element off"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_launch_updates_every_tensor_as_adamw_does(device, dtype, offset):
+    parts, cut = parts_on(device, dtype, offset)
+    packed = pack(parts.masters)
+    grads = [cut(10 + i, torch.bfloat16 if i else torch.float32) for i in range(len(UPDATES))]
+    for update, gradients in zip(UPDATES, grads, strict=True):
+        adamw_(packed, parts, gradients, update)
+    expected, states = exact(lambda i: grads[i])
+    for i, theirs in enumerate(expected):
+        assert distance(parts.masters[i].flatten(), theirs) < 2e-6
+        assert distance(parts.exp_avgs[i].flatten(), states[i]["exp_avg"]) < 2e-6
+        assert distance(parts.exp_avg_sqs[i].flatten(), states[i]["exp_avg_sq"]) < 2e-6
+        rounded = parts.masters[i].to(dtype)
+        if device.type == "cuda" or dtype == torch.float32:
+            assert torch.equal(parts.weights[i], rounded)
+        else:  # the interpreter cuts bits off
+            assert distance(parts.weights[i], rounded) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_does_so_too(dtype):
+    parts, cut = parts_on("cpu", dtype)
+    for i, update in enumerate(UPDATES):
+        adamw_reference_(parts, cut(10 + i), update)
+    for ours, theirs in zip(parts.masters, exact(lambda i: cut(10 + i))[0], strict=True):
+        assert distance(ours.flatten(), theirs) < 2e-6
+
+
+def test_what_lies_between_the_tensors_is_left_alone(device):
+    flat = torch.full((3 * 16,), 7.0, device=device)
+    mine = [flat[0:13], flat[16:33], flat[36:40]]
+    moments = [[torch.zeros_like(x) for x in mine] for _ in range(2)]
+    parts = Parts(mine, *moments, mine, [True] * 3)
+    adamw_(pack(mine), parts, [torch.ones_like(x) for x in mine], UPDATES[0])
+    untouched = torch.cat([flat[13:16], flat[33:36], flat[40:]])
+    assert (untouched == 7.0).all() and all((x != 7.0).all() for x in mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizer_makes_the_updates_that_it_makes_on_a_cpu(device, dtype):
+    table = {
+        "a.weight": Parameter("a.weight", (6, 5), (None, None), "normal", 0),
+        "a.bias": Parameter("a.bias", (6,), (None,), "zeros", 0),
+    }
+    config = OptimizerConfig(lr=1e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3)
+
+    def made(on):
+        named = {name: seeded(*p.shape, seed=3).to(dtype).to(on) for name, p in table.items()}
+        return AdamW(named, table, config, dtype)
+
+    ours = made(device)
+    assert ours.in_one_launch
+    theirs = Context().run(made, "cpu")  # outside the interpreter
+    assert not theirs.in_one_launch
+    for step in range(3):
+        gradients = {name: seeded(*p.shape, seed=step) for name, p in table.items()}
+        ours.step({n: g.float().to(device) for n, g in gradients.items()}, 1e-2, 0.5)
+        theirs.step({n: g.float() * 0.5 for n, g in gradients.items()}, 1e-2)
+    assert ours.updates == theirs.updates == 3
+    for key, expected in theirs.state().items():
+        assert distance(ours.state()[key], expected) < 2e-6
+    for name, expected in theirs.named.items():
+        assert distance(ours.named[name], expected) < 2 * TOLERANCE[dtype]
