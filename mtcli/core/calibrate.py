@@ -7,9 +7,9 @@ with the trainer itself; what a forward and a backward pass cost per unit of wha
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,15 @@ from mtcli.core.cost.host import attention_seconds, stage_amounts
 from mtcli.core.cost.workload import Workload
 from mtcli.core.measure import counted
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.probes import attention_rows, copy_rate, links, product_rate, quick
+from mtcli.core.probes import (
+    Watch,
+    attention_rows,
+    copy_rate,
+    links,
+    product_rate,
+    quick,
+    watch,
+)
 from mtcli.core.runtime import Runtime, set_matmul
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.layout import ParallelLayout
@@ -83,9 +91,9 @@ def main() -> None:
 def calibrate(facts: Facts, rank: int, shapes: Sequence[Shape] = SHAPES) -> Calibration:
     """What rank `rank` of them finds. Collective where there are several."""
     ranks = facts["ranks"]
-    together: Callable[[], Any] = dist.barrier if ranks > 1 else lambda: None
-    known = _without_passes(facts, rank, together)
-    timed = [_train(run_config(facts, shape), together) for shape in shapes]
+    timer = watch(torch.get_num_threads(), ranks)
+    known = _without_passes(facts, rank, timer)
+    timed = [_train(run_config(facts, shape), timer) for shape in shapes]
     return _fitted(known, timed)
 
 
@@ -117,16 +125,17 @@ def run_config(facts: Facts, shape: Shape) -> RunConfig:
     return RunConfig.model_validate({"model": model, "batch": sizes, "train": train})
 
 
-def _train(config: RunConfig, together: Callable[[], Any]) -> Timed:
+def _train(config: RunConfig, timer: Watch) -> Timed:
     """A model trained for a few steps on this rank alone, each begun with the others."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     trainer.initialise()
+    trainer.pipeline.clock = timer.clock
     feed = counted(config, trainer)
     forward: list[float] = []
     backward: list[float] = []
     phases: list[Phases] = []
     for step in range(WARMUP + STEPS):
-        together()
+        timer.together()
         trainer.train_step(feed)
         assert trainer.phases is not None, "a step leaves its phases"
         if step >= WARMUP:
@@ -139,7 +148,7 @@ def _train(config: RunConfig, together: Callable[[], Any]) -> Timed:
     return Timed(Workload.of(config, 1), quick(forward), quick(backward), update, overhead)
 
 
-def _without_passes(facts: Facts, rank: int, together: Callable[[], Any]) -> Calibration:
+def _without_passes(facts: Facts, rank: int, timer: Watch) -> Calibration:
     """All but what is fitted."""
     ranks, precision, kind = facts["ranks"], facts["precision"], facts["kind"]
     axis = None
@@ -147,14 +156,14 @@ def _without_passes(facts: Facts, rank: int, together: Callable[[], Any]) -> Cal
         axis = make_groups(ParallelLayout(ranks), rank, torch.device("cpu")).world
     return Calibration(
         ranks=ranks,
-        flops=product_rate(precision, together),
-        memory_bandwidth=copy_rate(together),
+        flops=product_rate(precision, timer),
+        memory_bandwidth=copy_rate(timer),
         forward=Amounts(),
         backward=Amounts(),
-        attention=attention_rows(kind["head_dim"], kind["causal"], precision, together),
+        attention=attention_rows(kind["head_dim"], kind["causal"], precision, timer),
         update=(0.0, 0.0),
         overhead=0.0,
-        links=links(axis, together) if axis else NO_LINKS,
+        links=links(axis, timer) if axis else NO_LINKS,
     )
 
 

@@ -5,8 +5,8 @@ a run.
 """
 
 from collections.abc import Callable, Iterable
-from time import perf_counter
-from typing import Any
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,19 @@ SCORES = 2**20  # of an attention, at least
 LEAST_SECONDS, LEAST_TIMES = 0.01, 3
 SMALL, LARGE = 2**12, 2**22  # bytes of a collective
 
-Together = Callable[[], Any]
+
+class Watch(NamedTuple):
+    """How this rank's work is timed."""
+
+    together: Callable[[], Any]  # returns when every rank has come so far
+    clock: Callable[[], float]  # seconds
+
+
+def watch(threads: int, ranks: int) -> Watch:
+    """A rank of one thread is timed by what its thread has run, which other programs that use the
+    machine meanwhile leave as it is; several threads wait for each other, and time passes."""
+    together = dist.barrier if ranks > 1 else lambda: None
+    return Watch(together, thread_time if threads == 1 else perf_counter)
 
 
 def quick(seconds: Iterable[float]) -> float:
@@ -34,39 +46,37 @@ def quick(seconds: Iterable[float]) -> float:
     return ordered[len(ordered) // 4]
 
 
-def seconds_of(run: Callable[[], Any], together: Together) -> float:
+def seconds_of(run: Callable[[], Any], timer: Watch) -> float:
     """Seconds that something takes, its first run aside."""
     run()
-    together()
+    timer.together()
     start, seconds = perf_counter(), []
     while len(seconds) < LEAST_TIMES or perf_counter() - start < LEAST_SECONDS:
-        begin = perf_counter()
+        begin = timer.clock()
         run()
-        seconds.append(perf_counter() - begin)
+        seconds.append(timer.clock() - begin)
     return quick(seconds)
 
 
-def product_rate(precision: str, together: Together) -> float:
+def product_rate(precision: str, timer: Watch) -> float:
     """FLOP/s of a large product."""
     a, b = (torch.randn(SIDE, SIDE).to(DTYPES[precision]) for _ in range(2))
-    return 2.0 * SIDE**3 / seconds_of(lambda: matmul(a, b), together)
+    return 2.0 * SIDE**3 / seconds_of(lambda: matmul(a, b), timer)
 
 
-def copy_rate(together: Together) -> float:
+def copy_rate(timer: Watch) -> float:
     """Bytes/s read and written by a copy that no cache holds."""
     source = torch.ones(2**24)
     target = torch.empty_like(source)
-    return 2.0 * 4 * len(source) / seconds_of(lambda: target.copy_(source), together)
+    return 2.0 * 4 * len(source) / seconds_of(lambda: target.copy_(source), timer)
 
 
-def attention_rows(
-    head_dim: int, causal: bool, precision: str, together: Together
-) -> tuple[Row, ...]:
+def attention_rows(head_dim: int, causal: bool, precision: str, timer: Watch) -> tuple[Row, ...]:
     """Seconds per score, at several lengths."""
-    return tuple(_row(length, head_dim, causal, precision, together) for length in LENGTHS)
+    return tuple(_row(length, head_dim, causal, precision, timer) for length in LENGTHS)
 
 
-def _row(length: int, head_dim: int, causal: bool, precision: str, together: Together) -> Row:
+def _row(length: int, head_dim: int, causal: bool, precision: str, timer: Watch) -> Row:
     heads = max(2, SCORES // length**2)
     shape, scores = (1, heads, length, head_dim), heads * length**2
     q, k, v, grad = (torch.randn(shape).to(DTYPES[precision]) for _ in range(4))
@@ -75,11 +85,11 @@ def _row(length: int, head_dim: int, causal: bool, precision: str, together: Tog
     def both() -> None:
         torch.autograd.grad(whole_attention(*leaves, causal), leaves, grad)
 
-    forward = seconds_of(lambda: whole_attention(*leaves, causal), together)
-    backward = seconds_of(both, together) - forward
-    square = _ring(q.detach(), k.detach(), v.detach(), grad, causal, together)
+    forward = seconds_of(lambda: whole_attention(*leaves, causal), timer)
+    backward = seconds_of(both, timer) - forward
+    square = _ring(q.detach(), k.detach(), v.detach(), grad, causal, timer)
     half = slice(0, length // 2)
-    part = _ring(q.detach(), k.detach()[:, :, half], v.detach()[:, :, half], grad, False, together)
+    part = _ring(q.detach(), k.detach()[:, :, half], v.detach()[:, :, half], grad, False, timer)
     return Row(
         float(length),
         forward / scores,
@@ -90,7 +100,7 @@ def _row(length: int, head_dim: int, causal: bool, precision: str, together: Tog
 
 
 def _ring(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, together: Together
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, timer: Watch
 ) -> tuple[float, float]:
     """Seconds of a hop of ring attention, forward and backward, with what merges it."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -101,12 +111,12 @@ def _ring(
         part, part_lse = attention(q, k, v, causal)
         merge_(total, total_lse, part.to(wide), part_lse)
 
-    there = seconds_of(forward, together)
+    there = seconds_of(forward, timer)
     saved = (q, k, v, out)
-    return there, seconds_of(lambda: attention_backward(grad, saved, lse, causal), together)
+    return there, seconds_of(lambda: attention_backward(grad, saved, lse, causal), timer)
 
 
-def links(axis: Axis, together: Together) -> dict[str, tuple[float, float]]:
+def links(axis: Axis, timer: Watch) -> dict[str, tuple[float, float]]:
     """Seconds, and seconds per byte that crosses, of each kind of exchange. Collective.
 
     Of a tensor of B bytes (a gather's whole, an all-reduce's own) (n - 1) / n * B cross; hops
@@ -122,7 +132,7 @@ def links(axis: Axis, together: Together) -> dict[str, tuple[float, float]]:
     }
     found = {}
     for name, run in runs.items():
-        small, large = (_exchange_seconds(run, size, n, together) for size in (SMALL, LARGE))
+        small, large = (_exchange_seconds(run, size, n, timer) for size in (SMALL, LARGE))
         crossing = [size if name == "hop" else size * (n - 1) / n for size in (SMALL, LARGE)]
         per_byte = max(0.0, (large - small) / (crossing[1] - crossing[0]))
         ways = 2 if name == "hop" else 1
@@ -130,12 +140,12 @@ def links(axis: Axis, together: Together) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int, together: Together) -> float:
+def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int, timer: Watch) -> float:
     """Seconds of a collective, as often on every rank."""
     x = torch.ones(size // 4 // n * n)
     times = 5 if size == LARGE else 50
     seconds = []
-    together()
+    timer.together()
     for _ in range(times):
         begin = perf_counter()
         run(x)
