@@ -4,6 +4,12 @@ import torch
 from harness import Entry, seeded
 
 from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
+from mtcli.kernels.onebit import (
+    compress_,
+    compress_reference_,
+    decompress,
+    decompress_reference,
+)
 from mtcli.kernels.packed import pack
 
 UPDATE = Update(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
@@ -50,9 +56,25 @@ def by_torch(ours, packed, theirs, plain, gradients):
     return theirs.masters
 
 
+def momentum(device, dtype, size):
+    """A momentum, and two copies of the error of its last compression."""
+    x, error = (seeded((size,), torch.float32, device, seed) for seed in (1, 2))
+    return x, error, error.clone()
+
+
+def signs(device, dtype, size):
+    x, error, _ = momentum(device, dtype, size)
+    return *compress_reference_(x, error), size
+
+
 # fmt: off
 ENTRIES = [
     Entry("adamw", by_ours, {"torch": by_torch, "reference": by_reference}, optimizers,
         [(64, 2**22), (400, 2**18)], (2, 70),
         lambda itemsize, tensors, numel: (24 + 4 + itemsize) * tensors * numel, torch_compiles=""),
+    Entry("compress", lambda x, error, other: compress_(x, error),
+        {"torch": lambda x, error, other: compress_reference_(x, other)}, momentum,
+        [(2**28,)], (70,), lambda itemsize, size: 20 * size, torch_compiles=""),
+    Entry("decompress", decompress, {"torch": decompress_reference}, signs,
+        [(2**28,)], (70,), lambda itemsize, size: 4 * size, torch_compiles=""),
 ]
