@@ -4,6 +4,7 @@ import torch
 from harness import Entry, seeded
 
 from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
+from mtcli.kernels.lamb import LambUpdate, lamb_, lamb_reference_
 from mtcli.kernels.onebit import (
     compress_,
     compress_reference_,
@@ -13,6 +14,7 @@ from mtcli.kernels.onebit import (
 from mtcli.kernels.packed import pack
 
 UPDATE = Update(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
+LAMB = LambUpdate(1e-4, (0.9, 0.95), 1e-8, 0.1, (0.01, 10.0))
 
 
 def optimizers(device, dtype, tensors, numel):
@@ -56,6 +58,14 @@ def by_torch(ours, packed, theirs, plain, gradients):
     return theirs.masters
 
 
+def lamb(ours, packed, theirs, plain, gradients):
+    return [lamb_(packed, ours, gradients, LAMB), *ours.masters]
+
+
+def torch_lamb(ours, packed, theirs, plain, gradients):
+    return [lamb_reference_(theirs, gradients, LAMB), *theirs.masters]
+
+
 def momentum(device, dtype, size):
     """A momentum, and two copies of the error of its last compression."""
     x, error = (seeded((size,), torch.float32, device, seed) for seed in (1, 2))
@@ -72,6 +82,8 @@ ENTRIES = [
     Entry("adamw", by_ours, {"torch": by_torch, "reference": by_reference}, optimizers,
         [(64, 2**22), (400, 2**18)], (2, 70),
         lambda itemsize, tensors, numel: (24 + 4 + itemsize) * tensors * numel, torch_compiles=""),
+    Entry("lamb", lamb, {"torch": torch_lamb}, optimizers, [(64, 2**22), (400, 2**18)], (2, 70),
+        lambda itemsize, tensors, numel: (36 + 4 + itemsize) * tensors * numel, torch_compiles=""),
     Entry("compress", lambda x, error, other: compress_(x, error),
         {"torch": lambda x, error, other: compress_reference_(x, other)}, momentum,
         [(2**28,)], (70,), lambda itemsize, size: 20 * size, torch_compiles=""),
