@@ -148,6 +148,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     over, layout = _crowd(work, known), work.layout
     ends = {0, layout.pp // 2, layout.pp - 1}
     gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in ends)
+    gradients += _tied(work, known)
     sharded = _sharded(work, known) * over
     shards = layout.dp * layout.cp if work.zero else 1
     per_block, per_element = known.update
@@ -238,6 +239,15 @@ def _gradients(elements: Held, work: Workload, known: Calibration) -> float:
         else:
             total += _link(known, "reduce", float(count * sizes.gradient), ranks)
     return total
+
+
+def _tied(work: Workload, known: Calibration) -> float:
+    """The sum of a tied embedding's two gradients, at the ends of a pipeline."""
+    m, layout = work.model, work.layout
+    if layout.pp == 1 or not m.tie_embeddings:
+        return 0.0
+    elements = m.vocab_size * m.hidden_size / layout.tp
+    return _link(known, "reduce", elements * work.sizes.gradient, 2)
 
 
 def _sharded(work: Workload, known: Calibration) -> Pass:

@@ -133,6 +133,13 @@ def test_gradients_of_data_ranks_are_reduced_in_full_view():
     assert costs.gradients_exposed == costs.gradients
 
 
+def test_the_ends_of_a_pipeline_sum_a_tied_embeddings_gradients():
+    known = replace(priced(launches=1.0), links=FREE.links | {"reduce": (0.0, 1e-9)})
+    assert step(known, world=2, pp=2).costs.gradients == pytest.approx(1e-9 * 4 * V * D / 2)
+    own = GPT.model_copy(update={"tie_embeddings": False})
+    assert step(known, own, world=2, pp=2).costs.gradients == 0.0
+
+
 def test_the_update_costs_blocks_and_elements_and_zero_cuts_these():
     known = replace(priced(launches=1.0), update=(1.0, 1e-6), overhead=0.125)
     passes = 4 * 2 * (L + 1)
