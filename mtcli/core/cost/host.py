@@ -97,9 +97,9 @@ def seconds_of(amounts: Ways, known: Calibration) -> Pass:
 def attention_seconds(work: Workload, known: Calibration) -> Pass:
     """Scores, softmax and values of a rank's heads; of a ring's every hop."""
     layout, heads = work.layout, work.model.num_heads / work.layout.tp
-    if layout.cp == 1:
+    if layout.cp == 1 or work.cp_mode == "a2a":
         row = row_at(known.attention, work.seq_len)
-        scores = work.micro_batch_size * heads * work.seq_len**2
+        scores = work.micro_batch_size * heads / layout.cp * work.seq_len**2
         return Pass(scores * row.forward, scores * row.backward)
     length = work.seq_len / layout.cp
     row = row_at(known.attention, length)
@@ -206,8 +206,13 @@ def _entry(work: Workload, known: Calibration) -> Pass:
 
 
 def _context(work: Workload, known: Calibration) -> Pass:
-    """Keys and values go round; in the backward pass their gradients, in float32, go too."""
+    """Keys and values go round; in the backward pass their gradients, in float32, go too. Of heads
+    that change places (a2a) all goes there and back."""
     m, layout = work.model, work.layout
+    if work.cp_mode == "a2a":
+        local = 2.0 * work.tokens * (m.num_heads + m.num_kv_heads) * m.head_dim / layout.tp
+        both = _link(known, "exchange", local * work.sizes.weight, layout.cp)
+        return Pass(both, both)
     elements = 2.0 * work.tokens * layout.cp * m.num_kv_heads * m.head_dim / layout.tp
     once = _link(known, "gather", elements * work.sizes.weight, layout.cp)
     wide = max(4, work.sizes.weight)

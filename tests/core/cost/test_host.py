@@ -107,6 +107,16 @@ def test_attention_costs_its_scores():
     assert ring == pytest.approx(4 * (5e-6 + 7e-6 + 1e-6 + 2e-6) * scores / 4)
 
 
+def test_heads_that_change_places_see_whole_rows_of_fewer_heads():
+    row = Row(64.0, 1e-6, 3e-6, 5e-6, 7e-6, 2e-6, 4e-6)
+    links = FREE.links | {"exchange": (0.0, 1e-9)}
+    known = replace(FREE, attention=(row,), links=links)
+    scores = 2 * HEADS * S * S * L
+    sent = 2 * 2 * (2 * S // 2) * D * 4 / 2 * L  # bytes of queries, keys, values and results
+    found = step(known, world=2, cp=2, cp_mode="a2a").step_seconds
+    assert found == pytest.approx(4 * (4e-6 * scores / 2 + 2e-9 * sent))
+
+
 def test_a_length_between_two_has_a_cost_between():
     rows = (Row(64.0, *[4.0] * 6), Row(256.0, *[2.0] * 6))
     found = [row_at(rows, length).forward for length in (32, 64, 128, 256, 512)]
