@@ -1,6 +1,8 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv as it needs it.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes of the suite: most tests use one core, some start ranks of their own.
+WORKERS ?= 2
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint bench gpu bench-gpu
@@ -9,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: .venv/installed-test
 	$(BIN)/ruff check
