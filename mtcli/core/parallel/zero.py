@@ -46,7 +46,8 @@ def shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -
             elif _is_block(name):
                 fully_shard(module, mesh=data, mp_policy=policy, ignored_params=untrained)
         fully_shard(stage, mesh=data, mp_policy=policy, ignored_params=untrained)
-        register_fsdp_forward_method(stage, "losses")  # it reads the head's weight
+        for reads_head in ("loss", "losses"):
+            register_fsdp_forward_method(stage, reads_head)
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
