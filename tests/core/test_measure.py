@@ -139,9 +139,11 @@ def test_a_cpus_peak_is_what_a_large_product_reaches():
     from time import perf_counter
 
     a = torch.randn(1024, 1024)
-    best = min(_seconds(lambda: a @ a, perf_counter) for _ in range(5))
+    seconds = [_seconds(lambda: a @ a, perf_counter) for _ in range(10)]
     peak = peak_flops(config_of(TABLE), RUNTIME)
-    assert peak == pytest.approx(2 * 1024**3 / best, rel=0.8)  # two moments of a shared machine
+    seconds += [_seconds(lambda: a @ a, perf_counter) for _ in range(10)]
+    share = peak * min(seconds) / (2 * 1024**3)
+    assert 1 / 3 < share < 3  # moments of a shared machine
 
 
 def test_a_cpus_peak_in_float16_is_no_other_than_its_products_reach():
