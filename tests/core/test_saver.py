@@ -128,7 +128,8 @@ def test_the_stall_is_the_snapshot_and_the_wait_for_the_save_before(config_for, 
     _, events, said = run_ranks(1, told, config, slow)[0]
     stalls = [event["stall_seconds"] for event in events]
     assert all(event["write_seconds"] > 0.4 for event in events)
-    assert stalls[0] > 0.25, "the next step is quick, and its save waits"
+    if not mode:  # beside training a save waits for as much of this as the next step leaves
+        assert stalls[0] > 0.4
     assert (stalls[1] > 0.4) == (not mode), "after the last step nothing stands still"
     text = f"saved {config.train.output}/checkpoints/{step(1)}: {events[0]['bytes']:,} bytes"
     assert f"{text}, training stood still {stalls[0]:.3f} s, written in " in said
