@@ -27,12 +27,6 @@ def hash_of(data: Bytes | memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def aligned_blocks(count: int) -> list[Bytes]:
-    """Blocks of BLOCK_BYTES each, as `aligned_bytes`."""
-    whole = aligned_bytes(count * BLOCK_BYTES)
-    return [whole[i * BLOCK_BYTES :][:BLOCK_BYTES] for i in range(count)]
-
-
 def aligned_bytes(size: int) -> Bytes:
     """New memory [size], aligned to pages, huge ones where the system has them.
 
@@ -57,7 +51,7 @@ def verify_file(path: Path, record: FileRecord) -> None:
 
 def _verify_part(path: Path, record: FileRecord, part: int) -> None:
     """Checks every THREADS-th block, all through one buffer."""
-    block = memoryview(aligned_blocks(1)[0])
+    block = memoryview(aligned_bytes(BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
             for index in range(part, len(record.xxh3_128), THREADS):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from io import FileIO
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -53,10 +54,13 @@ def slabs(size: tuple[int, ...], most: int) -> Iterator[Rectangle]:
                 yield Rectangle((first, *start), (1, *part))
 
 
-def read_box(path: Path, offset: int, shape: tuple[int, ...], box: Rectangle, into: Tensor) -> None:
+def read_box(
+    file: FileIO, offset: int, shape: tuple[int, ...], box: Rectangle, into: Tensor
+) -> None:
     """Fills `into` [box.size] with a box of the tensor `shape` stored at a byte of a file.
 
-    `into` may have any strides; its dtype is that of the stored tensor.
+    `into` may have any strides; its dtype is that of the stored tensor. Raises MtcliError that
+    names the file where it ends early or cannot be read.
     """
     if prod(box.size) == 0:
         return
@@ -64,14 +68,7 @@ def read_box(path: Path, offset: int, shape: tuple[int, ...], box: Rectangle, in
     target = into.view(integers).numpy()
     direct = into.is_contiguous()
     out = target if direct else np.empty(box.size, dtype=target.dtype)
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise damaged(path, f"it cannot be opened ({error.strerror})") from None
-    try:
-        _read_runs(file, path, offset, _Cut(shape, box, into.element_size()), out)
-    finally:
-        os.close(file)
+    _read_runs(file, offset, _Cut(shape, box, into.element_size()), out)
     if not direct:
         np.copyto(target, out)
 
@@ -95,37 +92,37 @@ class _Cut:
         ]
 
 
-def _read_runs(file: int, path: Path, offset: int, cut: _Cut, out: Numbers) -> None:
+def _read_runs(file: FileIO, offset: int, cut: _Cut, out: Numbers) -> None:
     blocks = out.reshape(len(cut.starts), cut.rows, cut.run)
     run_bytes, stride_bytes = cut.run * cut.item, cut.stride * cut.item
     alone = run_bytes >= RUN_BYTES or stride_bytes > (GAP_RATIO + 1) * run_bytes
     for start, block in zip(cut.starts, blocks, strict=True):
         at = offset + start * cut.item
         if cut.rows == 1 or cut.run == cut.stride:
-            _read_exactly(file, path, at, block.reshape(-1))
+            _read_exactly(file, at, block.reshape(-1))
         elif alone:
             for row in range(cut.rows):
-                _read_exactly(file, path, at + row * stride_bytes, block[row])
+                _read_exactly(file, at + row * stride_bytes, block[row])
         else:
-            _read_windows(file, path, at, cut, block)
+            _read_windows(file, at, cut, block)
 
 
-def _read_windows(file: int, path: Path, at: int, cut: _Cut, block: Numbers) -> None:
+def _read_windows(file: FileIO, at: int, cut: _Cut, block: Numbers) -> None:
     rows = max(1, WINDOW_BYTES // (cut.stride * cut.item))
     window = np.empty((min(rows, cut.rows), cut.stride), dtype=block.dtype)
     for first in range(0, cut.rows, rows):
         count = min(rows, cut.rows - first)
         span = (count - 1) * cut.stride + cut.run
-        _read_exactly(file, path, at + first * cut.stride * cut.item, window.reshape(-1)[:span])
+        _read_exactly(file, at + first * cut.stride * cut.item, window.reshape(-1)[:span])
         np.copyto(block[first : first + count], window[:count, : cut.run])
 
 
-def _read_exactly(file: int, path: Path, at: int, into: Numbers) -> None:
-    view = memoryview(into.view(np.uint8))
+def _read_exactly(file: FileIO, at: int, into: Numbers) -> None:
+    path, view = Path(file.name), memoryview(into.view(np.uint8))
     done = 0
     while done < len(view):
         try:
-            got = os.preadv(file, [view[done:]], at + done)
+            got = os.preadv(file.fileno(), [view[done:]], at + done)
         except OSError as error:
             raise damaged(path, f"byte {at + done} cannot be read ({error.strerror})") from None
         if got == 0:

@@ -18,6 +18,7 @@ from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.manifest import FileRecord
 from mtcli.core.checkpoint.names import is_optimizer
+from mtcli.core.checkpoint.openfiles import OpenFiles
 from mtcli.core.checkpoint.retention import Hold
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.config import RunConfig
@@ -77,6 +78,7 @@ class Checkpoint:
     """keeps the checkpoint from being pruned, as long as this is not collected"""
     headers: dict[str, dict[str, Entry]] = field(default_factory=dict, repr=False)
     """of the files, read when they are first needed"""
+    open_files: OpenFiles = field(default_factory=OpenFiles, repr=False, compare=False)
     format: Literal["mtcli", "hf", "megatron"] = "mtcli"
     """whose folder it is"""
     unread: tuple[str, ...] = ()
@@ -187,11 +189,12 @@ class Checkpoint:
         into = out.permute(order)
         box = Rectangle(tuple(start), tuple(size))
         stored = dtype_of_code(entry.code)
+        file = self.open_files.get(self.folder / region.file)
         if stored == out.dtype:
-            read_box(self.folder / region.file, entry.offset, region.view, box, into)
+            read_box(file, entry.offset, region.view, box, into)
         else:
             plain = torch.empty(box.size, dtype=stored)
-            read_box(self.folder / region.file, entry.offset, region.view, box, plain)
+            read_box(file, entry.offset, region.view, box, plain)
             into.copy_(plain)
 
     def _entry(self, region: Region) -> Entry:

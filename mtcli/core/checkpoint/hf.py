@@ -155,7 +155,7 @@ def _require_tied(checkpoint: Checkpoint, at: Place) -> None:
     if same:
         head = torch.empty_like(embedding)
         whole = Rectangle((0, 0), at.entry.shape)
-        read_box(path, at.entry.offset, at.entry.shape, whole, head)
+        read_box(checkpoint.open_files.get(path), at.entry.offset, at.entry.shape, whole, head)
         same = torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
     if not same:
         hint = f"set tie_word_embeddings to false in its {CONFIG}, or remove {HEAD}"

@@ -1,5 +1,5 @@
-"""Writing tensor files at the disk's speed: bytes are gathered into aligned blocks, and each block
-is hashed and written past the page cache while the next one is filled.
+"""Writing tensor files at the disk's speed: bytes are gathered in an aligned buffer and hashed
+while the buffer before is written past the page cache.
 
 Buffered writes of a fresh file were measured at 0.35 of the disk (first touch of page-cache
 memory), direct ones at the disk's own rate. A file system without direct I/O gets ordinary writes.
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.blocks import Bytes, aligned_blocks, hash_of
+from mtcli.core.checkpoint.blocks import Bytes, aligned_bytes, hash_of
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from mtcli.core.checkpoint.tensorfile import Planned, encode_header
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has none
 ALIGNMENT = 4096  # of direct writes: a multiple of every device's block
-THREADS = 2  # one block is written while another is hashed
+WRITE_BYTES = 4 * BLOCK_BYTES  # in one call: smaller ones do not reach the disk's rate
 
 
 def write_tensors(
@@ -52,16 +52,16 @@ def write_tensors(
 
 
 class BlockWriter:
-    """A file that is written front to back in hashed, aligned blocks, THREADS of them at a time."""
+    """A file written front to back: one buffer is filled and hashed while the other is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct(path), 0o644)
-        self._pool = ThreadPoolExecutor(THREADS)
-        self._blocks = aligned_blocks(THREADS + 1)
-        self._busy: list[Future[str] | None] = [None] * len(self._blocks)
-        self._hashes: list[Future[str]] = []
+        self._pool = ThreadPoolExecutor(1)
+        self._filling, self._writing = aligned_bytes(WRITE_BYTES), aligned_bytes(WRITE_BYTES)
+        self._write: Future[None] | None = None  # of the other buffer
+        self._hashes: list[str] = []
 
     def __enter__(self) -> "BlockWriter":
         return self
@@ -78,50 +78,53 @@ class BlockWriter:
         """Appends bytes [n]."""
         done = 0
         while done < len(data):
-            index, at = len(self._hashes) % len(self._blocks), self.size % BLOCK_BYTES
-            if at == 0:
-                self._wait(index)
-            part = data[done : done + BLOCK_BYTES - at]
+            at = self.size % WRITE_BYTES
+            part = data[done : done + BLOCK_BYTES - at % BLOCK_BYTES]
             # numpy's copy: torch's wakes an OpenMP thread that spins, 0.4 s of CPU time per GB
-            np.copyto(self._blocks[index][at : at + len(part)], part)
+            np.copyto(self._filling[at : at + len(part)], part)
             done += len(part)
             self.size += len(part)
             if self.size % BLOCK_BYTES == 0:
-                self._submit(index, BLOCK_BYTES)
+                self._end_block(BLOCK_BYTES)
+            if self.size % WRITE_BYTES == 0:
+                self._put(WRITE_BYTES)
 
     def record(self) -> FileRecord:
         """The size and hashes of what was written."""
-        return FileRecord(bytes=self.size, xxh3_128=[found.result() for found in self._hashes])
+        return FileRecord(bytes=self.size, xxh3_128=self._hashes)
 
-    def _wait(self, index: int) -> None:
-        if (busy := self._busy[index]) is not None:
-            busy.result()
+    def _end_block(self, count: int) -> None:
+        end = (self.size - 1) % WRITE_BYTES + 1
+        self._hashes.append(hash_of(self._filling[end - count : end]))
 
-    def _submit(self, index: int, count: int) -> None:
-        offset = len(self._hashes) * BLOCK_BYTES
-        future = self._pool.submit(self._put, self._blocks[index], count, offset)
-        self._busy[index] = future
-        self._hashes.append(future)
-
-    def _put(self, block: Bytes, count: int, offset: int) -> str:
+    def _put(self, count: int) -> None:
+        """Has the filled bytes written, once the other buffer's are."""
+        if self._write is not None:
+            self._write.result()
         padded = -(-count // ALIGNMENT) * ALIGNMENT  # the last block; truncated at the end
-        view = memoryview(block)
-        done = 0
-        while done < padded:
-            try:
-                done += os.pwrite(self._file, view[done:padded], offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not _drop_direct(self._file):
-                    raise
-        return hash_of(view[:count])
+        view = memoryview(self._filling)[:padded]
+        self._write = self._pool.submit(_write_at, self._file, view, self.size - count)
+        self._filling, self._writing = self._writing, self._filling
 
     def _finish(self) -> None:
         if rest := self.size % BLOCK_BYTES:
-            self._submit(len(self._hashes) % len(self._blocks), rest)
-        for found in self._hashes:
-            found.result()
+            self._end_block(rest)
+        if rest := self.size % WRITE_BYTES:
+            self._put(rest)
+        if self._write is not None:
+            self._write.result()
         os.ftruncate(self._file, self.size)
         os.fsync(self._file)
+
+
+def _write_at(file: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(file, view[done:], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _drop_direct(file):
+                raise
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:

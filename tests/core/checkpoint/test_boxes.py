@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mtcli.core.checkpoint import boxes
 from mtcli.core.checkpoint.boxes import intersection, read_box, slabs
+from mtcli.core.checkpoint.openfiles import open_file
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.sharding import Rectangle
 
@@ -37,7 +38,7 @@ def test_a_box_is_the_slice_of_the_whole(tmp_path_factory, monkeypatch_module, c
     whole = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     path = store(tmp_path_factory.mktemp("b") / "f", whole)
     into = torch.full(box.size, -1.0)
-    read_box(path, PREFIX, shape, box, into)
+    read_box(open_file(path), PREFIX, shape, box, into)
     assert np.array_equal(into.numpy(), whole[box.slices])
 
 
@@ -56,7 +57,9 @@ def test_a_box_fills_strided_memory(tmp_path):
     whole = np.arange(60, dtype=np.float64).reshape(3, 4, 5)
     path = store(tmp_path / "f", whole)
     target = torch.zeros(5, 4, 3, dtype=torch.float64)
-    read_box(path, PREFIX, (3, 4, 5), Rectangle((0, 0, 0), (3, 4, 5)), target.permute(2, 1, 0))
+    read_box(
+        open_file(path), PREFIX, (3, 4, 5), Rectangle((0, 0, 0), (3, 4, 5)), target.permute(2, 1, 0)
+    )
     assert np.array_equal(target.numpy(), whole.transpose(2, 1, 0))
 
 
@@ -68,11 +71,11 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path, monkeypatch):
         os, "preadv", lambda f, b, at: (read.append(len(b[0])), preadv(f, b, at))[1]
     )
     into = torch.empty(512, 1024)
-    read_box(path, PREFIX, (1024, 1024), Rectangle((256, 0), (512, 1024)), into)
+    read_box(open_file(path), PREFIX, (1024, 1024), Rectangle((256, 0), (512, 1024)), into)
     assert sum(read) == 512 * 1024 * 4
     read.clear()
     narrow = torch.empty(1024, 4)  # 16 bytes of every 4096: the gaps are not read
-    read_box(path, PREFIX, (1024, 1024), Rectangle((0, 8), (1024, 4)), narrow)
+    read_box(open_file(path), PREFIX, (1024, 1024), Rectangle((0, 8), (1024, 4)), narrow)
     assert sum(read) == 1024 * 4 * 4
     assert np.array_equal(narrow.numpy(), whole[:, 8:12])
 
@@ -80,12 +83,7 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path, monkeypatch):
 def test_a_file_that_ends_early_is_named(tmp_path):
     path = store(tmp_path / "f", np.zeros(10, dtype=np.float32))
     with pytest.raises(MtcliError, match=r"f is damaged: it ends at byte 64 and 68 are needed"):
-        read_box(path, PREFIX, (11,), Rectangle((0,), (11,)), torch.empty(11))
-
-
-def test_a_file_that_is_gone_is_named(tmp_path):
-    with pytest.raises(MtcliError, match="gone is damaged: it cannot be opened"):
-        read_box(tmp_path / "gone", 0, (1,), Rectangle((0,), (1,)), torch.empty(1))
+        read_box(open_file(path), PREFIX, (11,), Rectangle((0,), (11,)), torch.empty(11))
 
 
 def test_a_read_that_fails_is_named(tmp_path, monkeypatch):
@@ -96,7 +94,7 @@ def test_a_read_that_fails_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(MtcliError, match=r"byte 24 cannot be read \(Input/output error\)"):
-        read_box(path, PREFIX, (4,), Rectangle((0,), (4,)), torch.empty(4))
+        read_box(open_file(path), PREFIX, (4,), Rectangle((0,), (4,)), torch.empty(4))
 
 
 @given(shapes_and_boxes(), st.data())
