@@ -166,8 +166,9 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
     try:
         yield
         watch.leave()
-    except RuntimeError:
+    except Exception:
         watch.explain()
+        watch.give_up()
         raise
     finally:
         watch.stop()

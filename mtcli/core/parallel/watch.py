@@ -9,6 +9,7 @@ that one cannot.
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -55,6 +56,13 @@ class Watch:
         """Where a collective broke, waits until the watch has ended this rank with the reason."""
         if self.ledger.broken is not None:
             self.threads[0].join(timeout=2.0 * self.grace)
+
+    def give_up(self) -> None:
+        """Ends the watch of a rank that failed by itself: the others leave, without a word."""
+        self.stop()
+        with suppress(RuntimeError):  # the store may have ended first
+            self.store.compare_set(ALARM, "", self._answer().dump())
+            self.store.set(REPORTED, "")
 
     def leave(self) -> None:
         """Ends the watch of a rank that is done; rank 0, which may hold the store, leaves last."""

@@ -159,6 +159,9 @@ def _problem(detail: ErrorDetails) -> Problem:
         return Problem(
             "this field is missing", f"add {path[-1]} to [{path[0]}] or name a preset", field
         )
+    if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
+        value = shown(detail["input"])
+        return Problem(f"{value} should be a list", f"{path[-1]} = [{value}]", field)
     message = detail["msg"].replace("Input should be", f"{shown(detail['input'])} should be")
     return Problem(message[0].lower() + message[1:], "see docs/config.md", field)
 

@@ -138,6 +138,9 @@ def test_an_illegal_value_is_named_beside_what_it_should_be(config_file):
     )
     said = _message(config_file(MODEL), "parallel.schedule=1f2b")
     assert "'1f2b' should be 'gpipe', '1f1b', 'interleaved' or 'zero_bubble'" in said
+    assert _message(config_file(MODEL + '[data]\ntrain = "corpus"\n')) == (
+        "error: data.train: 'corpus' should be a list\n\nhint: train = ['corpus']"
+    )
 
 
 def test_a_missing_field_says_where_to_add_it(config_file):
