@@ -20,9 +20,14 @@ settings.load_profile("mtcli")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, and is skipped without one")
+    config.addinivalue_line("markers", "xdist_group(name): tests for one process of several")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:  # a file's tests share its fixtures, and so a process; a page has its own
+        if item.path.name != "test_docs.py":
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
