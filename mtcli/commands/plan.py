@@ -37,7 +37,10 @@ def plan(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="kind of device, such as a100-80gb, h100 or cpu [h100 with --gpus]"),
+        typer.Option(
+            help="kind of device, such as a100-80gb or cpu [h100 with --gpus]; its links may "
+            "follow: h100,network=ethernet-100,link=pcie-512,node=4"
+        ),
     ] = None,
     top: Annotated[
         int | None, typer.Option(min=1, help="search every legal layout and show the best K")

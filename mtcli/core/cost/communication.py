@@ -20,11 +20,28 @@ from mtcli.core.spec.layout import ParallelLayout
 
 def group_bandwidth(size: int, stride: int, device: Device, physics: Physics) -> float:
     """Bytes/s per rank that a group whose members are `stride` ranks apart reaches."""
-    inside = max(1, min(size, device.node_size // max(1, stride)))
-    near = device.link_bandwidth * physics.link
+    inside = _together(size, stride, device)
+    near = device.link.bandwidth * physics.link
     if inside == size:
         return near
-    return min(near, inside * device.network_bandwidth * physics.network)
+    return min(near, inside * device.network.bandwidth * physics.network)
+
+
+def _together(size: int, stride: int, device: Device) -> int:
+    """Members of a group that share a node."""
+    return max(1, min(size, device.node_size // max(1, stride)))
+
+
+def _ring_latency(size: int, stride: int, device: Device) -> float:
+    """Of a ring's steps, as many cross the network as there are nodes to go on to."""
+    far = ceil(size / _together(size, stride, device)) - 1
+    return far * device.network.latency + (size - 1 - far) * device.link.latency
+
+
+def _tree_latency(size: int, stride: int, device: Device) -> float:
+    """Up a tree, over the nodes and inside each."""
+    inside = _together(size, stride, device)
+    return log2(size / inside) * device.network.latency + log2(inside) * device.link.latency
 
 
 def ring_seconds(moved: float, size: int, stride: int, device: Device, physics: Physics) -> float:
@@ -32,7 +49,7 @@ def ring_seconds(moved: float, size: int, stride: int, device: Device, physics: 
     if size == 1:
         return 0.0
     bandwidth = group_bandwidth(size, stride, device, physics)
-    return moved * (size - 1) / size / bandwidth + physics.latency * (size - 1)
+    return moved * (size - 1) / size / bandwidth + _ring_latency(size, stride, device)
 
 
 def all_reduce_seconds(
@@ -44,7 +61,7 @@ def all_reduce_seconds(
         return 0.0
     ring = 2 * ring_seconds(moved, size, stride, device, physics)
     bandwidth = group_bandwidth(size, stride, device, physics)
-    return min(ring, 2 * moved / bandwidth + 2 * physics.latency * log2(size))
+    return min(ring, 2 * moved / bandwidth + 2 * _tree_latency(size, stride, device))
 
 
 def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
@@ -75,7 +92,8 @@ def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
     across = 1 if q * q <= device.node_size else device.node_size // wide
     once = rows / group_bandwidth(q, across, device, physics)
     once += columns / group_bandwidth(q, high, device, physics)
-    once += 2 * q * len(shapes) * (q - 1) * physics.latency
+    step = device.link if q * q <= device.node_size else device.network
+    once += 2 * q * len(shapes) * (q - 1) * step.latency
     return Pass(once, 2 * once)
 
 
@@ -104,10 +122,11 @@ def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) 
     ep, stride = work.layout.ep, work.layout.etp
     if ep == 1:
         return 0.0
-    inside = max(1, min(ep, device.node_size // max(1, stride)))
-    near = moved * (inside - 1) / ep / (device.link_bandwidth * physics.link)
-    far = moved * (ep - inside) / ep / (device.network_bandwidth * physics.network)
-    return max(near, far) + physics.latency * (ep - 1)
+    inside = _together(ep, stride, device)
+    near = moved * (inside - 1) / ep / (device.link.bandwidth * physics.link)
+    far = moved * (ep - inside) / ep / (device.network.bandwidth * physics.network)
+    steps = (inside - 1) * device.link.latency + (ep - inside) * device.network.latency
+    return max(near, far) + steps
 
 
 def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
@@ -117,9 +136,9 @@ def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
         return 0.0
     moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
     near = layout.world // layout.pp < device.node_size
-    inside = device.link_bandwidth * physics.link
-    between = device.network_bandwidth * physics.network
-    return moved / (inside if near else between) + physics.latency
+    share = physics.link if near else physics.network
+    crossed = device.link if near else device.network
+    return moved / (crossed.bandwidth * share) + crossed.latency
 
 
 def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Physics) -> float:

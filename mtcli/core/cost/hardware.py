@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mtcli.core.cost.calibration import Calibration, calibrated
+from mtcli.core.cost.links import HINT, Link, link, read_link
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.load import closest
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
@@ -30,8 +31,8 @@ class Device:
     memory_bandwidth: float  # bytes/s
     processors: int  # streaming multiprocessors, or cores
     node_size: int  # GPUs that share the fast link
-    link_bandwidth: float  # within a node: NVLink, or PCIe where there is none
-    network_bandwidth: float  # between nodes: InfiniBand or Ethernet
+    link: Link  # within a node: NVLink, or PCIe where there is none
+    network: Link  # between nodes: InfiniBand or Ethernet
     reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
     source: str = ""
     calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
@@ -74,10 +75,11 @@ def _gpu(
     board: tuple[float, float, float, int],
     links: tuple[int, float, float],
     source: str,
+    within: str = "nvlink",
 ) -> Device:
     """Board: sustained share, GiB, GB/s, processors. Links: node size, GB/s inside and between."""
     sustained, gib, bandwidth, processors = board
-    node_size, link, network = links
+    node_size, inside, between = links
     return Device(
         name=name,
         flops={precision: rate * TERA for precision, rate in tflops.items()},
@@ -86,8 +88,8 @@ def _gpu(
         memory_bandwidth=bandwidth * GIGA,
         processors=processors,
         node_size=node_size,
-        link_bandwidth=link * GIGA,
-        network_bandwidth=network * GIGA,
+        link=link(within, inside),
+        network=link("infiniband", between),
         source=source,
     )
 
@@ -119,24 +121,47 @@ GPUS = {device.name: device for device in (
     _gpu("gb300", _GB300, (0.75, 279, 8000, 152), (72, 900.0, 100.0),
          "NVIDIA GB300 NVL72 datasheet; 72 GPUs in one NVLink domain; XDR 800 Gb/s a GPU"),
     _gpu("rtx-5000", {"fp32": 11.2, "fp16": 89.2}, (0.75, 16, 448, 48), (4, 12.0, 1.75),
-         "Quadro RTX 5000 datasheet; PCIe 3 x16; TACC Frontera: FDR 56 Gb/s for 4 GPUs"),
+         "Quadro RTX 5000 datasheet; PCIe 3 x16; TACC Frontera: FDR 56 Gb/s for 4 GPUs", "pcie"),
 )}
 # fmt: on
 
 NAMES = (*GPUS, "cpu")
 
 
-def device_named(name: str) -> Device:
-    """The device of that name; `cpu` is this machine, whose rates `for_run` measures.
+def device_named(text: str) -> Device:
+    """The device of a name; `cpu` is this machine, whose rates `for_run` measures.
 
-    Raises MtcliError with the known names for any other.
+    What joins the GPUs may follow, as in `h100,network=ethernet-100,link=pcie-512,node=4`: the
+    links between and within nodes, and GPUs in one. Raises MtcliError with all that is unknown.
     """
+    name, *changes = text.split(",")
+    if name not in NAMES:
+        hint = f"one of {', '.join(NAMES)}{closest(name, NAMES)}"
+        raise wrong(f"there is no device named {name!r}", hint, "--device")
+    if name == "cpu" and changes:
+        raise wrong("the links of this machine are measured", "--device cpu", "--device")
     if name == "cpu":
         return HERE
-    if name in GPUS:
-        return GPUS[name]
-    hint = f"one of {', '.join(NAMES)}{closest(name, NAMES)}"
-    raise wrong(f"there is no device named {name!r}", hint, "--device")
+    return _joined(GPUS[name], text, changes) if changes else GPUS[name]
+
+
+def _joined(device: Device, text: str, changes: list[str]) -> Device:
+    joined: dict[str, Link | int] = {}
+    problems = []
+    for change in changes:
+        field, _, value = change.partition("=")
+        if field in ("network", "link") and (found := read_link(value)):
+            joined[field] = found
+        elif field == "node" and value.isdecimal() and int(value) > 0:
+            joined["node_size"] = int(value)
+        elif field in ("network", "link"):
+            problems.append(Problem(f"{value!r} is no link", HINT, "--device"))
+        else:
+            hint = "network=KIND-RATE, link=KIND-RATE or node=GPUS"
+            problems.append(Problem(f"{change!r} changes no link", hint, "--device"))
+    if problems:
+        raise MtcliError(*problems)
+    return replace(device, name=text, **joined)  # type: ignore[arg-type]
 
 
 def for_run(device: Device, config: RunConfig, world: int) -> Device:
@@ -209,8 +234,8 @@ HERE = Device(
     memory_bandwidth=10.0 * GIGA,
     processors=os.cpu_count() or 1,
     node_size=os.cpu_count() or 1,
-    link_bandwidth=1.5 * GIGA,
-    network_bandwidth=0.125 * GIGA,
+    link=Link(1.5 * GIGA, 1e-6),
+    network=link("ethernet", 0.125),
     reserved_bytes=0.25 * GIB,
     source="this machine",
 )

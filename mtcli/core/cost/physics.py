@@ -44,8 +44,6 @@ class Physics:
     """of the bandwidth inside a node, reached by collectives: about 235 of 300 GB/s on A100s"""
     network: float = 0.661
     """of the bandwidth between nodes"""
-    latency: float = 1e-6
-    """seconds of a collective per step of its ring"""
     launch: float = 5e-6
     """seconds between kernels that the host can keep up"""
     data_overlap: float = 0.395

@@ -5,6 +5,7 @@ where these are not the device's usual ones.
 from dataclasses import replace
 
 from mtcli.core.cost.hardware import GPUS, Device
+from mtcli.core.cost.links import link
 
 # As they stand in "NVIDIA A100-SXM4-40GB" or "Quadro RTX 5000", longer ones first.
 PRINTED = {
@@ -21,7 +22,7 @@ PRINTED = {
 
 _A100, _H100 = GPUS["a100-80gb"], GPUS["h100"]
 # 4 NVLinks between GPUs, 4 Omni-Path links of 100 Gb/s for 8 of them (BigScience, tr11-176B-ml).
-_JEAN_ZAY = replace(_A100, link_bandwidth=4 * 25e9, network_bandwidth=4 * 12.5e9 / 8)
+_JEAN_ZAY = replace(_A100, link=link("nvlink", 4 * 25.0), network=link("infiniband", 4 * 12.5 / 8))
 # 96 GB of HBM2e at 2.4 TB/s, 500 W of 700 (torchtitan, benchmarks/llama3_h100_202412): power goes
 # with the cube of the clock, which voltage follows.
 _GRAND_TETON = replace(

@@ -7,6 +7,7 @@ import pytest
 from mtcli.core.cost import communication as sent
 from mtcli.core.cost.hardware import GPUS, NAMES, device_named, shared
 from mtcli.core.cost.kernels import attention_seconds, block_seconds, product_seconds
+from mtcli.core.cost.links import Link
 from mtcli.core.cost.memory import Held
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import predict, predict_workload, recomputed_share
@@ -27,11 +28,10 @@ PERFECT = replace(
     memory=1.0,
     link=1.0,
     network=1.0,
-    latency=0.0,
     launch=0.0,
 )
 # One link rate everywhere, so that volumes can be read off the seconds.
-FLAT = replace(H100, link_bandwidth=1e9, network_bandwidth=1e9)
+FLAT = replace(H100, link=Link(1e9, 0.0), network=Link(1e9, 0.0))
 LARGE = ModelConfig(
     num_layers=48, hidden_size=8192, num_heads=64, vocab_size=51200, max_seq_len=2048
 )
@@ -127,20 +127,20 @@ def test_a_group_across_nodes_shares_the_network_links_of_its_members():
     def bandwidth(size, stride, device=H100):
         return sent.group_bandwidth(size, stride, device, reached)
 
-    assert bandwidth(8, 1) == 0.8 * H100.link_bandwidth
-    assert bandwidth(16, 8) == 0.5 * H100.network_bandwidth
-    assert bandwidth(16, 2) == 4 * 0.5 * H100.network_bandwidth
-    assert bandwidth(64, 1, GPUS["gb200"]) == 0.8 * GPUS["gb200"].link_bandwidth
-    assert bandwidth(144, 1, GPUS["gb200"]) == 0.8 * GPUS["gb200"].link_bandwidth  # 72 links out
+    assert bandwidth(8, 1) == 0.8 * H100.link.bandwidth
+    assert bandwidth(16, 8) == 0.5 * H100.network.bandwidth
+    assert bandwidth(16, 2) == 4 * 0.5 * H100.network.bandwidth
+    assert bandwidth(64, 1, GPUS["gb200"]) == 0.8 * GPUS["gb200"].link.bandwidth
+    assert bandwidth(144, 1, GPUS["gb200"]) == 0.8 * GPUS["gb200"].link.bandwidth  # 72 links out
 
 
 def test_an_all_reduce_is_a_ring_of_large_tensors_and_a_tree_of_small_ones():
-    slow = replace(PERFECT, latency=1e-3)
-    ring = 2 * sent.ring_seconds(64e9, 64, 1, FLAT, slow)
-    assert sent.all_reduce_seconds(64e9, 64, 1, FLAT, slow) == ring
-    assert ring == pytest.approx(2 * (64 * 63 / 64 + 63 * 1e-3))
-    few = sent.all_reduce_seconds(64e3, 64, 1, FLAT, slow)
-    assert few == pytest.approx(2 * (64e-6 + 6 * 1e-3))  # up and down a tree of 64 leaves
+    slow = replace(FLAT, link=Link(1e9, 1e-4), network=Link(1e9, 1e-3))  # 8 nodes of 8
+    ring = 2 * sent.ring_seconds(64e9, 64, 1, slow, PERFECT)
+    assert sent.all_reduce_seconds(64e9, 64, 1, slow, PERFECT) == ring
+    assert ring == pytest.approx(2 * (64 * 63 / 64 + 7 * 1e-3 + 56 * 1e-4))
+    few = sent.all_reduce_seconds(64e3, 64, 1, slow, PERFECT)
+    assert few == pytest.approx(2 * (64e-6 + 3 * 1e-3 + 3 * 1e-4))  # a tree of 8, and in each 8
 
 
 @pytest.mark.parametrize("q", [2, 4, 8])
@@ -211,7 +211,7 @@ def test_full_recomputation_costs_about_a_third_more_and_saves_memory():
 
 def test_hidden_data_traffic_costs_nothing_and_exposed_traffic_shows():
     work = step(ParallelLayout(64, tp=8), micro_batch_size=8)
-    devices = (replace(H100, network_bandwidth=rate) for rate in (450e9, 1e8))
+    devices = (replace(H100, network=Link(rate, 0.0)) for rate in (450e9, 1e8))
     near, far = (predict_workload(work, device) for device in devices)
     assert near.costs.gradients > 0 and near.costs.gradients_exposed == 0
     assert far.costs.gradients_exposed > 0.9 * far.costs.gradients

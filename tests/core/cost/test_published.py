@@ -149,7 +149,7 @@ def test_a_gpu_is_known_by_any_of_its_spellings(gpu, name):
 
 def test_a_source_with_other_machines_is_timed_on_those():
     jean_zay = device_of("A100-80GB", "BigScience 176B topology sweep (384 A100)")
-    assert jean_zay.network_bandwidth == 6.25e9  # 4 links of 100 Gb/s for 8 GPUs
+    assert jean_zay.network.bandwidth == 6.25e9  # 4 links of 100 Gb/s for 8 GPUs
     assert device_of("H100", "torchtitan").memory_bandwidth == 2.4e12
     assert device_of("V100", "BLOOM") is GPUS["v100-32gb"]
 

@@ -7,6 +7,7 @@ import pytest
 from mtcli.core.cost import communication as sent
 from mtcli.core.cost.hardware import GPUS
 from mtcli.core.cost.kernels import attention_seconds, head_seconds
+from mtcli.core.cost.links import Link
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.step import simulated, stage_seconds, step_costs, weight_seconds
 from mtcli.core.cost.workload import Workload
@@ -25,7 +26,7 @@ def step(layout, **fields):
 
 
 def network(rate):
-    return replace(H100, link_bandwidth=rate, network_bandwidth=rate)
+    return replace(H100, link=Link(rate, 0.0), network=Link(rate, 0.0))
 
 
 def test_a_context_ring_shows_only_where_it_outlasts_attention():
@@ -58,7 +59,7 @@ def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
         costs.compute.forward + costs.sharded.forward - hidden
     )
     weights = 12 * 4096**2 * 2  # bytes of a block, gathered from 4 ranks
-    physics = replace(PHYSICS, latency=0.0, link=1.0, network=1.0)
+    physics = replace(PHYSICS, link=1.0, network=1.0)
     gather = sent.sharded_block(block(), step(ParallelLayout(4), zero=3), network(rate), physics)
     assert gather.forward == pytest.approx(weights * 3 / 4 / rate, rel=0.01)
     assert gather.backward == pytest.approx(2 * gather.forward)
@@ -72,12 +73,11 @@ def block():
 
 def test_a_hop_sends_each_tensor_ranks_own_part():
     work = step(ParallelLayout(64, tp=4, pp=2))
-    seconds = sent.hop_seconds(work, H100, replace(PHYSICS, latency=0.0, link=1.0, network=1.0))
-    assert seconds == pytest.approx(8192 * 4096 * 2 / 4 / 50e9)
+    whole = replace(PHYSICS, link=1.0, network=1.0)
+    moved = 8192 * 4096 * 2 / 4
+    assert sent.hop_seconds(work, H100, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
     near = step(ParallelLayout(8, tp=4, pp=2))
-    assert sent.hop_seconds(
-        near, H100, replace(PHYSICS, latency=0.0, link=1.0, network=1.0)
-    ) == pytest.approx(8192 * 4096 * 2 / 4 / 450e9)
+    assert sent.hop_seconds(near, H100, whole) == pytest.approx(moved / 450e9 + 0.6e-6)
     assert sent.hop_seconds(step(ParallelLayout(8)), H100, PHYSICS) == 0.0
 
 
