@@ -26,9 +26,10 @@ gpu: .venv/installed-test
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "this machine shows torch no GPU"'
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-# Chooses the kernels' configurations on this machine's GPU, then measures them; without one it says so.
+# Chooses the kernels' configurations on this machine's GPU, then measures kernels and training steps into
+# benchmarks/results; without a GPU it says so. BENCH_ARGS='--budget 540' stops in time, and the next run goes on.
 bench-gpu: .venv/installed-test
-	$(BIN)/python benchmarks/gpu/bench_kernels.py --tune
+	$(BIN)/python benchmarks/gpu/run.py $(BENCH_ARGS)
 
 # Stamps, so that nothing is installed twice. The demo needs less than the tests.
 .venv/installed: .venv/made pyproject.toml constraints.txt

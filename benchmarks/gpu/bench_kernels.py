@@ -5,18 +5,18 @@
     python benchmarks/gpu/bench_kernels.py --device cpu --smoke   # each entry once, small, interpreted
     python benchmarks/gpu/bench_kernels.py --compile 90           # each kernel, for a GPU that is not there
 
-Outputs and gradients are compared before anything is timed.
+Outputs and gradients are compared before anything is timed. Each entry is written when it is done;
+a run that was cut short, or an entry that failed, does not keep the next run from the others.
 """  # noqa: E501
 
 import argparse
-import json
 import os
 import sys
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
+from time import monotonic
 
-ROOT = Path(__file__).parent.parent.parent
+from record import RESULTS, open_record
 
 
 def main() -> None:
@@ -52,7 +52,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="choose configurations, and keep them")
     parser.add_argument("--only", nargs="*", default=[], help="names of entries")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds; no entry begins later")
+    parser.add_argument("--afresh", action="store_true", help="keep no rows of an earlier run")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
@@ -94,31 +96,52 @@ def compile_all(entries, arch, first) -> None:
 
 
 def measure(entries, args) -> None:
-    """Times every entry and its rivals; prints a table and writes the rows."""
-    import torch
-    import triton
-    from harness import floors
-    from tune import tune
+    """Times every entry and its rivals; prints a table and writes the rows.
 
-    if args.tune:
-        print(f"wrote {tune(entries)}")
-    limits = floors(args.repeats)
+    Where an entry fails the rest goes on in a new process, as its CUDA context may be of no use.
+    """
+    import torch
+    from choosing import keep, tune
+    from harness import floors
+
+    deadline = monotonic() + args.budget
+    record = open_record(args.output, "kernels", torch.cuda.get_device_name(), args.afresh)
+    record.facts |= (limits := floors(args.repeats))
     copy, rate = limits["copy_bytes_per_s"], limits["flop_per_s"]
-    device = torch.cuda.get_device_name()
-    print(f"{device}: copy {copy / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s")
-    rows = [row for entry in entries for row in rows_of(entry, limits, args.repeats)]
-    facts = {
-        "device": device,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": str(date.today()),
-        **limits,
-        "rows": rows,
-    }
-    args.output.mkdir(parents=True, exist_ok=True)
-    name = f"kernels-{device.replace(' ', '-')}-{facts['date']}.json"
-    (args.output / name).write_text(json.dumps(facts, indent=1) + "\n")
-    print(f"wrote {args.output / name}")
+    print(
+        f"{record.facts['device']}: copy {copy / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s"
+    )
+    for row in record.rows:
+        keep(row.get("chosen", {}))  # by a run on another machine, perhaps
+    for entry in entries:
+        if record.has(entry=entry.name, whole=True) or record.has(entry=entry.name, failed=True):
+            continue
+        if monotonic() > deadline:
+            sys.exit(f"error: the time was up before {entry.name}; the next run goes on with it")
+        try:
+            if args.tune and not record.has(entry=entry.name, tuned=True):
+                record.add({"entry": entry.name, "tuned": True, "chosen": tune(entry)})
+            rows = list(rows_of(entry, limits, args.repeats))
+        except Exception as error:
+            print(f"{entry.name}: {type(error).__name__}: {error}", flush=True)
+            why = f"{type(error).__name__}: {error}"[:600]
+            record.add({"entry": entry.name, "failed": True, "why": why})
+            go_on(deadline)
+        for row in rows:
+            record.add(row)
+        record.add({"entry": entry.name, "whole": True})
+    print(f"wrote {record.path}")
+    failed = [row["entry"] for row in record.rows if row.get("failed")]
+    if failed:
+        sys.exit(f"error: these entries failed: {', '.join(failed)}")
+
+
+def go_on(deadline) -> None:
+    """Begins this script again in place of this process, with what is left of the time."""
+    flags = [word for word in sys.argv if word != "--afresh"]
+    sys.stdout.flush()
+    budget = ["--budget", str(max(0.0, deadline - monotonic()))]
+    os.execv(sys.executable, [sys.executable, *flags, *budget])
 
 
 def rows_of(entry, limits, repeats):

@@ -1,0 +1,179 @@
+"""The GPU benchmark of the training step, on a machine without one: small models, and its files."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU = Path(__file__).parent.parent / "benchmarks" / "gpu"
+NO_GPU = pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there may be a GPU")
+KINDS = ["gpt2-124m", "llama-1b", "mixtral-8x7b/1", "qwen2-57b/1"]
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The folder's modules can be imported, as its scripts import them."""
+    monkeypatch.syspath_prepend(str(GPU))
+
+
+def script(name, *flags):
+    command = [sys.executable, str(GPU / name), *flags]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_transformers_has_our_losses_before_training_and_in_it(scripts, case):
+    import contenders
+    from cases import CASES
+    from pair import BOUNDS, largest_gap, spread_apart
+    from turns import WARMUP, batches
+
+    config, device = CASES[case].config(tiny=True), torch.device("cpu")
+    rows = batches(config, device)
+    both = [make(config, device) for make in (contenders.ours, contenders.hugging_face)]
+    first = [one.losses(rows[0]).tolist() for one in both]
+    losses = [[float(one.train(rows[i])) for i in range(WARMUP)] for one in both]
+    assert spread_apart(*first) < BOUNDS["fp32"][0]
+    assert largest_gap(*losses) < BOUNDS["fp32"][1]
+
+
+def test_other_weights_and_a_loss_of_one_percent_more_are_seen(scripts):
+    import contenders
+    from cases import CASES
+    from pair import BOUNDS, spread_apart
+    from turns import batches
+
+    config, device = CASES["gpt2-124m"].config(tiny=True), torch.device("cpu")
+    other = CASES["gpt2-124m"].config(["seed=7"], tiny=True)
+    rows = batches(config, device)[0]
+    ours, theirs = (contenders.ours(c, device).losses(rows).tolist() for c in (config, other))
+    assert spread_apart(ours, theirs) > 2 * BOUNDS["bf16"][0]
+    assert spread_apart(ours, [1.01 * loss for loss in ours]) > 2 * BOUNDS["bf16"][0]
+
+
+def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
+    scripts, tmp_path, monkeypatch, capsys
+):
+    import bench_step
+
+    flags = ["--device", "cpu", "--tiny", "--repeats", "2", "--output", str(tmp_path)]
+    flags += ["--only", "gpt2-124m", "--contenders", "megatron"]
+    done = script("bench_step.py", *flags, "--variant", "odd", "train.nothing=1")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "gpt2-124m beside odd: skipped: unknown key 'nothing' in [train]" in done.stdout
+    (path,) = tmp_path.glob("step-cpu-*.json")
+    record = json.loads(path.read_text())
+    row = next(row for row in record["rows"] if row["contender"] == "megatron")
+    assert row["agrees"] and row["in_turns"] and len(row["other"]["seconds"]) == 2
+    ours, theirs = row["mtcli"], row["other"]
+    assert row["ratio"] == pytest.approx(theirs["median_s"] / ours["median_s"])
+    assert ours["tokens_per_s"] == pytest.approx(64 / ours["median_s"])
+    assert record["versions"]["torch"] == torch.__version__ and len(record["date"]) == 10
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags])
+    assert bench_step.measure(bench_step.parse()) == 0
+    again = capsys.readouterr().out
+    assert "beside" not in again and f"wrote {path}" in again
+    assert json.loads(path.read_text())["rows"] == record["rows"]
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("run.py", "error: torch sees no GPU here: nothing is measured without one\n"),
+        ("bench_step.py", "error: torch sees no GPU here; try --device cpu --tiny\n"),
+    ],
+)
+def test_without_a_gpu_each_script_says_so_and_ends_with_2(name, words):
+    done = script(name)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
+
+
+def test_a_contender_that_ends_says_why_in_its_last_words(scripts):
+    from turns import Child
+
+    child = Child(["-c", "import sys; print('{\"a\": 1}'); input(); sys.exit('no room left')"])
+    assert child.hear(deadline=time.monotonic() + 60) == {"a": 1}
+    assert child.ask(deadline=time.monotonic() + 60, turn=1) == {
+        "failed": "ended with 1: no room left"
+    }
+    child.end()
+
+
+def test_a_contender_that_takes_too_long_is_ended(scripts):
+    from turns import Child
+
+    child = Child(["-c", "import time; time.sleep(600)"])
+    assert child.hear(deadline=0.0)["late"]
+    assert child.process.poll() is not None
+
+
+def test_a_record_goes_on_only_for_the_same_device_and_source(scripts, tmp_path, monkeypatch):
+    import record
+
+    first = record.open_record(tmp_path, "step", "NVIDIA H200")
+    first.add({"case": "a", "contender": "hf"})
+    assert record.open_record(tmp_path, "step", "NVIDIA H200").has(case="a", contender="hf")
+    assert not record.open_record(tmp_path, "step", "NVIDIA H200", afresh=True).rows
+    assert not record.open_record(tmp_path, "step", "NVIDIA H100").rows
+    monkeypatch.setattr(record, "_source", lambda: "other source")
+    other = record.open_record(tmp_path, "step", "NVIDIA H200")
+    assert not other.rows and other.path != first.path
+
+
+def test_the_six_shapes_of_the_goals_come_first_beside_transformers(scripts):
+    from cases import CASES, contenders, pairs
+
+    first = pairs(list(CASES), contenders())[:6]
+    models = ["gpt2-124m", "llama-1b", "gpt-1.3b", "llama-8b", "mixtral-8x7b", "qwen2-57b"]
+    assert [(case.split("/")[0], who) for case, who in first] == [(m, "hf") for m in models]
+    assert CASES["gpt-1.3b"].config().model.hidden_size == 2048
+
+
+def side(seconds, rate, mfu, peak=None):
+    return {"median_s": seconds, "tokens_per_s": rate, "mfu": mfu, "causal_flop_per_s": 4.2e14,
+            "of_product": 0.55, "peak_bytes": peak}  # fmt: skip
+
+
+def made_up(layers, ours, theirs, flops):
+    return {"case": f"big/{layers}", "contender": "hf", "layers": layers, "whole_layers": 32,
+            "tokens": 1000, "goal_mfu": 0.5, "flops_per_token": flops, "in_turns": True,
+            "agrees": True, "ratio": 1.5, "memory_ratio": 0.5, "mtcli": ours,
+            "other": theirs}  # fmt: skip
+
+
+def test_tables_are_written_from_a_record_and_extrapolate_layers(scripts):
+    from table import page
+
+    # 10 TFLOP/s at a utilisation of 1: a layer of 1e9 FLOPs a token takes 0.1 s at 1.
+    few = made_up(2, side(1.0, 1000, 0.2, 2**30), side(2.0, 500, 0.1, 2**31), 2e9)
+    many = made_up(4, side(1.4, 1000 / 1.4, 4 / 14, 2**30), side(3.0, 1000 / 3, 4 / 30), 4e9)
+    rows = [many, few, {"case": "small", "contender": "plain", "skipped": "no such package"}]
+    record = {"what": "step", "device": "X", "date": "2026-01-02", "versions": {"torch": "2.0"},
+              "copy_bytes_per_s": 4.3e12, "flop_per_s": 7.9e14, "rows": rows}  # fmt: skip
+    lines = page(record).splitlines()
+    assert lines[0] == "X, 2026-01-02: copy 4.30 TB/s, product 790 TFLOP/s in bfloat16. torch 2.0."
+    row = "| big | 2 of 32 | 1,000 | 1,000 | 20.0% | 50% | 420 | 0.55 | 1.0 "
+    assert row + "| hf | 500 | 1.50 | 0.50 |" in lines
+    assert "| big | mtcli, beside hf | 200.00 | 50.0% | 50% | 7.000 |" in lines
+    assert "| big | hf, beside hf | 500.00 | 20.0% | 50% | 17.000 |" in lines
+    assert "- small beside plain: no such package" in lines
+
+
+def test_a_kernels_row_names_its_parts_of_the_ceilings(scripts):
+    from table import page
+
+    row = {"entry": "gelu", "pass": "forward", "size": [8, 4], "dtype": "torch.bfloat16",
+           "ms": {"mtcli": 0.5, "torch": 1.0}, "of_copy": 0.91, "of_product": 0.0}  # fmt: skip
+    broken = {"entry": "norm", "failed": True, "why": "a | b"}
+    record = {"what": "kernels", "device": "X", "date": "2026-01-02", "versions": {},
+              "copy_bytes_per_s": 4e12, "flop_per_s": 7e14, "rows": [row, broken]}  # fmt: skip
+    text = page(record)
+    assert "| gelu forward | 8 x 4 | bfloat16 | 0.500 | 0.91 |  | torch 1.000 |" in text
+    assert "| norm |  |  | failed |  |  | a / b |" in text
