@@ -50,10 +50,21 @@ def unit_of(figure: str) -> str:
     return {"memory": "bytes", "communication": "s", **UNITS}.get(part, "share")
 
 
+def planned_memory(figures: Mapping[str, Any]) -> dict[str, int]:
+    """Plan's bytes by the kinds of `memory_bytes`, which are measured; empty where it has none."""
+    rows = {name: row["planned"] for name, row in figures.items() if name.startswith("memory.")}
+    return {name.partition(".")[2]: held for name, held in rows.items() if held is not None}
+
+
 def planned(plan: Prediction, world: int) -> Json:
-    """Plan's figures, by the names of the measured ones."""
-    memory = plan.memory.as_dict()
-    memory["peak"] = memory.pop("total")
+    """Plan's figures, by the names of the measured ones.
+
+    As measured, `activations` is all that a step allocates: what plan says that forwards keep, and
+    what it counts under `other` for a moment.
+    """
+    memory = plan.memory
+    held = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
+    held |= {"activations": memory.besides_state, "peak": memory.total}
     return {
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second_per_gpu * world,
@@ -61,7 +72,7 @@ def planned(plan: Prediction, world: int) -> Json:
         "hfu": plan.hfu,
         "bubble_fraction": plan.bubble_fraction,
         **{f"share.{name}": share for name, share in planned_shares(plan).items()},
-        **{f"memory.{kind}": held for kind, held in memory.items()},
+        **{f"memory.{kind}": round(size) for kind, size in held.items()},
         **{f"communication.{axis}": s for axis, s in plan.communication_seconds.items()},
     }
 

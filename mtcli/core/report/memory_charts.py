@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> go.Figure:
     """Bytes by kind, one on top of the other, up to the peak; a limit of 0 is unknown.
 
-    Of each, what KINDS does not name is `other`: the difference to its peak (or total).
+    Of each, what KINDS does not name is `other`: the difference to its peak.
     """
     figure = go.Figure()
     for name, color, found in (("measured", BLUE, measured), ("planned", ORANGE, planned)):
@@ -26,7 +26,7 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
             figure.add_trace(_steps(name, color, found))
     figure.update_layout(waterfallmode="group", height=400)
     figure.update_yaxes(title="MiB", rangemode="tozero")
-    peak = max(_peak(found) for found in (measured, planned) if found)
+    peak = max(found["peak"] for found in (measured, planned) if found)
     if 0 < limit <= NEAR * peak:
         note = f"usable {limit / MIB:,.0f} MiB"
         figure.add_hline(limit / MIB, line={"color": "#d55e00", "dash": "dash"})
@@ -36,7 +36,7 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
 
 def _steps(name: str, color: str, found: Mapping[str, int]) -> go.Waterfall:
     kinds = [found[kind] for kind in KINDS]
-    heights = [*kinds, _peak(found) - sum(kinds), _peak(found)]
+    heights = [*kinds, found["peak"] - sum(kinds), found["peak"]]
     return go.Waterfall(
         x=[*KINDS, "other", "peak"],
         y=[height / MIB for height in heights],
@@ -48,10 +48,6 @@ def _steps(name: str, color: str, found: Mapping[str, int]) -> go.Waterfall:
         hovertemplate=name + " %{x}: %{customdata:,.2f} MiB<extra></extra>",
         customdata=[height / MIB for height in heights],
     )
-
-
-def _peak(found: Mapping[str, int]) -> int:
-    return found["peak"] if "peak" in found else found["total"]
 
 
 def over_time(data: Row) -> go.Figure:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from mtcli.core.report.beside import planned_memory
 from mtcli.core.report.colors import GRID
 from mtcli.core.report.figures import Profile
 from mtcli.core.report.files import aside
@@ -106,7 +107,7 @@ def _time(profile: Profile, data: Data) -> list[Section]:
 def _memory(profile: Profile, data: Data) -> list[Section]:
     from mtcli.core.report import memory_charts as charts
 
-    plan = (data["predicted"] or {}).get("memory_bytes", {})
+    plan = planned_memory(data["figures"])
     limit = data["device_bytes"] or 0
     note = "Of the fullest rank; other is what is left up to the peak, on CPU the process itself."
     note += f" Usable memory of the device: {limit / 2**30:,.1f} GiB." if limit else ""

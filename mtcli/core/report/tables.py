@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from mtcli.core.report.beside import planned_memory
 from mtcli.core.report.figures import Json, Profile
 from mtcli.core.schedule.timeline import draw
 
@@ -60,7 +61,7 @@ def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
 
 def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
     """A column per pipeline rank, in MiB, and what plan says of the fullest."""
-    ranks, plan = data["memory_by_rank"], (data["predicted"] or {}).get("memory_bytes", {})
+    ranks, plan = data["memory_by_rank"], planned_memory(data["figures"])
     columns = ["", *(f"rank {row['pp_rank']}" for row in ranks), "planned (fullest)"]
     rows = [
         [

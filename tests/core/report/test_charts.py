@@ -52,12 +52,8 @@ def test_the_waterfall_rises_kind_by_kind_to_the_peak():
         return {kind: held * MIB for kind, held in found.items()}
 
     measured = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 10, "peak": 30}
-    planned = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 9, "total": 26, "a": 1}
-    figure = memory_charts.waterfall(
-        {k: v * MIB for k, v in measured.items()},
-        {k: v * MIB for k, v in planned.items()},
-        32 * MIB,
-    )
+    planned = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 9, "peak": 26}
+    figure = memory_charts.waterfall(mib(measured), mib(planned), 32 * MIB)
     assert list(figure.data[0].y) == [4, 4, 8, 10, 4, 30]
     assert list(figure.data[1].y) == [4, 4, 8, 9, 1, 26]
     assert figure.layout.shapes[0].y0 == 32.0  # what the device has

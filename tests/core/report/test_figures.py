@@ -75,6 +75,11 @@ def test_each_figure_has_the_planned_one_beside_it(records):
     weights = {"measured": 4000, "planned": plan["memory_bytes"]["weights"], "unit": "bytes"}
     assert found["memory.weights"] == weights
     assert found["memory.peak"]["planned"] == plan["memory_bytes"]["total"]
+    said = plan["memory_bytes"]
+    device = 0.25 * 2**30  # of `other`, what is not a step's
+    assert found["memory.activations"]["planned"] == pytest.approx(
+        said["activations"] + said["other"] - device, abs=1
+    )
     shares = [row for name, row in found.items() if name.startswith("share.")]
     for column in ("measured", "planned"):
         assert sum(row[column] for row in shares) == pytest.approx(1.0)
