@@ -5,6 +5,7 @@ first. Contenders run in turn, each run a process of its own, so that allocator 
 "default" is as shipped, "tuned" has our allocator variables and torch's `medium` product as well.
 
     python benchmarks/bench_train.py --model tiny --precision fp32 --repeats 5
+    python benchmarks/bench_train.py --contenders ours,ours-compiled  # with train.compile
 """
 
 import argparse
@@ -67,7 +68,7 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
     from mtcli.core.spec.machine import ALLOCATOR
 
     env = dict(os.environ)
-    if name == "ours" or name.endswith("-tuned"):
+    if name.startswith("ours") or name.endswith("-tuned"):
         env |= ALLOCATOR
     command = [sys.executable, __file__, "--child", name, "--model", args.model]
     command += ["--precision", args.precision, "--steps", str(args.steps)]
@@ -108,7 +109,7 @@ def run_child(args: argparse.Namespace) -> dict:
     trainer = make_trainer(args)
     tokens = batches(args, args.steps + 1)
     start = perf_counter()
-    step = {"ours": ours, "hf": hugging_face, "plain": plain}[args.child.removesuffix("-tuned")]
+    step = {"ours": ours, "hf": hugging_face, "plain": plain}[args.child.split("-")[0]]
     train = step(trainer, args)
     losses, seconds = [], []
     for batch in tokens:
@@ -144,10 +145,14 @@ def make_trainer(args: argparse.Namespace):
                 "clip": CLIP,
                 "schedule": "constant",
             },
-            "train": {"steps": args.steps + 1, "precision": args.precision},
+            "train": {
+                "steps": args.steps + 1,
+                "precision": args.precision,
+                "compile": args.child == "ours-compiled",
+            },
         }
     )
-    if args.child == "ours":
+    if args.child.startswith("ours"):
         set_matmul("fast")
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     trainer.initialise()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcli.core.feed import Feed
+from mtcli.core.model.compiling import uncompiled
 from mtcli.core.parallel.collectives import gather_objects
 from mtcli.core.trainer import Trainer
 
@@ -50,7 +51,7 @@ def first_nonfinite(trainer: Trainer, feed: Feed) -> str:
         order, rank = pipeline.ops.index(op), trainer.groups.rank
         found.append(Finding(phase, order, op.stage, rank, module, op.micro_batch, where))
 
-    with _watched(trainer.stages, report):
+    with uncompiled(trainer.config.train.compile), _watched(trainer.stages, report):
         trainer.forward_backward(feed)
     everyone = gather_objects(found[0] if found else None, trainer.groups.world)
     findings = sorted(one for one in everyone if isinstance(one, Finding))

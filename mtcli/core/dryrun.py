@@ -111,7 +111,7 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     rank = fullest_rank(work, device) if rank is None else rank
     if not 0 <= rank < world:
         raise wrong(f"--rank {rank} is not one of {world} ranks", f"0 to {world - 1}", "--rank")
-    start, config = perf_counter(), shortened(config, work)
+    start, config = perf_counter(), _as_written(shortened(config, work))
     where = _fake_device(config, device)
     live, trainers = Live(where.type, lambda: _moment(trainers)), []
     with fake_world(rank, world, config.model, live, where.type == "meta"):
@@ -147,6 +147,11 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
     size = count * work.micro_batch_size * work.layout.dp
     batch = config.batch.model_copy(update={"global_batch_size": size})
     return config.model_copy(update={"batch": batch})
+
+
+def _as_written(config: RunConfig) -> RunConfig:
+    """The config of a step that is not compiled: a compiler needs tensors with memory."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
 
 
 def _fake_device(config: RunConfig, device: Device) -> torch.device:

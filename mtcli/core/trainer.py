@@ -14,6 +14,7 @@ from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.engine import DTYPES, build_stages, load_weights, wire_of
 from mtcli.core.feed import Feed
 from mtcli.core.model.balance import Balance
+from mtcli.core.model.compiling import compile_blocks
 from mtcli.core.model.init import initialise
 from mtcli.core.optim.adamw import AdamW
 from mtcli.core.optim.loss_scale import LossScale
@@ -72,6 +73,8 @@ class Trainer:
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
         self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
         self.stages = build_stages(config, self.groups, self.is_sharded)
+        if config.train.compile:
+            compile_blocks(self.stages.values(), config.data.document_mask)
         self.gradients = self._reduction()
         self.optimizer = AdamW(self.gradients.owned(), self.table, config.optimizer, self.dtype)
         self.balance = Balance(

@@ -13,7 +13,7 @@ from torch import Tensor
 from mtcli.kernels.blocked_attention import (
     PART_ROW_BYTES,
     WHOLE_ROW_BYTES,
-    InBlocks,
+    attention_in_blocks,
     backward_in_blocks,
     forward_in_blocks,
 )
@@ -159,7 +159,7 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     if q.device.type != "cpu" or not short or not torch.is_grad_enabled():
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-    return InBlocks.apply(q, _per_head(k, q), _per_head(v, q), causal)
+    return attention_in_blocks(q, _per_head(k, q), _per_head(v, q), causal)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:

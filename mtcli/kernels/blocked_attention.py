@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtcli.kernels.launch import operator
+
 WHOLE_ROW_BYTES = 2048  # longer rows of scores fall out of the cache
 PART_ROW_BYTES = 512  # in a forward pass with a log-sum-exp, which takes two more passes
 
@@ -25,25 +27,25 @@ class InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """[b, h, n, d]; causal, or of all keys."""
-        shape = q.shape
-        q, k, v = (_by_head(x) for x in (q, k, v))
-        out, unseen = torch.empty_like(q), _unseen(q, k, causal)
-        for heads in _blocks(q, k):
-            torch.bmm(_softmax(q[heads], k[heads], unseen), v[heads], out=out[heads])
-        ctx.save_for_backward(q, k, v, out)
+        saved = [_by_head(x) for x in (q, k, v)]
+        out = _mixed(*saved, causal)
+        ctx.save_for_backward(*saved, out)
         ctx.causal = causal
-        return out.view(shape)
+        return out.view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """The gradients of q, k and v; the probabilities are computed again."""
-        q, k, v, out = ctx.saved_tensors
-        unseen = _unseen(q, k, ctx.causal)
-        grads = _gradients(
-            _by_head(grad), (q, k, v, out), lambda heads: _softmax(q[heads], k[heads], unseen)
-        )
-        dq, dk, dv = (x.view(grad.shape) for x in grads)
-        return dq, dk, dv, None
+        dq, dk, dv = _unmixed(_by_head(grad), ctx.saved_tensors, ctx.causal)
+        return dq.view(grad.shape), dk.view(grad.shape), dv.view(grad.shape), None
+
+
+def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """`InBlocks` of q, k, v [b, h, n, d]; inside torch.compile as an operator, a node of its graph.
+
+    An operator's dispatch costs ten times an autograd Function's, so without it the latter runs.
+    """
+    return (_op if torch.compiler.is_compiling() else InBlocks.apply)(q, k, v, causal)
 
 
 def forward_in_blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -74,6 +76,21 @@ def backward_in_blocks(
         lambda heads: _scores(q[heads], k[heads], unseen).sub_(lse[heads]).exp_(),
     )
     return tuple(x.view(shape) for x, shape in zip(grads, shapes, strict=True))
+
+
+def _mixed(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, causal: bool) -> Tensor:
+    out, unseen = torch.empty_like(q_hnd), _unseen(q_hnd, k_hmd, causal)
+    for heads in _blocks(q_hnd, k_hmd):
+        torch.bmm(_softmax(q_hnd[heads], k_hmd[heads], unseen), v_hmd[heads], out=out[heads])
+    return out
+
+
+def _unmixed(
+    grad_hnd: Tensor, saved: tuple[Tensor, ...], causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, _, _ = saved
+    unseen = _unseen(q, k, causal)
+    return _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], unseen))
 
 
 def _gradients(
@@ -118,3 +135,39 @@ def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
     score_bytes = q_hnd.shape[1] * k_hmd.shape[1] * q_hnd.element_size()
     step = max(1, 2**20 // max(1, score_bytes))
     return [slice(i, i + step) for i in range(0, len(q_hnd), step)]
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return _mixed(_by_head(q), _by_head(k), _by_head(v), causal).view(q.shape)
+
+
+def _run_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    saved = tuple(_by_head(x) for x in (q, k, v, out))
+    dq, dk, dv = _unmixed(_by_head(grad), saved, causal)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3], output)
+    ctx.causal = inputs[3]
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_backward_op = operator(
+    "attention_in_blocks_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " bool causal) -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    lambda grad, q, k, v, *others: (_contiguous(q), _contiguous(k), _contiguous(v)),
+)
+_op = operator(
+    "attention_in_blocks(Tensor q, Tensor k, Tensor v, bool causal) -> Tensor",
+    _run,
+    lambda q, *others: _contiguous(q),
+    lambda ctx, grad: (*_backward_op(grad, *ctx.saved_tensors, ctx.causal), None),
+    _keep,
+)

@@ -81,6 +81,14 @@ def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_pe
     assert found[row].activation_peak > 5 * 2**20  # of 256 * 2 tokens and more
 
 
+def test_a_step_that_is_to_be_compiled_is_counted_as_written(found):
+    config = config_of(1, GPT | DROPPING, {}, "fp16")
+    train = config.train.model_copy(update={"compile": True})
+    dried = dry_run(config.model_copy(update={"train": train}), 1, H100, None)
+    assert dried.state == found["dropout"].state
+    assert dried.activation_peak == found["dropout"].activation_peak
+
+
 def _measure(runtime, row):
     """(state, peak besides it) of a real step on real tensors."""
     config = config_of(*row)

@@ -3,6 +3,9 @@
 The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`.
 """
 
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from mtcli.core.spec.config import RunConfig
@@ -152,7 +155,31 @@ def _loss_scale_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
-ENGINE_RULES: tuple[Rule, ...] = (_engine_cuts_in_one_dimension,)  # what can be planned alone
+def _weights_are_compiled(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.train.compile and config.parallel.schedule == "zero_bubble":
+        yield Problem(
+            "compile=true with schedule='zero_bubble': a compiled backward is one piece, "
+            "and zero_bubble computes the gradients of weights later",
+            "train.compile = false, or schedule '1f1b', 'interleaved' or 'gpipe'",
+            "train.compile",
+        )
+
+
+def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Where torch.compile looks for one; on a GPU it makes kernels by triton instead."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if config.train.compile and config.train.device != "cuda" and not shutil.which(name):
+        yield Problem(
+            f"compile=true needs a C++ compiler, and there is no {name} on PATH",
+            "install one, name one in CXX, or set train.compile = false",
+            "train.compile",
+        )
+
+
+ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
+    _engine_cuts_in_one_dimension,
+    _compiler_is_there,
+)
 
 RULES: tuple[Rule, ...] = (
     _heads,
@@ -161,4 +188,5 @@ RULES: tuple[Rule, ...] = (
     _sequence_fits,
     _curve_fits,
     _loss_scale_is_used,
+    _weights_are_compiled,
 )

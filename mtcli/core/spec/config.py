@@ -119,6 +119,8 @@ class TrainConfig(Section):
     """fp16: overflows since it last doubled from which on each halves the loss scale"""
     matmul: Literal["fast", "strict"] = "fast"
     """fast lets fp32 products use a quicker routine that has passed a start-up accuracy check"""
+    compile: bool = False
+    """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
     save_every: Count = 0
     """steps between checkpoints; 0 saves at the end only"""
     keep: Count = 2

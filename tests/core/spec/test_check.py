@@ -77,6 +77,12 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
         "loss_scale=128 with precision='bf16', whose loss is not scaled",
         "train.precision = 'fp16', or train.loss_scale = 0.0"),
+    "_weights_are_compiled": (
+        ["train.compile=true", "parallel.pp=2", "parallel.schedule=zero_bubble"], 2,
+        "train.compile",
+        "compile=true with schedule='zero_bubble': a compiled backward is one piece, "
+        "and zero_bubble computes the gradients of weights later",
+        "train.compile = false, or schedule '1f1b', 'interleaved' or 'gpipe'"),
 }
 ALSO = {  # further branches of the same rules
     "odd heads cannot turn": (
@@ -177,6 +183,22 @@ def test_a_square_of_ranks_can_be_planned_and_not_run():
     assert problems(load_config("tiny", overrides), 4) == []
     with pytest.raises(MtcliError, match="tp_mode='2d' can be planned, and not run"):
         load_checked("tiny", overrides, 4)
+
+
+def test_a_compiled_run_needs_a_compiler_and_a_planned_one_does_not(monkeypatch, tmp_path):
+    asked = ["train.compile=true"]
+    compiler = tmp_path / "some-cxx"
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load_checked("tiny", asked, 1).train.compile
+    monkeypatch.setenv("CXX", "no-such-cxx")
+    with pytest.raises(MtcliError) as error:
+        load_checked("tiny", [*asked, "parallel.tp=3"], 3)
+    assert error.value.code is Exit.WRONG_INPUT
+    assert "compile=true needs a C++ compiler, and there is no no-such-cxx" in str(error.value)
+    assert "tp=3 does not divide" in str(error.value), "all problems at once"
+    assert problems(load_config("tiny", asked), 1) == []
+    assert load_checked("tiny", [*asked, "train.device=cuda"], 1).train.compile
 
 
 def test_a_legal_config_has_no_problems():

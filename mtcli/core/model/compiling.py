@@ -1,0 +1,56 @@
+"""Blocks compiled by torch.compile: what lies between two exchanges becomes a few fused loops.
+
+What talks to other ranks, asks tensors for their values, or has numbers of its own in every layer
+stays as it is, a break between two graphs. So the blocks of a stage are equal to the compiler, and
+the first one's graphs serve all: to compile takes as long as one block does.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from mtcli.core.model.attention import Attention
+from mtcli.core.model.layers import Dropout
+from mtcli.core.model.moe import MixtureOfExperts
+from mtcli.core.model.transformer import Stage
+from mtcli.core.parallel.tp import ColumnLinear, RowLinear
+
+
+def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "inductor") -> None:
+    """Has every block compiled by its first forward and backward, for each shape anew.
+
+    `documents` says that tokens see only their own: on CPU the documents' lengths are asked for.
+    Modules, parameters and hooks of either stay as they are.
+    """
+    for stage in stages:
+        asks_lengths = documents and stage.build.groups.device.type == "cpu"
+        for block in stage.blocks.values():
+            for module in block.modules():
+                for name in _left_out(module, asks_lengths):
+                    setattr(module, name, torch.compiler.disable(getattr(module, name)))
+            block._run = torch.compile(block._run, dynamic=False, backend=backend)
+
+
+def uncompiled(compiled: bool) -> AbstractContextManager[None]:
+    """Inside, `compiled` blocks run as written: a compiled one passes over its modules' hooks."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _left_out(module: nn.Module, asks_lengths: bool) -> Iterator[str]:
+    """The functions of a module that are not compiled."""
+    match module:
+        case ColumnLinear() if module.tp.size > 1:
+            yield "enter"
+        case RowLinear() if module.tp.size > 1:
+            yield "leave"
+        case Dropout() if module.drop > 0.0:
+            yield "forward"
+        case MixtureOfExperts():
+            yield "forward"
+        case Attention():
+            if module.drop > 0.0:
+                yield "_attend_with_dropout"
+            if module.cp.size > 1 or asks_lengths:
+                yield "attend"
