@@ -23,7 +23,9 @@ def losses(tmp_path):
     mtcli("preprocess", "text.txt", "--output", "text", "--tokenizer", "bytes", folder=tmp_path)
 
     def train(device, precision, *more):
-        output = f"{device}-{precision}"
+        output = "-".join(
+            [device, precision, *(["compiled"] if "train.compile=true" in more else [])]
+        )
         fields = [*SMALL, *more, f"train.device={device}", f"train.output={output}"]
         flags = [word for field in fields for word in ("--set", field)]
         mtcli("train", "tiny", *flags, "--set", f"train.precision={precision}", folder=tmp_path)
@@ -45,6 +47,15 @@ def test_every_kind_of_model_gives_the_losses_of_the_cpu_and_learns_in_bf16(loss
     cpu = losses("cpu", "fp32", *fields)
     assert losses("cuda", "fp32", *fields) == pytest.approx(cpu, rel=1e-4)
     assert losses("cuda", "bf16", *fields) == pytest.approx(cpu, rel=ROUNDED)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "mixtral"])
+def test_a_compiled_run_has_the_losses_of_the_run_as_written(losses, kind):
+    sizes = [] if kind == "gpt" else ["num_kv_heads=2", "ffn_hidden_size=128"]
+    sizes += ["num_experts=4", "top_k=2"] if kind == "mixtral" else []
+    fields = [f"model.architecture={kind}", *(f"model.{size}" for size in sizes)]
+    written = losses("cuda", "fp32", *fields)
+    assert losses("cuda", "fp32", *fields, "train.compile=true") == pytest.approx(written, rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -23,10 +23,10 @@ from mtcli.core.spec.errors import wrong
 
 
 class Read(NamedTuple):
-    """A micro-batch as the reader hands it on."""
+    """A micro-batch as the reader hands it on; for a GPU in pinned memory."""
 
-    tokens: np.ndarray  # int64 [mbs, seq_len + 1]
-    documents: np.ndarray | None  # int32 of the same shape, where the config asks for them
+    tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
+    documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
 
 
 class Feed:
@@ -79,11 +79,18 @@ class Feed:
         data = self.config.data
         asked = data.document_mask or data.document_positions
         documents = self.batches.documents(start, count) if asked else None
-        return Read(self.batches.batch(start, count), documents)
+        rows = self.batches.batch(start, count)
+        return Read(self._hosted(rows), None if documents is None else self._hosted(documents))
+
+    def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
+        """Rows where the device can fetch them by itself, while this process goes on."""
+        if self.groups.device.type != "cuda":
+            return rows
+        return torch.from_numpy(rows).pin_memory()
 
     def _inputs(self, read: Read, first: int, gradient_scale: float) -> Inputs:
         mbs, seq_len = self._mbs, self.config.batch.seq_len
-        rows = torch.from_numpy(read.tokens).to(self.groups.device, non_blocking=True)
+        rows = torch.as_tensor(read.tokens).to(self.groups.device, non_blocking=True)
         positions, documents = self._documents(read)
         model, numbers = self.config.model, None
         if gradient_scale and (model.dropout or model.attention_dropout):
@@ -105,7 +112,8 @@ class Feed:
         positions, data = self.positions.expand(self._mbs, -1), self.config.data
         if read.documents is None:
             return positions, None
-        documents = torch.from_numpy(read.documents).to(self.groups.device)[:, :-1].contiguous()
+        whole = torch.as_tensor(read.documents).to(self.groups.device, non_blocking=True)
+        documents = whole[:, :-1].contiguous()
         if data.document_positions:
             positions = restarted(documents)[:, self.positions]
         return positions, documents if data.document_mask else None

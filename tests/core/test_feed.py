@@ -45,6 +45,18 @@ def test_micro_batch_m_of_data_rank_r_is_the_contiguous_block_that_compat_md_giv
             assert torch.equal(inputs.labels, whole[first : first + 2, 1:])
 
 
+@pytest.mark.gpu
+def test_rows_for_a_gpu_wait_in_pinned_memory_and_arrive_as_they_are():
+    config = run_config(batch=BATCH, data=DOCUMENTS)
+    groups = make_groups(ParallelLayout(1), 0, torch.device("cuda"))
+    feed = Feed(Samples(config), config, groups)
+    read = feed._read(0, 2)
+    assert read.tokens.is_pinned() and read.documents.is_pinned()
+    inputs = feed.step(0, 1.0)(0)
+    feed.close()
+    assert torch.equal(inputs.tokens.cpu(), torch.from_numpy(Samples(config).batch(0, 2)[:, :-1]))
+
+
 def test_ranks_of_one_replica_read_the_same_samples():
     config, layout = run_config(batch=BATCH), ParallelLayout(4, tp=2, pp=2)
     tokens = [rows_of(config, layout, rank, 1)[0].tokens for rank in range(4)]
