@@ -68,9 +68,10 @@ def cross_entropy_backward_(
         factor_T = factor_T.to(exps_TV.dtype)
     for rows in _row_blocks(exps_TV):
         exps_TV[rows].mul_(factor_T[rows, None])
-    at_target = exps_TV.gather(1, target_T[:, None])
-    at_target -= grad_T.masked_fill(~owned_T, 0.0)[:, None].to(exps_TV.dtype)
-    return exps_TV.scatter_(1, target_T[:, None], at_target)  # scatter_add_ widens 16 bits: 10x
+    # scatter_ and scatter_add_ make a wide copy of all 16-bit exponentials.
+    at_target = torch.arange(len(exps_TV), device=exps_TV.device), target_T
+    exps_TV[at_target] -= grad_T.masked_fill(~owned_T, 0.0).to(exps_TV.dtype)
+    return exps_TV
 
 
 def row_parts_reference(

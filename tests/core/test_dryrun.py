@@ -53,9 +53,9 @@ ROWS = {  # world, model, parallel, precision, rank
 # fmt: on
 
 
-def config_of(world, model, parallel, precision):
-    size = 2 * world if parallel.get("pp", 1) == 1 else 4
-    batch = {"seq_len": 256, "micro_batch_size": 2, "global_batch_size": size}
+def config_of(world, model, parallel, precision, sequences=2):
+    size = sequences * world if parallel.get("pp", 1) == 1 else 4
+    batch = {"seq_len": 256, "micro_batch_size": sequences, "global_batch_size": size}
     return run_config(model, parallel=parallel, batch=batch, train={"precision": precision})
 
 
@@ -104,15 +104,22 @@ def _measure(runtime, row):
 
 @pytest.mark.parametrize(
     "row",
-    [(1, GPT, {}, "fp32"), (1, GPT, {}, "bf16"), (1, LLAMA, {"recompute": "full"}, "bf16")],
-    ids=["float32", "bfloat16", "full recompute"],
+    [
+        (1, GPT, {}, "fp32"),
+        (1, GPT, {}, "bf16"),
+        (1, LLAMA, {"recompute": "full"}, "bf16"),
+        (1, GPT | {"vocab_size": 4096}, {"recompute": "full"}, "fp32"),
+        (1, GPT | {"vocab_size": 128, "num_layers": 8}, {}, "fp32", 1),
+        (1, MOE, {}, "bf16", 1),
+    ],
+    ids=["float32", "bfloat16", "full recompute", "a tied table", "one sequence", "few rows"],
 )
 def test_a_real_step_on_cpu_holds_what_the_plan_says(row):
     work = Workload.of(config_of(*row), 1)
     ((state, peak),) = run_ranks(1, _measure, row)
     planned = rank_memory(work, replace(H100, name="cpu"), 0)
     assert state == planned.weights + planned.gradients + planned.optimizer
-    assert peak == pytest.approx(planned.besides_state, rel=0.05)
+    assert peak == pytest.approx(planned.besides_state, rel=0.04)
 
 
 def test_a_plan_that_is_off_by_a_byte_of_state_or_a_tenth_of_the_peak_is_a_problem(found):

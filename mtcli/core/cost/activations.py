@@ -112,7 +112,7 @@ def attention_activations(work: Workload, cpu: bool) -> float:
     copied = t.tokens * t.size * (turned * t.keys / 2 + (turned or grouped) * t.queries)
     if work.layout.cp == 1 or work.cp_mode == "a2a":
         if cpu and work.seq_len * t.size <= CPU_ROW_BYTES:
-            return 5 * output  # by head, and the output once more by token
+            return output + _in_blocks(work, projected, output)
         if work.layout.cp == 1:
             return projected + copied + output + sums
         return projected + 2 * output + sums
@@ -122,6 +122,17 @@ def attention_activations(work: Workload, cpu: bool) -> float:
     everyone = work.layout.cp * t.tokens * t.keys * t.size
     mask = work.seq_len**2 / work.layout.cp * (1 + t.size)  # on a GPU a query has a span of keys
     return own + everyone + output + sums + cpu * mask
+
+
+def _in_blocks(work: Workload, projected: float, output: float) -> float:
+    """Bytes of queries, keys and values by head, and of the output once more by token. Of one
+    sequence they stay as they were projected, turned or repeated, and the output is by token."""
+    m = work.model
+    if work.micro_batch_size > 1 or work.layout.cp > 1:
+        return 4 * output
+    if m.num_kv_heads != m.num_heads:
+        return 3 * output
+    return projected + 2 * output * (m.position == "rope")
 
 
 def takes_plain_attention(work: Workload, cpu: bool) -> bool:

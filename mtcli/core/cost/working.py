@@ -18,7 +18,7 @@ from mtcli.core.cost.activations import (
 )
 from mtcli.core.cost.workload import Workload
 
-CPU_LOSS_BYTES = 2**20  # logits that the loss on CPU takes at once
+CPU_LOSS_BYTES = 2**20  # logits that the loss on CPU takes at once; two copies meet
 RING_COPIES = 5  # float32 scores at once in attention_backward_reference
 DROPPED_COPIES = 7  # of 4 bytes: 64-bit indices of each probability, while they are hashed
 
@@ -33,7 +33,7 @@ def head_working(work: Workload, cpu: bool) -> float:
     before = t.stream * (work.sequence_cut > 1)  # the head's input, before it is gathered
     if not cpu:
         return max(min(logits, CHUNK_BYTES) + t.gathered + before, t.gathered + head_gradient(work))
-    copy = 0.0 if t.size >= 4 else min(logits, CPU_LOSS_BYTES) / t.size * t.wide
+    copy = 0.0 if t.size >= 4 else min(logits, 2 * CPU_LOSS_BYTES) / t.size * t.wide
     weight = logits / t.tokens * t.hidden
     return max(copy + before, t.gathered + before + weight)
 
@@ -43,7 +43,15 @@ def block_working(work: Workload, cpu: bool) -> float:
     again = 0.0
     if work.recompute == "full":
         again = block_activations(work, cpu) - Shapes.of(work).stream
-    return again + max(*_mlp_backward(work, cpu), _attention(work, cpu))
+    return again + _tied(work) + max(*_mlp_backward(work, cpu), _attention(work, cpu))
+
+
+def _tied(work: Workload) -> float:
+    """The head's weight gradient, which waits for the embedding's where both are one tensor."""
+    if work.layout.num_stages > 1 or work.zero == 3 or not work.model.tie_embeddings:
+        return 0.0
+    t = Shapes.of(work)
+    return logits_bytes(work) / t.tokens * t.hidden
 
 
 def _attention(work: Workload, cpu: bool) -> float:
@@ -79,13 +87,15 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     if work.sequence_cut > 1 or m.num_experts:
         gathered = outer
     kept = mlp_activations(work, cpu)
-    # Under full recompute without tp the block whose backward ran before has one left.
-    stays = work.recompute == "full" and layout.tp == 1 and not m.num_experts
+    # Under full recompute without tp a gated block whose backward ran before has one left.
+    stays = gated == 2 and work.recompute == "full" and layout.tp == 1 and not m.num_experts
     before = one * stays
-    # A batched product's weight gradient is laid out anew, when the output's gradient is gone.
+    # A batched product's weight gradient is laid out anew, when the output's gradient is gone; on
+    # CPU each expert's are stacked in the end, the second product's before the first one's.
     turned = one if m.num_experts and not cpu else 0.0
+    stacked = (1 + gated) * one if m.num_experts and cpu else 0.0
     return (
         t.stream + inner + one + max(gathered + before, turned),
         t.stream + (2 if gated == 2 else 1) * inner,
-        t.stream + gated * (inner + one) + outer + gathered - kept,
+        t.stream + gated * (inner + one) + outer + gathered + stacked - kept,
     )
