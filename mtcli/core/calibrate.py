@@ -94,7 +94,17 @@ def calibrate(facts: Facts, rank: int, shapes: Sequence[Shape] = SHAPES) -> Cali
     timer = watch(torch.get_num_threads(), ranks)
     known = _without_passes(facts, rank, timer)
     timed = [_train(run_config(facts, shape), timer) for shape in shapes]
-    return _fitted(known, timed)
+    return _fitted(known, [_of_slowest(one, ranks) for one in timed])
+
+
+def _of_slowest(mine: Timed, ranks: int) -> Timed:
+    """Each of the seconds on the rank that takes longest, for which the others wait."""
+    work, *seconds = mine
+    if ranks == 1:
+        return mine
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return Timed(work, *slowest.tolist())
 
 
 def run_config(facts: Facts, shape: Shape) -> RunConfig:

@@ -15,13 +15,15 @@ from torch import Tensor
 from mtcli.core.cost.calibration import Row
 from mtcli.core.engine import DTYPES
 from mtcli.core.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from mtcli.core.parallel.cp import attention_over
 from mtcli.core.parallel.groups import Axis
-from mtcli.kernels.attention import attention, attention_backward, merge_, whole_attention
+from mtcli.core.parallel.ledger import Ledger
+from mtcli.core.parallel.seen import Seen
 from mtcli.kernels.products import matmul
 
 SIDE = 1024  # of a large product
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
-SCORES = 2**20  # of an attention, at least
+SCORES, HEADS = 2**20, 8  # of an attention, at least; of long rows fewer heads do
 LEAST_SECONDS, LEAST_TIMES = 0.01, 3
 SMALL, LARGE = 2**12, 2**22  # bytes of a collective
 
@@ -77,43 +79,46 @@ def attention_rows(head_dim: int, causal: bool, precision: str, timer: Watch) ->
 
 
 def _row(length: int, head_dim: int, causal: bool, precision: str, timer: Watch) -> Row:
-    heads = max(2, SCORES // length**2)
-    shape, scores = (1, heads, length, head_dim), heads * length**2
-    q, k, v, grad = (torch.randn(shape).to(DTYPES[precision]) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    heads = max(2, min(HEADS, 8 * SCORES // length**2), SCORES // length**2)
+    projected = torch.randn(2, length, heads // 2, 3, head_dim).to(DTYPES[precision])
+    q, k, v = (x.transpose(1, 2) for x in projected.unbind(3))  # strided, as a model's are
+    grad, scores = torch.randn_like(q), heads * length**2
+    leaves, seen = [x.requires_grad_() for x in (q, k, v)], Seen(causal)
+    attend = attention_over("ring")
 
-    def both() -> None:
-        torch.autograd.grad(whole_attention(*leaves, causal), leaves, grad)
+    def seconds(rank: int, ranks: int) -> tuple[float, float]:
+        axis = Axis("cp", tuple(range(ranks)), rank, None, Ledger(), Still())
+        there = seconds_of(lambda: attend(*leaves, axis, seen), timer)
+        both = seconds_of(
+            lambda: torch.autograd.grad(attend(*leaves, axis, seen), leaves, grad), timer
+        )
+        return there, both - there
 
-    forward = seconds_of(lambda: whole_attention(*leaves, causal), timer)
-    backward = seconds_of(both, timer) - forward
-    square = _ring(q.detach(), k.detach(), v.detach(), grad, causal, timer)
-    half = slice(0, length // 2)
-    part = _ring(q.detach(), k.detach()[:, :, half], v.detach()[:, :, half], grad, False, timer)
-    return Row(
-        float(length),
-        forward / scores,
-        backward / scores,
-        *(one / scores for one in square),
-        *(2 * one / scores for one in part),
-    )
+    whole = seconds(0, 1)
+    # The first rank of a ring computes on half of its queries, the last one on half of the keys:
+    # two shapes of a hop, of which everyone waits for the slower one.
+    two, three = ([seconds(rank, ranks) for rank in (0, ranks - 1)] for ranks in (2, 3))
+    ring = [max(one[way] for one in two) for way in (0, 1)]
+    hop = [min(ring[way], max(0.0, max(x[way] for x in three) - ring[way])) for way in (0, 1)]
+    square = [one - part for one, part in zip(ring, hop, strict=True)]
+    per_score = (*whole, *square, *(2 * part for part in hop))
+    return Row(float(length), *(one / scores for one in per_score))
 
 
-def _ring(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, timer: Watch
-) -> tuple[float, float]:
-    """Seconds of a hop of ring attention, forward and backward, with what merges it."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = attention(q, k, v, causal)
-    total, total_lse = torch.zeros(q.shape, dtype=wide), torch.zeros(q.shape[:-1], dtype=wide)
+class Still:
+    """A wire on which what a rank sends comes back to it, at no cost."""
 
-    def forward() -> None:
-        part, part_lse = attention(q, k, v, causal)
-        merge_(total, total_lse, part.to(wide), part_lse)
+    def shift(self, out: Tensor, x: Tensor) -> "Still":
+        """Gives `out` the memory of x."""
+        out.set_(x)
+        return self
 
-    there = seconds_of(forward, timer)
-    saved = (q, k, v, out)
-    return there, seconds_of(lambda: attention_backward(grad, saved, lse, causal), timer)
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
 
 
 def links(axis: Axis, timer: Watch) -> dict[str, tuple[float, float]]:

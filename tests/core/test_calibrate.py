@@ -44,7 +44,10 @@ def test_two_ranks_measure_every_number_of_a_mixture():
     for found in run_ranks(2, _calibrate):
         assert Calibration.of(json.loads(json.dumps(found))).ranks == 2
         numbers = [found["flops"], found["memory_bandwidth"], found["overhead"]]
-        numbers += [x for row in found["attention"] for x in row]
+        numbers += [x for row in found["attention"] for x in row[:3]]
+        numbers += [
+            a + b for row in found["attention"] for a, b in ((row[3], row[5]), (row[4], row[6]))
+        ]
         assert all(number > 0 for number in numbers)
         assert sum(found["forward"]) > 0 and sum(found["backward"]) > 0
         assert all(sum(link) > 0 for link in found["links"].values())

@@ -213,15 +213,23 @@ def _context(work: Workload, known: Calibration) -> Pass:
         local = 2.0 * work.tokens * (m.num_heads + m.num_kv_heads) * m.head_dim / layout.tp
         both = _link(known, "exchange", local * work.sizes.weight, layout.cp)
         return Pass(both, both)
-    elements = 2.0 * work.tokens * layout.cp * m.num_kv_heads * m.head_dim / layout.tp
-    once = _link(known, "gather", elements * work.sizes.weight, layout.cp)
+    elements = 2.0 * work.tokens * m.num_kv_heads * m.head_dim / layout.tp
     wide = max(4, work.sizes.weight)
-    back = once + _link(known, "gather", 2 * elements * wide, layout.cp)
-    return Pass(once, back)
+    if layout.cp == 1:
+        return Pass()
+    once = (layout.cp - 1) * _hop(known, elements * work.sizes.weight)
+    return Pass(once, once + layout.cp * _hop(known, elements * wide))
+
+
+def _hop(known: Calibration, moved: float) -> float:
+    """Seconds in which everyone gives the next rank of a ring `moved` bytes."""
+    latency, per_byte = known.links["gather"]
+    return latency + per_byte * moved
 
 
 def _expert(work: Workload, known: Calibration) -> Pass:
-    """Dispatch and combine over ep, gather and scatter over etp, and the counts that lead them."""
+    """Dispatch and combine over ep, gather and scatter over etp, and the counts that lead them;
+    rows that came from several ranks are sorted by expert, and back."""
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
@@ -229,6 +237,8 @@ def _expert(work: Workload, known: Calibration) -> Pass:
     both = _link(known, "gather", routed, layout.etp) + _link(known, "scatter", routed, layout.etp)
     both += 2 * _link(known, "exchange", routed / layout.etp, layout.ep)
     counts = _link(known, "gather", 8.0 * m.num_experts, layout.ep * layout.etp)
+    if layout.ep * layout.etp > 1 and work.dispatcher == "all_to_all":
+        both += 2 * 2 * routed / known.memory_bandwidth
     return Pass(both + counts, both)
 
 

@@ -19,6 +19,7 @@ MADE_UP = Calibration.of(json.loads((Path(__file__).parents[2] / "calibration.js
 NOTHING = Row(64.0, *[0.0] * 6)
 FREE = replace(
     MADE_UP,
+    memory_bandwidth=float("inf"),
     forward=Amounts(),
     backward=Amounts(),
     attention=(NOTHING,),
@@ -96,6 +97,22 @@ def test_experts_cost_their_rows_copies_and_calls():
     assert step(priced(flops=1e-9), MOE).step_seconds == pytest.approx(12e-9 * flops)
     shared = step(priced(experts=1.0), MOE, world=2, ep=2, micro_batches=4)
     assert shared.step_seconds == pytest.approx(4 * 2 * 4 * L)
+
+
+def test_rows_from_several_ranks_are_copied_in_the_order_of_experts_and_back_both_ways():
+    copies = 2 * S * 2 * D * L  # read and written, twice there and twice on the way back
+    known = replace(priced(launches=1.0), memory_bandwidth=1e6)
+    passes = 4 * 2 * (L + 1)
+    found = step(known, MOE, world=2, ep=2).step_seconds
+    assert found == pytest.approx(passes + 4 * 2 * 2 * 2 * 4 * copies / 1e6)
+    assert step(known, MOE).step_seconds == pytest.approx(passes)
+
+
+def test_a_ring_passes_keys_and_values_on_and_their_gradients_home():
+    known = replace(FREE, links=FREE.links | {"gather": (0.25, 1e-6)})
+    moved = 2 * (2 * S // 2) * D * 4  # bytes of a rank's keys and values
+    found = step(known, world=2, cp=2).step_seconds
+    assert found == pytest.approx(4 * L * (1 + 1 + 2) * (0.25 + 1e-6 * moved))
 
 
 def test_attention_costs_its_scores():
