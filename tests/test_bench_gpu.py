@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import mtcli.kernels
 
 GPU = Path(__file__).parent.parent / "benchmarks" / "gpu"
 NO_GPU = pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there may be a GPU")
@@ -136,9 +139,21 @@ def test_the_six_shapes_of_the_goals_come_first_beside_transformers(scripts):
     assert CASES["gpt-1.3b"].config().model.hidden_size == 2048
 
 
+def test_every_kernel_has_a_test_that_runs_it_on_a_gpu():
+    tests = [path.read_text() for path in (Path(__file__).parent / "kernels").glob("test_*.py")]
+    given = re.compile(r"^def test_\w+\([^)]*\bdevice\b", re.M)  # by the fixture: CPU, and GPU
+    on_gpu = "".join(text for text in tests if given.search(text))
+    files = Path(mtcli.kernels.__file__).parent.glob("*.py")
+    names = [path.stem for path in files if re.search("^@kernel", path.read_text(), re.M)]
+    assert len(names) > 10
+    # a kernel of a backward pass in a file of its own runs where its forward pass is differentiated
+    assert [n for n in names if f"mtcli.kernels.{n.removesuffix('_backward')} " not in on_gpu] == []
+
+
 def side(seconds, rate, mfu, peak=None):
     return {"median_s": seconds, "tokens_per_s": rate, "mfu": mfu, "causal_flop_per_s": 4.2e14,
-            "of_product": 0.55, "peak_bytes": peak}  # fmt: skip
+            "of_product": 0.55, "peak_bytes": peak,
+            "phases": {"pipeline": 0.97, "end": 0.03}}  # fmt: skip
 
 
 def made_up(layers, ours, theirs, flops):
@@ -159,7 +174,7 @@ def test_tables_are_written_from_a_record_and_extrapolate_layers(scripts):
               "copy_bytes_per_s": 4.3e12, "flop_per_s": 7.9e14, "rows": rows}  # fmt: skip
     lines = page(record).splitlines()
     assert lines[0] == "X, 2026-01-02: copy 4.30 TB/s, product 790 TFLOP/s in bfloat16. torch 2.0."
-    row = "| big | 2 of 32 | 1,000 | 1,000 | 20.0% | 50% | 420 | 0.55 | 1.0 "
+    row = "| big | 2 of 32 | 1,000 | 1,000 | 20.0% | 50% | 420 | 0.55 | 3.0% | 1.0 "
     assert row + "| hf | 500 | 1.50 | 0.50 |" in lines
     assert "| big | mtcli, beside hf | 200.00 | 50.0% | 50% | 7.000 |" in lines
     assert "| big | hf, beside hf | 500.00 | 20.0% | 50% | 17.000 |" in lines

@@ -32,7 +32,7 @@ def main() -> None:
     if args.device == "cuda" and not args.compile and not torch.cuda.is_available():
         print("error: torch sees no GPU here; try --device cpu --smoke", file=sys.stderr)
         sys.exit(2)
-    groups = (elementwise, mixture, scores, updates)
+    groups = (scores, mixture, updates, elementwise)  # what costs a step most comes first
     entries = [entry for group in groups for entry in group.ENTRIES]
     chosen = [e for e in entries if not args.only or e.name in args.only]
     if args.compile:

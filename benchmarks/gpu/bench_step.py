@@ -66,7 +66,8 @@ def measure(args: argparse.Namespace) -> int:
         return 1
     record = open_record(args.output, "step", found.pop("device"), args.afresh)
     record.facts |= found
-    print(", ".join(f"{name} {value:.3g}" for name, value in found.items()), flush=True)
+    shown = (f"{x:.3g}" if isinstance(x, float) else str(x) for x in found.values())
+    print(", ".join(map(" ".join, zip(found, shown, strict=True))), flush=True)
     variants = VARIANTS | {name: tuple(words) for name, *words in args.variant}
     wanted = [*args.contenders, *(name for name, *_ in args.variant)]
     left, wrong = [], False

@@ -16,7 +16,10 @@ def ceilings(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(device), **floors(3)}
     found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
     if torch.cuda.get_device_capability(device) >= (8, 9):
-        found["fp8_flop_per_s"] = _fp8(device)
+        try:
+            found["fp8_flop_per_s"] = _fp8(device)
+        except RuntimeError as error:  # a build of torch without such products
+            found["fp8_failed"] = str(error).splitlines()[0]
     return found
 
 

@@ -3,8 +3,8 @@
 The weights are those that mtcli draws from the config's seed, rounded as its model holds them, and
 go to the others by the maps that read and write their checkpoints. All train with AdamW, decay of
 matrices alone and clipping; rivals as their users run them on one GPU: torch.compile of model and
-loss, float32 weights under autocast to bfloat16, torch's fused AdamW, and no question to the device
-within a step.
+loss (but for Megatron), float32 weights under autocast to bfloat16, torch's fused AdamW, and no
+question to the device within a step.
 """
 
 import sys
@@ -185,14 +185,18 @@ def stepper(
     config: RunConfig,
     device: torch.device,
     masters: bool = False,
+    compiles: bool = True,
 ) -> Contender:
-    """A rival's step: `masters` keeps float32 weights beside those of 16 bits, as Megatron does."""
+    """A rival's step: `masters` keeps float32 weights beside those of 16 bits, as Megatron does.
+
+    With `compiles` a GPU gets model and loss from torch.compile.
+    """
     dtype, wide = DTYPES[config.train.precision], next(model.parameters()).dtype
     narrows = wide == torch.float32 and dtype != torch.float32
     held = list(model.parameters())
     updated = [p.detach().float().requires_grad_() for p in held] if masters else held
     optimizer = _adamw(updated, config, device)
-    compiles = device.type == "cuda"
+    compiles &= device.type == "cuda"
 
     def cast() -> torch.autocast:
         return torch.autocast(device.type, dtype if narrows else torch.bfloat16, enabled=narrows)

@@ -30,16 +30,16 @@ def megatron(config: RunConfig, device: torch.device) -> Contender:
 
     m, dtype = config.model, DTYPES[config.train.precision]
     norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[m.norm]
-    with torch.device("cpu"):
-        model = GPTModel(
-            _described(m, dtype, norm),
-            get_gpt_layer_local_spec(num_experts=m.num_experts or None, normalization=norm),
-            m.vocab_size,
-            m.max_seq_len,
-            position_embedding_type={"learned": "learned_absolute", "rope": "rope"}[m.position],
-            rotary_base=int(m.rope_theta),
-            share_embeddings_and_output_weights=m.tie_embeddings,
-        )
+    model = GPTModel(
+        _described(m, dtype, norm, device),
+        get_gpt_layer_local_spec(num_experts=m.num_experts or None, normalization=norm),
+        m.vocab_size,
+        m.max_seq_len,
+        position_embedding_type={"learned": "learned_absolute", "rope": "rope"}[m.position],
+        rotary_base=int(m.rope_theta),
+        rope_scaling=m.rope_scaling is not None,  # with Llama 3.1's numbers, which it knows alone
+        share_embeddings_and_output_weights=m.tie_embeddings,
+    )
     model = model.to(device=device, dtype=dtype).train()
     _take_weights(model, config, device)
     s = config.batch.seq_len
@@ -49,8 +49,9 @@ def megatron(config: RunConfig, device: torch.device) -> Contender:
     def logits_of(tokens: Tensor) -> Tensor:
         return model(tokens, positions.expand(tokens.shape), future)
 
-    found = stepper(model, logits_of, config, device, masters=dtype != torch.float32)
-    found.facts |= {"attention": "local, unfused", "rope scaling": "none"}
+    masters = dtype != torch.float32
+    found = stepper(model, logits_of, config, device, masters, compiles=False)
+    found.facts |= {"attention": "local, unfused"}
     return found
 
 
@@ -83,10 +84,11 @@ def torchtitan(config: RunConfig, device: torch.device) -> Contender:
         rope_scaling_args=turns,
         max_seq_len=m.max_seq_len,
     )
-    model = Transformer(arguments)
-    state = hf_state(config, torch.device("cpu"), made_on=device)
-    model.load_state_dict(Llama3StateDictAdapter(arguments, None).from_hf(state), strict=False)
-    model = model.to(device).train()
+    with device:
+        model = Transformer(arguments)
+    state = hf_state(config, device)
+    model.load_state_dict(Llama3StateDictAdapter(arguments, None).from_hf(state))
+    model.train()
     return stepper(model, model, config, device)
 
 
@@ -109,7 +111,7 @@ def _start_megatron(device: torch.device) -> None:
     moe_utils.te_general_gemm = None  # what it is where Transformer Engine is missing
 
 
-def _described(m: ModelConfig, dtype: torch.dtype, norm: str) -> Any:
+def _described(m: ModelConfig, dtype: torch.dtype, norm: str, device: torch.device) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     gated = m.activation == "swiglu"
@@ -141,7 +143,8 @@ def _described(m: ModelConfig, dtype: torch.dtype, norm: str) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         masked_softmax_fusion=False,  # its kernel is an extension of Megatron-LM's, not in wheels
-        use_cpu_initialization=True,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,  # `_take_weights` fills all of them
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
@@ -152,14 +155,17 @@ def _described(m: ModelConfig, dtype: torch.dtype, norm: str) -> Any:
 @torch.no_grad()
 def _take_weights(model: torch.nn.Module, config: RunConfig, device: torch.device) -> None:
     """Copies our initial weights by the names that its checkpoints have."""
-    theirs = dict(model.named_parameters())
+    theirs, filled = dict(model.named_parameters()), set()
     for name in parameters(config.model):
         value = initial_weight(config, name, device)
         found = [t for t, place in alternatives(name) if place is None and t in theirs]
         if found:
             theirs[found[0]].copy_(value.reshape(theirs[found[0]].shape))
+            filled.add(found[0])
             continue
         fused = next(t for t, place in alternatives(name) if place is None)
         for expert, part in enumerate(value):  # each expert is a module of its own here
-            its = theirs[fused.replace("experts.experts", f"experts.local_experts.{expert}")]
-            its.copy_(part.reshape(its.shape))
+            own = fused.replace("experts.experts", f"experts.local_experts.{expert}")
+            theirs[own].copy_(part.reshape(theirs[own].shape))
+            filled.add(own)
+    assert filled == set(theirs), f"without weights: {sorted(set(theirs) - filled)}"

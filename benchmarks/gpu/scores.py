@@ -1,11 +1,17 @@
-"""Attention: whole rows as torch has them, and rows of packed documents."""
+"""Attention: whole rows as torch has them, rows of packed documents, and the blocks of a ring."""
+
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from harness import Entry, leaf
 
+from mtcli.core.parallel.cp import _rectangle as rectangle
+from mtcli.core.parallel.cp import sequence_order, zigzag
+from mtcli.kernels.attention import attention, merge_
 from mtcli.kernels.flash import flash
 
+RING = 4  # ranks of the ring that one device plays, one after another
 SIZES = [(4, 32, 8, 8192, 128), (1, 32, 8, 16384, 128), (32, 12, 12, 1024, 64)]
 DOCUMENT = 1000  # tokens of a document
 
@@ -31,7 +37,31 @@ def documents(q, k, v, first, end):
     return flash(q, k, v, False, first, end)[0]
 
 
-def torch_causal(q, k, v):
+def cut(device, dtype, b, h, g, n, d):
+    """Whole rows, and what each rank of a ring has of them."""
+    q, k, v = (x.detach() for x in heads(device, dtype, b, h, g, n, d))
+    places = [zigzag(n, RING, rank).to(device) for rank in range(RING)]
+    return q, k, v, [[x[:, :, at].contiguous() for x in (q, k, v)] for at in places]
+
+
+def ring(q, k, v, ranks):
+    """The forward pass of every rank of a ring, without its messages: cp.py's blocks and merges."""
+    mixed = []
+    for rank, (mine, _, _) in enumerate(ranks):
+        out = torch.zeros(mine.shape, dtype=torch.float32, device=q.device)
+        lse = torch.full(mine.shape[:-1], float("-inf"), device=q.device)
+        for hop in range(RING):
+            axis = SimpleNamespace(rank=rank, size=RING)
+            at, keys = rectangle(mine.shape[2], hop, axis)
+            theirs = [x[:, :, keys] for x in ranks[rank - hop][1:]]
+            part, part_lse = attention(mine[:, :, at], *theirs, hop == 0)
+            merge_(out[:, :, at], lse[:, :, at], part.float(), part_lse)
+        mixed.append(out.to(q.dtype))
+    order = sequence_order(q.shape[2], SimpleNamespace(size=RING))
+    return torch.cat(mixed, 2)[:, :, order.to(q.device)]
+
+
+def torch_causal(q, k, v, *others):
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
@@ -61,4 +91,6 @@ ENTRIES = [
         (1, 4, 2, 37, 20), backward_bytes=lambda itemsize, *size: 0,
         forward_flops=document_flops(2), backward_flops=document_flops(5),
         compiled=(1, 4, 2, 256, 128)),
+    Entry("ring_of_4", ring, {"torch": torch_causal}, cut, [(1, 32, 8, 32768, 128)],
+        (1, 4, 2, 64, 20), forward_flops=causal_flops(2), compiled=(1, 4, 2, 256, 128)),
 ]

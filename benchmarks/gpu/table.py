@@ -14,7 +14,7 @@ from typing import Any
 
 Row = dict[str, Any]
 STEP = ["model", "layers", "tokens of a step", "mtcli tok/s", "MFU", "goal", "causal TFLOP/s"]
-STEP += ["of the product", "peak GiB", "beside", "tok/s", "ratio", "memory"]
+STEP += ["of the product", "update", "peak GiB", "beside", "tok/s", "ratio", "memory"]
 KERNEL = ["kernel", "size", "dtype", "ms", "of the copy", "of the product", "beside, ms"]
 DEEPER = ["model", "whose", "a layer, ms", "MFU of the layers", "goal", "all layers, s a step"]
 
@@ -65,6 +65,7 @@ def step_row(row: Row) -> list[str]:
         f"{row['goal_mfu']:.0%}",
         f"{ours['causal_flop_per_s'] / 1e12:.0f}",
         f"{ours['of_product']:.2f}",
+        share(ours["phases"], "end"),
         gib(ours["peak_bytes"]),
         row["contender"] + ("" if row["in_turns"] else ", not in turns"),
         f"{other['tokens_per_s']:,.0f}",
@@ -103,7 +104,8 @@ def kernel_rows(rows: list[Row]) -> Iterator[list[str]]:
     """A row for each size, dtype and pass."""
     for row in rows:
         if row.get("failed"):
-            yield [row["entry"], "", "", "failed", "", "", row["why"].replace("|", "/")]
+            why = row["why"].splitlines()[0].replace("|", "/")
+            yield [row["entry"], "", "", "failed", "", "", why]
         if "ms" not in row:
             continue
         others = [f"{who} {ms:.3f}" for who, ms in row["ms"].items() if who != "mtcli"]
@@ -116,6 +118,11 @@ def kernel_rows(rows: list[Row]) -> Iterator[list[str]]:
             f"{row['of_product']:.2f}" if row["of_product"] else "",
             ", ".join(others),
         ]
+
+
+def share(phases: dict[str, float] | None, name: str) -> str:
+    """A phase's part of a step that was timed by the device's clock."""
+    return "" if phases is None else f"{phases[name] / sum(phases.values()):.1%}"
 
 
 def gib(count: int | None) -> str:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from time import monotonic, perf_counter
 from typing import IO, Any
 
+LONGEST = 240.0  # seconds that an answer may take: compiling a model, or a turn
 WARMUP = 3  # steps before the first turn: compiling, and the allocator's first blocks
 BATCHES = 8  # different ones, in turn
 Answer = dict[str, Any]
@@ -42,10 +43,13 @@ class Child:
 
     def hear(self, deadline: float) -> Answer:
         """Its next answer; {"failed": why} where it ends first, or the deadline (monotonic)."""
+        left = deadline - monotonic()
         try:
-            line = self.lines.get(timeout=max(0.1, deadline - monotonic()))
+            line = self.lines.get(timeout=max(0.1, min(left, LONGEST)))
         except queue.Empty:
             self.end()
+            if left > LONGEST:
+                return {"failed": f"no answer within {LONGEST:.0f} s"}
             return {"failed": "the time was up", "late": True}
         if line:
             answer: Answer = json.loads(line)
@@ -82,8 +86,6 @@ class Child:
 
 def serve(build: Callable[[Any], Any], config: Any, device: Any) -> None:
     """The child's end: builds, answers, and trains a turn for every line until there is none."""
-    import torch
-
     say = answers()
     try:
         contender, rows = build(device), batches(config, device)
@@ -94,8 +96,11 @@ def serve(build: Callable[[Any], Any], config: Any, device: Any) -> None:
                 say({"phases": contender.phases(rows[0]) if contender.phases else None})
             else:
                 say(_turn(contender, rows, question["turn"], device))
-    except torch.OutOfMemoryError as error:
-        say({"failed": f"out of memory: {str(error).splitlines()[0]}", "memory": True})
+    except RuntimeError as error:  # cuBLAS and the driver have kinds of their own
+        words = str(error).splitlines()[0]
+        if not any(sign in words for sign in ("out of memory", "ALLOC_FAILED")):
+            raise
+        say({"failed": words, "memory": True})
 
 
 def batches(config: Any, device: Any) -> list[Any]:
