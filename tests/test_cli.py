@@ -228,11 +228,12 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": None, "b": [None, None, 1.0]}
 
 
-def test_json_needs_a_folder_to_go_to(tmp_path):
-    with pytest.raises(MtcliError, match="--json: there is no folder .*missing'\n\nhint: create"):
-        write_json({}, str(tmp_path / "missing" / "out.json"))
-    with pytest.raises(MtcliError, match="is a folder\n\nhint: name a file"):
-        write_json({}, str(tmp_path))
+def test_json_needs_a_folder_to_go_to_before_anything_is_done(tmp_path, capsys):
+    for target, said in (("missing/out.json", "there is no folder"), ("", "is a folder")):
+        arguments = ["plan", "tiny", "--json", f"{tmp_path}/{target}"]
+        assert run(arguments) == 2
+        shown = capsys.readouterr()
+        assert shown.err.startswith("error: --json: ") and said in shown.err and not shown.out
 
 
 def test_a_full_disk_leaves_the_old_json_and_nothing_else(tmp_path, monkeypatch):

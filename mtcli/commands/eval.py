@@ -1,7 +1,6 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -71,7 +70,6 @@ def eval(
     from mtcli.core.spec.load import train_settings
 
     specs = parse_tasks(tasks)
-    _check_writable(json_out)
     if environment_world() is None:
         return launch(nproc, sys.argv[1:])
     train = train_settings(overrides, device=device)
@@ -106,12 +104,6 @@ def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
             "--tokenizer",
         )
     return encoder_for(found)
-
-
-def _check_writable(json_out: str | None) -> None:
-    """A result that cannot be written is known before hours of work."""
-    if json_out not in (None, "-") and not Path(json_out).parent.is_dir():
-        raise wrong(f"there is no folder {str(Path(json_out).parent)!r}", "create it", "--json")
 
 
 def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[str, object]:

@@ -7,14 +7,10 @@ list. With `--json -` stdout holds the JSON and nothing else.
 
 import json
 import math
-import os
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-
-from mtcli.core.spec.errors import failed, wrong
 
 ConfigFile = Annotated[
     str,
@@ -30,9 +26,24 @@ Overrides = Annotated[
         help="set a field of the config; may be given any number of times",
     ),
 ]
+
+
+def _writable_json(target: str | None) -> str | None:
+    if target and target != "-":
+        from mtcli.core.spec.outputs import require_writable
+
+        require_writable(target, "--json")
+    return target
+
+
 JsonOut = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE|-", help="write the results as JSON; - is stdout"),
+    typer.Option(
+        "--json",
+        metavar="FILE|-",
+        callback=_writable_json,
+        help="write the results as JSON; - is stdout",
+    ),
 ]
 Nproc = Annotated[int, typer.Option("--nproc", min=1, help="worker processes on this machine")]
 Device = Annotated[
@@ -44,30 +55,17 @@ Device = Annotated[
 def write_json(data: object, target: str) -> None:
     """Writes `data` as JSON to a file, or to stdout where target is `-`.
 
-    JSON has no NaN and no infinity, so a number that is not finite becomes null. A file is written
-    aside, synced and renamed, so it is never half there.
-
-    Raises MtcliError where the folder does not exist (exit 2) or the write fails (exit 1).
+    JSON has no NaN and no infinity, so a number that is not finite becomes null. Raises MtcliError
+    (exit 1) where the write fails.
     """
     text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
         return
-    path = Path(target)
-    if not path.parent.is_dir():
-        raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", "--json")
-    if path.is_dir():
-        raise wrong(f"{target} is a folder", "name a file, or - for stdout", "--json")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise failed(f"{target} cannot be written: {error.strerror}", "name another file") from None
+    from mtcli.core.spec.outputs import aside
+
+    with aside(target) as path:
+        path.write_text(text, encoding="utf-8")
 
 
 def _finite(data: object) -> object:

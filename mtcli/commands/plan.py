@@ -82,6 +82,7 @@ def plan(
     """
     from mtcli.core.spec.errors import MtcliError, wrong
 
+    _require_outputs(plot, output)
     if presets:
         return _list_presets(json_out)
     if validate:
@@ -117,6 +118,16 @@ def plan(
     if counted:
         counted.require_agreement()
     found.require_fit()
+
+
+def _require_outputs(plot: str | None, output: str | None) -> None:
+    """Raises MtcliError, before anything is measured, where a file could not be written after."""
+    from mtcli.core.spec.outputs import require_picture, require_writable
+
+    if plot:
+        require_picture(plot, "--plot")
+    if output:
+        require_writable(output, "--output")
 
 
 def _dry_run(found: "Answer", rank: int | None) -> "DryRun":

@@ -97,7 +97,7 @@ def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
 
 def _require_outputs(trace: Output, report: Output, plot: Output) -> None:
     """Raises MtcliError, before any step is run, where a file could not be written after it."""
-    from mtcli.core.report.files import require_extra, require_writable
+    from mtcli.core.spec.outputs import require_extra, require_picture, require_writable
 
     if trace:
         require_writable(trace, "--trace", (".json",))
@@ -105,10 +105,7 @@ def _require_outputs(trace: Output, report: Output, plot: Output) -> None:
         require_writable(report, "--report", (".html",))
         require_extra("plotly", "--report")
     if plot:
-        from mtcli.core.report.plots import SUFFIXES
-
-        require_writable(plot, "--plot", SUFFIXES)
-        require_extra("matplotlib", "--plot")
+        require_picture(plot, "--plot")
 
 
 def _show_profile(found: "Profile", report: Output, plot: Output, json_out: Output) -> None:

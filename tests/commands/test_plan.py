@@ -210,7 +210,7 @@ def test_the_timeline_is_drawn_and_plotted(capsys, tmp_path):
 
 def test_files_that_cannot_be_written_are_refused(capsys, tmp_path):
     code, _, err = run(capsys, "tiny", "--device", "h100", "--plot", str(tmp_path / "a.xyz"))
-    assert code == 2 and "--plot writes no .xyz" in err
+    assert code == 2 and "--plot: it does not write .xyz" in err
     missing = str(tmp_path / "no" / "a.png")
     code, _, err = run(capsys, "tiny", "--device", "h100", "--plot", missing)
     assert code == 2 and "there is no folder" in err
@@ -218,7 +218,7 @@ def test_files_that_cannot_be_written_are_refused(capsys, tmp_path):
     assert code == 2 and "there is no folder" in err
     (tmp_path / "run.toml").mkdir()
     code, _, err = run(capsys, "tiny", "--device", "h100", "--output", str(tmp_path / "run.toml"))
-    assert code == 1 and "cannot be written" in err
+    assert code == 2 and "run.toml is a folder" in err
 
 
 def test_presets_are_listed_with_their_parameters(capsys):

@@ -152,7 +152,7 @@ def test_what_needs_steps_is_refused_for_a_finished_run(run_folder, flags):
 def test_outputs_are_refused_before_any_step_runs(tmp_path):
     flags = ["--plot", "p.gif"]
     done = mtcli("profile", "tiny", *flags, cwd=tmp_path, expect=2)
-    assert done.stderr.startswith("error: --plot: --plot writes no .gif")
+    assert done.stderr.startswith("error: --plot: it does not write .gif")
     done = mtcli("profile", "tiny", "--report", "no/r.html", cwd=tmp_path, expect=2)
     assert "there is no folder 'no'" in done.stderr
     assert not list(tmp_path.iterdir())

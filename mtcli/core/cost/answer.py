@@ -1,8 +1,6 @@
 """The answer to a request: one prediction, the candidates of a search, and whether it fits."""
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mtcli.core.cost.hardware import for_run
 from mtcli.core.cost.neighbours import Neighbour, neighbours
@@ -15,8 +13,9 @@ from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.check import problems as broken_rules
 from mtcli.core.spec.check import refusal
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
+from mtcli.core.spec.errors import MtcliError, Problem, failed
 from mtcli.core.spec.load import dump_toml
+from mtcli.core.spec.outputs import aside
 
 DEFAULT_TOP = 5
 DRAWN_MICRO_BATCHES = 2  # times pp: what a drawing shows of a longer step
@@ -102,22 +101,10 @@ class Answer:
     def save_config(self, target: str) -> None:
         """Writes the config as TOML that `mtcli train` takes; aside, synced, then renamed.
 
-        Raises MtcliError where the folder is not there or the file cannot be written.
+        Raises MtcliError (exit 1) where the file cannot be written.
         """
-        path = Path(target)
-        if not path.parent.is_dir():
-            raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", "--output")
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with aside.open("w", encoding="utf-8") as file:
-                file.write(dump_toml(self.config))
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            hint = "name another file"
-            raise failed(f"{target} cannot be written: {error.strerror}", hint) from None
+        with aside(target) as path:
+            path.write_text(dump_toml(self.config), encoding="utf-8")
 
     def require_fit(self) -> None:
         """Raises MtcliError (exit 1) with both numbers where the plan does not fit."""

@@ -2,14 +2,12 @@
 predicted beside published step times.
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtcli.core.cost.validate import Scored
 from mtcli.core.schedule.timeline import Timeline
-from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.spec.outputs import aside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,9 +19,9 @@ LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 def save_timeline(timeline: Timeline, title: str, target: str) -> None:
     """Writes the timeline as a picture, a row per pipeline rank; the suffix says which kind.
 
-    Raises MtcliError where matplotlib is missing, the suffix is unknown or the folder is not there.
+    Raises MtcliError (exit 1) where the file cannot be written.
     """
-    figure = _figure(target, 12, 1.5 + 0.3 * timeline.num_ranks)
+    figure = _figure(12, 1.5 + 0.3 * timeline.num_ranks)
     axes = figure.add_subplot(title=title, xlabel="seconds", ylabel="pipeline rank")
     for kind in sorted({span.op.kind for span in timeline.spans}):
         for rank in range(timeline.num_ranks):
@@ -46,7 +44,7 @@ def save_scatter(scored: Sequence[Scored], target: str) -> None:
 
     Raises MtcliError as `save_timeline` does.
     """
-    figure = _figure(target, 8, 8)
+    figure = _figure(8, 8)
     axes = figure.add_subplot(
         xlabel="published step time, seconds", ylabel="predicted, seconds", aspect="equal"
     )
@@ -65,28 +63,12 @@ def save_scatter(scored: Sequence[Scored], target: str) -> None:
     _save(figure, target)
 
 
-def _figure(target: str, width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        hint = "pip install 'mtcli[report]'"
-        raise wrong("--plot needs matplotlib, which is not installed", hint, "--plot") from None
-    path = Path(target)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise wrong(
-            f"--plot writes no {path.suffix or 'file without suffix'}", ".png, .svg or .pdf"
-        )
-    if not path.parent.is_dir():
-        raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", "--plot")
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def _save(figure: "Figure", target: str) -> None:
-    path = Path(target)
-    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(aside, dpi=150)
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise failed(f"{target} cannot be written: {error.strerror}", "name another file") from None
+    with aside(target) as path:
+        figure.savefig(path, dpi=150)

@@ -49,7 +49,7 @@ class Scored:
 def read_records(path: str) -> tuple[list[Record], list[str]]:
     """The records of a JSON list, and a line for each that describes no step to predict.
 
-    Raises MtcliError where the file is not such a list.
+    Raises MtcliError where the file is not such a list, or none of it can be predicted.
     """
     try:
         rows = parse_json(Path(path).read_bytes())
@@ -68,6 +68,9 @@ def read_records(path: str) -> tuple[list[Record], list[str]]:
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             name = row.get("id", place) if isinstance(row, dict) else place
             left_out.append(f"{name}: {_reason(error)}")
+    if not records:
+        hint = f"record {left_out[0]}" if left_out else "docs/plan.md says what a record holds"
+        raise wrong(f"{path} holds no run that can be predicted", hint, "--validate")
     return records, left_out
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from mtcli.core.report.beside import planned_memory
 from mtcli.core.report.colors import GRID
 from mtcli.core.report.figures import Profile
-from mtcli.core.report.files import aside
 from mtcli.core.report.tables import summary_rows
 from mtcli.core.report.template import Section, document, table
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml
+from mtcli.core.spec.outputs import aside
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -8,14 +8,12 @@ from mtcli.core.cost.plot import COLORS, LABELS
 from mtcli.core.report.attribution import KINDS
 from mtcli.core.report.colors import GREEN, MEMORY, TIME
 from mtcli.core.report.figures import Profile, memory_over_time
-from mtcli.core.report.files import aside
 from mtcli.core.report.history import CURVES
 from mtcli.core.schedule.timeline import Timeline
+from mtcli.core.spec.outputs import aside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def save_profile(target: str, profile: Profile) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtcli.core.report.attribution import speakers
-from mtcli.core.report.files import aside
 from mtcli.core.report.records import RankRecord
 from mtcli.core.report.trace import STEP
+from mtcli.core.spec.outputs import aside
 
 PROCESS = 10**9  # above any process id, so that our tracks have a process of their own
 

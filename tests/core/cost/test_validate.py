@@ -105,7 +105,13 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("{}", "holds no list of records")],
+    [
+        (None, "cannot be read"),
+        ("{", "is not JSON"),
+        ("{}", "holds no list of records"),
+        ("[]", "holds no run that can be predicted\n\nhint: docs/plan.md"),
+        ('[{"id": 7}]', "holds no run that can be predicted\n\nhint: record 7: no field 'model'"),
+    ],
 )
 def test_a_file_without_records_is_refused(tmp_path, text, message):
     path = tmp_path / "runs.json"

@@ -2,12 +2,12 @@
 
 import pytest
 
-from mtcli.core.report.files import aside, require_extra, require_writable
 from mtcli.core.spec.errors import MtcliError
+from mtcli.core.spec.outputs import aside, require_extra, require_writable
 
 
 def test_a_suffix_that_cannot_be_written_is_refused():
-    with pytest.raises(MtcliError, match=r"--plot writes no \.gif") as caught:
+    with pytest.raises(MtcliError, match=r"it does not write \.gif") as caught:
         require_writable("a.gif", "--plot", (".png", ".svg"))
     assert "ends in .png or .svg" in str(caught.value)
 

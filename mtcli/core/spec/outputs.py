@@ -1,4 +1,4 @@
-"""Files that are never half there: written aside, synced, then renamed."""
+"""Files that a flag names: known to be writable before the work, and never half there."""
 
 import os
 from collections.abc import Iterator
@@ -13,12 +13,18 @@ def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> 
     """Raises MtcliError where a flag's file could not be written, before any work is done."""
     path = Path(target)
     if suffixes and path.suffix not in suffixes:
-        message = f"{flag} writes no {path.suffix or 'file without suffix'}"
+        message = f"it does not write {path.suffix or 'files without a suffix'}"
         raise wrong(message, f"a name that ends in {' or '.join(suffixes)}", flag)
     if not path.parent.is_dir():
         raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", flag)
     if path.is_dir():
         raise wrong(f"{target} is a folder", "name a file", flag)
+
+
+def require_picture(target: str, flag: str) -> None:
+    """As `require_writable`, of a picture: its suffix says which kind."""
+    require_writable(target, flag, (".png", ".svg", ".pdf"))
+    require_extra("matplotlib", flag)
 
 
 def require_extra(module: str, flag: str) -> None:
