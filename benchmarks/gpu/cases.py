@@ -51,8 +51,9 @@ class Case:
                 "global_batch_size": batch,
             },
             "optimizer": {"lr": 1e-4, "schedule": "constant"},
-            "train": {"steps": LIFELONG, "precision": "fp32" if tiny else "bf16"},
+            "train": {"steps": LIFELONG},
         }
+        table["train"] |= {"precision": "fp32"} if tiny else {"precision": "bf16", "device": "cuda"}
         layers = [f"model.num_layers={self.layers}"] if self.layers else []
         small = _small(table["model"], self.layers) if tiny else []
         config = config_of(table, [*self.settings, *layers, *small, *settings])
