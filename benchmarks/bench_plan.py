@@ -2,7 +2,7 @@
 
 Each layout is planned and then run, `mtcli plan --device cpu` and `mtcli profile` as a user would:
 the median of the timed steps, and the bytes of the fullest rank: weights, gradients, optimizer,
-and what a step keeps on top. The first plan of a kind of run measures the machine (10 to 20 s).
+and what a step keeps on top. The first plan of a kind of run measures the machine (15 to 30 s).
 
     python benchmarks/bench_plan.py [--steps 8] [--only wide,tp] [--json FILE]
 """
@@ -34,6 +34,9 @@ CASES = {
     "ep=2":             (2, SMALL | MIXTRAL, 256, 4, 8, ("parallel.ep=2",)),
     "full recompute":   (1, SMALL, 256, 4, 8, ("parallel.recompute=full",)),
     "llama":            (1, SMALL | LLAMA, 256, 4, 8, ()),
+    "llama, tp=2":      (2, SMALL | LLAMA, 256, 4, 8, ("parallel.tp=2",)),
+    "ep=2, bf16":       (2, SMALL | MIXTRAL, 256, 4, 8, ("parallel.ep=2", "train.precision=bf16")),
+    "cp=2, recompute":  (2, SMALL, 256, 4, 8, ("parallel.cp=2", "parallel.recompute=full")),
     "wide":             (1, WIDE, 512, 1, 4, ()),
     "wide, bf16":       (1, WIDE, 512, 1, 4, ("train.precision=bf16",)),
     "wide, tp=2":       (2, WIDE, 512, 1, 4, ("parallel.tp=2",)),

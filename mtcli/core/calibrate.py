@@ -20,6 +20,7 @@ from mtcli.core.cost.host import attention_seconds, stage_amounts
 from mtcli.core.cost.workload import Workload
 from mtcli.core.measure import counted
 from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.pp import OpSpan
 from mtcli.core.probes import (
     Watch,
     attention_rows,
@@ -34,7 +35,7 @@ from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.trainer import Phases, Trainer
 
-STEPS, WARMUP = 4, 1
+ROUNDS, STEPS, WARMUP = 2, 2, 1  # rounds, so that no slow moment of the machine is in all
 NO_LINKS = dict.fromkeys(("gather", "scatter", "reduce", "exchange", "hop"), (0.0, 0.0))
 
 
@@ -62,7 +63,7 @@ SHAPES = (
 
 
 class Timed(NamedTuple):
-    """Seconds of a model's steps: of its passes, of the update, and of the rest."""
+    """Seconds of a model's step: of its passes, of the update, and of the rest."""
 
     work: Workload
     forward: float
@@ -93,8 +94,17 @@ def calibrate(facts: Facts, rank: int, shapes: Sequence[Shape] = SHAPES) -> Cali
     ranks = facts["ranks"]
     timer = watch(torch.get_num_threads(), ranks)
     known = _without_passes(facts, rank, timer)
-    timed = [_train(run_config(facts, shape), timer) for shape in shapes]
+    configs = [run_config(facts, shape) for shape in shapes]
+    rounds = [[_train(config, timer) for config in configs] for _ in range(ROUNDS)]
+    timed = [_typical(steps) for steps in zip(*rounds, strict=True)]
     return _fitted(known, [_of_slowest(one, ranks) for one in timed])
+
+
+def _typical(rounds: Iterable[Sequence[Timed]]) -> Timed:
+    """What a model's step takes where nothing disturbs it."""
+    steps = [step for steps in rounds for step in steps]
+    _, *columns = zip(*steps, strict=True)
+    return Timed(steps[0].work, *(quick(column) for column in columns))
 
 
 def _of_slowest(mine: Timed, ranks: int) -> Timed:
@@ -131,31 +141,31 @@ def run_config(facts: Facts, shape: Shape) -> RunConfig:
     }
     sizes = {"seq_len": shape.seq_len, "micro_batch_size": shape.sequences}
     sizes["global_batch_size"] = shape.sequences
-    train = {"precision": facts["precision"], "loss_scale": 1.0, "steps": STEPS + WARMUP}
+    train = {"precision": facts["precision"], "loss_scale": 1.0, "steps": WARMUP + STEPS}
     return RunConfig.model_validate({"model": model, "batch": sizes, "train": train})
 
 
-def _train(config: RunConfig, timer: Watch) -> Timed:
+def _train(config: RunConfig, timer: Watch) -> list[Timed]:
     """A model trained for a few steps on this rank alone, each begun with the others."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     trainer.initialise()
     trainer.pipeline.clock = timer.clock
-    feed = counted(config, trainer)
-    forward: list[float] = []
-    backward: list[float] = []
-    phases: list[Phases] = []
-    for step in range(WARMUP + STEPS):
+    feed, work = counted(config, trainer), Workload.of(config, 1)
+    steps: list[Timed] = []
+    for _ in range(WARMUP + STEPS):
         timer.together()
         trainer.train_step(feed)
         assert trainer.phases is not None, "a step leaves its phases"
-        if step >= WARMUP:
-            phases.append(trainer.phases)
-            for span in trainer.pipeline.spans:
-                (forward if span.op.kind == "F" else backward).append(span.end - span.start)
+        steps.append(_timed(work, trainer.phases, trainer.pipeline.spans))
     feed.close()
-    update = quick(p.norm - p.reduce + p.end - p.agree for p in phases)
-    overhead = quick(p.data - p.begin + p.reduce - p.pipeline + p.agree - p.norm for p in phases)
-    return Timed(Workload.of(config, 1), quick(forward), quick(backward), update, overhead)
+    return steps[WARMUP:]
+
+
+def _timed(work: Workload, p: Phases, spans: Iterable[OpSpan]) -> Timed:
+    passes = {span.op.kind: span.end - span.start for span in spans}  # of one micro-batch
+    update = p.norm - p.reduce + p.end - p.agree
+    overhead = p.data - p.begin + p.reduce - p.pipeline + p.agree - p.norm
+    return Timed(work, passes["F"], passes["B"], update, overhead)
 
 
 def _without_passes(facts: Facts, rank: int, timer: Watch) -> Calibration:

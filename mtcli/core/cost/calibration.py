@@ -137,7 +137,7 @@ def kept_or_measured(
     if found := _read(file, facts):
         return found
     ranks = f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''}"
-    _say(f"measuring this CPU for {ranks} of {facts['precision']}, once: about 15 s")
+    _say(f"measuring this CPU for {ranks} of {facts['precision']}, once: about 20 s")
     try:
         data = json.loads(measure(facts))
         found = Calibration.of(data)
