@@ -23,9 +23,8 @@ def losses(tmp_path):
     mtcli("preprocess", "text.txt", "--output", "text", "--tokenizer", "bytes", folder=tmp_path)
 
     def train(device, precision, *more):
-        output = "-".join(
-            [device, precision, *(["compiled"] if "train.compile=true" in more else [])]
-        )
+        ways = [name for name in ("compile", "cuda_graphs") if f"train.{name}=true" in more]
+        output = "-".join([device, precision, *ways])
         fields = [*SMALL, *more, f"train.device={device}", f"train.output={output}"]
         flags = [word for field in fields for word in ("--set", field)]
         mtcli("train", "tiny", *flags, "--set", f"train.precision={precision}", folder=tmp_path)
@@ -56,6 +55,13 @@ def test_a_compiled_run_has_the_losses_of_the_run_as_written(losses, kind):
     fields = [f"model.architecture={kind}", *(f"model.{size}" for size in sizes)]
     written = losses("cuda", "fp32", *fields)
     assert losses("cuda", "fp32", *fields, "train.compile=true") == pytest.approx(written, rel=1e-4)
+
+
+@pytest.mark.parametrize("more", [["model.dropout=0.1"], ["train.compile=true"]], ids=str)
+def test_a_run_from_cuda_graphs_has_the_losses_of_the_run_as_written(losses, more):
+    written = losses("cuda", "fp32", *more)
+    replayed = losses("cuda", "fp32", *more, "train.cuda_graphs=true")
+    assert replayed == pytest.approx(written, rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -52,7 +52,7 @@ def first_nonfinite(trainer: Trainer, feed: Feed) -> str:
         found.append(Finding(phase, order, op.stage, rank, module, op.micro_batch, where))
 
     with uncompiled(trainer.config.train.compile), _watched(trainer.stages, report):
-        trainer.forward_backward(feed)
+        trainer.forward_backward(feed, as_written=True)
     everyone = gather_objects(found[0] if found else None, trainer.groups.world)
     findings = sorted(one for one in everyone if isinstance(one, Finding))
     return str(findings[0]) if findings else "the sum of gradients that are finite one by one"

@@ -150,8 +150,9 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
 
 
 def _as_written(config: RunConfig) -> RunConfig:
-    """The config of a step that is not compiled: a compiler needs tensors with memory."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
+    """The config of a step not compiled nor recorded, which both take tensors with memory."""
+    plain = config.train.model_copy(update={"compile": False, "cuda_graphs": False})
+    return config.model_copy(update={"train": plain})
 
 
 def _fake_device(config: RunConfig, device: Device) -> torch.device:

@@ -13,6 +13,7 @@ import torch
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.engine import DTYPES, build_stages, load_weights, wire_of
 from mtcli.core.feed import Feed
+from mtcli.core.graphed import CudaGraphs, Graphed
 from mtcli.core.model.balance import Balance
 from mtcli.core.model.compiling import compile_blocks
 from mtcli.core.model.init import initialise
@@ -28,6 +29,7 @@ from mtcli.core.runtime import Runtime
 from mtcli.core.saving import load_optimizer
 from mtcli.core.schedule.generators import forward_only, schedule_for
 from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 
@@ -87,6 +89,7 @@ class Trainer:
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(config))
+        self.graphed = self._graphed()
         self.micro_batch_tokens = b.micro_batch_size * b.seq_len // p.cp
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
@@ -158,8 +161,11 @@ class Trainer:
         seconds = perf_counter() - start
         return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load)
 
-    def forward_backward(self, feed: Feed) -> tuple[float, list[float]]:
-        """(sum of this rank's losses, when its phases ended), with the gradients reduced."""
+    def forward_backward(self, feed: Feed, as_written: bool = False) -> tuple[float, list[float]]:
+        """(sum of this rank's losses, when its phases ended), with the gradients reduced.
+
+        `as_written` replays nothing, so that hooks of modules are called.
+        """
         batch, clock = self.config.batch, self.pipeline.clock
         marks = [clock()]
         gradient_scale = self.loss_scale.scale / (batch.global_batch_size * batch.seq_len)
@@ -167,12 +173,15 @@ class Trainer:
         marks.append(clock())
         self.gradients.begin()
         self.balance.begin()
-        loss_sum = self.pipeline.train_step(
-            load,
-            tokens=self.micro_batch_tokens,
-            scale=gradient_scale,
-            before_last_backward=self.gradients.arm,
-        )
+        if self.graphed and not as_written:
+            loss_sum = self.graphed.train_step(load, gradient_scale)
+        else:
+            loss_sum = self.pipeline.train_step(
+                load,
+                tokens=self.micro_batch_tokens,
+                scale=gradient_scale,
+                before_last_backward=self.gradients.arm,
+            )
         marks.append(clock())
         self.gradients.finish()
         marks.append(clock())
@@ -191,6 +200,17 @@ class Trainer:
         from mtcli.core.parallel.zero import ShardedGradients  # half a second of torch's imports
 
         return ShardedGradients(self.stages, self.ownership)
+
+    def _graphed(self) -> Graphed | None:
+        """What replays micro-batches, where the config asks for that."""
+        if not self.config.train.cuda_graphs:
+            return None
+        if self.groups.device.type != "cuda":
+            hint = "set train.cuda_graphs = false"
+            message = "cuda_graphs=true, and there is no CUDA device here"
+            raise wrong(message, hint, "train.cuda_graphs")
+        assert isinstance(self.gradients, Gradients), "zero = 3 is refused with graphs"
+        return Graphed(self.pipeline, self.gradients, CudaGraphs())
 
     def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
         """The same on every rank, as the loss and the norm are."""

@@ -1,6 +1,6 @@
 """What a stage is given besides activations: the tokens of a micro-batch and where they stand."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,28 @@ class Inputs:
     def shape(self) -> tuple[int, int]:
         """(b, s)."""
         return self.tokens.shape[0], self.tokens.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        """All that a training step reads, in a fixed order; what there is none of is left out."""
+        ids = self.tokens, self.positions, self.labels, self.numbers, self.seen.documents
+        return [x for x in (*ids, *(self.rotation or ())) if x is not None]
+
+    def clone(self) -> "Inputs":
+        """The same, in memory of its own."""
+        ids = self.tokens, self.positions, self.labels, self.numbers, self.seen.documents
+        tokens, positions, labels, numbers, documents = (
+            None if x is None else x.clone() for x in ids
+        )
+        turns = None if self.rotation is None else Rotation(*(x.clone() for x in self.rotation))
+        return replace(
+            self,
+            tokens=tokens,
+            positions=positions,
+            labels=labels,
+            numbers=numbers,
+            seen=Seen(self.seen.causal, documents),
+            rotation=turns,
+        )
 
 
 def make_inputs(model: ModelConfig, dtype: torch.dtype, tokens: Tensor, **others: Any) -> Inputs:

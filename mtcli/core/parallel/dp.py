@@ -90,6 +90,13 @@ class Gradients:
         self.fresh, self.armed = set(self.bucket_of), set()
         self.missing = {bucket: set(bucket.slots) for bucket in self.buckets}
 
+    def begin_at_zero(self) -> None:
+        """Starts a step in which the first gradient is added as well: each is the same work."""
+        self.begin()
+        self.fresh = set()
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+
     def arm(self, stage: int) -> None:
         """Says that the next backward of a stage is its last one of the step."""
         self.armed.add(stage)

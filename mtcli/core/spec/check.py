@@ -165,6 +165,26 @@ def _weights_are_compiled(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
+def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m, t = config.parallel, config.model, config.train
+    if not t.cuda_graphs:
+        return
+    sizes = {name: getattr(p, name) for name in ("tp", "cp", "pp", "vpp")}
+    broken = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    broken += [f"num_experts={m.num_experts}"] if m.num_experts else []
+    broken += [f"attention_dropout={m.attention_dropout}"] if m.attention_dropout else []
+    broken += ["zero=3"] if p.zero == 3 else []
+    broken += ["precision='fp64'"] if t.precision == "fp64" else []  # our kernels ask for no value
+    broken += ["device='cpu'"] if t.device == "cpu" else []
+    if broken:
+        yield Problem(
+            f"cuda_graphs=true with {', '.join(broken)}: what is replayed runs on one GPU, "
+            "exchanges nothing and asks no tensor for its values",
+            "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1",
+            "train.cuda_graphs",
+        )
+
+
 def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
     """Where torch.compile looks for one; on a GPU it makes kernels by triton instead."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -189,4 +209,5 @@ RULES: tuple[Rule, ...] = (
     _curve_fits,
     _loss_scale_is_used,
     _weights_are_compiled,
+    _graphs_are_the_same_each_time,
 )

@@ -121,6 +121,8 @@ class TrainConfig(Section):
     """fast lets fp32 products use a quicker routine that has passed a start-up accuracy check"""
     compile: bool = False
     """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
+    cuda_graphs: bool = False
+    """replay a micro-batch's forward and backward as CUDA graphs; of dense models, dp alone"""
     save_every: Count = 0
     """steps between checkpoints; 0 saves at the end only"""
     keep: Count = 2

@@ -83,6 +83,12 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "compile=true with schedule='zero_bubble': a compiled backward is one piece, "
         "and zero_bubble computes the gradients of weights later",
         "train.compile = false, or schedule '1f1b', 'interleaved' or 'gpipe'"),
+    "_graphs_are_the_same_each_time": (
+        ["train.cuda_graphs=true", "train.device=cpu", "parallel.tp=2", "parallel.zero=3",
+         "model.attention_dropout=0.1"], 2, "train.cuda_graphs",
+        "cuda_graphs=true with tp=2, attention_dropout=0.1, zero=3, device='cpu': what is "
+        "replayed runs on one GPU, exchanges nothing and asks no tensor for its values",
+        "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1"),
 }
 ALSO = {  # further branches of the same rules
     "odd heads cannot turn": (
