@@ -16,10 +16,11 @@ from mtcli.core.model.inputs import Cache, Inputs, make_inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.fp8 import fp8_products, require_fp8
 from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.parallel.ownership import Held, whole
 from mtcli.core.parallel.pp import Pipeline, Wire
-from mtcli.core.parallel.split import WeightWork
+from mtcli.core.parallel.split import PLAIN, Products, WeightWork
 from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.spec import check
@@ -36,6 +37,7 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # of all but the operands of linear layers
 }
 
 
@@ -46,7 +48,7 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
     every data rank holds some rows of each parameter (zero = 3).
     """
     parallel, layout = config.parallel, groups.layout
-    dtype = DTYPES[config.train.precision]
+    dtype, products = DTYPES[config.train.precision], _products(config, groups.device)
     build = Build(
         table=parameters(config.model),
         groups=groups,
@@ -55,7 +57,8 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
-        weight_work=WeightWork() if parallel.schedule == "zero_bubble" else None,
+        weight_work=WeightWork(products or PLAIN) if parallel.schedule == "zero_bubble" else None,
+        products=products,
     )
     layers = stage_layers(config.model, layout, parallel.stage_layers)
     stages = {
@@ -77,6 +80,14 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
 
         shard(stages, groups, dtype)
     return stages
+
+
+def _products(config: RunConfig, device: torch.device) -> Products | None:
+    """How linear layers multiply, where it is not torch's own way."""
+    if config.train.precision != "fp8":
+        return None
+    require_fp8(device, config.train.fp8_scaling)
+    return fp8_products(config.train.fp8_scaling)
 
 
 def wire_of(config: RunConfig) -> Wire:

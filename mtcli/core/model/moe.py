@@ -32,22 +32,23 @@ class ExpertArray(nn.Module):
             holder.weight = build.parameter(f"{name}.{kind}.weight")
             setattr(self, kind, holder)
         self.activation = model.activation
+        self.linear, self.grouped = build.whole_linear, build.products is None
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.
 
-        One expert after another on CPU, all at once on a GPU.
+        One expert after another on CPU and in float8, all at once on a GPU.
         """
         up_EFD, down_EDF = (
             holder.weight.unflatten(0, (len(counts), -1))
             for holder in (self.get_submodule(self.up_name), self.down)
         )
-        if runs_triton(x_ND):
+        if self.grouped and runs_triton(x_ND):
             return grouped_linear(
                 self._activate(grouped_linear(x_ND, up_EFD, counts)), down_EDF, counts
             )
         parts = [
-            linear(self._activate(linear(x, up)), down)
+            self.linear(self._activate(self.linear(x, up)), down)
             for x, up, down in zip(
                 x_ND.split(counts), up_EFD.unbind(0), down_EDF.unbind(0), strict=True
             )

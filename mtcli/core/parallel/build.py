@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.split import WeightWork
+from mtcli.core.parallel.split import Products, WeightWork
 from mtcli.core.spec.sharding import Parameter
 from mtcli.kernels.products import linear
 
@@ -28,14 +28,22 @@ class Build:
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     weight_work: WeightWork | None = None  # where the schedule splits the backward
+    products: Products | None = None  # of linear layers, where they are not torch's own
     device: torch.device | None = None  # of new parameters; None is the rank's
 
     @property
     def linear(self) -> Callable[..., Tensor]:
         """As F.linear, with weight gradients that can wait where the schedule splits."""
         if self.weight_work is None:
-            return linear
+            return self.whole_linear
         return partial(linear, product=self.weight_work.linear)
+
+    @property
+    def whole_linear(self) -> Callable[..., Tensor]:
+        """As F.linear, for layers whose backward no schedule splits."""
+        if self.products is None:
+            return linear
+        return partial(linear, product=WeightWork(self.products).linear)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.

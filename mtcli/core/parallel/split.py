@@ -5,7 +5,7 @@ Zero-bubble schedules (arXiv:2401.10241, section 2) put the weight half W where 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,26 @@ from torch import Tensor
 Work = Callable[[], None]
 
 
+class Products(NamedTuple):
+    """The three products of a linear layer, of x [T, D], weight [F, D] and gradient [T, F]."""
+
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> [T, F]
+    of_x: Callable[[Tensor, Tensor], Tensor]  # (gradient, weight) -> [T, D]
+    of_weight: Callable[[Tensor, Tensor], Tensor]  # (gradient, x) -> [F, D]
+
+
+PLAIN = Products(
+    torch.nn.functional.linear,
+    lambda grad, weight: grad @ weight,
+    lambda grad, x: grad.T @ x,
+)
+
+
 class WeightWork:
     """Collects the weight halves of a stage's linear layers while one micro-batch's I runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, products: Products = PLAIN) -> None:
+        self.products = products
         self.pending: list[Work] | None = None
 
     @contextmanager
@@ -40,14 +56,16 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.work, ctx.weight = bias is not None, work, weight
-        return torch.nn.functional.linear(x, weight, bias)
+        return work.products.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_bias = grad.sum(0) if ctx.has_bias else None
+        _, multiply, of_weight = ctx.work.products
+        of_x = multiply(grad, weight)
         if ctx.work.pending is None:
-            return grad @ weight, grad.T @ x, of_bias, None
+            return of_x, of_weight(grad, x), of_bias, None
         leaf = ctx.weight  # with its graph: from a view, such as a flattened weight, to the leaf
-        ctx.work.pending.append(lambda: torch.autograd.backward(leaf, grad.T @ x))
-        return grad @ weight, None, of_bias, None
+        ctx.work.pending.append(lambda: torch.autograd.backward(leaf, of_weight(grad, x)))
+        return of_x, None, of_bias, None

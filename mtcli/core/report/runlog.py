@@ -15,6 +15,8 @@ from mtcli.core.report.records import SaveRecord
 from mtcli.core.report.trackers import open_trackers
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.foreign import parse_json
+from mtcli.core.spec.fp8 import listed, narrow_layers, weight_sizes
+from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import count_parameters, forward_flops
 
@@ -46,10 +48,11 @@ class RunLog:
         if self.first_step:
             self._event("resumed", {"step": self.first_step, "world": world})
         self.trackers = open_trackers(config)
+        tokens = batch.global_batch_size * batch.seq_len
         rows = {
             "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
             "layout": f"{world} ranks: {_axes(config, world)}",
-            "step": f"{batch.global_batch_size * batch.seq_len:,} tokens, {config.train.precision}",
+            "step": f"{tokens:,} tokens, {_precision(config, world)}",
             "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
             "from": resumed_from,
             "output": str(self.folder),
@@ -162,6 +165,16 @@ def _axes(config: RunConfig, world: int) -> str:
     rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}
     sizes |= {axis: size for axis, size in rarer.items() if size != (axis != "zero")}
     return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _precision(config: RunConfig, world: int) -> str:
+    """The precision; for fp8 with its scaling, and the layers whose sizes it does not take."""
+    t = config.train
+    if t.precision != "fp8":
+        return t.precision
+    sizes = weight_sizes(config.model, ParallelLayout.of(config.parallel, world))
+    wide = {k: v for k, v in sizes.items() if k not in narrow_layers(t.fp8_scaling, sizes)}
+    return f"fp8 {t.fp8_scaling}" + (f"; in bf16 {listed(wide)}" if wide else "")
 
 
 def _truncated(path: Path, step: int) -> Any:

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divides, divisors, listing
 from mtcli.core.spec.errors import MtcliError, Problem
-from mtcli.core.spec.layout import smallest_world
+from mtcli.core.spec.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
+from mtcli.core.spec.layout import ParallelLayout, smallest_world
 from mtcli.core.spec.layout_rules import LAYOUT_RULES, Rule
 from mtcli.core.spec.load import read_config
 from mtcli.core.spec.nearest import nearest_hint
 
+ONE_RANK = ParallelLayout(1)
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
@@ -155,6 +157,28 @@ def _loss_scale_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
+def _fp8_scaling_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
+    t = config.train
+    if t.fp8_scaling != "rowwise" and t.precision != "fp8":
+        yield Problem(
+            f"fp8_scaling={t.fp8_scaling!r} with precision={t.precision!r}, which scales nothing",
+            "train.precision = 'fp8', or leave train.fp8_scaling out",
+            "train.fp8_scaling",
+        )
+
+
+def _fp8_has_products(config: RunConfig, world: int) -> Iterator[Problem]:
+    t, sizes = config.train, weight_sizes(config.model, ONE_RANK)
+    if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
+        multiple = MULTIPLE[t.fp8_scaling]
+        yield Problem(
+            f"fp8_scaling={t.fp8_scaling!r} takes weights whose rows and columns are multiples of "
+            f"{multiple}, and the model has {listed(sizes)}",
+            f"widths that are multiples of {multiple}, or train.precision = 'bf16'",
+            "train.precision",
+        )
+
+
 def _weights_are_compiled(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.train.compile and config.parallel.schedule == "zero_bubble":
         yield Problem(
@@ -210,4 +234,6 @@ RULES: tuple[Rule, ...] = (
     _loss_scale_is_used,
     _weights_are_compiled,
     _graphs_are_the_same_each_time,
+    _fp8_scaling_is_used,
+    _fp8_has_products,
 )

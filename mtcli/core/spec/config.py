@@ -11,6 +11,8 @@ from pydantic import Field, PositiveInt, model_validator
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.section import Count, Fraction, NonNegative, Section
 
+Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
+
 
 class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
@@ -107,8 +109,10 @@ class TrainConfig(Section):
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
-    """of weights and activations; reductions and the optimizer stay in fp32 (fp64 in fp64)"""
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """of weights and activations, fp8 of products; sums and optimizer: fp32, or fp64 in fp64"""
+    fp8_scaling: Fp8Scaling = "rowwise"
+    """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
     loss_scale: NonNegative = 0.0
     """fp16: fixed factor on the loss; 0 is dynamic"""
     initial_loss_scale: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 65536.0

@@ -9,6 +9,8 @@ from math import isqrt
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divides, divisors, listing
 from mtcli.core.spec.errors import Problem
+from mtcli.core.spec.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
+from mtcli.core.spec.layout import ParallelLayout
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
@@ -191,6 +193,24 @@ def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
+def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
+    """That a layout leaves some weights of a size for float8, where the model has such."""
+    p, t = config.parallel, config.train
+    if t.precision != "fp8":
+        return
+    whole, cut = (
+        weight_sizes(config.model, ParallelLayout(tp * etp, tp=tp, etp=etp))
+        for tp, etp in ((1, 1), (p.tp, p.etp))
+    )
+    if narrow_layers(t.fp8_scaling, whole) and not narrow_layers(t.fp8_scaling, cut):
+        yield Problem(
+            f"tp={p.tp} etp={p.etp} leave no weight whose rows and columns are multiples of "
+            f"{MULTIPLE[t.fp8_scaling]} (fp8_scaling={t.fp8_scaling!r}): {listed(cut)}",
+            "less tp and etp, or train.precision = 'bf16'",
+            "parallel.tp",
+        )
+
+
 LAYOUT_RULES: tuple[Rule, ...] = (
     _experts_see_tokens_once,
     _world_divides,
@@ -203,4 +223,5 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _schedule_fits,
     _sharding_fits,
     _batch_divides,
+    _fp8_is_left,
 )

@@ -89,6 +89,23 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "cuda_graphs=true with tp=2, attention_dropout=0.1, zero=3, device='cpu': what is "
         "replayed runs on one GPU, exchanges nothing and asks no tensor for its values",
         "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1"),
+    "_fp8_scaling_is_used": (
+        ["train.precision=bf16", "train.fp8_scaling=blockwise"], 1, "train.fp8_scaling",
+        "fp8_scaling='blockwise' with precision='bf16', which scales nothing",
+        "train.precision = 'fp8', or leave train.fp8_scaling out"),
+    "_fp8_has_products": (
+        ["train.precision=fp8", "model.hidden_size=250"], 1, "train.precision",
+        "fp8_scaling='rowwise' takes weights whose rows and columns are multiples of 16, and the "
+        "model has attention.qkv 768 x 250, attention.out 250 x 256, mlp.up 1000 x 250, "
+        "mlp.down 250 x 1000",
+        "widths that are multiples of 16, or train.precision = 'bf16'"),
+    "_fp8_is_left": (
+        ["train.precision=fp8", "train.fp8_scaling=blockwise", "parallel.tp=8",
+         "model.ffn_hidden_size=512"], 8, "parallel.tp",
+        "tp=8 etp=1 leave no weight whose rows and columns are multiples of 128 "
+        "(fp8_scaling='blockwise'): attention.qkv 96 x 256, attention.out 256 x 32, "
+        "mlp.up 64 x 256, mlp.down 256 x 64",
+        "less tp and etp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
     "odd heads cannot turn": (

@@ -1,0 +1,118 @@
+"""Loss parity of float8: a small model trained in bf16, and in fp8 with each scaling.
+
+Every run has the same seed, tokens and learning rates, so the curves differ by rounding alone; a
+second bf16 run from another seed says how far apart curves lie by chance. The gap is that of the
+mean loss over the last steps. On CPU float8 products are emulated: this measures numbers, not time.
+
+    python benchmarks/fp8_parity.py wiki.txt --json fp8.json --png fp8.png
+
+The text is any; docs/fp8.md has what WikiText-103's validation text gave. Each run resumes from its
+folder under --work where it was cut off, and one that is done is read again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+SCALINGS = ("rowwise", "blockwise", "tensorwise")
+TAIL = 50  # steps whose mean is the final loss
+GOAL = 0.5  # percent
+MODEL = {
+    "num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 257, "max_seq_len": 128,
+}  # fmt: skip
+BATCH = {"seq_len": 128, "micro_batch_size": 4, "global_batch_size": 4}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--work", type=Path, help="where runs are kept; a folder that goes away")
+    parser.add_argument("--only", default="bf16,bf16 other seed,rowwise,blockwise,tensorwise")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    args = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        curves = trained(args, args.work or Path(folder))
+    rows = {name: row(curve, curves["bf16"]) for name, curve in curves.items()}
+    show(rows)
+    if args.json:
+        data = {"model": MODEL, "batch": BATCH, "steps": args.steps, "rows": rows, "losses": curves}
+        args.json.write_text(json.dumps(data) + "\n")
+    if args.png:
+        draw(curves, args.png)
+
+
+def trained(args: argparse.Namespace, work: Path) -> dict[str, list[float]]:
+    """The losses of each run, by name."""
+    work.mkdir(parents=True, exist_ok=True)
+    data = work / "data"
+    if not data.with_suffix(".bin").exists():
+        run("preprocess", str(args.text), "--output", str(data), "--tokenizer", "bytes")
+    return {name: losses(name, args.steps, work, data) for name in args.only.split(",")}
+
+
+def losses(name: str, steps: int, work: Path, data: Path) -> list[float]:
+    """The loss of every step of a run, which is made unless its folder has it."""
+    folder = work / name.replace(" ", "-")
+    train: dict[str, object] = {"steps": steps, "output": str(folder), "precision": "bf16"}
+    if name in SCALINGS:
+        train |= {"precision": "fp8", "fp8_scaling": name}
+    settings = {
+        "seed": 4321 if "seed" in name else 1234,
+        **{f"model.{k}": v for k, v in MODEL.items()},
+        **{f"batch.{k}": v for k, v in BATCH.items()},
+        **{f"train.{k}": v for k, v in train.items()},
+        "data.train": json.dumps([str(data)]),
+        "train.save_every": 100,
+    }
+    metrics = folder / "metrics.jsonl"
+    if not (folder / "checkpoints" / f"step-{steps:08d}").exists():
+        flags = [word for k, v in settings.items() for word in ("--set", f"{k}={v}")]
+        run("train", "tiny", *flags, *(["--resume"] if (folder / "checkpoints").exists() else []))
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+
+
+def run(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "mtcli", *arguments], check=True, stdout=sys.stderr)
+
+
+def row(curve: list[float], reference: list[float]) -> dict[str, float]:
+    """The final loss, its gap to bf16 in percent, and the largest gap of a step's loss."""
+    final, bf16 = (sum(c[-TAIL:]) / len(c[-TAIL:]) for c in (curve, reference))
+    apart = [abs(a - b) / b for a, b in zip(curve, reference, strict=True)]
+    return {
+        "final_loss": final,
+        "gap_percent": 100.0 * (final / bf16 - 1.0),
+        "largest_step_gap_percent": 100.0 * max(apart),
+    }
+
+
+def show(rows: dict[str, dict[str, float]]) -> None:
+    print(f"| run | mean loss of the last {TAIL} steps | gap to bf16 | largest of a step |")
+    print("|---|---|---|---|")
+    for name, r in rows.items():
+        gap, largest = r["gap_percent"], r["largest_step_gap_percent"]
+        print(f"| {name} | {r['final_loss']:.4f} | {gap:+.2f} % | {largest:.2f} % |")
+    missed = [s for s in SCALINGS if s in rows and abs(rows[s]["gap_percent"]) > GOAL]
+    print(f"missed the goal of {GOAL} %: {', '.join(missed) or 'none'}")
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    """The curves, each step's mean over ten."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(8, 5))).subplots()
+    for name, curve in curves.items():
+        ends = range(10, len(curve) + 1)
+        axes.plot(ends, [sum(curve[i - 10 : i]) / 10 for i in ends], label=name, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss, mean of 10 steps")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

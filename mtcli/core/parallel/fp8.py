@@ -1,0 +1,98 @@
+"""Linear layers in float8: what each scaling does with the operands of the three products.
+
+| scaling | x, gradients | weight | format of gradients |
+|---|---|---|---|
+| tensorwise | one scale | one scale | e5m2 (arXiv:2209.05433; torchao's default) |
+| rowwise | a scale per row | a scale per row | e4m3 (torchao's rowwise recipe) |
+| blockwise | 1 x 128 | 128 x 128 | e4m3 (DeepSeek-V3, arXiv:2412.19437, section 3.3) |
+
+Rows are those along the contraction, so x and gradients are scaled once by token and once, for the
+weight's gradient, by feature. Activations, weights and results stay bfloat16, T tokens, D and F a
+weight's columns and rows on this rank. Scales are a rank's own: nothing is exchanged for them.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.parallel.split import PLAIN, Products
+from mtcli.core.spec.config import Fp8Scaling
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.fp8 import is_narrow
+from mtcli.kernels.fp8 import ROW, SQUARES, STRIPS, WHOLE, Block, narrowed, product
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OLDEST = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0)}  # compute capabilities
+
+
+class Recipe(NamedTuple):
+    """How operands are scaled."""
+
+    tokens: Block  # of x and of gradients, as they are and transposed
+    weight: Block
+    gradient: torch.dtype
+    quick: tuple[bool, bool]  # sums of forwards and of backwards may be short
+
+
+RECIPES: dict[Fp8Scaling, Recipe] = {
+    "tensorwise": Recipe(WHOLE, WHOLE, E5M2, (True, False)),
+    "rowwise": Recipe(ROW, ROW, E4M3, (True, True)),
+    "blockwise": Recipe(STRIPS, SQUARES, E4M3, (False, False)),
+}
+
+
+def fp8_products(scaling: Fp8Scaling) -> Products:
+    """The products of a linear layer, in float8 where its weight's size allows."""
+    return Products(
+        partial(_forward, scaling), partial(_of_x, scaling), partial(_of_weight, scaling)
+    )
+
+
+def require_fp8(device: torch.device, scaling: Fp8Scaling) -> None:
+    """Raises MtcliError where a GPU has no float8 products with this scaling; CPUs emulate them."""
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    newest = (9, 0) if scaling == "blockwise" else (99, 0)  # torch has squares on Hopper alone
+    if OLDEST[scaling] <= (major, minor) <= newest:
+        return
+    need = ".".join(map(str, OLDEST[scaling])) + (" or more" if newest > (9, 0) else "")
+    name = torch.cuda.get_device_name(device)
+    message = (
+        f"fp8_scaling={scaling!r} takes a GPU of compute capability {need}, "
+        f"and {name} has {major}.{minor}"
+    )
+    other = "train.fp8_scaling = 'rowwise'" if major > 9 else "train.precision = 'bf16'"
+    raise wrong(message, other, "train.fp8_scaling")
+
+
+def _forward(scaling: Fp8Scaling, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    if not _fits(scaling, len(weight_FD), x_TD):
+        return PLAIN.forward(x_TD, weight_FD, bias_F)
+    recipe = RECIPES[scaling]
+    x, weight = narrowed(x_TD, recipe.tokens, E4M3), narrowed(weight_FD, recipe.weight, E4M3)
+    y_TF = product(x, weight, recipe.quick[0])
+    return y_TF if bias_F is None else y_TF + bias_F
+
+
+def _of_x(scaling: Fp8Scaling, grad_TF: Tensor, weight_FD: Tensor) -> Tensor:
+    if not _fits(scaling, weight_FD.shape[1], grad_TF):
+        return PLAIN.of_x(grad_TF, weight_FD)
+    recipe = RECIPES[scaling]
+    grad = narrowed(grad_TF, recipe.tokens, recipe.gradient)
+    return product(grad, narrowed(weight_FD.T, recipe.weight, E4M3), recipe.quick[1])
+
+
+def _of_weight(scaling: Fp8Scaling, grad_TF: Tensor, x_TD: Tensor) -> Tensor:
+    if not _fits(scaling, grad_TF.shape[1], x_TD):
+        return PLAIN.of_weight(grad_TF, x_TD)
+    recipe = RECIPES[scaling]
+    grad = narrowed(grad_TF.T, recipe.tokens, recipe.gradient)
+    return product(grad, narrowed(x_TD.T, recipe.tokens, E4M3), recipe.quick[1])
+
+
+def _fits(scaling: Fp8Scaling, other: int, x: Tensor) -> bool:
+    """Whether there are tokens [T, K], and the weight of K by `other` is multiplied in float8."""
+    return len(x) > 0 and is_narrow(scaling, other, x.shape[1])
