@@ -142,6 +142,7 @@ def run_config(facts: Facts, shape: Shape) -> RunConfig:
     sizes = {"seq_len": shape.seq_len, "micro_batch_size": shape.sequences}
     sizes["global_batch_size"] = shape.sequences
     train = {"precision": facts["precision"], "loss_scale": 1.0, "steps": WARMUP + STEPS}
+    train |= {name: facts[name] for name in ("fp8_scaling",) if name in facts}
     return RunConfig.model_validate({"model": model, "batch": sizes, "train": train})
 
 

@@ -97,6 +97,7 @@ def facts_of(config: RunConfig, world: int) -> Facts:
     """All that the measured numbers of a config on `world` ranks depend on."""
     model = config.model
     flags = ("activation", "norm", "position", "bias", "qkv_bias", "causal", "head_dim")
+    scaled = config.train.precision == "fp8"
     return {
         "version": VERSION,
         "processor": _processor(),
@@ -107,6 +108,7 @@ def facts_of(config: RunConfig, world: int) -> Facts:
         "matmul": config.train.matmul,
         "kind": {name: getattr(model, name) for name in flags}
         | {"dropout": model.dropout > 0.0, "routed": model.num_experts > 0},
+        **({"fp8_scaling": config.train.fp8_scaling} if scaled else {}),
     }
 
 

@@ -11,6 +11,7 @@ from mtcli.core.cost.costs import Pass
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.physics import Physics
 from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.fp8 import is_narrow
 
 TILE = 128  # rows and columns of an output tile
 BLOCK_KERNELS = 24  # launches of a dense block's forward pass
@@ -125,9 +126,13 @@ def _products(
     shapes: list[Shape],
     copies: int = 1,
 ) -> Pass:
-    """[M, K] @ [K, N] for each (M, N, K), and the two products of its backward pass."""
+    """[M, K] @ [K, N] for each (M, N, K), and the two products of its backward pass; in bfloat16
+    where float8 does not take a weight of [N, K]."""
     forward = backward = 0.0
+    given = work
     for m, n, k in shapes:
+        wide = given.precision == "fp8" and not is_narrow(given.fp8_scaling, n, k)
+        work = replace(given, precision="bf16") if wide else given
         forward += copies * product_seconds((m, n, k), work, device, physics, copies)
         backward += copies * product_seconds((m, k, n), work, device, physics, copies)
         backward += copies * product_seconds((n, k, m), work, device, physics, copies)

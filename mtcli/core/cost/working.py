@@ -38,6 +38,14 @@ def head_working(work: Workload, cpu: bool) -> float:
     return max(copy + before, t.gathered + before + weight)
 
 
+def tied_gradient(work: Workload) -> float:
+    """Bytes of the gradient that a tied head's product gives, which waits through the backward for
+    the embedding's, to be added to it."""
+    t = Shapes.of(work)
+    weight = logits_bytes(work) / t.tokens * t.hidden
+    return weight * work.model.tie_embeddings
+
+
 def block_working(work: Workload, cpu: bool) -> float:
     """Bytes in the worst op of a block, beyond what all forwards have kept."""
     again = 0.0
@@ -75,14 +83,15 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     The gradient of the block's output waits for the residual add all the while.
     """
     m, t, layout = work.model, Shapes.of(work), work.layout
-    gated = 2 if m.activation == "swiglu" else 1
+    gated, narrow = 2 if m.activation == "swiglu" else 1, work.sizes.gemm == "fp8"
     rows, width = t.tokens, m.ffn_hidden_size / layout.tp
     weights = gathered = 0.0
     if m.num_experts:
         rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
         weights = m.num_experts / layout.ep * m.hidden_size * width * t.size
     inner, outer = rows * width * t.size, rows * m.hidden_size * t.size
-    inner /= m.num_experts / layout.ep if cpu and m.num_experts else 1  # one after the other
+    in_turn = m.num_experts / layout.ep if m.num_experts and (cpu or narrow) else 1  # one by one
+    inner /= in_turn
     one = weights or m.hidden_size * width * t.size
     if work.sequence_cut > 1 or m.num_experts:
         gathered = outer
@@ -90,12 +99,15 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     # Under full recompute without tp a gated block whose backward ran before has one left.
     stays = gated == 2 and work.recompute == "full" and layout.tp == 1 and not m.num_experts
     before = one * stays
-    # A batched product's weight gradient is laid out anew, when the output's gradient is gone; on
-    # CPU each expert's are stacked in the end, the second product's before the first one's.
-    turned = one if m.num_experts and not cpu else 0.0
-    stacked = (1 + gated) * one if m.num_experts and cpu else 0.0
+    # A batched product's weight gradient is laid out anew, when the output's gradient is gone; where
+    # one expert follows the other theirs are stacked in the end, the second product's first.
+    turned = one if m.num_experts and not (cpu or narrow) else 0.0
+    stacked = (1 + gated) * one if m.num_experts and (cpu or narrow) else 0.0
+    # In float8 the operands of a weight's gradient are there as bytes, of x and of the gradient.
+    bytes_of_2 = narrow * rows * (m.hidden_size + width) / in_turn
+    bytes_of_1 = narrow * rows * (m.hidden_size + gated * width) / in_turn
     return (
-        t.stream + inner + one + max(gathered + before, turned),
+        t.stream + inner + one + bytes_of_2 + max(gathered + before, turned),
         t.stream + (2 if gated == 2 else 1) * inner,
-        t.stream + gated * (inner + one) + outer + gathered + stacked - kept,
+        t.stream + gated * (inner + one) + bytes_of_1 + outer + gathered + stacked - kept,
     )

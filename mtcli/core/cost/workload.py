@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
-from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.config import Fp8Scaling, RunConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model_config import ModelConfig
 
@@ -46,6 +46,7 @@ class Workload:
     micro_batch_size: int
     global_batch_size: int
     precision: str = "bf16"
+    fp8_scaling: Fp8Scaling = "rowwise"
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
     zero: int = 0
@@ -69,6 +70,7 @@ class Workload:
             micro_batch_size=b.micro_batch_size,
             global_batch_size=b.global_batch_size,
             precision=config.train.precision,
+            fp8_scaling=config.train.fp8_scaling,
             schedule_name=p.schedule,
             sequence_parallel=p.sequence_parallel or p.tp_mode == "2d",
             zero=p.zero,

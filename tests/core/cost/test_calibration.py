@@ -111,6 +111,9 @@ def test_numbers_are_kept_apart_by_what_they_depend_on():
     assert facts_of(tiny, 10**6)["ranks"] == alone["cores"]
     for name in ("train.precision=bf16", "model.activation=gelu", "model.dropout=0.1"):
         assert facts_of(load_config("tiny", [name]), 1) != alone, name
+    fp8 = facts_of(load_config("tiny", ["train.precision=fp8"]), 1)
+    blocks = ["train.precision=fp8", "train.fp8_scaling=blockwise"]
+    assert facts_of(load_config("tiny", blocks), 1) != fp8 != alone
     for name in ("model.num_layers=2", "batch.seq_len=128", "optimizer.lr=1e-5"):
         assert facts_of(load_config("tiny", [name]), 1) == alone, name
 
