@@ -70,8 +70,7 @@ def test_a_short_inner_dimension_and_narrow_types_change_the_rate_as_stated():
 def test_weights_that_float8_does_not_take_are_multiplied_at_the_rate_of_bfloat16():
     ragged = LARGE.model_copy(update={"num_heads": 63, "num_kv_heads": 63, "head_dim": 72})
     plain, fp8 = (
-        block_seconds(step(model=ragged, precision=name), H100, PERFECT)
-        for name in ("bf16", "fp8")
+        block_seconds(step(model=ragged, precision=name), H100, PERFECT) for name in ("bf16", "fp8")
     )
     rowwise, blockwise = (
         block_seconds(step(precision="fp8", fp8_scaling=scaling), H100, PERFECT)

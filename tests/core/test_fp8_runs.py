@@ -1,0 +1,102 @@
+"""Training in float8: layouts against one rank, checkpoints into other precisions, and the CLI.
+
+Two layouts round a gradient's operands apart where they cut its tokens or its contraction, so their
+gradients differ by a share of 2**-4, float8's rounding, which averages out over a norm.
+"""
+
+from functools import cache, partial
+
+import pytest
+from ranks import run_ranks
+from tiny import GPT, LLAMA, MOE, Samples, run_config
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import save
+from mtcli.core.feed import Feed
+from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.saving import pieces, progress
+from mtcli.core.spec.load import dump_toml
+from mtcli.core.trainer import Trainer
+
+WIDE = {"hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 2}
+BLOCKS = {"hidden_size": 256, "ffn_hidden_size": 256, "num_kv_heads": 4, "num_layers": 2}
+MODELS = {
+    "gpt": GPT | WIDE,
+    "llama": LLAMA | WIDE,
+    "moe": MOE | WIDE | {"moe_ffn_hidden_size": 32},
+    "blocks": LLAMA | BLOCKS,
+}
+TALL = {"micro_batch_size": 2}
+ROWS = [  # model, ranks, parallel, scaling
+    ("gpt", 2, {"tp": 2}, "rowwise"),
+    ("llama", 2, {"tp": 2, "sequence_parallel": False, "recompute": "full"}, "tensorwise"),
+    ("blocks", 2, {"tp": 2}, "blockwise"),
+    ("gpt", 2, {"pp": 2, "schedule": "zero_bubble"}, "rowwise"),
+    ("llama", 2, {"cp": 2, "recompute": "selective"}, "rowwise"),
+    ("llama", 2, {"zero": 3}, "rowwise"),
+    ("moe", 2, {"ep": 2, "zero": 1}, "rowwise"),
+    ("moe", 2, {"tp": 2, "etp": 2, "dispatcher": "all_gather"}, "rowwise"),
+]
+
+
+def config_of(name, scaling, parallel=None, **train):
+    settings = {"precision": "fp8", "fp8_scaling": scaling, "steps": 8} | train
+    return run_config(MODELS[name], parallel=parallel or {}, batch=TALL, train=settings)
+
+
+def trained(runtime, config, folder=None, start=0, stop=4):
+    """(loss, gradient norm) of the steps from a folder's checkpoint, or the seed, to another."""
+    trainer = Trainer(config, runtime)
+    if start:
+        trainer.resume(open_checkpoint(folder / f"step-{start:08d}"))
+    else:
+        trainer.initialise()
+    feed = Feed(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(feed) for _ in range(stop - start)]
+    feed.close()
+    if folder and not start:
+        extra = {"extra": progress(trainer).model_dump(), "config_toml": dump_toml(config)}
+        gather = partial(gather_objects, axis=trainer.groups.world)
+        save(folder, stop, pieces(trainer), rank=runtime.rank, gather=gather, tokenizer=None,
+             keep=0, **extra)  # fmt: skip
+    return [(step.loss, step.grad_norm) for step in done]
+
+
+@cache
+def alone(name, scaling):
+    return run_ranks(1, trained, config_of(name, scaling))[0]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_layout_trains_as_one_rank_does_up_to_float8_s_rounding(row):
+    name, world, parallel, scaling = row
+    found = run_ranks(world, trained, config_of(name, scaling, parallel))[0]
+    expected = alone(name, scaling)
+    for (loss, _), (theirs, _) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(theirs, rel=2.5e-3)
+    assert found[0][1] == pytest.approx(expected[0][1], rel=4e-3), "the first gradient's norm"
+    if {"pp", "zero"} & set(parallel):
+        assert found[0][0] == expected[0][0], "no scale is another, and no sum of the forward"
+
+
+def test_each_scaling_is_another_rounding_than_bfloat16_s():
+    losses = [alone("blocks", scaling)[0][0] for scaling in ("rowwise", "blockwise", "tensorwise")]
+    wide = config_of("blocks", "rowwise", precision="bf16")
+    losses.append(run_ranks(1, trained, wide, None, 0, 1)[0][0][0])
+    assert len(set(losses)) == 4
+    assert losses == pytest.approx([losses[-1]] * 4, rel=5e-3)
+
+
+def test_activations_that_are_computed_again_are_the_same():
+    again = config_of("llama", "rowwise", {"recompute": "full"})
+    assert run_ranks(1, trained, again)[0] == alone("llama", "rowwise")
+
+
+def test_a_checkpoint_is_that_of_bfloat16_and_a_run_goes_on_from_it(tmp_path):
+    config = config_of("moe", "rowwise", {"ep": 2})
+    whole = run_ranks(2, trained, config)[0]
+    first = run_ranks(2, trained, config, tmp_path, 0, 2)[0]
+    assert first + run_ranks(2, trained, config, tmp_path, 2, 4)[0] == whole
+    wide = config_of("moe", "rowwise", precision="bf16")
+    ((loss, _),) = run_ranks(1, trained, wide, tmp_path, 2, 3)[0]
+    assert loss == pytest.approx(whole[2][0], rel=2.5e-3)
