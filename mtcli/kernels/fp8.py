@@ -6,6 +6,8 @@ largest magnitude becomes the largest number of its format: e4m3 (448; 3 bits of
 on CPU the same numbers are multiplied in float32.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -98,7 +100,14 @@ def product(a: Narrow, b: Narrow, quick: bool = False) -> Tensor:
 
 
 def _run_narrow(x: Tensor, rows: int, columns: int, e5m2: bool) -> tuple[Tensor, Tensor]:
-    return narrowed_reference(x, Block(rows, columns), _dtype(e5m2))
+    make = _fused() if x.is_cuda else narrowed_reference
+    return make(x, Block(rows, columns), _dtype(e5m2))
+
+
+@cache
+def _fused() -> Callable[..., tuple[Tensor, Tensor]]:
+    """`narrowed_reference` as torch.compile fuses it: op by op it moves ten times the bytes."""
+    return torch.compile(narrowed_reference, dynamic=True)
 
 
 def _fake_narrow(x: Tensor, rows: int, columns: int, e5m2: bool) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,8 @@ ROWS = {  # world, model, parallel, precision, rank
     "experts with biases": (2, MOE | BIASES, {"ep": 2}, "bf16", None),
     "a shared expert, folded": (4, QWEN, {"tp": 2, "ep": 4}, "bf16", None),
     "padded to capacity": (2, MOE | PADDED, {"ep": 2}, "bf16", None),
+    "float8": (1, GPT, {}, "fp8", None),
+    "experts in float8": (2, MOE, {"ep": 2}, "fp8", None),
     "experts all gathered": (2, MOE, {"ep": 2, "dispatcher": "all_gather"}, "bf16", None),
 }
 # fmt: on
