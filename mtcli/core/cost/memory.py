@@ -20,7 +20,7 @@ from mtcli.core.cost.activations import (
     weight_halves,
 )
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.working import block_working, head_working, tied_gradient
+from mtcli.core.cost.working import block_working, head_working
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.check import in_flight
 from mtcli.core.schedule.generators import schedule_for
@@ -135,8 +135,7 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
         # when its gradients are reduced.
         whole, ends = _gathered(work, pp_rank)
         freed = end + (0.0 if work.recompute == "full" else layer)
-        waiting = tied_gradient(work) * (is_last and pp_rank == 0)
-        working = max(block + waiting - end, _reduced(work) - freed) + whole
+        working = max(block - end, _reduced(work) - freed) + whole
         working = max(working, ends + (head if is_last else 0.0))
         working = max(working, _given_back(work, pp_rank) - kept - end)
         state = state_bytes(work, pp_rank)
