@@ -91,8 +91,8 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     # Under full recompute without tp a gated block whose backward ran before has one left.
     stays = gated == 2 and work.recompute == "full" and layout.tp == 1 and not m.num_experts
     before = one * stays
-    # A batched product's weight gradient is laid out anew, when the output's gradient is gone; those
-    # of experts one by one are stacked in the end, the second product's before the first one's.
+    # A batched product's weight gradient is laid out anew, when the output's gradient is gone; of
+    # experts one by one they are stacked in the end, the second product's before the first one's.
     turned = one if m.num_experts and not (cpu or narrow) else 0.0
     stacked = (1 + gated) * one if m.num_experts and (cpu or narrow) else 0.0
     # In float8 the operands of a weight's gradient are there as bytes, of x and of the gradient.
