@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 
+from mtcli.core.parallel import fp8
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.fp8 import fp8_products, require_fp8
 from mtcli.core.parallel.groups import make_groups
@@ -16,6 +17,7 @@ from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.sharding import Parameter
+from mtcli.kernels import fp8 as kernels
 
 T, D, H = 256, 256, 512  # tokens, columns, inner columns
 SCALINGS = ["rowwise", "blockwise", "tensorwise"]
@@ -64,6 +66,29 @@ def test_a_layer_and_its_gradients_are_off_by_the_rounding_of_float8_operands(sc
         part = (ours.double() * theirs).sum() / theirs.square().sum()
         assert float(part) == pytest.approx(1.0, abs=0.15 * bound), "nothing is scaled"
     assert apart(found[3], exact[3]) < ONCE
+
+
+WIDE, SHORT = torch.float8_e5m2, torch.float8_e4m3fn
+ROWS, WHOLE = (kernels.ROW, SHORT), (kernels.WHOLE, SHORT)
+STRIPS, SQUARES = (kernels.STRIPS, SHORT), (kernels.SQUARES, SHORT)
+CUTS = {  # of y = x w, of x's gradient g w and of w's gradient g x: (blocks, format) of both
+    "rowwise": [ROWS] * 6,
+    "blockwise": [STRIPS, SQUARES, STRIPS, SQUARES, STRIPS, STRIPS],
+    "tensorwise": [WHOLE, WHOLE, *[(kernels.WHOLE, WIDE), WHOLE] * 2],
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_each_operand_is_cut_and_rounded_as_its_scaling_says(monkeypatch, scaling):
+    cuts = []
+
+    def noted(x, block, dtype):
+        cuts.append((block, dtype))
+        return kernels.narrowed(x, block, dtype)
+
+    monkeypatch.setattr(fp8, "narrowed", noted)
+    backward(WeightWork(fp8_products(scaling)).linear, *operands())
+    assert cuts == CUTS[scaling]
 
 
 def test_a_split_backward_multiplies_the_same():
