@@ -45,7 +45,7 @@ def unsafe(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called.split(".")[-1] in CALLS or called == "torch.load":
-                yield called if called != "re.compile" else ""
+                yield called if called not in ("re.compile", "torch.compile") else ""
             yield from (key.arg for key in node.keywords if key.arg in KEYWORDS)
 
 

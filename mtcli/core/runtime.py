@@ -166,8 +166,9 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
     try:
         yield
         watch.leave()
-    except Exception:
-        watch.explain()
+    except Exception as error:
+        if isinstance(error, RuntimeError):
+            watch.explain()
         watch.give_up()
         raise
     finally:

@@ -56,11 +56,11 @@ def before_step(rank, step, act, *, on):
 
     real = Trainer.forward_backward
 
-    def faulty(self, feed):
+    def faulty(self, *arguments, **settings):
         if self.step + 1 == step:
             _await_save(self)
             act(self)
-        return real(self, feed)
+        return real(self, *arguments, **settings)
 
     Trainer.forward_backward = faulty
 

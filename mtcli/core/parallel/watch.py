@@ -20,6 +20,7 @@ from mtcli.core.parallel.ledger import Call, Ledger
 from mtcli.core.spec.errors import MtcliError, failed
 
 ALARM, REPORTED = "alarm", "reported"
+PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
 LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
 
 # Ends this process, with an error or without a word, given the processes of ranks that do not
@@ -61,7 +62,8 @@ class Watch:
         """Ends the watch of a rank that failed by itself: the others leave, without a word."""
         self.stop()
         with suppress(RuntimeError):  # the store may have ended first
-            self.store.compare_set(ALARM, "", self._answer().dump())
+            answer = Answer(self.rank, self.ledger.step, "the end of its run", {})
+            self.store.compare_set(ALARM, "", answer.dump())
             self.store.set(REPORTED, "")
 
     def leave(self) -> None:
@@ -100,8 +102,11 @@ class Watch:
         if alarm.rank != self.rank:
             self.answered = True
             self._await(lambda: self.store.check([REPORTED]), self.grace)
+            if alarm.wait is None:
+                self._await(self._is_over, PATIENCE)
             time.sleep(LEAVING)
-            self.end(None, [], True)
+            if not self.stopped.is_set():
+                self.end(None, [], True)
             return
         others = set(range(self.world)) - {self.rank}
         answers: dict[int, Answer] = {}
@@ -120,6 +125,13 @@ class Watch:
         self.store.set(REPORTED, "")
         time.sleep(0.1)  # the others look every 0.05 s; the store may end with this rank
         self.end(error, silent, bool(alarm.broke))
+
+    def _is_over(self) -> bool:
+        """Whether this rank ends by itself, or waits for the one that has failed: until then it may
+        have an error of its own to tell, or a checkpoint to write."""
+        call = self.ledger.oldest()
+        waits = call is not None and time.monotonic() - call.since > LEAVING
+        return waits or self.ledger.broken is not None or self.stopped.is_set()
 
     def _end_alone(self) -> None:
         """Ends a rank that has lost the store, which the launcher holds, or rank 0."""

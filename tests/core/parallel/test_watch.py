@@ -143,8 +143,8 @@ def test_a_collective_that_breaks_is_explained_before_its_rank_goes_on(tmp_path)
     assert second[0] is None and second[1], "its peers leave without a word"
 
 
-def given_up(runtime, path):
-    """How rank 0's watch ends it where rank 1 fails by itself: (error, lost, seconds)."""
+def given_up(runtime, path, both):
+    """How rank 0's watch ends it where rank 1 fails, or both do: (error, lost), and seconds."""
     ended, seen = Ended(), []
     groups = make_groups(ParallelLayout(2, tp=2), runtime.rank, "cpu")
 
@@ -155,17 +155,25 @@ def given_up(runtime, path):
     watch = Watch(groups.tp.ledger, dist.FileStore(path, 2), runtime.rank, 2, 30.0, end)
     watch.start(1)
     start = time.monotonic()
-    if runtime.rank == 1:
+    while both and runtime.rank == 0 and not watch.answered:
+        time.sleep(0.01)
+    if both or runtime.rank == 1:
         watch.give_up()
     else:
-        ended.wait(20.0)
+        with groups.tp.ledger.call("all_reduce", groups.tp):  # where it waits for the other
+            ended.wait(20.0)
     return seen, time.monotonic() - start
 
 
 def test_a_rank_that_fails_by_itself_takes_its_peers_along_without_a_word(tmp_path):
-    first, second = run_ranks(2, given_up, str(tmp_path / "store"))
+    first, second = run_ranks(2, given_up, str(tmp_path / "store"), False)
     assert first[0] == [None, True] and first[1] < 5.0, "whatever train.timeout is"
     assert second[0] == []
+
+
+def test_a_rank_that_fails_too_speaks_for_itself(tmp_path):
+    for seen, _ in run_ranks(2, given_up, str(tmp_path / "store"), True):
+        assert seen == []
 
 
 def quick(runtime, path):
