@@ -1,5 +1,5 @@
 """Writing tensor files at the disk's speed: bytes are gathered in an aligned buffer and hashed
-while the buffer before is written past the page cache.
+while the buffers before are written past the page cache.
 
 Buffered writes of a fresh file were measured at 0.35 of the disk (first touch of page-cache
 memory), direct ones at the disk's own rate. A file system without direct I/O gets ordinary writes.
@@ -8,6 +8,7 @@ memory), direct ones at the disk's own rate. A file system without direct I/O ge
 import errno
 import fcntl
 import os
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from mtcli.core.checkpoint.tensorfile import Planned, encode_header
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has none
 ALIGNMENT = 4096  # of direct writes: a multiple of every device's block
 WRITE_BYTES = 4 * BLOCK_BYTES  # in one call: smaller ones do not reach the disk's rate
+WRITERS = 2  # threads: one's call waits in the kernel, so that the disk never waits for Python
 
 
 def write_tensors(
@@ -52,15 +54,15 @@ def write_tensors(
 
 
 class BlockWriter:
-    """A file written front to back: one buffer is filled and hashed while the other is written."""
+    """A file written front to back: a buffer is filled and hashed while WRITERS are written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct(path), 0o644)
-        self._pool = ThreadPoolExecutor(1)
-        self._filling, self._writing = aligned_bytes(WRITE_BYTES), aligned_bytes(WRITE_BYTES)
-        self._write: Future[None] | None = None  # of the other buffer
+        self._pool = ThreadPoolExecutor(WRITERS)
+        self._filling = aligned_bytes(WRITE_BYTES)
+        self._writes: deque[tuple[Future[None], Bytes]] = deque()  # under way, of which buffers
         self._hashes: list[str] = []
 
     def __enter__(self) -> "BlockWriter":
@@ -98,21 +100,24 @@ class BlockWriter:
         self._hashes.append(hash_of(self._filling[end - count : end]))
 
     def _put(self, count: int) -> None:
-        """Has the filled bytes written, once the other buffer's are."""
-        if self._write is not None:
-            self._write.result()
+        """Has the filled bytes written, and gives the next ones a buffer."""
         padded = -(-count // ALIGNMENT) * ALIGNMENT  # the last block; truncated at the end
         view = memoryview(self._filling)[:padded]
-        self._write = self._pool.submit(_write_at, self._file, view, self.size - count)
-        self._filling, self._writing = self._writing, self._filling
+        write = self._pool.submit(_write_at, self._file, view, self.size - count)
+        self._writes.append((write, self._filling))
+        if len(self._writes) <= WRITERS:
+            self._filling = aligned_bytes(WRITE_BYTES)
+            return
+        oldest, self._filling = self._writes.popleft()
+        oldest.result()
 
     def _finish(self) -> None:
         if rest := self.size % BLOCK_BYTES:
             self._end_block(rest)
         if rest := self.size % WRITE_BYTES:
             self._put(rest)
-        if self._write is not None:
-            self._write.result()
+        for write, _ in self._writes:
+            write.result()
         os.ftruncate(self._file, self.size)
         os.fsync(self._file)
 
