@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,6 @@ from mtcli.core.probes import (
     copy_rate,
     links,
     product_rate,
-    quick,
     watch,
 )
 from mtcli.core.runtime import Runtime, set_matmul
@@ -96,25 +96,17 @@ def calibrate(facts: Facts, rank: int, shapes: Sequence[Shape] = SHAPES) -> Cali
     known = _without_passes(facts, rank, timer)
     configs = [run_config(facts, shape) for shape in shapes]
     rounds = [[_train(config, timer) for config in configs] for _ in range(ROUNDS)]
-    timed = [_typical(steps) for steps in zip(*rounds, strict=True)]
-    return _fitted(known, [_of_slowest(one, ranks) for one in timed])
+    timed = [_typical(steps, ranks) for steps in zip(*rounds, strict=True)]
+    return _fitted(known, timed)
 
 
-def _typical(rounds: Iterable[Sequence[Timed]]) -> Timed:
-    """What a model's step takes where nothing disturbs it."""
+def _typical(rounds: Iterable[Sequence[Timed]], ranks: int) -> Timed:
+    """The median step of a model, each on the rank that took longest, for which others wait."""
     steps = [step for steps in rounds for step in steps]
-    _, *columns = zip(*steps, strict=True)
-    return Timed(steps[0].work, *(quick(column) for column in columns))
-
-
-def _of_slowest(mine: Timed, ranks: int) -> Timed:
-    """Each of the seconds on the rank that takes longest, for which the others wait."""
-    work, *seconds = mine
-    if ranks == 1:
-        return mine
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return Timed(work, *slowest.tolist())
+    seconds = torch.tensor([step[1:] for step in steps], dtype=torch.float64)
+    if ranks > 1:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return Timed(steps[0].work, *(median(column) for column in seconds.T.tolist()))
 
 
 def run_config(facts: Facts, shape: Shape) -> RunConfig:
@@ -213,7 +205,7 @@ def _fitted(known: Calibration, timed: Sequence[Timed]) -> Calibration:
             "backward": Amounts(*fits[1]),
             "attention": known.attention,
             "update": (update[0], update[1]),
-            "overhead": quick(one.overhead for one in timed),
+            "overhead": median(one.overhead for one in timed),
         }
     )
 

@@ -4,7 +4,8 @@ Every rank makes the same ones at the same time, so that caches, memory and cloc
 a run.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
@@ -42,12 +43,6 @@ def watch(threads: int, ranks: int) -> Watch:
     return Watch(together, thread_time if threads == 1 else perf_counter)
 
 
-def quick(seconds: Iterable[float]) -> float:
-    """The lower quartile: what something takes where nothing disturbs it."""
-    ordered = sorted(seconds)
-    return ordered[len(ordered) // 4]
-
-
 def seconds_of(run: Callable[[], Any], timer: Watch) -> float:
     """Seconds that something takes, its first run aside."""
     run()
@@ -57,7 +52,7 @@ def seconds_of(run: Callable[[], Any], timer: Watch) -> float:
         begin = timer.clock()
         run()
         seconds.append(timer.clock() - begin)
-    return quick(seconds)
+    return median(seconds)
 
 
 def product_rate(precision: str, timer: Watch) -> float:
@@ -155,7 +150,7 @@ def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int, timer: Wa
         begin = perf_counter()
         run(x)
         seconds.append(perf_counter() - begin)
-    return quick(seconds)
+    return median(seconds)
 
 
 def _there_and_back(x: Tensor, axis: Axis) -> None:

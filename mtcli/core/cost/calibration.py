@@ -21,7 +21,7 @@ from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.machine import ALLOCATOR, cores
 
-VERSION = 2  # of the file and of what its numbers multiply
+VERSION = 3  # of the file and of what its numbers multiply
 LIMIT = 180.0  # seconds after which measuring is given up
 FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
 
