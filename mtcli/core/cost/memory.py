@@ -7,7 +7,6 @@ training allocates; what the backward pass waits for is counted in `activations.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -17,13 +16,11 @@ from mtcli.core.cost.activations import (
     head_activations,
     layer_activations,
     turning_activations,
-    weight_halves,
 )
 from mtcli.core.cost.hardware import Device
+from mtcli.core.cost.in_flight import in_flight_chunks, splits, waiting
 from mtcli.core.cost.working import block_working, head_working
 from mtcli.core.cost.workload import Workload
-from mtcli.core.schedule.check import in_flight
-from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
@@ -126,7 +123,7 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     for pp_rank, held in enumerate(chunks):
         layers, is_last = work.layers_of_rank(pp_rank), pp_rank == last
         kept = held / vpp * (layers * layer + turning_activations(work))
-        kept += _waiting(work, pp_rank, layers * layer) - held * layers * layer * _splits(work)
+        kept += waiting(work, pp_rank, layers * layer) - held * layers * layer * splits(work)
         kept += held / vpp * embedding_activations(work, cpu) if pp_rank == 0 else 0.0
         kept += held * (not is_last) * boundary_activations(work)
         heads = held if work.schedule_name == "gpipe" else 1
@@ -249,33 +246,3 @@ def _parts(
             yield parameter, int(first or tied)
         else:
             yield parameter, int(last) if parameter.owner == "last" else layers
-
-
-def in_flight_chunks(work: Workload) -> tuple[int, ...]:
-    """Micro-batches in flight, times vpp, on each pipeline rank; gpipe alone keeps every one."""
-    if work.layout.pp == 1:
-        return (work.layout.vpp,)
-    every = work.schedule_name == "gpipe"
-    count = work.num_micro_batches if every else work.representative
-    return _chunks(work.schedule_name, work.layout.pp, work.layout.vpp, count)
-
-
-def _splits(work: Workload) -> bool:
-    """Whether the schedule splits backwards."""
-    return work.schedule_name == "zero_bubble" and work.layout.pp > 1
-
-
-def _waiting(work: Workload, pp_rank: int, kept: float) -> float:
-    """The most that a rank holds between F and W of a split backward, which keeps `kept` bytes of a
-    micro-batch up to I; 0 where none is split."""
-    if not _splits(work):
-        return 0.0
-    half = work.layers_of_rank(pp_rank) * weight_halves(work)
-    change = {"F": kept, "I": half - kept, "W": -half}
-    ops = work.schedule(work.representative).ops[pp_rank]
-    return max(accumulate(change[op.kind] for op in ops))
-
-
-@cache
-def _chunks(name: str, pp: int, vpp: int, count: int) -> tuple[int, ...]:
-    return in_flight(schedule_for(name, pp, vpp, count))

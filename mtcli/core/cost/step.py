@@ -150,13 +150,12 @@ def _round_seconds(work: Workload, costs: Costs, timeline: Timeline) -> float:
 
 def stage_seconds(work: Workload, costs: Costs) -> list[Pass]:
     """The forward and backward of each stage, for one micro-batch."""
-    last = work.layout.num_stages - 1
-    return [
-        costs.block * count
-        + (costs.first if stage == 0 else Pass())
-        + (costs.last if stage == last else Pass())
-        for stage, count in enumerate(work.layers_of_stage)
-    ]
+    counts = work.layers_of_stage
+    blocks = {count: costs.block * count for count in set(counts)}
+    stages = [blocks[count] for count in counts]
+    stages[0] += costs.first
+    stages[-1] += costs.last
+    return stages
 
 
 def weight_seconds(work: Workload, costs: Costs) -> list[float]:

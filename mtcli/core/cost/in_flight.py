@@ -1,0 +1,67 @@
+"""What the pipeline's schedule has in flight on each rank, quick to know for a large pipeline."""
+
+from functools import cache
+from itertools import accumulate
+
+from mtcli.core.cost.activations import weight_halves
+from mtcli.core.cost.workload import Workload
+from mtcli.core.schedule.check import in_flight
+from mtcli.core.schedule.generators import schedule_for
+from mtcli.core.schedule.ops import Kind
+
+Pair = tuple[int, int]
+
+# What an op of a split backward adds to micro-batches between F and I, and between I and W.
+STEPS: dict[Kind, Pair] = {"F": (1, 0), "I": (-1, 1), "W": (0, -1)}
+
+
+def in_flight_chunks(work: Workload) -> tuple[int, ...]:
+    """Micro-batches in flight, times vpp, on each pipeline rank."""
+    if work.layout.pp == 1:
+        return (work.layout.vpp,)
+    return _chunks(work.schedule_name, work.layout.pp, work.layout.vpp, _filling(work))
+
+
+def splits(work: Workload) -> bool:
+    """Whether the schedule splits backwards."""
+    return work.schedule_name == "zero_bubble" and work.layout.pp > 1
+
+
+def waiting(work: Workload, pp_rank: int, kept: float) -> float:
+    """The most that a rank holds between F and W of a split backward, which keeps `kept` bytes of a
+    micro-batch up to I; 0 where none is split."""
+    if not splits(work):
+        return 0.0
+    half = work.layers_of_rank(pp_rank) * weight_halves(work)
+    pairs = _pairs(work.schedule_name, work.layout.pp, _filling(work))[pp_rank]
+    return max(whole * kept + halves * half for whole, halves in pairs)
+
+
+def _filling(work: Workload) -> int:
+    """Micro-batches that fill the pipeline as all of a step's do.
+
+    The first pp of them do so; with chunks the second group of pp, and as a last group takes a
+    remainder with it, that too. gpipe alone keeps every one.
+    """
+    pp, m = work.layout.pp, work.num_micro_batches
+    if work.schedule_name == "gpipe":
+        return m
+    if work.layout.vpp == 1:
+        return min(m, pp)
+    return m if m < 2 * pp else 2 * pp + m % pp
+
+
+@cache
+def _chunks(name: str, pp: int, vpp: int, num_micro_batches: int) -> tuple[int, ...]:
+    return in_flight(schedule_for(name, pp, vpp, num_micro_batches))
+
+
+@cache
+def _pairs(name: str, pp: int, num_micro_batches: int) -> list[set[Pair]]:
+    """Per rank, all (micro-batches between F and I, between I and W) that it holds at a time."""
+    ranks = schedule_for(name, pp, 1, num_micro_batches).ops
+    return [set(accumulate((STEPS[op.kind] for op in ops), _sum)) for ops in ranks]
+
+
+def _sum(a: Pair, b: Pair) -> Pair:
+    return a[0] + b[0], a[1] + b[1]
