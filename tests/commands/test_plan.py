@@ -179,10 +179,18 @@ def test_a_refused_layout_ends_with_the_nearest_legal_ones(capsys):
     assert code == 2 and "hint: the nearest legal layouts:\n" in err
 
 
-def test_a_batch_that_no_layout_divides_is_refused(capsys):
-    code, _, err = run(capsys, "tiny", "--gpus", "7", "--device", "h100", "--top", "1")
+def test_a_batch_of_the_user_s_that_no_layout_divides_is_refused_without_other_words(capsys):
+    wanted = ["--gpus", "7", "--device", "h100", "--top", "1", "--global-batch", "16"]
+    code, _, err = run(capsys, "tiny", *wanted)
     assert code == 2 and "no layout of 7 ranks cuts this model and global_batch_size=16" in err
-    assert "micro_batch_size*dp = 8*7 = 56 does not divide" in err
+    assert "hint: --global-batch 21, or another" in err and err.count("error:") == 1
+    code, _, err = run(capsys, "tiny", *wanted, "--fix", "parallel.tp=3")
+    assert code == 2 and "tp=3 does not divide num_kv_heads" in err
+
+
+def test_a_preset_s_batch_gives_way_to_one_that_the_ranks_divide(capsys):
+    code, out, _ = run(capsys, "tiny", "--gpus", "7", "--device", "h100", "--top", "1")
+    assert code == 0 and "layouts of 21 sequences, as none cuts the preset's 16" in out
 
 
 def test_ranks_show_both_maps_and_every_group(capsys):

@@ -14,6 +14,7 @@ from mtcli.core.spec.check import problems as broken_rules
 from mtcli.core.spec.check import refusal
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, failed
+from mtcli.core.spec.layout_rules import LAYOUT_RULES
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.outputs import aside
 
@@ -139,15 +140,31 @@ def answer(request: Request, top: int | None) -> Answer:
         return Answer(config, predict_workload(work, device))
     if request.problems or config is None:
         raise MtcliError(*request.problems)
-    device = for_run(request.device, config, request.world)
-    found = search(config, request.world, device, top or DEFAULT_TOP, request.pinned)
-    return _best(config, replace(request, device=device), found)
+    request = replace(request, device=for_run(request.device, config, request.world))
+    found = _search(config, request, top or DEFAULT_TOP)
+    if found.tried or request.keeps_batch:
+        return _best(config, request, found)
+    resized = _with_batch(config, round_batch(config.batch.global_batch_size, request.world))
+    again = _search(resized, request, top or DEFAULT_TOP)
+    if not again.tried:
+        return _best(config, request, found)
+    why = f" of {resized.batch.global_batch_size:,} sequences, as none cuts the preset's "
+    return _best(resized, request, again, f"{why}{config.batch.global_batch_size:,}")
 
 
-def _best(config: RunConfig, request: Request, found: Found) -> Answer:
+def _search(config: RunConfig, request: Request, top: int) -> Found:
+    return search(config, request.world, request.device, top, request.pinned)
+
+
+def _with_batch(config: RunConfig, sequences: int) -> RunConfig:
+    batch = config.batch.model_copy(update={"global_batch_size": sequences})
+    return config.model_copy(update={"batch": batch})
+
+
+def _best(config: RunConfig, request: Request, found: Found, why: str = "") -> Answer:
     if found.best:
         predictions = tuple(candidate.prediction for candidate in found.best)
-        title = f"Best {len(predictions)} of {found.tried:,} layouts"
+        title = f"Best {len(predictions)} of {found.tried:,} layouts{why}"
         title += f", {found.too_large:,} faster ones do not fit" if found.too_large else ""
         others = tuple(neighbours(predictions, found.works))
         return Answer(found.best[0].config, predictions[0], predictions, title, others)
@@ -156,8 +173,12 @@ def _best(config: RunConfig, request: Request, found: Found) -> Answer:
         return Answer(apply(config, found.nearest), prediction, tried=found.tried)
     batch = config.batch.global_batch_size
     near = round_batch(batch, request.world)
-    such = f", such as {near}," if near != batch else ""
-    hint = f"a global batch that the data ranks divide{such} or pin fewer fields"
+    such = f"--global-batch {near}, or another" if near != batch else "a global batch"
+    hint = f"{such} that the data ranks divide; or pin fewer fields"
     message = f"no layout of {request.world} ranks cuts this model and global_batch_size={batch}"
     none = Problem(message, hint, "--gpus")
-    raise refusal(config, request.gpus, [none, *broken_rules(config, request.world)])
+    broken = broken_rules(config, request.world)
+    if not request.pinned:  # the search has tried every other layout than the config's own
+        curable = [problem for rule in LAYOUT_RULES for problem in rule(config, request.world)]
+        broken = [problem for problem in broken if problem not in curable]
+    raise refusal(config, request.gpus, [none, *broken])

@@ -16,6 +16,7 @@ Sort = Callable[[Value], Any]
 
 FIELDS: dict[str, Callable[[Workload], Value]] = {
     "tp": lambda work: work.layout.tp,
+    "tp_mode": lambda work: work.tp_mode,
     "cp": lambda work: work.layout.cp,
     "pp": lambda work: work.layout.pp,
     "vpp": lambda work: work.layout.vpp,
@@ -29,6 +30,7 @@ FIELDS: dict[str, Callable[[Workload], Value]] = {
 # What has to follow where a field changes: chunks of a pipeline, and the schedule that runs them.
 FOLLOWS = {"pp": ("vpp", "schedule", "zero"), "vpp": ("schedule",), "schedule": ("vpp",)}
 FOLLOWS |= {"tp": ("zero",), "ep": ("etp",), "cp": ("zero",)}
+FOLLOWS |= {"tp_mode": ("tp", "micro-batch", "zero")}
 
 
 class Neighbour(NamedTuple):
@@ -80,11 +82,10 @@ def _quickest(
     """The quickest layout that fits, by lower bounds: those of the largest pipelines take a second
     to simulate, and a bound falls short of a step by about as much here as there."""
     device = best.device
-    fitting = [work for work in works if memory(work, device).total <= device.usable_bytes]
-    if fitting:
-        work = min(fitting, key=lambda one: lower_bound(one, device))
-        one = seen.get(work) or _estimate(work, best)
-        return Neighbour(field, value, one, _reason(one, best))
+    for work in sorted(works, key=lambda one: lower_bound(one, device)):
+        if memory(work, device).total <= device.usable_bytes:
+            one = seen.get(work) or _estimate(work, best)
+            return Neighbour(field, value, one, _reason(one, best))
     least = min(works, key=lambda work: memory(work, device).total)
     over = memory(least, device).total - device.usable_bytes
     return Neighbour(field, value, _estimate(least, best), f"does not fit, by {gib(over)}")
@@ -109,7 +110,8 @@ def _reason(one: Prediction, best: Prediction) -> str:
     grew = max(mine, key=lambda part: mine[part] - its[part])
     more = mine[grew] - its[grew]
     cause = f": {grew} +{more:.3g} s" if more > 0 else ""
-    return f"{slower:+.1%}{cause}"
+    planned = ", and can only be planned" if one.work.tp_mode != best.work.tp_mode else ""
+    return f"{slower:+.1%}{cause}{planned}"
 
 
 def _parts(one: Prediction) -> dict[str, float]:

@@ -25,6 +25,7 @@ class Request:
     device: Device
     pinned: frozenset[str]
     wants_search: bool  # a preset on some number of devices, with no layout of the user's own
+    keeps_batch: bool  # the global batch is the user's, not a preset's
 
 
 def read_request(
@@ -42,6 +43,7 @@ def read_request(
     table = with_overrides(with_overrides(read_table(source), overrides), fixed)
     chosen = device_named(device or ("cpu" if gpus is None else "h100"))
     own_layout = any(item.strip().startswith("parallel.") for item in overrides)
+    own_batch = any(item.strip().startswith("batch.global_") for item in (*overrides, *fixed))
     bare = source in preset_names() and gpus is not None and not own_layout
     table = _filled(table, gpus, chosen)
     config, problems = validate(table)
@@ -50,7 +52,8 @@ def read_request(
     problems += _not_searched(pinned)
     found = tuple(problems)
     search = bare or bool(fixed)
-    return Request(config, found, gpus, world, chosen, pinned, search)
+    keeps = own_batch or source not in preset_names()
+    return Request(config, found, gpus, world, chosen, pinned, search, keeps)
 
 
 def rule_problems(request: Request) -> list[Problem]:

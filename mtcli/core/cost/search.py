@@ -45,7 +45,7 @@ class Found:
     tried: int
     too_large: int
     nearest: Workload | None  # of those that are too large, the one that needs least memory
-    works: tuple[Workload, ...] = ()  # everything that was tried
+    works: tuple[Workload, ...] = ()  # everything that was tried, and squares of ranks
 
 
 def search(
@@ -81,7 +81,26 @@ def search(
     if not best and (large or hopeless):
         nearest = min(large or hopeless, key=lambda work: memory(work, device).total)
     too_large = len(large) + len(hopeless)
-    return Found(tuple(best), len(works), too_large, nearest, tuple(works))
+    return Found(
+        tuple(best), len(works), too_large, nearest, (*works, *squares(config, world, pinned))
+    )
+
+
+def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
+    """The same in two dimensions: to be compared with, as `train` runs one dimension alone."""
+    p, m = config.parallel, config.model
+    if p.tp_mode == "2d" or "parallel.tp_mode" in pinned or m.num_experts:
+        return []
+    square = config.model_copy(update={"parallel": p.model_copy(update={"tp_mode": "2d"})})
+    start = Workload.of(square, world)
+    works = [_with(start, choice) for choice in choices(square, world, pinned)]
+    return [
+        work
+        for work in works
+        if work.mesh**2 == work.layout.tp
+        and work.layout.cp == 1
+        and work.micro_batch_size % work.mesh == 0
+    ]
 
 
 def apply(config: RunConfig, work: Workload) -> RunConfig:

@@ -157,3 +157,18 @@ def test_squares_of_ranks_are_searched_where_they_are_asked_for():
         assert candidate.config.parallel.tp in (4, 16, 64)
         assert candidate.prediction.work.mesh**2 == candidate.config.parallel.tp
         assert ("runs", NOT_RUN) in summary(candidate.prediction)
+
+
+def test_squares_of_ranks_are_compared_with_and_never_the_answer():
+    gpu = GPUS["h200"]
+    found = search(SMALL, 8, gpu, 3)
+    best = [candidate.prediction for candidate in found.best]
+    assert {one.work.tp_mode for one in best} == {"1d"}
+    (square,) = [one for one in neighbours(best, found.works) if one.field == "tp_mode"]
+    work = square.prediction.work
+    assert square.value == "2d" and work.mesh**2 == work.layout.tp > 1
+    assert square.reason.endswith("planned")
+    exact = predict_workload(work, gpu).step_seconds
+    assert square.prediction.step_seconds == pytest.approx(exact, rel=0.05)
+    pinned = search(SMALL, 8, gpu, 1, frozenset({"parallel.tp_mode"}))
+    assert {work.tp_mode for work in pinned.works} == {"1d"}
