@@ -37,6 +37,8 @@ CASES = {
     "llama, tp=2":      (2, SMALL | LLAMA, 256, 4, 8, ("parallel.tp=2",)),
     "ep=2, bf16":       (2, SMALL | MIXTRAL, 256, 4, 8, ("parallel.ep=2", "train.precision=bf16")),
     "cp=2, recompute":  (2, SMALL, 256, 4, 8, ("parallel.cp=2", "parallel.recompute=full")),
+    "4 on 2: tp, dp":   (4, SMALL, 256, 4, 8, ("parallel.tp=2",)),
+    "4 on 2: tp, pp":   (4, SMALL, 256, 1, 4, ("parallel.tp=2", "parallel.pp=2")),
     "wide":             (1, WIDE, 512, 1, 4, ()),
     "wide, bf16":       (1, WIDE, 512, 1, 4, ("train.precision=bf16",)),
     "wide, tp=2":       (2, WIDE, 512, 1, 4, ("parallel.tp=2",)),

@@ -122,12 +122,11 @@ def row_at(rows: Sequence[Row], length: float) -> Row:
 
 def host_block(work: Workload, known: Calibration) -> Costs:
     """The parts of a step that depend neither on the pipeline nor on the data ranks."""
-    attention, over = attention_seconds(work, known), _crowd(work, known)
-    compute = (seconds_of(block_amounts(work), known) + attention) * over
-    tensor = _tensor(work, known) * over
-    context, expert = _context(work, known) * over, _expert(work, known) * over
+    attention = attention_seconds(work, known)
+    compute = seconds_of(block_amounts(work), known) + attention
+    tensor, context, expert = _tensor(work, known), _context(work, known), _expert(work, known)
     busy = compute + tensor + context + expert
-    again = {"full": busy.forward, "selective": attention.forward * over, "none": 0.0}
+    again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}
     recomputed = again[work.recompute]
     entry = _entry(work, known)
     return Costs(
@@ -136,8 +135,8 @@ def host_block(work: Workload, known: Calibration) -> Costs:
         tensor=tensor,
         context=context,
         expert=expert,
-        first=(seconds_of(embedding_amounts(work), known) + entry) * over,
-        last=(seconds_of(head_amounts(work), known) + entry) * over,
+        first=seconds_of(embedding_amounts(work), known) + entry,
+        last=seconds_of(head_amounts(work), known) + entry,
         recomputed=recomputed,
     )
 
@@ -145,11 +144,11 @@ def host_block(work: Workload, known: Calibration) -> Costs:
 def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     """The parts with what a step adds: hops, gradients, the update. Nothing of it is hidden, as
     ranks' collectives take the cores that compute."""
-    over, layout = _crowd(work, known), work.layout
+    layout = work.layout
     ends = {0, layout.pp // 2, layout.pp - 1}
     gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in ends)
     gradients += _tied(work, known)
-    sharded = _sharded(work, known) * over
+    sharded = _sharded(work, known)
     shards = layout.dp * layout.cp if work.zero else 1
     per_block, per_element = known.update
     update = max(
@@ -159,21 +158,17 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     )
     moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
     agreement = 0.0 if layout.world == 1 else _link(known, "reduce", 16.0, 2)
-    return replace(
+    whole = replace(
         parts,
         block=parts.block + sharded,
         sharded=sharded,
-        hop=0.0 if layout.pp == 1 else over * _link(known, "hop", 2 * moved, 2),
-        gradients=over * gradients,
-        gradients_exposed=over * gradients,
-        optimizer=over * update,
-        overhead=over * (known.overhead + agreement),
+        hop=0.0 if layout.pp == 1 else _link(known, "hop", 2 * moved, 2),
+        gradients=gradients,
+        gradients_exposed=gradients,
+        optimizer=update,
+        overhead=known.overhead + agreement,
     )
-
-
-def _crowd(work: Workload, known: Calibration) -> float:
-    """Processes per one that was measured."""
-    return work.layout.world / known.ranks if work.layout.world > known.ranks else 1.0
+    return whole.crowded(max(1.0, layout.world / known.ranks))
 
 
 def _link(known: Calibration, kind: str, moved: float, size: int) -> float:

@@ -169,7 +169,7 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
         busy = m * sum(stage.forward + stage.backward for stage in stages[rank::pp])
         bound = max(bound, around + busy - min(m, rank + 1) * weights[rank])
         around += stages[rank].forward + stages[rank].backward - weights[rank] + 2 * costs.hop
-    return bound + costs.gradients_exposed + costs.optimizer + costs.overhead
+    return bound / costs.crowd + costs.gradients_exposed + costs.optimizer + costs.overhead
 
 
 def _with(work: Workload, choice: Choice) -> Workload:

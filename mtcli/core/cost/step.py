@@ -130,6 +130,8 @@ def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
     if m > few:
         end += (m - few) / pp * _round_seconds(work, costs, timeline)
     busy = sum(timeline.busy_seconds) * m / few
+    if costs.crowd > 1:  # while a rank waits, others have its core
+        end = max(end / costs.crowd, busy / pp)
     return end, (end * pp - busy) / busy
 
 

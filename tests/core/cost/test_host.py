@@ -182,7 +182,27 @@ def test_ranks_beyond_those_measured_take_turns():
     assert crowd.step_seconds == pytest.approx(2 * alone.step_seconds)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 30])
+def test_stages_on_one_core_take_what_one_process_takes(micro_batches):
+    """While one waits for the other, that has the core: no bubble is left."""
+    known = replace(priced(launches=1.0), ranks=1)
+    alone = step(known, micro_batches=micro_batches)
+    turns = step(known, world=2, pp=2, micro_batches=micro_batches)
+    assert turns.step_seconds == pytest.approx(alone.step_seconds)
+    assert turns.bubble_fraction == pytest.approx(0.0)
+
+
+def test_stages_on_fewer_cores_wait_where_too_few_are_at_work():
+    """Four of one micro-batch on two cores: one works at a time, and each as fast as on four."""
+    price = priced(launches=1.0)
+    few, many = (
+        step(replace(price, ranks=ranks), world=4, pp=4, micro_batches=1) for ranks in (2, 4)
+    )
+    assert few.step_seconds == pytest.approx(many.step_seconds)
+
+
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"zero": 1}, {"zero": 3}])
 def test_a_searchs_bound_holds_on_a_measured_cpu(axes):
-    p = step(MADE_UP, world=2, **axes)
-    assert 0 < lower_bound(p.work, p.device) <= p.step_seconds * (1 + 1e-9)
+    for ranks in (1, 2):
+        p = step(replace(MADE_UP, ranks=ranks), world=2, **axes)
+        assert 0 < lower_bound(p.work, p.device) <= p.step_seconds * (1 + 1e-9)
