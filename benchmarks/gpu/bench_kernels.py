@@ -153,7 +153,7 @@ def rows_of(entry, limits, repeats):
 
 def sized(entry, size, dtype, limits, repeats):
     import torch
-    from harness import agree, milliseconds, passes
+    from harness import agree, milliseconds, passes, tried
 
     arguments = entry.make("cuda", dtype, *size)
     first = next(iter(entry.rivals.values()))
@@ -168,9 +168,12 @@ def sized(entry, size, dtype, limits, repeats):
         flops = (entry.forward_flops if name == "forward" else entry.backward_flops)(*size)
         agree(entry, make(entry, entry.ours, arguments), make(entry, first, arguments), dtype)
         times = {
-            who: milliseconds(make(entry, function, arguments), moved, repeats)
+            who: (tried if who in entry.chosen else milliseconds)(
+                make(entry, function, arguments), moved, repeats
+            )
             for who, function in functions.items()
         }
+        times = {who: ms for who, ms in times.items() if ms < float("inf")}
         row = {"entry": entry.name, "pass": name, "size": size, "dtype": str(dtype), "ms": times}
         row["of_copy"] = moved / times["mtcli"] * 1e3 / limits["copy_bytes_per_s"]
         row["of_product"] = flops / times["mtcli"] * 1e3 / limits["flop_per_s"]

@@ -1,7 +1,7 @@
-"""Chooses a kernel's configuration, and torch's function where it is faster, on this GPU."""
+"""Chooses a kernel's configuration, and a library's function where it is faster, on this GPU."""
 
 import torch
-from harness import milliseconds, passes
+from harness import passes, tried
 
 from mtcli.kernels.choices import Table, bucket_of, save, tuning
 
@@ -13,12 +13,12 @@ def tune(entry) -> Table:
             for make in passes(entry).values():
                 make(entry, entry.ours, arguments)()
     keep(table)
-    ours_or_torchs: Table = {}
-    for dtype, size, arguments in cases(entry) if entry.by_library else ():
-        who = "torch" if torch_is_faster(entry, arguments) else "mtcli"
-        ours_or_torchs.setdefault(entry.name, {})[bucket_of(dtype, size[-1:])] = {"by": who}
-    keep(ours_or_torchs)
-    return merged(table, ours_or_torchs)
+    by_whom: Table = {}
+    for dtype, size, arguments in cases(entry) if entry.chosen else ():
+        bucket = bucket_of(dtype, entry.magnitudes(*size))
+        by_whom.setdefault(entry.name, {})[bucket] = {"by": fastest(entry, arguments)}
+    keep(by_whom)
+    return merged(table, by_whom)
 
 
 def keep(table: Table) -> None:
@@ -42,11 +42,12 @@ def cases(entry):
             yield dtype, size, entry.make("cuda", dtype, *size)
 
 
-def torch_is_faster(entry, arguments) -> bool:
-    """By more than 2 %, forward and backward together."""
-    first = next(iter(entry.rivals.values()))
-    ours, theirs = (
-        sum(milliseconds(make(entry, function, arguments), 0, 3) for make in passes(entry).values())
-        for function in (entry.ours, first)
-    )
-    return theirs < 0.98 * ours
+def fastest(entry, arguments) -> str:
+    """Who is, forward and backward together: "mtcli" unless another is by more than 2 %."""
+    functions = {"mtcli": entry.ours} | {name: entry.rivals[name] for name in entry.chosen}
+    times = {
+        name: sum(tried(make(entry, function, arguments), 0, 3) for make in passes(entry).values())
+        for name, function in functions.items()
+    }
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < 0.98 * times["mtcli"] else "mtcli"

@@ -151,7 +151,7 @@ def added(norm):
 layer, rms = partial(layer_norm_reference, eps=EPS), partial(rms_norm_reference, eps=EPS)
 
 ROW = {"compiled": (8, 4096)}
-CHOSEN = ROW | {"by_library": True}
+CHOSEN = ROW | {"chosen": ("torch",)}
 
 # fmt: off
 ENTRIES = [
@@ -191,7 +191,7 @@ ENTRIES = [
         [(8, 12, 1024), (1, 16, 4096)], (2, 2, 9),
         lambda itemsize, b, h, n: 2 * b * h * n * n * itemsize,
         lambda itemsize, b, h, n: 3 * b * h * n * n * itemsize, compiled=(1, 1, 1024),
-        by_library=True),
+        chosen=("torch",)),
     Entry("cross_entropy", cross_entropy(row_parts, logits_gradient_),
         {"torch": torch_cross_entropy,
          "reference": cross_entropy(row_parts_reference, logits_gradient_reference)},

@@ -36,7 +36,8 @@ class Entry:
     backward_flops: Callable[..., int] = lambda *size: 0
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     compiled: tuple[int, ...] | None = None  # a size for --compile; None is `small`
-    by_library: bool = False  # whether a wrapper asks which of ours and the first rival is faster
+    chosen: tuple[str, ...] = ()  # rivals that a wrapper calls where they are faster than ours
+    magnitudes: Callable[..., Sequence[int]] = lambda *size: size[-1:]  # what that depends on
     torch_compiles: str | None = None  # the rival for torch.compile; None is the first
 
 
@@ -91,6 +92,17 @@ def milliseconds(step: Step, moved: int, repeats: int) -> float:
 
     measure = do_bench_cudagraph if 0 < moved < SMALL_BYTES else do_bench
     return median(float(measure(step, return_mode="median")) for _ in range(repeats))
+
+
+def tried(step: Step, moved: int, repeats: int) -> float:
+    """The same of a library's function; infinite where it refuses what it is given, or this GPU."""
+    try:
+        return milliseconds(step, moved, repeats)
+    except RuntimeError as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA error" in str(error):
+            raise
+        print(f"not taken: {str(error).splitlines()[0]}", flush=True)
+        return float("inf")
 
 
 def floors(repeats: int) -> dict[str, float]:

@@ -115,5 +115,5 @@ ENTRIES = [
         {"torch": grouped_linear_by_torch, "loop": grouped_linear_reference}, ragged, PRODUCTS,
         (3, 6, 16, 24), forward_flops=product(2), backward_flops=product(4),
         backward_bytes=lambda itemsize, *size: 0, compiled=(8, 6, 2048, 1536),
-        torch_compiles="", by_library=True),
+        torch_compiles="", chosen=("torch",)),
 ]

@@ -8,12 +8,23 @@ from harness import Entry, leaf
 
 from mtcli.core.parallel.cp import _rectangle as rectangle
 from mtcli.core.parallel.cp import sequence_order, zigzag
-from mtcli.kernels.attention import attention, merge_
+from mtcli.kernels.attention import (
+    attention,
+    attention_backward_reference,
+    attention_reference,
+)
 from mtcli.kernels.flash import flash
+from mtcli.kernels.flash_backward import flash_backward
+from mtcli.kernels.library_attention import LIBRARIES, magnitudes
+from mtcli.kernels.merge import merge_, merge_reference_
 
 RING = 4  # ranks of the ring that one device plays, one after another
 SIZES = [(4, 32, 8, 8192, 128), (1, 32, 8, 16384, 128), (32, 12, 12, 1024, 64)]
 DOCUMENT = 1000  # tokens of a document
+BLOCKS = [  # b, h, g, n, m, d of a ring's blocks: squares are causal, rectangles are seen whole
+    (1, 32, 8, 8192, 8192, 128), (1, 32, 8, 8192, 4096, 128), (1, 32, 8, 1024, 1024, 128),
+    (1, 32, 8, 2048, 2048, 128), (1, 32, 8, 16384, 16384, 128), (4, 16, 16, 4096, 4096, 64),
+]  # fmt: skip
 
 
 def heads(device, dtype, b, h, g, n, d):
@@ -55,7 +66,7 @@ def ring(q, k, v, ranks):
             at, keys = rectangle(mine.shape[2], hop, axis)
             theirs = [x[:, :, keys] for x in ranks[rank - hop][1:]]
             part, part_lse = attention(mine[:, :, at], *theirs, hop == 0)
-            merge_(out[:, :, at], lse[:, :, at], part.float(), part_lse)
+            merge_(out[:, :, at], lse[:, :, at], part, part_lse)
         mixed.append(out.to(q.dtype))
     order = sequence_order(q.shape[2], SimpleNamespace(size=RING))
     return torch.cat(mixed, 2)[:, :, order.to(q.device)]
@@ -73,14 +84,94 @@ def torch_documents(q, k, v, first, end):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=grouped)
 
 
+def block(device, dtype, b, h, g, n, m, d):
+    """Queries of a rank, and keys and values that come to it."""
+    sizes = (b, n, h, d), (b, m, g, d), (b, m, g, d)
+    made = (leaf(size, dtype, device, i).detach() for i, size in enumerate(sizes))
+    return [x.transpose(1, 2) for x in made]
+
+
+def block_with_gradient(device, dtype, b, h, g, n, m, d):
+    """The gradient of the output, the block with the output, and the log-sum-exp."""
+    q, k, v = block(device, dtype, b, h, g, n, m, d)
+    out, lse = attention(q, k, v, n == m)
+    return leaf((b, n, h, d), dtype, device, 3).detach().transpose(1, 2), (q, k, v, out), lse
+
+
+def block_of(function, *none):
+    return lambda q, k, v: function(q, k, v, q.shape[2] == k.shape[2], *none)
+
+
+def block_backward_of(function, *none):
+    def backward(grad, saved, lse):
+        q, k, *_ = saved
+        return function(grad, saved, lse, q.shape[2] == k.shape[2], *none)
+
+    return backward
+
+
+def by_group(q, k, v):
+    """The reference, one group of heads after another: scores of all of them would not fit."""
+    queries = q.chunk(k.shape[1], 1)
+    parts = zip(queries, k.split(1, 1), v.split(1, 1), strict=True)
+    found = [block_of(attention_reference)(*part) for part in parts]
+    return [torch.cat(x, 1) for x in zip(*found, strict=True)]
+
+
+def by_group_backward(grad, saved, lse):
+    q, k, v, out = saved
+    groups = k.shape[1]
+    queries = zip(*(x.chunk(groups, 1) for x in (grad, q, out, lse)), strict=True)
+    keys = zip(k.split(1, 1), v.split(1, 1), strict=True)
+    function = block_backward_of(attention_backward_reference)
+    found = [
+        function(part, (*q_kv[:1], *key, q_kv[1]), sums)
+        for (part, *q_kv, sums), key in zip(queries, keys, strict=True)
+    ]
+    return [torch.cat(x, 1) for x in zip(*found, strict=True)]
+
+
+def our_backward(grad, saved, lse, causal):
+    return flash_backward(grad, *saved, lse, causal, None, None)
+
+
+def two_results(device, dtype, b, h, n, d):
+    """Half of the queries of a sum so far, and a block's result for them."""
+    out = leaf((b, h, 2 * n, d), torch.float32, device).detach()
+    part = leaf((b, n, h, d), dtype, device, 1).detach().transpose(1, 2)
+    lse, part_lse = (leaf((b, h, k * n), torch.float32, device, k).detach() for k in (2, 1))
+    return out[:, :, n:], lse[:, :, n:], part, part_lse
+
+
+def merged(function):
+    """Of copies where results are compared: the arguments are overwritten."""
+
+    def run(out, lse, part, part_lse):
+        if out.numel() < 2**20:
+            out, lse = out.clone(), lse.clone()
+        function(out, lse, part, part_lse)
+        return out, lse
+
+    return run
+
+
 def causal_flops(products):
     """Two products forward, five backward, of half the scores."""
     return lambda b, h, g, n, d: products * b * h * n * n * d
 
 
+def block_flops(products):
+    return lambda b, h, g, n, m, d: products * b * h * n * m * d * (1 if n == m else 2)
+
+
 def document_flops(products):
     return lambda b, h, g, n, d: products * b * h * n * min(n, DOCUMENT) * d
 
+
+CHOSEN = {
+    "chosen": tuple(LIBRARIES), "magnitudes": lambda b, h, g, n, m, d: magnitudes(m, d),
+    "torch_compiles": "", "compiled": (1, 4, 2, 256, 128, 128),
+}  # fmt: skip
 
 # fmt: off
 ENTRIES = [
@@ -93,4 +184,16 @@ ENTRIES = [
         compiled=(1, 4, 2, 256, 128)),
     Entry("ring_of_4", ring, {"torch": torch_causal}, cut, [(1, 32, 8, 32768, 128)],
         (1, 4, 2, 64, 20), forward_flops=causal_flops(2), compiled=(1, 4, 2, 256, 128)),
+    Entry("attention", block_of(flash, None, None),
+        {"torch": by_group, **{name: block_of(lib.forward) for name, lib in LIBRARIES.items()}},
+        block, BLOCKS, (1, 4, 2, 37, 20, 20), forward_flops=block_flops(2), **CHOSEN),
+    Entry("attention_backward", block_backward_of(our_backward),
+        {"torch": by_group_backward,
+         **{name: block_backward_of(lib.backward) for name, lib in LIBRARIES.items()}},
+        block_with_gradient, BLOCKS, (1, 4, 2, 37, 20, 20), forward_flops=block_flops(5),
+        **CHOSEN),
+    Entry("merge", merged(merge_), {"torch": merged(merge_reference_)}, two_results,
+        [(1, 32, 4096, 128)], (2, 3, 37, 20),
+        lambda itemsize, b, h, n, d: b * h * n * d * (8 + itemsize), torch_compiles="",
+        compiled=(1, 4, 64, 128)),
 ]

@@ -21,6 +21,8 @@ from mtcli.kernels.flash import flash
 from mtcli.kernels.flash_backward import flash_backward
 from mtcli.kernels.flash_parts import Spans
 from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.library_attention import library_for
+from mtcli.kernels.merge import finite
 from mtcli.kernels.products import is_slow
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,7 +38,7 @@ def attention_reference(
     """
     scores = _scores(q, k, causal, mask)
     lse = scores.logsumexp(-1)
-    mixed = (scores - _finite(lse)[..., None]).exp() @ _per_head(v, q).to(scores.dtype)
+    mixed = (scores - finite(lse)[..., None]).exp() @ _per_head(v, q).to(scores.dtype)
     return mixed.to(q.dtype), lse
 
 
@@ -54,7 +56,7 @@ def attention_backward_reference(
     q, k, v, out = saved
     scores = _scores(q, k, causal, mask)
     grad, out = grad.to(scores.dtype), out.to(scores.dtype)
-    p = (scores - _finite(lse)[..., None]).exp()
+    p = (scores - finite(lse)[..., None]).exp()
     dp = grad @ _per_head(v, q).to(scores.dtype).transpose(-1, -2)
     ds = p * (dp - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dk = _per_group(ds.transpose(-1, -2) @ q.to(scores.dtype), k)
@@ -66,8 +68,11 @@ def attention_backward_reference(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | Spans | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attention_reference` by our flash kernel on a GPU, by torch's on a CPU."""
+    """`attention_reference`, on a GPU by our flash kernel or, without a mask, by the library that
+    was measured to be faster; by torch's flash kernel on a CPU."""
     if runs_triton(q) and not isinstance(mask, Tensor):
+        if mask is None and (library := library_for("attention", q, k)):
+            return library.forward(q, k, v, causal)
         return flash(q, k, v, causal, *(mask or (None, None)))
     assert not isinstance(mask, Spans), "spans are for our kernels"
     if q.device.type != "cpu":
@@ -88,9 +93,11 @@ def attention_backward(
     causal: bool,
     mask: Tensor | Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward_reference` by our flash kernel on a GPU, by torch's on a CPU."""
+    """`attention_backward_reference` by what `attention` chooses from, for itself."""
     q, k, v, out = saved
     if runs_triton(q) and not isinstance(mask, Tensor):
+        if mask is None and (library := library_for("attention_backward", q, k)):
+            return library.backward(grad, saved, lse, causal)
         return flash_backward(grad, *saved, lse, causal, *(mask or (None, None)))
     assert not isinstance(mask, Spans), "spans are for our kernels"
     if q.device.type != "cpu":
@@ -102,20 +109,6 @@ def attention_backward(
         bias = None if mask is None else _bias(mask, q)
         dq, dk, dv = _flash_cpu_backward(grad, q, *heads, out, lse, 0.0, causal, attn_mask=bias)
     return dq, _per_group(dk, k), _per_group(dv, v)
-
-
-def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds a block's result to `out` (float32 or wider) and `lse`, in place."""
-    total = torch.logaddexp(lse, part_lse)
-    finite = _finite(total)
-    out.mul_((lse - finite).exp_()[..., None])
-    out.add_(part * (part_lse - finite).exp_()[..., None])
-    lse.copy_(total)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """The same, but so that -inf less it is -inf and not NaN where a query has seen nothing."""
-    return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
 def _bias(mask: Tensor, q: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,13 @@ def choose(
 
 def prefers(library: str, op: str, x: Tensor, magnitudes: Sequence[int]) -> bool:
     """Whether a library was measured to be faster than our kernel on x's device."""
-    return _known(x.device).get(op, {}).get(bucket_of(x.dtype, magnitudes)) == {"by": library}
+    return chosen_by(op, x, magnitudes) == library
+
+
+def chosen_by(op: str, x: Tensor, magnitudes: Sequence[int]) -> str | None:
+    """Whose function was measured to be the fastest on x's device: "mtcli" is ours."""
+    found = _known(x.device).get(op, {}).get(bucket_of(x.dtype, magnitudes), {})
+    return cast(str | None, found.get("by"))
 
 
 def bucket_of(dtype: torch.dtype, magnitudes: Sequence[int]) -> str:

@@ -8,9 +8,9 @@ from mtcli.kernels.attention import (
     attention_backward,
     attention_backward_reference,
     attention_reference,
-    merge_,
     whole_attention,
 )
+from mtcli.kernels.merge import merge_
 
 SHAPES = {"one head": (1, 1, 1, 5, 8), "groups": (2, 6, 2, 7, 4), "many": (2, 4, 4, 33, 16)}
 SHAPES |= {"long": (1, 2, 1, 70, 4), "longer": (1, 1, 1, 260, 4)}  # where other kernels take over

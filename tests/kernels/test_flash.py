@@ -4,9 +4,10 @@ import pytest
 import torch
 from exact import TOLERANCE, check, distance, seeded
 
-from mtcli.kernels.attention import attention, attention_backward, merge_
+from mtcli.kernels.attention import attention, attention_backward
 from mtcli.kernels.flash import flash
 from mtcli.kernels.flash_parts import Spans
+from mtcli.kernels.merge import merge_
 
 SHAPES = {  # b, h, g, n, m, d
     "groups, odd": (2, 4, 2, 37, 37, 20),

@@ -19,11 +19,11 @@ from mtcli.kernels.attention import (
     attention,
     attention_backward,
     flash_attention,
-    merge_,
     whole_attention,
 )
 from mtcli.kernels.flash_parts import Spans
 from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.merge import merge_
 
 Attend = Callable[[Tensor, Tensor, Tensor, Axis, Seen], Tensor]
 
@@ -141,7 +141,7 @@ class _Ring(torch.autograd.Function):
                 at, keys, causal, mask = met
                 k, v = block[:, :, :, keys]
                 part, part_lse = attention(q[:, :, at], k, v, causal, mask)
-                merge_(mixed[:, :, at], lse[:, :, at], part.to(wide), part_lse)
+                merge_(mixed[:, :, at], lse[:, :, at], part, part_lse)
             block = coming.wait() if coming else block
         out = mixed.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)

@@ -1,0 +1,86 @@
+"""Results of attention over two blocks of keys, merged by their log-sum-exps.
+
+b sequences, h query heads, n queries, d head width. A query that has seen no key in a block has the
+log-sum-exp -inf there, and merges as nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.flash_parts import rowwise, strides
+from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+TILES = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), (32, 4), (64, 8)))
+
+
+def merge_reference_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds a block's result [b, h, n, d] and its log-sum-exp [b, h, n], in place.
+
+    `out` and `lse` are float32 or wider.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    safe = finite(total)
+    out.mul_((lse - safe).exp_()[..., None])
+    out.add_(part.to(out.dtype) * (part_lse - safe).exp_()[..., None])
+    lse.copy_(total)
+
+
+def finite(lse: Tensor) -> Tensor:
+    """The same, but so that -inf less it is -inf and not NaN where a query has seen nothing."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
+
+
+@kernel(TILES, key=["d"])
+def _merge(
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, h, n, d, ob: tl.int64, oh: tl.int64, on,
+    lb: tl.int64, lh: tl.int64, pb: tl.int64, ph: tl.int64, pn, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip  # strides of out, lse and part; part_lse [b, h, n] is contiguous
+    b, head = (tl.program_id(1) // h).to(tl.int64), (tl.program_id(1) % h).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real, column = row < n, tl.arange(0, WIDTH)[None, :]
+    lse_at = lse_ptr + b * lb + head * lh + row
+    mine = tl.load(lse_at, mask=real, other=0.0)
+    theirs = tl.load(part_lse_ptr + (b * h + head) * n + row, mask=real, other=0.0)
+    top = tl.maximum(mine, theirs)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    mine, theirs = tl.exp(mine - base), tl.exp(theirs - base)
+    both = mine + theirs
+    some = tl.where(both > 0.0, both, 1.0)
+    tl.store(lse_at, tl.where(both > 0.0, base + tl.log(some), top), mask=real)
+    inside, long = real[:, None] & (column < d), row.to(tl.int64)[:, None]
+    out_at = out_ptr + b * ob + head * oh + long * on + column
+    part_at = part_ptr + b * pb + head * ph + long * pn + column
+    out = tl.load(out_at, mask=inside, other=0.0) * (mine / some)[:, None]
+    part = tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_at, out + part * (theirs / some)[:, None], mask=inside)
+
+
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merge_reference_`, on a GPU in one pass: b h n d (8 + part's itemsize) bytes moved."""
+    if runs_triton(out):
+        _merge_op(out, lse, part, part_lse)
+    else:
+        merge_reference_(out, lse, part, part_lse)
+
+
+def _run(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    part, part_lse, (b, h, n, d) = rowwise(part), part_lse.contiguous(), out.shape
+    assert lse.stride(2) == 1, f"strides {lse.stride()}"
+    layout = (*strides(out), *lse.stride()[:2], *strides(part))
+    grid = lambda meta: (cdiv(n, meta["ROWS"]), b * h)  # noqa: E731
+    _merge[grid](out, lse, part, part_lse, h, n, d, *layout, WIDTH=power_of_two(d))
+
+
+_merge_op = operator(
+    "merge_(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()",
+    _run,
+    lambda out, lse, part, part_lse: None,
+)
