@@ -1,7 +1,8 @@
-"""Blocks compiled by torch.compile: what lies between two exchanges becomes a few fused loops.
+"""Blocks compiled by torch.compile: what lies between two products becomes a few fused loops.
 
-What talks to other ranks, asks tensors for their values, or has numbers of its own in every layer
-stays as it is, a break between two graphs. So the blocks of a stage are equal to the compiler, and
+What tensor parallel layers exchange is part of a block's graph. What talks to other ranks besides,
+asks tensors for their values, or has numbers of its own in every layer stays as it is, a break
+between two graphs. So the blocks of a stage are equal to the compiler, and
 the first one's graphs serve all: to compile takes as long as one block does.
 """
 
@@ -15,6 +16,7 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.layers import Dropout
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.model.transformer import Stage
+from mtcli.core.parallel.in_graph import in_graph
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 
 
@@ -28,6 +30,7 @@ def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "ind
         asks_lengths = documents and stage.build.groups.device.type == "cpu"
         for block in stage.blocks.values():
             for module in block.modules():
+                _keep_collectives(module)
                 for name in _left_out(module, asks_lengths):
                     setattr(module, name, torch.compiler.disable(getattr(module, name)))
             block._run = torch.compile(block._run, dynamic=False, backend=backend)
@@ -38,13 +41,18 @@ def uncompiled(compiled: bool) -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
+def _keep_collectives(module: nn.Module) -> None:
+    """Has what tensor parallel layers exchange be nodes of their block's graph."""
+    match module:
+        case ColumnLinear():
+            module.enter = in_graph(module.enter, module.tp)
+        case RowLinear():
+            module.leave = in_graph(module.leave, module.tp)
+
+
 def _left_out(module: nn.Module, asks_lengths: bool) -> Iterator[str]:
     """The functions of a module that are not compiled."""
     match module:
-        case ColumnLinear() if module.tp.size > 1:
-            yield "enter"
-        case RowLinear() if module.tp.size > 1:
-            yield "leave"
         case Dropout() if module.drop > 0.0:
             yield "forward"
         case MixtureOfExperts():
