@@ -7,24 +7,30 @@ import typer
 
 from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, write_json
 
+Source = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="ours, a run folder, or a Hugging Face one")
+]
 Prompt = Annotated[
     list[str], typer.Option("--prompt", help="text to go on from; may be given several times")
 ]
+MaxTokens = Annotated[int, typer.Option(min=1, help="tokens to generate")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy")]
+TopK = Annotated[int, typer.Option(min=0, help="keep the k likeliest; 0 keeps all")]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="keep the likeliest that reach p together")
+]
+Seed = Annotated[int, typer.Option(help="of the sampling")]
 
 
 def generate(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="ours, a run folder, or a Hugging Face one")
-    ],
+    checkpoint: Source,
     overrides: Overrides,
     prompt: Prompt,
-    max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="keep the k likeliest; 0 keeps all")] = 0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="keep the likeliest that reach p together")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    max_tokens: MaxTokens = 100,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     nproc: Nproc = 1,
     device: Device = "auto",
     json_out: JsonOut = None,

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 120  # columns of a table that no terminal wraps
 
+Config = Annotated[
+    str | None,
+    typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or a preset's name"),
+]
 Fixed = Annotated[
     list[str],
     typer.Option(
@@ -23,56 +27,62 @@ Fixed = Annotated[
         help="search with this field as it is, such as parallel.tp=8; may be given several times",
     ),
 ]
+Gpus = Annotated[
+    int | None, typer.Option(min=1, help="devices; a bare preset is then searched [fewest]")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="kind of device, such as a100-80gb or cpu [h100 with --gpus]; its links may "
+        "follow: h100,network=ethernet-100,link=pcie-512,node=4"
+    ),
+]
+Top = Annotated[
+    int | None, typer.Option(min=1, help="search every legal layout and show the best K")
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", min=1, help="sequences of a step")
+]
+Seq = Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")]
+Ranks = Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")]
+Draw = Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")]
+Plot = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="write the timeline, or what --validate finds, as a picture"),
+]
+Output = Annotated[
+    str | None, typer.Option(metavar="FILE", help="write the config of the best layout")
+]
+DryRunFlag = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="take a step of the real trainer on fake tensors; count its memory"
+    ),
+]
+Rank = Annotated[int | None, typer.Option(min=0, help="the rank of the dry run [the fullest]")]
+Presets = Annotated[bool, typer.Option("--presets", help="list the presets")]
+Validate = Annotated[
+    str | None, typer.Option(metavar="FILE", help="score the predictor on published runs")
+]
 
 
 def plan(
     overrides: Overrides,
     fixed: Fixed,
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or a preset's name"),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="devices; a bare preset is then searched [fewest]")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="kind of device, such as a100-80gb or cpu [h100 with --gpus]; its links may "
-            "follow: h100,network=ethernet-100,link=pcie-512,node=4"
-        ),
-    ] = None,
-    top: Annotated[
-        int | None, typer.Option(min=1, help="search every legal layout and show the best K")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="sequences of a step")
-    ] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")] = None,
-    ranks: Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")] = False,
-    draw: Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")] = False,
-    plot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="write the timeline, or what --validate finds, as a picture"
-        ),
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="write the config of the best layout")
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="take a step of the real trainer on fake tensors; count its memory"
-        ),
-    ] = False,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="the rank of the dry run [the fullest]")
-    ] = None,
-    presets: Annotated[bool, typer.Option("--presets", help="list the presets")] = False,
-    validate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="score the predictor on published runs")
-    ] = None,
+    config: Config = None,
+    gpus: Gpus = None,
+    device: Device = None,
+    top: Top = None,
+    global_batch: GlobalBatch = None,
+    seq: Seq = None,
+    ranks: Ranks = False,
+    draw: Draw = False,
+    plot: Plot = None,
+    output: Output = None,
+    dry_run: DryRunFlag = False,
+    rank: Rank = None,
+    presets: Presets = False,
+    validate: Validate = None,
     json_out: JsonOut = None,
 ) -> None:
     """Check a run config; predict its memory, step time and bubble; search better layouts.

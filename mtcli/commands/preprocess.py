@@ -7,51 +7,60 @@ import typer
 
 from mtcli.commands.options import JsonOut, write_json
 
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...",
+        help="Files, folders and globs of .txt, .jsonl (also .gz .zst .xz .bz2) and .parquet; "
+        "- for standard input; stdlib for the running Python's standard library.",
+    ),
+]
+Output = Annotated[
+    Path, typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx, .json, .tokenizer/.")
+]
+TokenizerName = Annotated[
+    str,
+    typer.Option(
+        help="A tokenizer.json, a folder with one or with vocab.json and merges.txt, "
+        "a Hugging Face name, bytes, or train:N for a new byte-level BPE of N ids."
+    ),
+]
+TextKey = Annotated[
+    str, typer.Option(help="The key of JSON lines, or the column of Parquet, with the text.")
+]
+SplitOn = Annotated[
+    Literal["blank"] | None,
+    typer.Option(help="blank: a .txt holds a document per block between blank lines."),
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes that encode.", show_default="one per core")
+]
+AppendEod = Annotated[
+    bool | None,
+    typer.Option(
+        "--append-eod/--no-append-eod",
+        help="End every document with the tokenizer's end-of-document token.",
+        show_default="where it has one",
+    ),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
+
 
 def preprocess(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Files, folders and globs of .txt, .jsonl (also .gz .zst .xz .bz2) and .parquet; "
-            "- for standard input; stdlib for the running Python's standard library.",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx, .json, .tokenizer/.")
-    ],
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="A tokenizer.json, a folder with one or with vocab.json and merges.txt, "
-            "a Hugging Face name, bytes, or train:N for a new byte-level BPE of N ids."
-        ),
-    ],
-    text_key: Annotated[
-        str, typer.Option(help="The key of JSON lines, or the column of Parquet, with the text.")
-    ] = "text",
-    split_on: Annotated[
-        Literal["blank"] | None,
-        typer.Option(help="blank: a .txt holds a document per block between blank lines."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes that encode.", show_default="one per core")
-    ] = None,
-    append_eod: Annotated[
-        bool | None,
-        typer.Option(
-            "--append-eod/--no-append-eod",
-            help="End every document with the tokenizer's end-of-document token.",
-            show_default="where it has one",
-        ),
-    ] = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")] = False,
+    inputs: Inputs,
+    output: Output,
+    tokenizer: TokenizerName,
+    text_key: TextKey = "text",
+    split_on: SplitOn = None,
+    workers: Workers = None,
+    append_eod: AppendEod = None,
+    skip_bad: SkipBad = False,
+    resume: Resume = False,
+    force: Force = False,
     json_out: JsonOut = None,
 ) -> None:
     """Turn text into token files that Megatron and mtcli train read."""

@@ -12,24 +12,28 @@ if TYPE_CHECKING:
     from mtcli.core.report.figures import Profile
     from mtcli.core.spec.config import RunConfig
 
-Output = str | None
+Steps = Annotated[int, typer.Option("--steps", min=1, help="timed steps")]
+Warmup = Annotated[int, typer.Option("--warmup", min=0, help="steps before those")]
+Trace = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
+]
+Report = Annotated[
+    str | None, typer.Option("--report", metavar="FILE", help="write one HTML page of charts")
+]
+Plot = Annotated[
+    str | None, typer.Option("--plot", metavar="FILE", help="write a picture: .png, .svg or .pdf")
+]
 
 
 def profile(
     config: ConfigFile,
     overrides: Overrides,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="timed steps")] = 10,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="steps before those")] = 3,
+    steps: Steps = 10,
+    warmup: Warmup = 3,
     nproc: Nproc = 1,
-    trace: Annotated[
-        Output, typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
-    ] = None,
-    report: Annotated[
-        Output, typer.Option("--report", metavar="FILE", help="write one HTML page of charts")
-    ] = None,
-    plot: Annotated[
-        Output, typer.Option("--plot", metavar="FILE", help="write a picture: .png, .svg or .pdf")
-    ] = None,
+    trace: Trace = None,
+    report: Report = None,
+    plot: Plot = None,
     json_out: JsonOut = None,
 ) -> None:
     """Run a few steps of a config with timers, or show what a finished run's folder measured.
@@ -95,7 +99,7 @@ def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
     return "\n".join(lines)
 
 
-def _require_outputs(trace: Output, report: Output, plot: Output) -> None:
+def _require_outputs(trace: str | None, report: str | None, plot: str | None) -> None:
     """Raises MtcliError, before any step is run, where a file could not be written after it."""
     from mtcli.core.spec.outputs import require_extra, require_picture, require_writable
 
@@ -108,7 +112,9 @@ def _require_outputs(trace: Output, report: Output, plot: Output) -> None:
         require_picture(plot, "--plot")
 
 
-def _show_profile(found: "Profile", report: Output, plot: Output, json_out: Output) -> None:
+def _show_profile(
+    found: "Profile", report: str | None, plot: str | None, json_out: str | None
+) -> None:
     from rich.console import Console
 
     from mtcli.core.report.tables import show_profile
@@ -127,7 +133,7 @@ def _show_profile(found: "Profile", report: Output, plot: Output, json_out: Outp
         save_profile(plot, found)
 
 
-def _show_run(folder: str, report: Output, plot: Output, json_out: Output) -> None:
+def _show_run(folder: str, report: str | None, plot: str | None, json_out: str | None) -> None:
     from rich.console import Console
 
     from mtcli.core.report.finished import read_run, summary_of
