@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mtcli.core.checkpoint import manifest, names
-from mtcli.core.checkpoint.writer import sync_folder
 from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.spec.outputs import sync_folder
 
 
 @contextmanager

@@ -142,15 +142,6 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     return FileRecord(bytes=len(data), xxh3_128=[hash_of(block) for block in blocks])
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _bytes(tensor: Tensor) -> Bytes:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.machine import ALLOCATOR, cores
+from mtcli.core.spec.outputs import whole
 
 VERSION = 3  # of the file and of what its numbers multiply
 LIMIT = 180.0  # seconds after which measuring is given up
@@ -160,12 +161,11 @@ def _read(file: Path, facts: Facts) -> Calibration | None:
 
 
 def _keep(file: Path, data: dict[str, Any]) -> None:
-    """Writes a file aside and renames it; a folder that cannot be written is told of."""
-    aside = file.with_suffix(f".{os.getpid()}")
+    """Writes a file; a folder that cannot be written is told of."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        aside.replace(file)
+        with whole(file) as path:
+            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         _say(f"what was measured is not kept: {file.parent}: {error.strerror}")
 

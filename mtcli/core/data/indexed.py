@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.spec.outputs import whole
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-SUFFIXES = (".bin", ".idx")  # the index last: a reader that finds it finds the tokens
 CHUNK = 1 << 16  # sequences looked at or written at a time: 1.5 MB
 
 
@@ -146,12 +146,9 @@ def write_dataset(
     Raises MtcliError for a token that `dtype` cannot hold. Only the lengths are kept in memory.
     """
     lengths, limits = [], np.iinfo(dtype)
-    asides = {
-        with_suffix(prefix, suffix): with_suffix(prefix, f"{suffix}.aside") for suffix in SUFFIXES
-    }
-    aside_bin, aside_idx = asides.values()
-    try:
-        with open(aside_bin, "wb") as file:
+    index, data = (with_suffix(prefix, suffix) for suffix in (".idx", ".bin"))
+    with whole(index) as index_path, whole(data) as data_path:  # index last: it finds tokens
+        with open(data_path, "wb") as file:
             for sequence in sequences:
                 tokens = np.asarray(sequence, np.int64)
                 if len(tokens) and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
@@ -161,14 +158,7 @@ def write_dataset(
                     )
                 file.write(tokens.astype(dtype).tobytes())
                 lengths.append(len(tokens))
-            file.flush()
-            os.fsync(file.fileno())
-        write_index(aside_idx, dtype, np.array(lengths, np.int32))
-        for path, aside in asides.items():
-            aside.replace(path)
-    finally:
-        for aside in asides.values():
-            aside.unlink(missing_ok=True)
+        write_index(index_path, dtype, np.array(lengths, np.int32))
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:

@@ -21,6 +21,7 @@ from mtcli.core.data.indexed import with_suffix, write_index
 from mtcli.core.data.work import Counts
 from mtcli.core.spec.errors import MtcliError, failed, wrong
 from mtcli.core.spec.foreign import parse_json
+from mtcli.core.spec.outputs import sync_folder
 from mtcli.core.spec.section import Count
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
@@ -142,7 +143,7 @@ class Workspace:
                     shutil.rmtree(final)
                 made.replace(final)
         self.remove()
-        _sync_folder(self.prefix.parent)
+        sync_folder(self.prefix.parent)
 
     @property
     def is_finished(self) -> bool:
@@ -227,11 +228,3 @@ class Workspace:
 def _file_hash(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

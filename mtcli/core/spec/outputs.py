@@ -1,4 +1,4 @@
-"""Files that a flag names: known to be writable before the work, and never half there."""
+"""Files that are written whole: known to be writable before the work, and never half there."""
 
 import os
 from collections.abc import Iterator
@@ -35,19 +35,35 @@ def require_extra(module: str, flag: str) -> None:
 
 
 @contextmanager
-def aside(target: str) -> Iterator[Path]:
-    """A path to write to; it becomes `target` when all is written, and vanishes otherwise.
+def aside(target: str | Path) -> Iterator[Path]:
+    """As `whole`, of a file that the user named. Raises MtcliError (exit 1) where it fails."""
+    try:
+        with whole(Path(target)) as path:
+            yield path
+    except OSError as error:
+        raise failed(f"{target} cannot be written: {error.strerror}", "name another file") from None
 
-    Raises MtcliError (exit 1) where the disk does not take it.
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A name to write to; it becomes `path` when all is written, and vanishes otherwise.
+
+    Raises OSError where the disk does not take it.
     """
-    path = Path(target)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
-        raise failed(f"{target} cannot be written: {error.strerror}", "name another file") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
