@@ -12,6 +12,11 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
+def multiples_around(number: int, unit: int) -> list[int]:
+    """The multiples of `unit` on both sides of a number, ascending; none below one unit."""
+    return sorted({max(unit, number // unit * unit), -(-number // unit) * unit})
+
+
 def listing(numbers: list[int]) -> str:
     """'1, 2, 4 or 8'; long lists keep their ends."""
     if len(numbers) > 10:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from math import isqrt
 
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.divisors import divides, divisors, listing
+from mtcli.core.spec.divisors import divides, divisors, listing, multiples_around
 from mtcli.core.spec.errors import Problem
 from mtcli.core.spec.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.spec.layout import ParallelLayout
@@ -25,11 +25,10 @@ def _world_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p = config.parallel
     used = p.tp * p.cp * p.pp
     if world % used:
-        above = -(-world // used) * used
-        near = f"{world - world % used} or {above}" if world > used else f"{used}"
+        near, cuts = listing(multiples_around(world, used)), listing(divisors(world))
         yield Problem(
             f"tp*cp*pp = {p.tp}*{p.cp}*{p.pp} = {used} does not divide the world of {world} ranks",
-            f"run {near} ranks (--nproc), or choose tp*cp*pp among {listing(divisors(world))}",
+            f"run {near} ranks (--nproc), or choose tp*cp*pp among {cuts}",
             "parallel",
         )
 
@@ -105,12 +104,9 @@ def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 def _context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, m, b = config.parallel, config.model, config.batch
     if p.cp > 1 and b.seq_len % (2 * p.cp):
-        near = sorted(
-            {max(1, b.seq_len // (2 * p.cp)) * 2 * p.cp, -(-b.seq_len // (2 * p.cp)) * 2 * p.cp}
-        )
         yield Problem(
             f"2*cp={2 * p.cp} does not divide seq_len={b.seq_len}: each rank holds two chunks",
-            f"seq_len {listing(near)}",
+            f"seq_len {listing(multiples_around(b.seq_len, 2 * p.cp))}",
             "parallel.cp",
         )
     if p.cp > 1 and p.cp_mode == "a2a" and m.num_kv_heads % (p.tp * p.cp):
@@ -182,13 +178,10 @@ def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     b, dp = config.batch, data_parallel_size(config, world)
     unit = b.micro_batch_size * dp
     if b.global_batch_size % unit:
-        near = sorted(
-            {max(unit, b.global_batch_size // unit * unit), -(-b.global_batch_size // unit) * unit}
-        )
         yield Problem(
             f"micro_batch_size*dp = {b.micro_batch_size}*{dp} = {unit} does not divide "
             f"global_batch_size={b.global_batch_size}",
-            f"global_batch_size {listing(near)}",
+            f"global_batch_size {listing(multiples_around(b.global_batch_size, unit))}",
             "batch.global_batch_size",
         )
 
