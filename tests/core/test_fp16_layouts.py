@@ -11,14 +11,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny import DROPPING, GPT, LLAMA, MOE, Samples, run_config
+from trained import train_and_save
 
-from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import save
 from mtcli.core.feed import Feed
-from mtcli.core.parallel.collectives import gather_objects
 from mtcli.core.parallel.ownership import Held
-from mtcli.core.saving import pieces, progress
-from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import parameters
 from mtcli.core.trainer import Trainer
 
@@ -131,27 +127,9 @@ def test_a_layout_has_float64_s_gradients_to_rounding_and_one_rank_s_loss_scales
     assert seen == set(whole), "together the ranks hold every parameter"
 
 
-def train(runtime, config, folder, start, stop):
-    """Trains from a checkpoint (or the seed) to a step and saves there; what each step came to."""
-    trainer = Trainer(config, runtime)
-    if start:
-        trainer.resume(open_checkpoint(folder / f"step-{start:08d}"))
-    else:
-        trainer.initialise()
-    feed = Feed(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed) for _ in range(stop - start)]
-    feed.close()
-    save(
-        folder,
-        trainer.step,
-        pieces(trainer),
-        rank=runtime.rank,
-        gather=lambda value: gather_objects(value, trainer.groups.world),
-        extra=progress(trainer).model_dump(),
-        config_toml=dump_toml(config),
-        tokenizer=None,
-        keep=0,
-    )
+def train(*arguments):
+    """((loss scale, outcome), loss) of each step of `train_and_save`, as two lists."""
+    done = train_and_save(*arguments)
     return [(step.loss_scale, step.outcome) for step in done], [step.loss for step in done]
 
 

@@ -4,19 +4,12 @@ Two layouts round a gradient's operands apart where they cut its tokens or its c
 gradients differ by a share of 2**-4, float8's rounding, which averages out over a norm.
 """
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 from ranks import run_ranks
-from tiny import GPT, LLAMA, MOE, Samples, run_config
-
-from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import save
-from mtcli.core.feed import Feed
-from mtcli.core.parallel.collectives import gather_objects
-from mtcli.core.saving import pieces, progress
-from mtcli.core.spec.load import dump_toml
-from mtcli.core.trainer import Trainer
+from tiny import GPT, LLAMA, MOE, run_config
+from trained import train_and_save
 
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 2}
 BLOCKS = {"hidden_size": 256, "ffn_hidden_size": 256, "num_kv_heads": 4, "num_layers": 2}
@@ -44,22 +37,9 @@ def config_of(name, scaling, parallel=None, **train):
     return run_config(MODELS[name], parallel=parallel or {}, batch=TALL, train=settings)
 
 
-def trained(runtime, config, folder=None, start=0, stop=4):
-    """(loss, gradient norm) of the steps from a folder's checkpoint, or the seed, to another."""
-    trainer = Trainer(config, runtime)
-    if start:
-        trainer.resume(open_checkpoint(folder / f"step-{start:08d}"))
-    else:
-        trainer.initialise()
-    feed = Feed(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed) for _ in range(stop - start)]
-    feed.close()
-    if folder and not start:
-        extra = {"extra": progress(trainer).model_dump(), "config_toml": dump_toml(config)}
-        gather = partial(gather_objects, axis=trainer.groups.world)
-        save(folder, stop, pieces(trainer), rank=runtime.rank, gather=gather, tokenizer=None,
-             keep=0, **extra)  # fmt: skip
-    return [(step.loss, step.grad_norm) for step in done]
+def trained(*arguments):
+    """(loss, gradient norm) of each step of `train_and_save`."""
+    return [(step.loss, step.grad_norm) for step in train_and_save(*arguments)]
 
 
 @cache

@@ -5,24 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import BIASED, DROPPING, GPT, LLAMA, Samples, run_config
+from tiny import BIASED, DROPPING, GPT, LLAMA, run_config
+from trained import checkpoint_of, save_to, train_and_save
 
 from mtcli.core.checkpoint.convert import Options, to_mtcli
 from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import save
-from mtcli.core.feed import Feed
-from mtcli.core.parallel.collectives import gather_objects
 from mtcli.core.runtime import Runtime
-from mtcli.core.saving import pieces
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.load import config_of as config_from
-from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import parameters
 from mtcli.core.train import _require_same_run
 from mtcli.core.trainer import Trainer
 
-ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 TALL = {"micro_batch_size": 2}
 STEPS, STOP = 8, 4
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -43,34 +38,13 @@ def config_of(model, layout, precision="fp32"):
     return run_config(model, parallel=parallel, batch=batch, train=train)
 
 
-def train(runtime, config, folder, start, stop):
-    """Trains from a checkpoint (or the seed) to a step and saves there; returns the losses."""
-    trainer = Trainer(config, runtime)
-    if start:
-        trainer.resume(open_checkpoint(folder / f"step-{start:08d}"))
-    else:
-        trainer.initialise()
-    assert trainer.step == start
-    feed = Feed(Samples(config), config, trainer.groups)
-    losses = [trainer.train_step(feed).loss for _ in range(stop - start)]
-    feed.close()
-    written = save(
-        folder,
-        trainer.step,
-        pieces(trainer),
-        rank=runtime.rank,
-        gather=lambda value: gather_objects(value, trainer.groups.world),
-        extra={},
-        config_toml=dump_toml(config),
-        tokenizer=None,
-        keep=0,
-    )
-    assert written.name == f"step-{stop:08d}"
-    return losses
+def train(*arguments):
+    """The loss of each step of `train_and_save`."""
+    return [step.loss for step in train_and_save(*arguments)]
 
 
 def tensors(folder, step):
-    checkpoint = open_checkpoint(folder / f"step-{step:08d}")
+    checkpoint = checkpoint_of(folder, step)
     return {name: checkpoint.read(name) for name in checkpoint.names()}
 
 
@@ -127,10 +101,8 @@ def test_saving_without_a_step_between_changes_no_bit(run, layout, tmp_path):
 
 def copy(runtime, config, folder, to):
     trainer = Trainer(config, runtime)
-    trainer.resume(open_checkpoint(folder / f"step-{STOP:08d}"))
-    gather = lambda value: gather_objects(value, trainer.groups.world)  # noqa: E731
-    options = {"extra": {}, "config_toml": dump_toml(config), "tokenizer": None, "keep": 0}
-    save(to, trainer.step, pieces(trainer), rank=runtime.rank, gather=gather, **options)
+    trainer.resume(checkpoint_of(folder, STOP))
+    save_to(to, trainer)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -193,7 +165,7 @@ def test_biases_of_experts_go_on_on_any_layout(biased, layout, tmp_path):
 
 
 def test_the_rate_of_biases_may_change_and_not_whether_there_are_any(biased):
-    checkpoint = open_checkpoint(biased[0] / f"step-{STOP:08d}")
+    checkpoint = checkpoint_of(biased[0], STOP)
     _require_same_run(run_config(BIASED | {"router_bias_update_rate": 1e-9}), checkpoint)
     message = "model.router_bias_update_rate: it is 0.0, and the run was trained with 0.01"
     with pytest.raises(MtcliError, match=message):
@@ -205,7 +177,7 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
 ):
     plain = BIASED | {"router_bias_update_rate": 0.0}
     run_ranks(1, train, config_of(plain, (1, {}, {})), tmp_path, 0, STOP)
-    checkpoint = open_checkpoint(tmp_path / f"step-{STOP:08d}")
+    checkpoint = checkpoint_of(tmp_path, STOP)
     trainer = Trainer(config_of(BIASED, (1, {}, {})), ALONE)
     trainer.load_weights(checkpoint)
     for name, (tensor, _) in trainer.gradients.held.items():
@@ -213,9 +185,7 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
         stored = stored.flatten(0, -2) if stored.dim() > 1 else stored
         assert torch.equal(tensor[: len(stored)], stored), name
     with pytest.raises(MtcliError, match="has the tensor blocks.0.mlp.router.bias, and the model"):
-        Trainer(config_of(plain, (1, {}, {})), ALONE).load_weights(
-            open_checkpoint(biased[0] / f"step-{STOP:08d}")
-        )
+        Trainer(config_of(plain, (1, {}, {})), ALONE).load_weights(checkpoint_of(biased[0], STOP))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +213,7 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
     ids=str,
 )
 def test_a_resumed_run_keeps_its_model_and_data_order(run, change, message):
-    checkpoint = open_checkpoint(run[1] / f"step-{STOP:08d}")
+    checkpoint = checkpoint_of(run[1], STOP)
     free = {"parallel": {"pp": 2}, "train": {"precision": "bf16"}, "optimizer": {"lr": 0.1}}
     _require_same_run(run_config(run[0], **free), checkpoint)
     table = run_config(run[0]).model_dump(exclude_none=True)
@@ -263,7 +233,7 @@ def test_a_resumed_run_keeps_its_model_and_data_order(run, change, message):
     ],
 )
 def test_counters_that_make_no_sense_are_a_damaged_checkpoint(run, extra, message):
-    checkpoint = replace(open_checkpoint(run[1] / f"step-{STOP:08d}"), extra=extra)
+    checkpoint = replace(checkpoint_of(run[1], STOP), extra=extra)
     trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
     with pytest.raises(MtcliError, match="is damaged: ") as caught:
         trainer.resume(checkpoint)
@@ -271,9 +241,9 @@ def test_counters_that_make_no_sense_are_a_damaged_checkpoint(run, extra, messag
 
 
 def test_updates_are_those_the_checkpoint_counts_or_its_steps(run):
-    checkpoint = open_checkpoint(run[1] / f"step-{STOP:08d}")
+    checkpoint = checkpoint_of(run[1], STOP)
     trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
-    trainer.resume(checkpoint)  # written without a count, as by older versions
+    trainer.resume(replace(checkpoint, extra={}))  # as by older versions
     assert trainer.optimizer.updates == STOP
     trainer.resume(replace(checkpoint, extra={"updates": 3, "of a later version": 1}))
     assert (trainer.optimizer.updates, trainer.step) == (3, STOP)
@@ -295,7 +265,7 @@ def test_a_conversion_cuts_as_a_run_of_that_layout_does(tmp_path, model, world, 
     sizes.pop("dp")
     config = config_of(model, (world, sizes, TALL | {"global_batch_size": 8}))
     run_ranks(world, train, config, tmp_path, 0, 0)
-    saved = open_checkpoint(tmp_path / "step-00000000")
+    saved = checkpoint_of(tmp_path, 0)
     to_mtcli(saved, tmp_path / "whole", *parse_layout("zero=0"), Options())
     to_mtcli(open_checkpoint(tmp_path / "whole"), tmp_path / "cut", *parse_layout(text), Options())
     cut = open_checkpoint(tmp_path / "cut")

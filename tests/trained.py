@@ -1,0 +1,53 @@
+"""A rank that trains some steps in memory, from the seed or a checkpoint, and saves."""
+
+from functools import partial
+
+from tiny import Samples
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import save
+from mtcli.core.feed import Feed
+from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.saving import pieces, progress
+from mtcli.core.spec.load import dump_toml
+from mtcli.core.trainer import Trainer
+
+
+def train_and_save(runtime, config, folder=None, start=0, stop=4):
+    """The steps start + 1 .. stop, from folder's checkpoint of `start` or, at 0, from the seed.
+
+    The last one is saved in the folder, where there is one.
+    """
+    trainer = Trainer(config, runtime)
+    if start:
+        trainer.resume(checkpoint_of(folder, start))
+    else:
+        trainer.initialise()
+    assert trainer.step == start
+    feed = Feed(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(feed) for _ in range(stop - start)]
+    feed.close()
+    if folder:
+        written = save_to(folder, trainer)
+        assert written.name == f"step-{stop:08d}"
+    return done
+
+
+def save_to(folder, trainer):
+    """Saves a trainer's state, and removes no older checkpoint; every rank calls it."""
+    return save(
+        folder,
+        trainer.step,
+        pieces(trainer),
+        rank=trainer.groups.rank,
+        gather=partial(gather_objects, axis=trainer.groups.world),
+        extra=progress(trainer).model_dump(),
+        config_toml=dump_toml(trainer.config),
+        tokenizer=None,
+        keep=0,
+    )
+
+
+def checkpoint_of(folder, step):
+    """The checkpoint of a step."""
+    return open_checkpoint(folder / f"step-{step:08d}")
