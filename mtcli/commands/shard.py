@@ -161,10 +161,11 @@ def _shape(model: dict[str, Any]) -> str:
 def _convert(
     dense: "Checkpoint", target: Path, plan: "Plan", layout: str, json_out: str | None
 ) -> None:
-    from mtcli.core.checkpoint.conversion import convert
+    from mtcli.core.checkpoint.conversion import convert, require_target
     from mtcli.core.checkpoint.upcycle import upcycled
 
     source = dense if plan.recipe is None else upcycled(dense, plan.recipe)
+    require_target(source, target, plan)
     typer.echo(_announcement(dense, source, target, plan, layout), err=True)
     _finish(convert(dense, source, target, plan), json_out)
     typer.echo(f"wrote {target}", err=True)

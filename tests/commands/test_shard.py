@@ -195,12 +195,15 @@ def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
         (["SRC", "SRC"], "gpt2 exists"),
     ],
 )
-def test_wrong_input_is_refused_and_nothing_is_written(gpt2, tmp_path, words, message):
+def test_wrong_input_is_refused_before_a_word_and_nothing_is_written(
+    gpt2, tmp_path, words, message, capsys
+):
     places = {"SRC": gpt2, "DST": tmp_path / "dst"}
     with pytest.raises(MtcliError) as error:
         run(*(places.get(word, word) for word in words))
     assert message in str(error.value)
     assert error.value.code == Exit.WRONG_INPUT
+    assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.iterdir())
 
 

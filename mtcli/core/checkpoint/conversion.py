@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtcli.core.checkpoint.aside import require_free
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.compare import optimizer_kinds, verify_hashes
 from mtcli.core.checkpoint.convert import Options, to_mtcli
 from mtcli.core.checkpoint.describe import describe, tensor_bytes
 from mtcli.core.checkpoint.export import to_hf
+from mtcli.core.checkpoint.layouts import output_config
 from mtcli.core.checkpoint.names import is_optimizer
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.proof import require_same, require_same_logits
@@ -40,6 +42,13 @@ class Plan(NamedTuple):
 def left_out(source: Checkpoint, plan: Plan) -> list[str]:
     """The optimizer state that has no place in what is written."""
     return optimizer_kinds(source) if plan.to == "hf" or plan.recipe else []
+
+
+def require_target(source: Checkpoint, target: Path, plan: Plan) -> None:
+    """Raises MtcliError where the folder's name is taken, or the model cannot be cut so."""
+    require_free(target, plan.force)
+    if plan.to == "mtcli":
+        output_config(source, *plan.layout)
 
 
 def convert(dense: Checkpoint, source: Checkpoint, target: Path, plan: Plan) -> Facts:
