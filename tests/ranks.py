@@ -16,6 +16,7 @@ from pathlib import Path
 
 DEADLINE = 60.0  # seconds a call may take before every rank is killed
 PRELOADED = ["torch", "torch._dynamo", "mtcli.core.trainer", "pytest", "hypothesis"]
+PRELOADED += ["mtcli.cli", "rich.table", "tomlkit"]  # of commands
 
 
 def run_ranks(n, function, *arguments, deadline=DEADLINE):

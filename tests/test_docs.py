@@ -7,6 +7,7 @@ an empty folder of its own, with a small trained run at runs/tiny where it names
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from command_line import mtcli
 
 from mtcli.cli import COMMANDS
 from mtcli.core.spec.config import RunConfig
@@ -47,8 +49,25 @@ def commands(page):
     return found
 
 
+def run(command, folder):
+    """Runs a line as a reader would type it; a shell runs what is more than words of ours."""
+    name, *words = words_of(command)
+    if name == "mtcli":
+        return mtcli(*words, folder=folder, COLUMNS="120")
+    return shell(command, folder)
+
+
+def words_of(command):
+    """The words of a command; [""] where only a shell can say what they are."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = list(lexer)
+    operators = any(set(word) <= set(lexer.punctuation_chars) for word in words if word)
+    return [""] if operators or set(command) & set("$`*?~") else words
+
+
 def shell(command, folder):
-    """Runs a line as a reader would type it, with this environment's commands in reach."""
+    """Runs a line in a shell, with this environment's commands in reach."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
@@ -63,7 +82,7 @@ def tiny_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "text.txt").write_text("all the world is a stage\n" * 400)
     for command in MAKE_TINY:
-        done = shell(command, folder)
+        done = run(command, folder)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -74,7 +93,7 @@ def test_a_page_s_commands_do_what_it_says(page, tmp_path, request):
     if any("runs/tiny" in command for command, _, _ in typed):
         shutil.copytree(request.getfixturevalue("tiny_run"), tmp_path, dirs_exist_ok=True)
     for command, code, shown in typed:
-        done = shell(command, tmp_path)
+        done = run(command, tmp_path)
         assert done.returncode == code, f"$ {command}\n{done.stdout}{done.stderr}"
         said = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
         assert [line for line in shown if line not in said] == [], f"$ {command}"

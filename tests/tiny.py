@@ -1,8 +1,9 @@
-"""Models small enough to train in a blink, run tables around them, and data in memory."""
+"""Models small enough to train in a blink, configs of their runs, and data, in memory or not."""
 
 import numpy as np
 
-from mtcli.core.spec.load import config_of
+from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.spec.load import config_of, dump_toml
 
 GPT = {
     "architecture": "gpt",
@@ -55,6 +56,18 @@ def run_config(model=GPT, overrides=(), **sections):
     for section, values in sections.items():
         table[section] = table.get(section, {}) | values
     return config_of(table, overrides)
+
+
+def write_run(folder, **sections):
+    """Writes documents and a run's config into a folder; returns the config's file.
+
+    Its run folder is folder/run, where `sections`, as of `run_config`, name no other.
+    """
+    write_dataset(folder / "data", documents(), token_dtype(GPT["vocab_size"]))
+    sections["data"] = {"train": [str(folder / "data")]} | sections.get("data", {})
+    sections["train"] = {"output": str(folder / "run")} | sections.get("train", {})
+    (folder / "run.toml").write_text(dump_toml(run_config(GPT, **sections)))
+    return folder / "run.toml"
 
 
 def documents(count=64, vocab=101, length=60, seed=0):

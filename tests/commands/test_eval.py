@@ -3,13 +3,12 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import launched, mtcli
 from ranks import run_ranks
 from tokenizers import ByteLevelBPETokenizer
 
@@ -85,13 +84,6 @@ def tasks_of(folder):
         f"race={folder}/race",
         f"wikitext103={folder}/wiki.test.tokens",
     ]
-
-
-def mtcli(*arguments, **environment):
-    command = [sys.executable, "-m", "mtcli", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environment, timeout=120
-    )
 
 
 @torch.no_grad()
@@ -257,8 +249,7 @@ def test_workers_print_once_and_json_alone_goes_to_stdout(folder):
     ],
 )
 def test_wrong_input_is_refused_without_a_traceback(folder, flags, message):
-    rank_zero = {"RANK": "0", "WORLD_SIZE": "1"}
-    done = mtcli("eval", folder / "model", *(f.format(folder=folder) for f in flags), **rank_zero)
+    done = mtcli("eval", folder / "model", *(f.format(folder=folder) for f in flags))
     assert done.returncode == 2 and done.stdout == ""
     assert message.format(folder=folder) in done.stderr
     assert "Traceback" not in done.stderr
@@ -266,7 +257,7 @@ def test_wrong_input_is_refused_without_a_traceback(folder, flags, message):
 
 def test_workers_refuse_a_layout_once_and_name_the_nearest_legal_ones(folder):
     flags = ["--nproc", 2, "--device", "cpu", "--set", "parallel.cp=2", "--set", "parallel.pp=2"]
-    done = mtcli("eval", folder / "model", "--task", tasks_of(folder)[0], *flags)
+    done = launched("eval", folder / "model", "--task", tasks_of(folder)[0], *flags)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     assert done.stderr.count("cp=2: evaluation and generation hold whole sequences") == 1
     assert done.stderr.count("tp*cp*pp = 1*2*2 = 4 does not divide the world of 2 ranks") == 1
@@ -280,9 +271,8 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(folder, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((folder / "model" / name).read_bytes())
     flags = ["--task", tasks_of(folder)[0], "--json", "-"]
-    rank_zero = {"RANK": "0", "WORLD_SIZE": "1"}
-    done = mtcli("eval", bare, *flags, **rank_zero)
+    done = mtcli("eval", bare, *flags)
     assert done.returncode == 2
     assert f"the checkpoint {bare} holds no tokenizer" in done.stderr
-    done = mtcli("eval", bare, *flags, "--tokenizer", "bytes", **rank_zero)
+    done = mtcli("eval", bare, *flags, "--tokenizer", "bytes")
     assert json.loads(done.stdout)["tasks"]["lambada"]["total"] == 3, done.stderr

@@ -1,11 +1,10 @@
 """`mtcli generate` from the command line: transformers' greedy text, on any layout, as JSON."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from command_line import mtcli
 
 from mtcli.core.data.tokenize import byte_tokenizer
 
@@ -28,8 +27,7 @@ def model(tmp_path_factory):
 
 
 def generate(folder, *flags):
-    words = [sys.executable, "-m", "mtcli", "generate", str(folder), *flags]
-    return subprocess.run(words, capture_output=True)
+    return mtcli("generate", folder, *flags)
 
 
 @pytest.mark.parametrize("flags", [[], ["--nproc", "2", "--set", "parallel.tp=2"]], ids=str)
@@ -37,7 +35,7 @@ def test_greedy_text_is_transformers_on_any_layout_and_for_every_prompt(model, f
     folder, greedy = model
     prompts = ["--prompt", "The cat", "--prompt", "one", "--max-tokens", "9", "--json", "-"]
     done = generate(folder, *prompts, *flags)
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)
     assert table["checkpoint"] == str(folder)
     assert [one["prompt"] for one in table["generated"]] == ["The cat", "one"]
@@ -49,7 +47,7 @@ def test_plain_output_is_the_prompt_and_its_text(model):
     folder, greedy = model
     done = generate(folder, "--prompt", "The cat", "--max-tokens", "9")
     expected = "The cat" + bytes(greedy).decode(errors="replace") + "\n"
-    assert done.stdout.decode() == expected
+    assert done.stdout == expected
 
 
 @pytest.mark.parametrize(
@@ -63,8 +61,8 @@ def test_plain_output_is_the_prompt_and_its_text(model):
 )
 def test_wrong_input_ends_with_2_and_says_what_is_right(model, flags, message):
     done = generate(model[0], *flags)
-    errors = done.stderr.decode()
-    assert done.returncode == 2 and done.stdout == b""
+    errors = done.stderr
+    assert done.returncode == 2 and done.stdout == ""
     assert message in errors and "hint: " in errors and "Traceback" not in errors
 
 
@@ -73,4 +71,4 @@ def test_a_folder_without_a_tokenizer_is_refused(model, tmp_path):
         (tmp_path / name).symlink_to(model[0] / name)
     done = generate(tmp_path, "--prompt", "a")
     assert done.returncode == 2
-    assert f"error: {tmp_path} holds no tokenizer" in done.stderr.decode()
+    assert f"error: {tmp_path} holds no tokenizer" in done.stderr

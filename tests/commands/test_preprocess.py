@@ -5,17 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from command_line import mtcli
 
 from mtcli.core.data.indexed import Indexed
 
 
-def mtcli(*arguments, stdin=b""):
-    done = subprocess.run(
-        [sys.executable, "-m", "mtcli", "preprocess", *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-    )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+def preprocess(*arguments, stdin=b""):
+    done = mtcli("preprocess", *arguments, stdin=stdin)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def text(tmp_path):
 
 
 def test_numbers_come_first_and_the_files_last(text, tmp_path):
-    code, out, errors = mtcli(text, "--output", tmp_path / "x", "--tokenizer", "bytes")
+    code, out, errors = preprocess(text, "--output", tmp_path / "x", "--tokenizer", "bytes")
     assert (code, Indexed(tmp_path / "x").num_tokens) == (0, 16)
     assert errors.startswith("1 files of 0.0 MB -> ")
     assert "257 ids by bytes" in errors
@@ -37,7 +34,7 @@ def test_numbers_come_first_and_the_files_last(text, tmp_path):
 
 def test_json_on_stdout_is_all_of_stdout(text, tmp_path):
     flags = ("--split-on", "blank", "--workers", 1, "--no-append-eod", "--json", "-")
-    _, out, _ = mtcli(text, "--output", tmp_path / "x", "--tokenizer", "bytes", *flags)
+    _, out, _ = preprocess(text, "--output", tmp_path / "x", "--tokenizer", "bytes", *flags)
     report = json.loads(out)
     wanted = {"documents": 2, "tokens": 12, "workers": 1, "append_eod": False, "split_on": "blank"}
     assert {name: report[name] for name in wanted} == wanted
@@ -47,7 +44,7 @@ def test_json_on_stdout_is_all_of_stdout(text, tmp_path):
 def test_standard_input_and_a_json_file(tmp_path):
     lines = b'{"body": "one"}\n{"body": 2}\n'
     flags = ("--text-key", "body", "--skip-bad", "--append-eod", "--json", tmp_path / "r.json")
-    code, out, _ = mtcli(
+    code, out, _ = preprocess(
         "-", "--output", tmp_path / "x", "--tokenizer", "bytes", *flags, stdin=lines
     )
     report = json.loads((tmp_path / "r.json").read_text())
@@ -57,7 +54,7 @@ def test_standard_input_and_a_json_file(tmp_path):
 
 def test_wrong_input_exits_2_with_file_line_and_hint(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": \n')
-    code, out, errors = mtcli(
+    code, out, errors = preprocess(
         tmp_path / "a.jsonl", "--output", tmp_path / "x", "--tokenizer", "bytes"
     )
     assert (code, out) == (2, "")

@@ -1,12 +1,10 @@
 """`mtcli profile` from the command line: two pipeline ranks, a finished run, and wrong input."""
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from command_line import launched, mtcli
 
 from mtcli.core.data.indexed import write_dataset
 
@@ -23,10 +21,8 @@ SMALL = [
 SETTINGS = [word for item in SMALL for word in ("--set", item)]
 
 
-def mtcli(*arguments, cwd, expect=0):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mtcli", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+def profile(*arguments, cwd, expect=0, by=mtcli):
+    done = by("profile", *arguments, folder=cwd, OMP_NUM_THREADS="1")
     assert done.returncode == expect, done.stderr
     return done
 
@@ -41,7 +37,7 @@ def profiled(folder):
     """One run of two pipeline ranks with every output."""
     outputs = ["--json", "p.json", "--trace", "t.json", "--report", "r.html", "--plot", "p.png"]
     layout = ["--nproc", 2, "--set", "parallel.pp=2", "--steps", 3, "--warmup", 1]
-    return mtcli("profile", "tiny", *SETTINGS, *layout, *outputs, cwd=folder)
+    return profile("tiny", *SETTINGS, *layout, *outputs, cwd=folder, by=launched)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +112,7 @@ def test_real_data_and_json_on_stdout_alone(tmp_path):
     documents = [np.arange(40) % 64 for _ in range(20)]
     write_dataset(str(tmp_path / "data"), documents, np.uint16)
     flags = ["--set", 'data.train=["data"]', "--steps", 2, "--warmup", 0, "--json", "-"]
-    done = mtcli("profile", "tiny", *SETTINGS, *flags, cwd=tmp_path)
+    done = profile("tiny", *SETTINGS, *flags, cwd=tmp_path)
     assert json.loads(done.stdout)["world"] == 1
 
 
@@ -136,7 +132,7 @@ def run_folder(tmp_path):
 
 
 def test_a_finished_runs_page_needs_no_step(run_folder):
-    done = mtcli("profile", "run", "--report", "r.html", "--json", "r.json", cwd=run_folder)
+    done = profile("run", "--report", "r.html", "--json", "r.json", cwd=run_folder)
     assert "2 steps" in done.stdout
     assert "wrote r.html" in done.stderr
     assert json.loads((run_folder / "r.json").read_text())["step_seconds"]["median"] == 0.5
@@ -144,23 +140,23 @@ def test_a_finished_runs_page_needs_no_step(run_folder):
 
 @pytest.mark.parametrize("flags", [["--trace", "t.json"], ["--set", "parallel.pp=2"]])
 def test_what_needs_steps_is_refused_for_a_finished_run(run_folder, flags):
-    done = mtcli("profile", "run", *flags, cwd=run_folder, expect=2)
+    done = profile("run", *flags, cwd=run_folder, expect=2)
     assert f"{flags[0]} needs steps to run, and run is a run that is finished" in done.stderr
     assert "hint: mtcli profile run/config.toml" in done.stderr
 
 
 def test_outputs_are_refused_before_any_step_runs(tmp_path):
     flags = ["--plot", "p.gif"]
-    done = mtcli("profile", "tiny", *flags, cwd=tmp_path, expect=2)
+    done = profile("tiny", *flags, cwd=tmp_path, expect=2)
     assert done.stderr.startswith("error: --plot: it does not write .gif")
-    done = mtcli("profile", "tiny", "--report", "no/r.html", cwd=tmp_path, expect=2)
+    done = profile("tiny", "--report", "no/r.html", cwd=tmp_path, expect=2)
     assert "there is no folder 'no'" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_an_illegal_layout_names_every_problem(tmp_path):
     flags = ["--set", "parallel.pp=3", "--set", "parallel.tp=3"]
-    done = mtcli("profile", "tiny", *flags, cwd=tmp_path, expect=2)
+    done = profile("tiny", *flags, cwd=tmp_path, expect=2)
     assert "tp=3 does not divide num_kv_heads=4" in done.stderr
     assert "pp*vpp=3*1=3 does not divide num_layers=4" in done.stderr
     assert done.stderr.endswith("  --set parallel.tp=1 --set parallel.pp=1   tp=1 pp=1 dp=1\n")

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,43 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import GPT, documents
+from command_line import free_port, launched, mtcli
+from tiny import write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.spec.load import load_config
 
 STEPS = 6
 KEYS = ["step", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"]
 KEYS += ["step_seconds", "tokens_per_second", "mfu"]
-CONFIG = """
-seed = 7
-[model]
-{model}
-[batch]
-seq_len = 8
-micro_batch_size = 1
-global_batch_size = 4
-[optimizer]
-lr = 3e-3
-[data]
-train = ["{data}"]
-split = "80,20,0"
-[train]
-steps = {steps}
-device = "cpu"
-output = "{output}"
-"""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with data.bin/.idx and run.toml of a run in base/, which has been run."""
     folder = tmp_path_factory.mktemp("train")
-    write_dataset(folder / "data", documents(), token_dtype(101))
-    model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in GPT.items())
-    text = CONFIG.format(model=model, data=folder / "data", steps=STEPS, output=folder / "base")
-    (folder / "run.toml").write_text(text)
+    train = {"steps": STEPS, "output": str(folder / "base")}
+    write_run(folder, data={"split": "80,20,0"}, train=train)
     return folder
 
 
@@ -57,23 +36,19 @@ def base(home):
     """(output folder, stdout, stderr) of a run on one process that saves, evaluates and tracks."""
     settings = ["train.save_every=2", "train.eval_every=3", "train.eval_batches=1"]
     trackers = 'train.trackers=["tensorboard", "wandb"]'
-    done = mtcli(home, *settings, trackers)
+    done = train(home, *settings, trackers)
     assert done.returncode == 0, done.stderr
     return home / "base", done.stdout, done.stderr
 
 
-def command(home, *settings, flags=()):
+def words(home, *settings, flags=()):
+    """The words after `mtcli` that train by run.toml with some settings."""
     sets = [word for setting in settings for word in ("--set", setting)]
-    return ["-m", "mtcli", "train", str(home / "run.toml"), *sets, *flags]
+    return ["train", str(home / "run.toml"), *sets, *flags]
 
 
-def mtcli(home, *settings, flags=()):
-    return run([sys.executable, *command(home, *settings, flags=flags)])
-
-
-def run(words, **environ):
-    quiet = {"WANDB_MODE": "disabled"}
-    return subprocess.run(words, capture_output=True, text=True, env=os.environ | quiet | environ)
+def train(home, *settings, flags=(), by=mtcli):
+    return by(*words(home, *settings, flags=flags), WANDB_MODE="disabled")
 
 
 def metrics(folder):
@@ -143,7 +118,7 @@ def test_tensorboard_reads_the_run_and_a_missing_tracker_only_warns(base):
 
 def test_a_run_goes_on_bit_for_bit_on_the_same_layout(home, base, tmp_path):
     again = copied(base[0], tmp_path, 4)
-    done = mtcli(home, to(again), "train.save_every=2", flags=["--resume"])
+    done = train(home, to(again), "train.save_every=2", flags=["--resume"])
     assert done.returncode == 0, done.stderr
     assert f"{again}/checkpoints/step-00000004, step 4" in done.stdout
     assert losses(again) == losses(base[0]), "and the torn line of a killed run is gone"
@@ -154,20 +129,20 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_layout(home, base, tmp_path):
 def test_a_run_goes_on_with_the_same_curve_on_another_layout(home, base, tmp_path):
     again = copied(base[0], tmp_path, 4)
     layout = ["parallel.tp=2", "batch.micro_batch_size=2"]
-    done = mtcli(home, to(again), *layout, flags=["--resume", "--nproc", "2"])
+    done = train(home, to(again), *layout, flags=["--resume", "--nproc", "2"], by=launched)
     assert done.returncode == 0, done.stderr
     assert losses(again) == pytest.approx(losses(base[0]), rel=1e-5)
 
 
 def test_an_output_that_holds_a_run_is_refused_by_every_worker_in_one_voice(home, base):
-    done = mtcli(home, flags=["--nproc", "2"])
+    done = train(home, flags=["--nproc", "2"], by=launched)
     assert done.returncode == 2
     assert done.stderr.count(f"error: train.output: {base[0]} already holds a run") == 1
     assert "hint: --resume goes on from it" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
-    done = mtcli(home, to(tmp_path / "tuned"), "train.steps=1", flags=["--init", str(base[0])])
+    done = train(home, to(tmp_path / "tuned"), "train.steps=1", flags=["--init", str(base[0])])
     assert done.returncode == 0, done.stderr
     (row,) = metrics(tmp_path / "tuned")
     assert row["step"] == 1 and row["loss"] < losses(base[0])[0]
@@ -180,8 +155,7 @@ def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
 )
 def test_a_signal_saves_and_ends_with_130(home, tmp_path, number, whole_group, nproc):
     folder = tmp_path / "long"
-    words = command(home, to(folder), "train.steps=100000", flags=["--nproc", str(nproc)])
-    process = start(words)
+    process = start(words(home, to(folder), "train.steps=100000", flags=["--nproc", str(nproc)]))
     wait_for(process, lambda: lines_in(folder / "metrics.jsonl") >= 2)
     (os.killpg if whole_group else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=60)
@@ -193,7 +167,7 @@ def test_a_signal_saves_and_ends_with_130(home, tmp_path, number, whole_group, n
 def test_a_killed_worker_is_named_and_the_last_checkpoint_kept(home, tmp_path):
     folder = tmp_path / "killed"
     settings = [to(folder), "train.steps=100000", "train.save_every=1", "train.timeout=30"]
-    process = start(command(home, *settings, flags=["--nproc", "2"]))
+    process = start(words(home, *settings, flags=["--nproc", "2"]))
     wait_for(process, lambda: any((folder / "checkpoints").glob("step-*[0-9]")))
     os.kill(children(process.pid)[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
@@ -203,14 +177,10 @@ def test_a_killed_worker_is_named_and_the_last_checkpoint_kept(home, tmp_path):
     assert open_checkpoint(folder).step >= 1
 
 
-def start(words):
-    return subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def start(words, **environ):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command, environ = [sys.executable, "-m", "mtcli", *words], os.environ | environ
+    return subprocess.Popen(command, env=environ, start_new_session=True, **options)
 
 
 def wait_for(process, condition, seconds=60.0):
@@ -232,24 +202,13 @@ def children(pid):
     return [p for p in found if b"train" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return str(server.getsockname()[1])
-
-
 def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):
     folder = tmp_path / "torchrun"
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        free_port(),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     settings = [to(folder), "parallel.pp=2", 'train.precision="bf16"', "train.steps=8"]
-    done = run([sys.executable, *launcher, *command(home, *settings, "optimizer.lr=1e-2")])
+    run = ["-m", "mtcli", *words(home, *settings, "optimizer.lr=1e-2")]
+    command = [sys.executable, *launcher, str(free_port()), *run]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "2 ranks: tp=1 pp=2 dp=1" in done.stdout
     assert losses(folder)[-1] < losses(folder)[0]
@@ -259,18 +218,12 @@ def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):
 
 
 def test_slurm_tasks_find_each_other(home, base, tmp_path):
-    environ = {"SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    words = [sys.executable, *command(home, to(tmp_path / "slurm"))]
+    place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     tasks = [
-        subprocess.Popen(
-            words,
-            env=os.environ | environ | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start(words(home, to(tmp_path / "slurm")), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank),
+              **place)
         for rank in range(2)
-    ]
+    ]  # fmt: skip
     answers = [task.communicate(timeout=60) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], answers
     assert "2 ranks: tp=1 pp=1 dp=2" in answers[0][0] and answers[1][0] == "", "rank 0 speaks"
@@ -279,10 +232,10 @@ def test_slurm_tasks_find_each_other(home, base, tmp_path):
 
 def test_every_problem_of_a_layout_is_listed_at_once(home, tmp_path):
     settings = ["parallel.tp=3", "parallel.pp=3", "batch.global_batch_size=5", "model.lr=1"]
-    done = mtcli(home, *settings, flags=["--nproc", "4"])
+    done = train(home, *settings, flags=["--nproc", "4"], by=launched)
     assert done.returncode == 2 and done.stdout == ""
     assert "unknown key 'lr' in [model]" in done.stderr
-    done = mtcli(home, to(tmp_path / "x"), *settings[:3], flags=["--nproc", "4"])
+    done = train(home, to(tmp_path / "x"), *settings[:3], flags=["--nproc", "4"], by=launched)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
     for part in ("3*1*3 = 9", "tp=3 does not divide num_kv_heads=4", "num_layers=4"):
         assert part in done.stderr
@@ -290,7 +243,7 @@ def test_every_problem_of_a_layout_is_listed_at_once(home, tmp_path):
 
 
 def test_without_data_a_run_ends_with_2_and_writes_nothing(home, tmp_path):
-    done = mtcli(home, to(tmp_path / "x"), "data.train=[]")
+    done = train(home, to(tmp_path / "x"), "data.train=[]")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "error: data.train: there is no training data" in done.stderr
     assert not (tmp_path / "x").exists()
