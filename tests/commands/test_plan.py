@@ -1,9 +1,9 @@
 """`mtcli plan` from outside: exit codes, the JSON contract, files it writes, its speed."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 import tomllib
 
 import pytest
@@ -253,10 +253,10 @@ def test_a_plan_is_quick_and_imports_no_torch():
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'imported'\n"
         "sys.exit(code)"
     )
-    start = time.perf_counter()
+    before = os.times().children_user
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 5.0  # 0.3 s on an idle core; other work shares this one
+    assert os.times().children_user - before < 2.0  # 0.3 s on an idle core
 
 
 def test_the_530b_preset_is_planned_on_2240_gpus_without_torch(capsys):
