@@ -50,7 +50,8 @@ def require_free(final: Path, force: bool) -> None:
     if not force:
         raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
     if not any((final / name).is_file() for name in (manifest.NAME, "config.json")):
-        raise wrong(f"{final} is not a checkpoint, and --force replaces nothing else")
+        message = f"{final} is not a checkpoint, and --force replaces nothing else"
+        raise wrong(message, "name another folder, or remove it yourself")
 
 
 def replace_folder(partial: Path, final: Path) -> None:

@@ -51,7 +51,10 @@ def parse_blend(words: Sequence[str]) -> Blend:
         )
     weights = [first for first in firsts if first is not None]
     if min(weights) < 0 or not 0 < sum(weights) < math.inf:
-        raise wrong(f"weights {weights} are not all >= 0 with a sum > 0")
+        raise wrong(
+            f"weights {weights} are not all >= 0 with a sum > 0",
+            "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0",
+        )
     return Blend(tuple(words[1::2]), tuple(normalised(weights)))
 
 
@@ -97,7 +100,8 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
     per second from two datasets, 0.4 from 32.
     """
     if len(weights) > np.iinfo(np.int16).max:
-        raise wrong(f"{len(weights)} datasets in a blend, and at most 32767 have a number")
+        message = f"{len(weights)} datasets in a blend, and at most 32767 have a number"
+        raise wrong(message, "preprocess several inputs into one dataset")
     weights = normalised(weights)
     drawn = [0] * len(weights)
     owner, sample = np.empty(size, np.int16), np.empty(size, np.int64)
