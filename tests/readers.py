@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mtcli.core.checkpoint.hfconfig import config_from_hf
+from mtcli.core.checkpoint.hfconfig import model_of
 from mtcli.core.checkpoint.manifest import read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.tensorfile import encode_header, read_header
@@ -145,7 +145,7 @@ def _hf_folder(folder):
     from mtcli.core.spec.model import parameters
 
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
-    model, family = config_from_hf(folder), BY_TYPE["llama"]
+    model, family = model_of(HF_CONFIG, folder / "config.json"), BY_TYPE["llama"]
     parts = [part for p in parameters(model).values() for part in family.parts(p, model)]
     header = encode_header([(part.name, "F32", part.shape) for part in parts], {})
     size = 4 * sum(int(np.prod(part.shape)) for part in parts)

@@ -30,8 +30,6 @@ from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.model import parameters
 
-MAX_SHARD_BYTES = 5_000_000_000  # as the hub's tools
-
 
 class Export(NamedTuple):
     """A Hugging Face tensor to write: what it is made of, and in which dtype."""

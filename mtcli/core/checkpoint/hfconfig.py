@@ -70,11 +70,6 @@ def model_of(table: Table, path: Path) -> ModelConfig:
         raise MtcliError(*(_fault(path, family, detail) for detail in error.errors())) from None
 
 
-def config_from_hf(folder: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder, from its config.json."""
-    return model_of(read_json(folder / NAME), folder / NAME)
-
-
 def config_to_hf(model: ModelConfig, family: Family) -> Table:
     """The config.json of a model of a family, without what belongs to its tensors and tokenizer.
 

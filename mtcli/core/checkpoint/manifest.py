@@ -16,7 +16,6 @@ from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.sharding import Rectangle
 
 NAME = "manifest.json"
-FORMAT = "mtcli-checkpoint"
 VERSION = 2
 BLOCK_BYTES = 2 << 20  # of hashes and writing
 MAX_MANIFEST_BYTES = 1 << 30

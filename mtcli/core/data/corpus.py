@@ -14,7 +14,6 @@ from typing import BinaryIO, Literal, NamedTuple
 from mtcli.core.spec.errors import wrong
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-ENDINGS = (".txt", ".jsonl", ".parquet")
 ACCEPTED = ".txt, .jsonl (either plain or .gz .zst .xz .bz2) and .parquet"
 STDLIB, STDIN = "stdlib", "-"
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}

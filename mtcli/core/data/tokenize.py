@@ -54,13 +54,6 @@ class Tokenizer:
             return list(text.encode())
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of every text, on all cores."""
-        if self.is_bytes:
-            return [list(text.encode()) for text in texts]
-        batch = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in batch]
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)

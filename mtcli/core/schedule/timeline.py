@@ -49,11 +49,6 @@ class Timeline:
         busy = sum(self.busy_seconds)
         return (self.end * self.num_ranks - busy) / busy if busy else 0.0
 
-    @property
-    def idle_share(self) -> float:
-        """Idle time as a share of the wall clock: (p - 1) / (m + p - 1) under 1F1B."""
-        return self.bubble_fraction / (1.0 + self.bubble_fraction)
-
 
 def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> Timeline:
     """The timeline of ranks that run their ops in order, each as soon as its needs are there.

@@ -27,7 +27,6 @@ def test_flushing_schedules_have_the_published_bubble(make, pp, micro_batches):
     timeline = simulate(make(pp, micro_batches), {"F": F, "B": B})
     assert timeline.end == pytest.approx((F + B) * (micro_batches + pp - 1), rel=1e-9)
     assert timeline.bubble_fraction == pytest.approx((pp - 1) / micro_batches, abs=1e-9)
-    assert timeline.idle_share == pytest.approx((pp - 1) / (micro_batches + pp - 1), abs=1e-9)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4, 8])

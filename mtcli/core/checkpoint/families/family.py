@@ -101,11 +101,6 @@ class Family:
         return [part._replace(name=prefix + part.name) for part in found]
 
 
-def nothing_read(_: Table) -> Table:
-    """No more fields than the table's."""
-    return {}
-
-
 def nothing_written(_: ModelConfig) -> Table:
     """No more fields than the table's."""
     return {}
