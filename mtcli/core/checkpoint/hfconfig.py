@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtcli.core.checkpoint.families.family import Demand, Family, Field, Table
+from mtcli.core.checkpoint.families.kindred import UNSAID, windowed_layers
 from mtcli.core.checkpoint.families.registry import BY_TYPE, FAMILIES
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.foreign import parse_json, shown
@@ -54,7 +55,8 @@ def family_in(table: Table, path: Path) -> Family:
 def model_of(table: Table, path: Path) -> ModelConfig:
     """The ModelConfig of a config.json. Raises MtcliError with everything that it cannot say."""
     family = family_in(table, path)
-    problems = [p for demand in family.demands if (p := _unmet(demand, table))]
+    demands = (*UNSAID, *family.demands)
+    problems = [p for demand in demands if (p := _unmet(demand, table))] + windowed_layers(table)
     values: Table = dict(family.constants)
     for field in family.fields:
         problems += _read_field(field, table, values)
@@ -151,7 +153,8 @@ def _unmet(demand: Demand, table: Table) -> Problem | None:
     if value in demand.values:
         return None
     known = " or ".join(str(value) for value in demand.values if value is not None)
-    return Problem(f"{demand.theirs}={shown(value)} cannot be represented", f"only {known} can")
+    hint = f"only {known} can" if known else "only a model without it can"
+    return Problem(f"{demand.theirs}={shown(value)} cannot be represented", hint)
 
 
 def _at(path: Path, problem: Problem) -> Problem:

@@ -266,6 +266,26 @@ CONFIGS = [
     ("mistral", {"sliding_window": 16}, "sliding_window=16 is shorter than max_position_emb"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True cannot be represented"),
     ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] cannot be represented"),
+    ("gpt2", {"num_attention_heads": 4}, "num_attention_heads=4 and n_head=3 differ"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, "rope_parameters of 'full_attention'"),
+    ("llama", {"original_max_position_embeddings": 9}, "is 16 in rope_scaling and 9 beside it"),
+    ("llama", {"sliding_window": 39}, "sliding_window=39 is shorter than max_position_embed"),
+    ("mistral", {"sliding_window": "9"}, "sliding_window='9' is not a whole number"),
+    ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False cannot be represented"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=['full_"),
+    ("qwen2", {"is_causal": False}, "is_causal=False cannot be represented"),
+    ("qwen2_moe", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} cannot"),
+]
+CONFIGS += [
+    ("llama", {field: value}, f"{field}={value} cannot be represented")
+    for field, value in {
+        "partial_rotary_factor": 0.5,
+        "attention_multiplier": 0.1,
+        "final_logit_softcapping": 30.0,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 1,
+    }.items()
 ]
 
 
@@ -300,6 +320,30 @@ def test_the_older_form_of_rotary_fields_means_the_same(hf_folders, tmp_path):
 
     folder = edited(hf_folders["llama"], tmp_path / "x", config=older)
     assert open_checkpoint(folder).model == open_checkpoint(hf_folders["llama"]).model
+
+
+def test_where_both_forms_of_rotary_fields_are_given_the_older_counts(hf_folders, tmp_path):
+    def both(table):
+        table["rope_scaling"] = table.pop("rope_parameters")
+        table["rope_parameters"] = {"rope_type": "default", "rope_theta": 3.0}
+
+    folder = edited(hf_folders["llama"], tmp_path / "x", config=both)
+    assert open_checkpoint(folder).model == open_checkpoint(hf_folders["llama"]).model
+
+
+def test_what_a_config_leaves_out_is_as_in_transformers(hf_folders, tmp_path):
+    import transformers
+
+    def silent(table):
+        for field in ("rms_norm_eps", "rope_parameters"):
+            table.pop(field, None)
+
+    kinds = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "mixtral": "Mixtral"}
+    for name, kind in (kinds | {"qwen2_moe": "Qwen2Moe"}).items():
+        found = open_checkpoint(edited(hf_folders[name], tmp_path / name, config=silent)).model
+        expected = getattr(transformers, f"{kind}Config")()
+        assert found.norm_eps == expected.rms_norm_eps, name
+        assert found.rope_theta == expected.rope_parameters["rope_theta"], name
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,25 @@ from mtcli.core.checkpoint.families.family import (
 )
 from mtcli.core.checkpoint.families.rules import joined_qkv, same, transposed
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import shown
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
-def _dropout(theirs: Table) -> Table:
+ALIASES = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def _require_one_meaning(theirs: Table) -> Table:
+    """No more fields; raises MtcliError where two that are one in ours differ."""
+    for alias, name in ALIASES.items():
+        if alias in theirs and theirs[alias] != theirs.get(name):
+            message = f"{alias}={shown(theirs[alias])} and {name}={shown(theirs.get(name))} differ"
+            raise wrong(f"{message}, and are one number", f"leave {alias} out of config.json")
     after, embedded = theirs.get("resid_pdrop", 0.1), theirs.get("embd_pdrop", 0.1)
     if after != embedded:
         message = f"resid_pdrop={after} and embd_pdrop={embedded} differ, and dropout is one number"
@@ -70,6 +84,6 @@ GPT2 = Family(
         "mlp.down.bias": same("mlp.c_proj.bias"),
     },
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
-    read_more=_dropout,
+    read_more=_require_one_meaning,
     write_more=nothing_written,
 )

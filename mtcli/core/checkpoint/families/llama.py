@@ -5,8 +5,9 @@ q_proj and k_proj need no reordering.
 """
 
 from mtcli.core.checkpoint.families.family import Demand, Family, Field
-from mtcli.core.checkpoint.families.rope import read_rope, write_rope
+from mtcli.core.checkpoint.families.rope import write_rope
 from mtcli.core.checkpoint.families.rules import gate_and_up, same, separate_qkv
+from mtcli.core.checkpoint.families.window import read_windowed
 
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 SIZES = (
@@ -56,6 +57,6 @@ LLAMA = Family(
     outer=OUTER,
     inner=ATTENTION | MLP,
     ignored=ROTARY,
-    read_more=read_rope,
+    read_more=read_windowed,
     write_more=write_rope,
 )

@@ -2,18 +2,23 @@
 
 from dataclasses import replace
 
-from mtcli.core.checkpoint.families.family import Field
+from mtcli.core.checkpoint.families.family import Demand, Field
 from mtcli.core.checkpoint.families.llama import ATTENTION, CONSTANTS, SIZES
-from mtcli.core.checkpoint.families.mistral import MISTRAL, read_windowed
+from mtcli.core.checkpoint.families.mistral import MISTRAL
 from mtcli.core.checkpoint.families.rules import expert, expert_gate_and_up, same
+from mtcli.core.checkpoint.families.window import read_windowed
+
+THETA = 1e6  # where config.json does not say
 
 MIXTRAL = replace(
     MISTRAL,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    read_more=read_windowed,
+    demands=(Demand("norm_topk_prob", (None, True)),),
+    read_more=lambda theirs: read_windowed({"rope_theta": THETA} | theirs),
     fields=(
-        *SIZES,
+        *(field for field in SIZES if field.ours != "norm_eps"),
+        Field("norm_eps", "rms_norm_eps", 1e-5),
         Field("moe_ffn_hidden_size", "intermediate_size"),
         Field("num_experts", "num_local_experts"),
         Field("top_k", "num_experts_per_tok"),

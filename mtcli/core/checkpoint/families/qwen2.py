@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mtcli.core.checkpoint.families.family import Demand
 from mtcli.core.checkpoint.families.llama import ATTENTION, CONSTANTS, LLAMA, MLP
+from mtcli.core.checkpoint.families.rope import read_rope
 from mtcli.core.checkpoint.families.rules import separate_qkv
 
 QKV_BIAS = {"attention.qkv.bias": separate_qkv("self_attn.{}_proj.bias")}
@@ -15,5 +16,6 @@ QWEN2 = replace(
     architecture="Qwen2ForCausalLM",
     constants=CONSTANTS | {"qkv_bias": True},
     demands=(NO_WINDOW,),
+    read_more=read_rope,
     inner=ATTENTION | QKV_BIAS | MLP,
 )

@@ -1,5 +1,6 @@
 """Rotary positions in config.json: `rope_theta` and `rope_scaling` up to transformers 4, both of
-them in `rope_parameters` since 5. The older form is written: every version reads it.
+them in `rope_parameters` since 5. The older form is written: every version reads it, and where a
+file has both every version believes `rope_scaling`.
 """
 
 from typing import Any
@@ -15,13 +16,16 @@ NAMES = {  # of RopeScaling's fields in config.json
     "high_freq_factor": "high_freq_factor",
     "original_max_seq_len": "original_max_position_embeddings",
 }
+NESTED = "one rope_theta and rope_type for all layers"
 
 
 def read_rope(theirs: Table) -> Table:
     """rope_theta and rope_scaling; raises MtcliError for a scaling other than llama3's."""
-    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise wrong(f"rope_scaling is {shown(given)}, which is not a table", "null or a table")
+    if nested := [name for name, value in given.items() if isinstance(value, dict)]:
+        raise wrong(f"rope_parameters of {shown(nested[0])} alone cannot be represented", NESTED)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise wrong(f"rope_type={shown(kind)} cannot be represented", "'default' or 'llama3'")
@@ -31,7 +35,7 @@ def read_rope(theirs: Table) -> Table:
     theta = given.get("rope_theta", theirs.get("rope_theta", 10000.0))
     scaling = None
     if kind == "llama3":
-        scaling = {ours: _number(given, name) for ours, name in NAMES.items()}
+        scaling = {ours: _number(given, name, theirs) for ours, name in NAMES.items()}
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -44,7 +48,11 @@ def write_rope(model: ModelConfig) -> Table:
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
 
 
-def _number(given: Table, name: str) -> Any:
+def _number(given: Table, name: str, outer: Table) -> Any:
     if name not in given:
         raise wrong(f"rope_scaling of type 'llama3' has no {name}", "add it to config.json")
+    beside = outer.get(name, given[name])  # which transformers 5 believes, and 4 does not
+    if beside != given[name]:
+        message = f"{name} is {shown(given[name])} in rope_scaling and {shown(beside)} beside it"
+        raise wrong(message, "leave one of them out")
     return given[name]

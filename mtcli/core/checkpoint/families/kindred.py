@@ -1,0 +1,44 @@
+"""What no family here has: fields by which kindred models compute something else.
+
+transformers passes over some of them in these families and takes others (`is_causal`); whoever
+wrote one meant it, so each is refused unless it changes nothing.
+"""
+
+from mtcli.core.checkpoint.families.family import Demand, Table
+from mtcli.core.spec.errors import Problem
+from mtcli.core.spec.foreign import shown
+
+FULL = "full_attention"
+UNSAID = (
+    Demand("is_causal", (None, True)),
+    Demand("use_bidirectional_attention", (None, False)),
+    Demand("partial_rotary_factor", (None, 1.0)),
+    Demand("no_rope_layers", (None, [])),
+    Demand("attention_chunk_size", (None,)),
+    Demand("attention_multiplier", (None,)),
+    Demand("query_pre_attn_scalar", (None,)),
+    Demand("attn_logit_softcapping", (None, 0)),
+    Demand("final_logit_softcapping", (None, 0)),
+    Demand("logit_softcap", (None, 0)),
+    Demand("logit_scale", (None, 1.0)),
+    Demand("logits_scaling", (None, 1.0)),
+    Demand("embedding_multiplier", (None, 1.0)),
+    Demand("residual_multiplier", (None, 1.0)),
+    Demand("clip_qkv", (None,)),
+    Demand("qk_norm", (None, False)),
+    Demand("use_qk_norm", (None, False)),
+    Demand("num_nextn_predict_layers", (None, 0)),
+    Demand("scoring_func", (None, "softmax")),
+    Demand("routed_scaling_factor", (None, 1.0)),
+    Demand("n_shared_experts", (None, 0)),
+    Demand("first_k_dense_replace", (None, 0)),
+    Demand("quantization_config", (None,)),
+)
+
+
+def windowed_layers(theirs: Table) -> list[Problem]:
+    """What is wrong with the kinds of attention of single layers: all see the whole context."""
+    kinds = theirs.get("layer_types")
+    if kinds is None or (isinstance(kinds, list) and all(kind == FULL for kind in kinds)):
+        return []
+    return [Problem(f"layer_types={shown(kinds)} cannot be represented", f"only {FULL} can")]
