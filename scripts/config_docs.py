@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.model_config import ARCHITECTURES, ModelConfig
+from mtcli.core.spec.section import LARGEST
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 BEGIN, END = "<!-- fields: written by scripts/config_docs.py -->\n", "<!-- end of fields -->\n"
@@ -75,7 +76,7 @@ def _type(field: FieldInfo) -> str:
         f"{sign} {getattr(limit, key)}"
         for limit in field.metadata
         for key, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
-        if hasattr(limit, key)
+        if hasattr(limit, key) and getattr(limit, key) != LARGEST  # the page says it once
     ]
     return ", ".join([_type_name(field.annotation), *bounds])
 

@@ -18,6 +18,7 @@ from mtcli.core.spec.load import read_config
 from mtcli.core.spec.nearest import nearest_hint
 
 ONE_RANK = ParallelLayout(1)
+MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
@@ -76,6 +77,26 @@ def _engine_cuts_in_one_dimension(config: RunConfig, world: int) -> Iterator[Pro
     if config.parallel.tp_mode == "2d":
         message = "tp_mode='2d' can be planned, and not run"
         yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
+
+
+def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
+    """The largest weight, by hand: this is asked of every layout that is near."""
+    m = config.model
+    rows = {
+        "vocab_size": m.vocab_size,
+        "max_seq_len": m.max_seq_len,
+        "ffn_hidden_size": 2 * m.ffn_hidden_size,
+        "num_heads * head_dim": (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
+        "num_experts * moe_ffn_hidden_size": 2 * m.num_experts * m.moe_ffn_hidden_size,
+        "shared_expert_ffn_hidden_size": 2 * m.shared_expert_ffn_hidden_size,
+    }
+    name = max(rows, key=lambda name: rows[name])
+    if (count := rows[name] * m.hidden_size) > MAX_ELEMENTS:
+        yield Problem(
+            f"{name} * hidden_size: {count:.3g} elements, of {MAX_ELEMENTS:.0e} at most",
+            "smaller layers",
+            "model",
+        )
 
 
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -226,6 +247,7 @@ ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
 )
 
 RULES: tuple[Rule, ...] = (
+    _tensors_can_be_counted,
     _heads,
     _experts_are_whole,
     *LAYOUT_RULES,

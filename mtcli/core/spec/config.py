@@ -6,10 +6,10 @@ reports every problem of every section at once; the cross-field rules are in `ch
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.section import Count, Fraction, NonNegative, Section
+from mtcli.core.spec.section import Fraction, NonNegative, Positive, Section, Whole
 
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 
@@ -17,27 +17,27 @@ Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
 
-    tp: PositiveInt = 1
+    tp: Positive = 1
     """tensor parallel size"""
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a square of tp ranks, which only plan knows"""
     sequence_parallel: bool = True
     """norms, dropout and residuals hold 1/tp of the tokens"""
-    cp: PositiveInt = 1
+    cp: Positive = 1
     """context parallel size"""
     cp_mode: Literal["ring", "all_gather", "a2a"] = "ring"
     """how context parallel attention sees other ranks' keys and values"""
-    pp: PositiveInt = 1
+    pp: Positive = 1
     """pipeline parallel size"""
-    vpp: PositiveInt = 1
+    vpp: Positive = 1
     """model chunks per pipeline rank"""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """order of forwards and backwards"""
-    stage_layers: tuple[Count, ...] = ()
+    stage_layers: tuple[Whole, ...] = ()
     """layers of each of the pp*vpp stages [num_layers / (pp*vpp)]"""
-    ep: PositiveInt = 1
+    ep: Positive = 1
     """expert parallel size"""
-    etp: PositiveInt = 1
+    etp: Positive = 1
     """tensor parallel size inside an expert"""
     dispatcher: Literal["all_to_all", "all_gather"] = "all_to_all"
     """how tokens reach their experts: each to its own ranks, or all to all of them"""
@@ -52,11 +52,11 @@ class ParallelConfig(Section):
 class BatchConfig(Section):
     """Sizes of a step, in sequences and tokens."""
 
-    seq_len: PositiveInt = 1024
+    seq_len: Positive = 1024
     """tokens of a sequence [the smaller of 1024 and max_seq_len]"""
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Positive = 1
     """sequences of one unit of pipeline work"""
-    global_batch_size: PositiveInt = 8
+    global_batch_size: Positive = 8
     """sequences of one optimizer step, over all ranks"""
 
 
@@ -79,9 +79,9 @@ class OptimizerConfig(Section):
     """largest global gradient norm; 0 does not clip"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """shape of the decay after the warm-up"""
-    warmup_steps: Count = 0
+    warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
-    decay_steps: Count = 0
+    decay_steps: Whole = 0
     """steps of the decay after the warm-up; for wsd those of its final decay [all that is left]"""
 
 
@@ -103,7 +103,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The run: how long, in which precision, what is saved and shown."""
 
-    steps: PositiveInt = 100
+    steps: Positive = 100
     """optimizer steps"""
     output: str = "runs/run"
     """the run folder"""
@@ -115,11 +115,11 @@ class TrainConfig(Section):
     """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
     loss_scale: NonNegative = 0.0
     """fp16: fixed factor on the loss; 0 is dynamic"""
-    initial_loss_scale: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 65536.0
+    initial_loss_scale: Annotated[float, Field(ge=1.0)] = 65536.0
     """fp16: the dynamic loss scale that a run starts from"""
-    loss_scale_window: PositiveInt = 1000
+    loss_scale_window: Positive = 1000
     """fp16: steps in a row without overflow after which the loss scale doubles"""
-    loss_scale_hysteresis: PositiveInt = 2
+    loss_scale_hysteresis: Positive = 2
     """fp16: overflows since it last doubled from which on each halves the loss scale"""
     matmul: Literal["fast", "strict"] = "fast"
     """fast lets fp32 products use a quicker routine that has passed a start-up accuracy check"""
@@ -127,21 +127,21 @@ class TrainConfig(Section):
     """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
     cuda_graphs: bool = False
     """replay a micro-batch's forward and backward as CUDA graphs; of dense models, dp alone"""
-    save_every: Count = 0
+    save_every: Whole = 0
     """steps between checkpoints; 0 saves at the end only"""
-    keep: Count = 2
+    keep: Whole = 2
     """newest checkpoints kept; 0 keeps all"""
-    keep_every: Count = 0
+    keep_every: Whole = 0
     """checkpoints of steps that are a multiple of it are kept besides; 0 none"""
     async_save: bool = True
     """train on while a checkpoint is written from a copy in host memory"""
-    eval_every: Count = 0
+    eval_every: Whole = 0
     """steps between evaluations on data.valid; 0 never"""
-    eval_batches: PositiveInt = 8
+    eval_batches: Positive = 8
     """global batches of an evaluation"""
-    log_every: PositiveInt = 1
+    log_every: Positive = 1
     """steps between progress lines and tracker records"""
-    timeout: Annotated[float, Field(gt=0.0)] = 600.0
+    timeout: Annotated[float, Field(gt=0.0, le=1e9)] = 600.0
     """seconds a rank may wait for another before the run ends and says who is missing"""
     debug_collectives: bool = False
     """ranks compare every collective (op, number, shape, dtype, line) before it runs; slow"""

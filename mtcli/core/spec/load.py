@@ -120,7 +120,8 @@ def with_overrides(table: Table, overrides: Iterable[str]) -> Table:
         try:
             table = _with(table, keys, _value(text.strip()))
         except TypeError:
-            problems.append(Problem(f"{path} is inside a field that holds a value", field=path))
+            hint = "name a field of a section, such as optimizer.lr"
+            problems.append(Problem("it is inside a field that holds a value", hint, path))
     if problems:
         raise MtcliError(*problems)
     return table

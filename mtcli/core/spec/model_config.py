@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from mtcli.core.spec.section import Count, Fraction, NonNegative, Section
+from mtcli.core.spec.section import Fraction, NonNegative, Positive, Section, Whole
 
 # What an architecture's name says: defaults of the fields below, each of which may be set.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ class RopeScaling(Section):
     """wavelengths longer than original_max_seq_len / this are divided by factor"""
     high_freq_factor: Annotated[float, Field(gt=0.0)] = 4.0
     """wavelengths shorter than original_max_seq_len / this are kept"""
-    original_max_seq_len: PositiveInt = 8192
+    original_max_seq_len: Positive = 8192
     """the context length trained first"""
 
 
@@ -58,19 +58,19 @@ class ModelConfig(Section):
     """family, which sets the defaults of the fields below"""
     num_layers: Annotated[int, Field(ge=1, le=10_000)]
     """transformer blocks"""
-    hidden_size: PositiveInt
+    hidden_size: Positive
     """width of the residual stream"""
-    num_heads: PositiveInt
+    num_heads: Positive
     """attention (query) heads"""
-    num_kv_heads: PositiveInt
+    num_kv_heads: Positive
     """key and value heads; fewer than num_heads is grouped-query attention [num_heads]"""
-    head_dim: PositiveInt
+    head_dim: Positive
     """width of a head [hidden_size / num_heads]"""
-    ffn_hidden_size: PositiveInt
+    ffn_hidden_size: Positive
     """inner width of the MLP [4 * hidden_size for gpt]"""
-    vocab_size: PositiveInt
+    vocab_size: Positive
     """number of token ids; padding is derived from tp and never leaks"""
-    max_seq_len: PositiveInt
+    max_seq_len: Positive
     """longest sequence of learned positions; also the longest context in eval"""
     activation: Literal["gelu", "gelu_tanh", "swiglu"]
     """MLP activation"""
@@ -100,11 +100,11 @@ class ModelConfig(Section):
     """standard deviation of initial weights; before a residual add, over sqrt(2 * num_layers)"""
     num_experts: Annotated[int, Field(ge=0, le=65_536)] = 0
     """experts of each MLP; 0 is a dense model"""
-    top_k: Count = 0
+    top_k: Whole = 0
     """experts that each token visits"""
-    moe_ffn_hidden_size: Count = 0
+    moe_ffn_hidden_size: Whole = 0
     """inner width of an expert [ffn_hidden_size]"""
-    shared_expert_ffn_hidden_size: Count = 0
+    shared_expert_ffn_hidden_size: Whole = 0
     """inner width of the shared expert; 0 is none"""
     shared_expert_gate: bool = False
     """the shared expert's output is scaled by a sigmoid gate"""
@@ -112,9 +112,9 @@ class ModelConfig(Section):
     """the chosen experts' weights are rescaled to sum to 1"""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """turns router logits into experts' weights, in float32"""
-    router_groups: PositiveInt = 1
+    router_groups: Positive = 1
     """experts are chosen within the best of this many equal groups of experts"""
-    router_top_groups: PositiveInt = 1
+    router_top_groups: Positive = 1
     """how many of the groups a token may use"""
     capacity_factor: NonNegative = 0.0
     """an expert takes at most ceil(tokens * top_k / num_experts * this); 0 drops nothing"""
@@ -141,7 +141,8 @@ class ModelConfig(Section):
 
 def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the model section with its architecture's and its derived defaults filled in."""
-    filled = ARCHITECTURES.get(values.get("architecture", "gpt"), {}) | values
+    kind = values.get("architecture", "gpt")
+    filled = (ARCHITECTURES.get(kind, {}) if isinstance(kind, str) else {}) | values
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
     if isinstance(heads, int):
         filled.setdefault("num_kv_heads", heads)

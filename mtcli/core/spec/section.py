@@ -4,12 +4,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+LARGEST = 10**9  # of a config's whole numbers: none overflows, and its divisors are found at once
+Positive = Annotated[int, Field(gt=0, le=LARGEST)]
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A frozen config section that refuses unknown keys."""
+    """A frozen config section that refuses unknown keys, infinity and NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )

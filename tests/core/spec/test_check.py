@@ -17,6 +17,10 @@ GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "mode
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
 # fmt: off
 BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
+    "_tensors_can_be_counted": (
+        ["model.hidden_size=100000000"], 1, "model",
+        "ffn_hidden_size * hidden_size: 8e+16 elements, of 1e+15 at most",
+        "smaller layers"),
     "_heads": (
         ["model.num_kv_heads=3"], 1, "model.num_kv_heads",
         "num_kv_heads=3 does not divide num_heads=8", "1, 2, 4 or 8"),

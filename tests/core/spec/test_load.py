@@ -197,9 +197,25 @@ def test_an_override_without_a_value_shows_how_to_write_one():
 
 
 def test_an_override_cannot_descend_into_a_value():
-    assert "optimizer.lr.x is inside a field that holds a value" in _message(
+    assert "optimizer.lr.x: it is inside a field that holds a value" in _message(
         "tiny", "optimizer.lr.x=1"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("model.norm_eps=inf", "inf should be a finite number"),
+        ("optimizer.lr=nan", "nan should be a finite number"),
+        ("optimizer.betas=[nan, 0.9]", "nan should be a finite number"),
+        ("model.hidden_size=9223372036854775808", "should be less than or equal to 1000000000"),
+        ("train.steps=1000000001", "1000000001 should be less than or equal to 1000000000"),
+        ("train.timeout=1e10", "should be less than or equal to 1000000000"),
+        ("model.architecture=['gpt']", "['gpt'] should be 'gpt'"),
+    ],
+)
+def test_a_number_that_no_machine_can_count_with_is_refused(override, what):
+    assert what in _message("tiny", override)
 
 
 def test_all_malformed_overrides_are_reported_at_once():
