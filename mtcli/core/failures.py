@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,37 @@ from mtcli.core.spec.errors import Exit, MtcliError, Problem
 LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
 
 WATCHED, TOLD, LOST = "watched", "told", "lost"  # what an error is: the last follows from others
+
+
+class LostPeer(MtcliError):
+    """Peers of this rank, or the store by which they meet, have gone: another error caused it."""
+
+
+@contextmanager
+def telling_of_lost_peers() -> Iterator[None]:
+    """Turns what torch says of a connection that broke into a LostPeer (exit 1).
+
+    Collectives of ours that break are told by the watch, with their names; this is for what it does
+    not see: ranks that are only meeting, and FSDP2's collectives.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_connection(error):
+            raise
+        where, _, what = str(error).splitlines()[0].partition(".cc:")
+        what = what.partition("] ")[2].partition(". This is typically")[0] or where
+        message = f"rank {os.environ.get('RANK')} does not reach another rank, or the run's store"
+        hint = (
+            "the last good checkpoint is kept: look for the rank that failed first, then --resume"
+        )
+        raise LostPeer(Problem(f"{message}: {what}", hint), code=Exit.FAILED) from error
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError) or "/gloo/" in str(error)
 
 
 def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
@@ -67,7 +100,7 @@ def hand_over(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         os._exit(Exit.INTERRUPTED)
     if isinstance(error, MtcliError):
-        _leave(str(error), _problems(error, TOLD))
+        _leave(str(error), _problems(error, LOST if isinstance(error, LostPeer) else TOLD))
     else:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"

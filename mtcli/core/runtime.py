@@ -13,7 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mtcli.core.failures import LAUNCHED, end_rank, first_failure, hand_over
+from mtcli.core.failures import (
+    LAUNCHED,
+    end_rank,
+    first_failure,
+    hand_over,
+    telling_of_lost_peers,
+)
 from mtcli.core.parallel.ledger import Check, Ledger, Reached
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.machine import ALLOCATOR, cores
@@ -70,9 +76,10 @@ def bring_up(
     our launcher, which reports the first one, once.
     """
     try:
-        runtime, store = _start(device, timeout, matmul, debug_collectives)
-        with _watched(runtime, store, timeout):
-            yield runtime
+        with telling_of_lost_peers():
+            runtime, store = _start(device, timeout, matmul, debug_collectives)
+            with _watched(runtime, store, timeout):
+                yield runtime
     except (Exception, KeyboardInterrupt) as error:
         if LAUNCHED in os.environ:
             hand_over(error)

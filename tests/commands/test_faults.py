@@ -90,6 +90,21 @@ def test_a_rank_killed_in_a_step(drill, undisturbed):
     goes_on(drill, undisturbed(2), 2)
 
 
+def gone_while_meeting(rank):
+    """Rank 0, whose store the ranks meet by, is killed before they all have."""
+    from mtcli.core import rendezvous
+
+    if rank == 0:
+        rendezvous._await_all = kill
+
+
+def test_a_rank_killed_while_ranks_meet(drill):
+    run = drill.train(nproc=2, fault=gone_while_meeting)
+    assert run.codes == [-signal.SIGKILL, 1]
+    said = "error: rank 1 does not reach another rank, or the run's store: "
+    assert said in run.errors[1] and "--resume" in run.errors[1]
+
+
 def in_save(rank, name, act, *, on, calls):
     """On rank `on`, calls act() in place of one call of a function of the store's."""
     if rank != on:

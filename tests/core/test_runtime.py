@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtcli.core import runtime
-from mtcli.core.failures import first_failure
+from mtcli.core.failures import LostPeer, first_failure, telling_of_lost_peers
 from mtcli.core.runtime import StopSignal, bring_up, environment_world
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.machine import cores
@@ -171,3 +171,28 @@ def test_of_several_failures_the_cause_is_told(failures, text, code):
 def test_a_worker_that_was_interrupted_interrupts_the_launcher():
     error = first_failure(Failures({0: (1, 5, LOST), 1: (130, 5, "")}))
     assert isinstance(error, KeyboardInterrupt)
+
+
+GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:28: "
+GLOO += "Connection reset by peer. This is typically caused by a remote worker hanging. GLHF!"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (RuntimeError(GLOO), "Read error [127.0.0.1]:28: Connection reset by peer"),
+        (torch.distributed.DistNetworkError("Broken pipe\nframe #0"), "Broken pipe"),
+        (torch.distributed.DistStoreError("wait timeout"), "wait timeout"),
+    ],
+)
+def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch, error, what):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(LostPeer) as caught, telling_of_lost_peers():
+        raise error
+    said = f"rank 3 does not reach another rank, or the run's store: {what}"
+    assert caught.value.problems[0].message == said and caught.value.code == 1
+
+
+def test_an_error_of_another_kind_is_left_alone():
+    with pytest.raises(RuntimeError, match="^shapes differ$"), telling_of_lost_peers():
+        raise RuntimeError("shapes differ")
