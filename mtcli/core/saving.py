@@ -6,6 +6,7 @@ import torch
 from pydantic import ConfigDict, ValidationError
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.names import OPTIMIZER
 from mtcli.core.checkpoint.store import Piece
 from mtcli.core.checkpoint.tensorfile import damaged
 from mtcli.core.optim.loss_scale import ScaleState
@@ -15,8 +16,6 @@ from mtcli.core.spec.section import Count, Section
 
 if TYPE_CHECKING:
     from mtcli.core.trainer import Trainer
-
-OPTIMIZER = "optimizer."  # before the kind and the parameter's name: optimizer.exp_avg/<name>
 
 
 class RandomState(Section):

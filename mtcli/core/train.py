@@ -2,11 +2,13 @@
 
 import sys
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.names import CHECKPOINTS, step_folders
 from mtcli.core.checkpoint.opening import offering_earlier, open_checkpoint
 from mtcli.core.diagnose import first_nonfinite
 from mtcli.core.feed import open_feed
@@ -20,6 +22,10 @@ from mtcli.core.saving import progress, progress_of
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
 from mtcli.core.trainer import Step, Trainer
+
+# Fields that a resumed run keeps, besides those of [model]: they decide weights and batches.
+FIXED = ("seed", "batch.seq_len", "batch.global_batch_size")
+FIXED += ("data.document_mask", "data.document_positions")
 
 
 def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None) -> bool:
@@ -65,7 +71,7 @@ def _start(
     Returns which it was in words, and this run's own checkpoint.
     """
     output = Path(trainer.config.train.output)
-    there = (output / "checkpoints").is_dir() and any((output / "checkpoints").glob("step-*[0-9]"))
+    there = bool(step_folders(output / CHECKPOINTS))
     if there and not resume:
         hint = "--resume goes on from it; or set train.output to another folder"
         raise wrong(f"{output} already holds a run", hint, "train.output")
@@ -107,18 +113,7 @@ def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     before = checkpoint.config
     if before is None:
         return
-    fixed = {
-        "seed": (before.seed, config.seed),
-        "batch.seq_len": (before.batch.seq_len, config.batch.seq_len),
-        "batch.global_batch_size": (
-            before.batch.global_batch_size,
-            config.batch.global_batch_size,
-        ),
-    }
-    fixed |= {
-        "data.document_mask": (before.data.document_mask, config.data.document_mask),
-        "data.document_positions": (before.data.document_positions, config.data.document_positions),
-    }
+    fixed = {field: (attrgetter(field)(before), attrgetter(field)(config)) for field in FIXED}
     shapes = before.model.model_dump(), config.model.model_dump()
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
     if all(fixed["model.router_bias_update_rate"]):  # with biases, at any rate
