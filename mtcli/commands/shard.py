@@ -226,13 +226,9 @@ def _show(value: Any) -> str:
         return ", ".join(f"{name}={size}" for name, size in value.items())
     if isinstance(value, list):
         return ", ".join(value) or "none"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else value
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def _print_table(rows: dict[str, str]) -> None:
