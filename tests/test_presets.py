@@ -46,6 +46,7 @@ PRINTED = {  # layers, hidden size, billions as the paper prints them
     "narayanan-310.1b": ( 96, 16384, "310.1"),
     "narayanan-529.6b": (105, 20480, "529.6"),
     "narayanan-1t":     (128, 25600, "1008.0"),
+    "gpt3-2.7b":        ( 32,  2560, "2.7"),
     "gpt3-175b":        ( 96, 12288, "174.6"),
     "mt-nlg-530b":      (105, 20480, "530"),
 }

@@ -83,6 +83,10 @@ _LLAMA = ("hf", "hf-bf16", "torchtitan", "megatron")
 _XL = ("model.num_layers=24", "model.hidden_size=2048", "model.num_heads=16")  # arXiv:2005.14165
 _FINE = ("model.num_experts=128", "model.top_k=8", "model.hidden_size=2048", "model.num_kv_heads=4")
 _FINE += ("model.ffn_hidden_size=768", "model.head_dim=128")  # Qwen3-30B-A3B's layers
+_LITE = ("model.hidden_size=2048", "model.num_heads=16", "model.num_kv_heads=16")
+_LITE += ("model.top_k=6", "model.moe_ffn_hidden_size=1408", "model.vocab_size=102400")
+_LITE += ("model.shared_expert_ffn_hidden_size=2816",)  # DeepSeek-V2-Lite's experts, two shared:
+# arXiv:2405.04434, appendix B; attention of 16 plain heads, a gate of the shared ones as Qwen2's
 
 # fmt: off
 CASES = {case.name: case for case in (
@@ -95,6 +99,9 @@ CASES = {case.name: case for case in (
     Case("llama-8b/2", "llama-3.1-8b", 2, 4096, 0.52, layers=2, rivals=_LLAMA, rank=1),
     Case("mixtral-8x7b/1", "mixtral-8x7b", 2, 4096, 0.50, layers=1, rank=1),
     Case("qwen2-57b/2", "qwen2-57b-a14b", 2, 4096, 0.40, layers=2, rank=1),
+    Case("gpt-2.7b", "gpt3-2.7b", 8, 2048, 0.55, rivals=_GPT, rank=1),
+    Case("deepseek-lite/2", "qwen2-57b-a14b", 4, 4096, 0.40, settings=_LITE, layers=2, rank=1),
+    Case("deepseek-lite/4", "qwen2-57b-a14b", 4, 4096, 0.40, settings=_LITE, layers=4, rank=2),
     Case("gpt2-355m", "gpt2-355m", 32, 1024, 0.48, rivals=_GPT, rank=2),
     Case("fine-moe/2", "mixtral-8x7b", 4, 4096, 0.40, settings=_FINE, layers=2, rank=2),
     Case("fine-moe/4", "mixtral-8x7b", 4, 4096, 0.40, settings=_FINE, layers=4, rank=2),
