@@ -7,9 +7,14 @@ gradients differ by a share of 2**-4, float8's rounding, which averages out over
 from functools import cache
 
 import pytest
+import torch
 from ranks import run_ranks
 from tiny import GPT, LLAMA, MOE, run_config
 from trained import train_and_save
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.engine import open_engine
+from mtcli.core.evaluate.requests import ScoreBatch
 
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 2}
 BLOCKS = {"hidden_size": 256, "ffn_hidden_size": 256, "num_kv_heads": 4, "num_layers": 2}
@@ -80,3 +85,32 @@ def test_a_checkpoint_is_that_of_bfloat16_and_a_run_goes_on_from_it(tmp_path):
     wide = config_of("moe", "rowwise", precision="bf16")
     ((loss, _),) = run_ranks(1, trained, wide, tmp_path, 2, 3)[0]
     assert loss == pytest.approx(whole[2][0], rel=2.5e-3)
+
+
+def test_evaluation_multiplies_in_float8_where_asked_and_a_row_s_score_is_its_own(tmp_path):
+    run_ranks(1, trained, config_of("llama", "rowwise"), tmp_path, 0, 2)
+    narrow, others, shared, wide = run_ranks(1, scores, tmp_path / "step-00000002")[0]
+    assert narrow[0] == others[0] and narrow[1] != others[1]
+    assert shared[0] != narrow[0], "all tokens share a factor"
+    assert narrow != wide and narrow == pytest.approx(wide, rel=2.5e-3)
+
+
+def scores(runtime, checkpoint):
+    """Of rowwise float8, with other rows beside the first, in tensorwise float8, in bfloat16."""
+    rowwise, tensorwise = "train.precision=fp8", "train.fp8_scaling=tensorwise"
+    ways = [
+        ([rowwise], 7),
+        ([rowwise], 5),
+        ([rowwise, tensorwise], 7),
+        (["train.precision=bf16"], 7),
+    ]
+    opened = open_checkpoint(checkpoint)
+    return [scored(open_engine(opened, way, runtime), factor) for way, factor in ways]
+
+
+def scored(engine, factor):
+    """The log-probabilities of two rows of tokens, of which the second follows from the factor."""
+    tokens = torch.stack([torch.arange(16), factor * torch.arange(16)]) % engine.vocab_size
+    places, at = torch.arange(16).expand(2, 16), torch.arange(32).view(2, 16)[:, :-1].flatten()
+    batch = ScoreBatch(tokens, places, None, at, tokens[:, 1:].flatten())
+    return engine.score(batch)[0].view(2, 15).double().sum(1).tolist()

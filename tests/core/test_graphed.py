@@ -44,12 +44,16 @@ def curve(config, recorder=None):
 
 
 @pytest.mark.parametrize(
-    ("model", "data"),
-    [(GPT | {"dropout": 0.2}, {}), (LLAMA, {"document_positions": True})],
-    ids=["gpt", "llama"],
+    ("model", "data", "precision"),
+    [
+        (GPT | {"dropout": 0.2}, {}, "fp32"),
+        (LLAMA, {"document_positions": True}, "fp32"),
+        (LLAMA | {"hidden_size": 64, "ffn_hidden_size": 128}, {}, "fp8"),
+    ],
+    ids=["gpt", "llama", "float8, whose scales are made in the graph"],
 )
-def test_replayed_micro_batches_give_the_steps_of_those_as_written(model, data):
-    config = run_config(model | {"num_layers": 2}, data=data)
+def test_replayed_micro_batches_give_the_steps_of_those_as_written(model, data, precision):
+    config = run_config(model | {"num_layers": 2}, data=data, train={"precision": precision})
     recorder = Again()
     expected, replayed = curve(config), curve(config, recorder)
     assert replayed == expected
