@@ -33,3 +33,14 @@ def test_swiglu_reads_rows_that_are_apart(device):
         [seeded(12, 5, device=device)],
         torch.float32,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_cpu_swiglu_is_the_formula_too_and_keeps_its_input_alone(dtype):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        swiglu(torch.ones(7, 26, dtype=dtype, requires_grad=True))
+    assert [x.shape for x in kept] == [(7, 26)]
+    bound = {torch.bfloat16: 1e-2}.get(dtype)  # silu(gate) is rounded too
+    check(swiglu, formula, [3.0 * seeded(7, 26)], dtype, tolerance=bound)
+    check(lambda x: swiglu(x.t()), lambda x: formula(x.t()), [seeded(26, 5)], torch.float32)

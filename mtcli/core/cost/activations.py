@@ -5,7 +5,7 @@
 | norms | the residual stream before each; float32 statistics (on CPU wide copies) | 2 R D |
 | regions | the input of each tensor parallel region, gathered | 2 T D |
 | attention | projections; rotated or copied queries and keys; the output | T (2 q + kv) and more |
-| MLP | up and gelu(up); or gate and up, their product (on CPU silu(gate)) | 2 T F; 3 T F |
+| MLP | up and gelu(up); or gate and up, and their product | 2 T F; 3 T F |
 | experts | each copy's input, insides and result; the router's input | N (2 D + 3 F) and more |
 | dropout | on CPU a mask as wide as the stream, at each site | R D |
 
@@ -155,7 +155,7 @@ def mlp_activations(work: Workload, cpu: bool) -> float:
     """Bytes of the feed-forward part, its input included."""
     m, t = work.model, Shapes.of(work)
     if not m.num_experts:
-        return t.gathered + _insides(work, t.tokens, m.ffn_hidden_size / work.layout.tp, cpu)
+        return t.gathered + _insides(work, t.tokens, m.ffn_hidden_size / work.layout.tp)
     return _expert_activations(work, cpu)
 
 
@@ -215,9 +215,9 @@ def weight_halves(work: Workload) -> float:
     return t.tokens * t.size * (attention + mlp)
 
 
-def _insides(work: Workload, rows: float, width: float, cpu: bool) -> float:
-    """Bytes inside an MLP; SwiGLU's kernel on a GPU needs no silu(gate)."""
-    widths = 3 + cpu if work.model.activation == "swiglu" else 2
+def _insides(work: Workload, rows: float, width: float) -> float:
+    """Bytes inside an MLP: what the activation is of, and its result."""
+    widths = 3 if work.model.activation == "swiglu" else 2
     return widths * rows * width * work.sizes.weight
 
 
@@ -234,10 +234,10 @@ def _expert_activations(work: Workload, cpu: bool) -> float:
         moved = rows / etp if m.pad_to_capacity else copies
         index = copies * (2 * INDEX + t.wide) + 2 * rows * INDEX * (work.layout.ep * etp > 1)
     moved = (moved + rows) * m.hidden_size * t.size
-    kept = router + moved + index + _insides(work, rows, m.moe_ffn_hidden_size / etp, cpu)
+    kept = router + moved + index + _insides(work, rows, m.moe_ffn_hidden_size / etp)
     if m.shared_expert_ffn_hidden_size:
         width = m.shared_expert_ffn_hidden_size / work.layout.tp
-        kept += _insides(work, t.tokens, width, cpu) + t.gathered
+        kept += _insides(work, t.tokens, width) + t.gathered
         kept += 2 * t.stream * m.shared_expert_gate
     return kept
 
