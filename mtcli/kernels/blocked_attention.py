@@ -154,20 +154,21 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.causal = inputs[3]
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _like(x: Tensor) -> Tensor:
+    """What the operators return for x [b, h, n, d]: of one sequence with x's own strides."""
+    return torch.empty_like(_by_head(x)).view(x.shape)
 
 
 _backward_op = operator(
     "attention_in_blocks_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out,"
     " bool causal) -> (Tensor, Tensor, Tensor)",
     _run_backward,
-    lambda grad, q, k, v, *others: (_contiguous(q), _contiguous(k), _contiguous(v)),
+    lambda grad, q, k, v, *others: (_like(q), _like(k), _like(v)),
 )
 _op = operator(
     "attention_in_blocks(Tensor q, Tensor k, Tensor v, bool causal) -> Tensor",
     _run,
-    lambda q, *others: _contiguous(q),
+    lambda q, *others: _like(q),
     lambda ctx, grad: (*_backward_op(grad, *ctx.saved_tensors, ctx.causal), None),
     _keep,
 )

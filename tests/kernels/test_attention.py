@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mtcli.kernels import blocked_attention
 from mtcli.kernels.attention import (
     attention,
     attention_backward,
@@ -175,3 +177,15 @@ def test_a_block_that_nobody_sees_merges_as_nothing_whenever_it_comes():
         merge_(out, total, *attention(q, k, v, causal, mask))
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_a_compiler_is_told_the_memory_that_operators_over_blocks_give(b):
+    x = torch.randn(b, 6, 3, 4).transpose(1, 2)  # as projections are: token by token
+    out = blocked_attention._op(x, x, x, True)
+    strides = [y.stride() for y in (out, *blocked_attention._backward_op(x, x, x, x, out, True))]
+    with FakeTensorMode() as mode:
+        x, out = mode.from_tensor(x), mode.from_tensor(out)
+        told = [blocked_attention._op(x, x, x, True)]
+        told += blocked_attention._backward_op(x, x, x, x, out, True)
+    assert [y.stride() for y in told] == strides
