@@ -5,6 +5,7 @@ this file only names what happens to a step.
 """
 
 import math
+from collections.abc import Callable
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -15,8 +16,9 @@ from mtcli.core.engine import DTYPES, build_stages, load_weights, wire_of
 from mtcli.core.feed import Feed
 from mtcli.core.graphed import CudaGraphs, Graphed
 from mtcli.core.model.balance import Balance
-from mtcli.core.model.compiling import compile_blocks
+from mtcli.core.model.compiling import compile_blocks, compiler_errors
 from mtcli.core.model.init import initialise
+from mtcli.core.model.inputs import Inputs
 from mtcli.core.optim.adamw import AdamW
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr import learning_rate
@@ -173,19 +175,24 @@ class Trainer:
         marks.append(clock())
         self.gradients.begin()
         self.balance.begin()
-        if self.graphed and not as_written:
-            loss_sum = self.graphed.train_step(load, gradient_scale)
-        else:
-            loss_sum = self.pipeline.train_step(
-                load,
-                tokens=self.micro_batch_tokens,
-                scale=gradient_scale,
-                before_last_backward=self.gradients.arm,
-            )
+        with compiler_errors(self.config.train.compile):
+            loss_sum = self._micro_batches(load, gradient_scale, as_written)
         marks.append(clock())
         self.gradients.finish()
         marks.append(clock())
         return loss_sum, marks
+
+    def _micro_batches(
+        self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
+    ) -> float:
+        if self.graphed and not as_written:
+            return self.graphed.train_step(load, gradient_scale)
+        return self.pipeline.train_step(
+            load,
+            tokens=self.micro_batch_tokens,
+            scale=gradient_scale,
+            before_last_backward=self.gradients.arm,
+        )
 
     @property
     def is_sharded(self) -> bool:

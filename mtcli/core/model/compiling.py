@@ -7,7 +7,7 @@ the first one's graphs serve all: to compile takes as long as one block does.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.in_graph import in_graph
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
+from mtcli.core.spec.errors import failed
 
 
 def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "inductor") -> None:
@@ -39,6 +40,35 @@ def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "ind
 def uncompiled(compiled: bool) -> AbstractContextManager[None]:
     """Inside, `compiled` blocks run as written: a compiled one passes over its modules' hooks."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+@contextmanager
+def compiler_errors(compiled: bool) -> Iterator[None]:
+    """Inside, where blocks are `compiled`, a C++ compiler that fails is an MtcliError in its words.
+
+    It first runs when a block does, forward or backward: what it lacks, memory mostly, shows then.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not compiled:
+            raise
+        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._inductor.exc import CppCompileError
+
+        cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        if not isinstance(cause, CppCompileError):
+            raise
+        raise failed(
+            f"train.compile: {cause.cmd[0]} failed: {_first_complaint(cause.output)}",
+            "free some memory, name another compiler in CXX, or set train.compile = false",
+        ) from error
+
+
+def _first_complaint(output: str) -> str:
+    """The line of a compiler's output that says what was wrong."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+    return next((line for line in lines if "error" in line.lower()), lines[-1])[:300]
 
 
 def _keep_collectives(module: nn.Module) -> None:

@@ -11,8 +11,9 @@ from tiny import DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
 from mtcli.core import trainer as training
 from mtcli.core.diagnose import first_nonfinite
 from mtcli.core.feed import Feed
-from mtcli.core.model.compiling import compile_blocks
+from mtcli.core.model.compiling import compile_blocks, compiler_errors
 from mtcli.core.runtime import Runtime
+from mtcli.core.spec.errors import MtcliError
 from mtcli.core.trainer import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -98,3 +99,29 @@ def test_a_compiled_model_keeps_its_names_and_names_the_module_of_a_fault(quickl
     assert compiled.train_step(feed).outcome == "fault"
     assert first_nonfinite(compiled, feed).startswith("the output of blocks.1.mlp.up on rank 0")
     feed.close()
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [("In file a.cpp:\n cc1plus: fatal error: no memory\nend", "cc1plus: fatal error: no memory")]
+    + [("Killed\n", "Killed"), ("", "no output")],
+)
+def test_a_compiler_that_fails_is_an_error_in_its_own_words(monkeypatch, output, said):
+    from torch._inductor.exc import CppCompileError
+
+    def fail(graph, inputs):
+        raise CppCompileError(["g++-9", "a.cpp"], output)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(training, "compile_blocks", partial(compile_blocks, backend=fail))
+    with pytest.raises(MtcliError) as caught:
+        curve(ALONE, config_of(GPT, {}, {}, True), steps=1)
+    (problem,) = caught.value.problems
+    assert problem.message == f"train.compile: g++-9 failed: {said}"
+    assert caught.value.code == 1 and "CXX" in problem.hint
+
+
+def test_other_errors_of_a_compiled_step_stay_as_they_are():
+    for compiled in (True, False):
+        with pytest.raises(RuntimeError, match="shapes"), compiler_errors(compiled):
+            raise RuntimeError("shapes")
