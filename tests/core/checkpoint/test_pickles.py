@@ -78,7 +78,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(tmp_path,
         "builtins.eval": Calls(eval, f"open({str(mark)!r}, 'w')"),
         "builtins.exec": Calls(exec, f"open({str(mark)!r}, 'w')"),
         "builtins.getattr": Calls(getattr, str(mark), "system"),
-        "io.open": Calls(open, str(mark), "w"),
+        f"{open.__module__}.open": Calls(open, str(mark), "w"),
     }
     for name, value in hostile.items():
         with pytest.raises(MtcliError) as error:
