@@ -77,7 +77,8 @@ def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
     ours, theirs = row["mtcli"], row["other"]
     assert row["ratio"] == pytest.approx(theirs["median_s"] / ours["median_s"])
     assert ours["tokens_per_s"] == pytest.approx(64 / ours["median_s"])
-    assert record["versions"]["torch"] == torch.__version__ and len(record["date"]) == 10
+    assert torch.__version__.startswith(record["versions"]["torch"])
+    assert len(record["date"]) == 10
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags])
     assert bench_step.measure(bench_step.parse()) == 0
     again = capsys.readouterr().out
