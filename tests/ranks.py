@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 DEADLINE = 60.0  # seconds a call may take before every rank is killed
-PRELOADED = ["torch", "torch._dynamo", "mtcli.core.trainer", "pytest", "hypothesis"]
+PRELOADED = ["torch", "torch._dynamo", "mtcli.core.train", "pytest", "hypothesis"]
 PRELOADED += ["mtcli.cli", "rich.table", "tomlkit"]  # of commands
 
 
