@@ -59,6 +59,7 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
         dispatcher=parallel.dispatcher,
         weight_work=WeightWork(products or PLAIN) if parallel.schedule == "zero_bubble" else None,
         products=products,
+        remakes_swiglu=parallel.recompute != "full",
     )
     layers = stage_layers(config.model, layout, parallel.stage_layers)
     stages = {

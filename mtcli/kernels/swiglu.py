@@ -46,8 +46,9 @@ def _forward(
 
 @kernel(TILES, key=["width"])
 def _backward(
-    grad_ptr, gate_up_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # out [rows, 2 width]: the gradients of gate and up
+    grad_ptr, gate_up_ptr, out_ptr, rows, width,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip  # out [rows, 2 width]: the gradients of gate and up; AGAIN: grad becomes the result
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
@@ -59,6 +60,8 @@ def _backward(
     slope = share * (1.0 + gate * (1.0 - share))
     tl.store(out_ptr + at, grad * up * slope, mask=inside)
     tl.store(out_ptr + at + width, grad * gate * share, mask=inside)
+    if AGAIN:
+        tl.store(grad_ptr + row * width + column, gate * share * up, mask=inside)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -89,15 +92,30 @@ class KeepingInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Written in place; each half of the result first holds what the other needs."""
-        (gate_up,) = ctx.saved_tensors
-        (gate, up), out = gate_up.chunk(2, -1), torch.empty_like(gate_up)
-        of_gate, of_up = out.chunk(2, -1)
-        torch.ops.aten.silu.out(gate, out=of_gate)
-        torch.mul(grad, of_gate, out=of_up)
-        torch.mul(grad, up, out=of_gate)
-        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
-        return out
+        """The gradients of gate and up."""
+        return _by_halves(grad, *ctx.saved_tensors, again=False)[0]
+
+
+def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """(the gradients of gate and up [N, 2F], `swiglu` once more); overwrites grad [N, F].
+
+    On a GPU 6 * N * F * itemsize bytes moved, one more than without the result.
+    """
+    if not runs_triton(grad):
+        return _by_halves(grad, gate_up, again=True)
+    return _swiglu_backward_again(grad, gate_up), grad
+
+
+def _by_halves(grad: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+    """Each half of the gradient first holds what the other needs."""
+    (gate, up), out = gate_up.chunk(2, -1), torch.empty_like(gate_up)
+    of_gate, of_up = out.chunk(2, -1)
+    torch.ops.aten.silu.out(gate, out=of_gate)
+    torch.mul(grad, of_gate, out=of_up)
+    result = of_gate * up if again else grad
+    torch.mul(grad, up, out=of_gate)
+    torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+    return out, result
 
 
 def _grid(rows: int, width: int) -> Any:
@@ -113,12 +131,17 @@ def _run(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _run_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def _run_backward(grad: Tensor, gate_up: Tensor, again: bool = False) -> Tensor:
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     out, width = torch.empty_like(gate_up), grad.shape[-1]
     rows = grad.numel() // width
-    _backward[_grid(rows, width)](grad, gate_up, out, rows, width)
+    _backward[_grid(rows, width)](grad, gate_up, out, rows, width, AGAIN=again)
     return out
+
+
+def _run_backward_again(grad: Tensor, gate_up: Tensor) -> Tensor:
+    assert grad.is_contiguous(), f"strides {grad.stride()}"
+    return _run_backward(grad, gate_up, again=True)
 
 
 def _empty(gate_up: Tensor) -> Tensor:
@@ -132,6 +155,11 @@ def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 _swiglu_backward = operator(
     "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor",
     _run_backward,
+    lambda grad, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
+)
+_swiglu_backward_again = operator(
+    "swiglu_backward_again(Tensor(a!) grad, Tensor gate_up) -> Tensor",
+    _run_backward_again,
     lambda grad, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
 )
 _swiglu = operator(

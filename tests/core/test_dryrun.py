@@ -80,7 +80,7 @@ def found():
 @pytest.mark.parametrize("row", ROWS)
 def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent(found, row):
     assert found[row].problems == []
-    assert found[row].activation_peak > 5 * 2**20  # of 256 * 2 tokens and more
+    assert found[row].activation_peak > 4 * 2**20  # of 256 * 2 tokens and more
 
 
 def test_a_step_that_is_to_be_compiled_is_counted_as_written(found):

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from exact import check, seeded
+from exact import check, distance, seeded
 
-from mtcli.kernels.swiglu import swiglu
+from mtcli.kernels.swiglu import swiglu, swiglu_backward_
 
 
 def formula(gate_up):
@@ -44,3 +44,14 @@ def test_on_a_cpu_swiglu_is_the_formula_too_and_keeps_its_input_alone(dtype):
     bound = {torch.bfloat16: 1e-2}.get(dtype)  # silu(gate) is rounded too
     check(swiglu, formula, [3.0 * seeded(7, 26)], dtype, tolerance=bound)
     check(lambda x: swiglu(x.t()), lambda x: formula(x.t()), [seeded(26, 5)], torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(7, 26), (2, 4100)])
+def test_the_backward_makes_the_result_again(device, shape):
+    gate_up = (3.0 * seeded(*shape, device=device)).float()
+    grad = seeded(shape[0], shape[1] // 2, seed=1, device=device).float()
+    leaf = gate_up.cpu().double().requires_grad_()
+    result = formula(leaf)
+    result.backward(grad.cpu().double())
+    of_gate_up, again = swiglu_backward_(grad, gate_up)
+    assert distance(of_gate_up, leaf.grad) < 2e-6 and distance(again, result) < 2e-6

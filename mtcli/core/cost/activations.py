@@ -5,7 +5,7 @@
 | norms | the residual stream before each; float32 statistics (on CPU wide copies) | 2 R D |
 | regions | the input of each tensor parallel region, gathered | 2 T D |
 | attention | projections; rotated or copied queries and keys; the output | T (2 q + kv) and more |
-| MLP | up and gelu(up); or gate and up, and their product | 2 T F; 3 T F |
+| MLP | up and gelu(up); or gate and up, on CPU and of experts their product too | 2 T F; 3 T F |
 | experts | each copy's input, insides and result; the router's input | N (2 D + 3 F) and more |
 | dropout | on CPU a mask as wide as the stream, at each site | R D |
 
@@ -155,7 +155,8 @@ def mlp_activations(work: Workload, cpu: bool) -> float:
     """Bytes of the feed-forward part, its input included."""
     m, t = work.model, Shapes.of(work)
     if not m.num_experts:
-        return t.gathered + _insides(work, t.tokens, m.ffn_hidden_size / work.layout.tp)
+        width = m.ffn_hidden_size / work.layout.tp
+        return t.gathered + _insides(work, t.tokens, width, remakes_swiglu(work, cpu))
     return _expert_activations(work, cpu)
 
 
@@ -215,10 +216,17 @@ def weight_halves(work: Workload) -> float:
     return t.tokens * t.size * (attention + mlp)
 
 
-def _insides(work: Workload, rows: float, width: float) -> float:
-    """Bytes inside an MLP: what the activation is of, and its result."""
+def remakes_swiglu(work: Workload, cpu: bool) -> bool:
+    """Whether a SwiGLU that is not a routed expert's is made again in the backward: by a GPU's
+    kernel, which float64 has not, but in a block that is computed again, which has it by then."""
+    gated = work.model.activation == "swiglu"
+    return gated and not cpu and work.sizes.weight <= 4 and work.recompute != "full"
+
+
+def _insides(work: Workload, rows: float, width: float, remade: bool) -> float:
+    """Bytes inside an MLP: what the activation is of, and its result where that is not `remade`."""
     widths = 3 if work.model.activation == "swiglu" else 2
-    return widths * rows * width * work.sizes.weight
+    return (widths - remade) * rows * width * work.sizes.weight
 
 
 def _expert_activations(work: Workload, cpu: bool) -> float:
@@ -234,10 +242,10 @@ def _expert_activations(work: Workload, cpu: bool) -> float:
         moved = rows / etp if m.pad_to_capacity else copies
         index = copies * (2 * INDEX + t.wide) + 2 * rows * INDEX * (work.layout.ep * etp > 1)
     moved = (moved + rows) * m.hidden_size * t.size
-    kept = router + moved + index + _insides(work, rows, m.moe_ffn_hidden_size / etp)
+    kept = router + moved + index + _insides(work, rows, m.moe_ffn_hidden_size / etp, False)
     if m.shared_expert_ffn_hidden_size:
         width = m.shared_expert_ffn_hidden_size / work.layout.tp
-        kept += _insides(work, t.tokens, width) + t.gathered
+        kept += _insides(work, t.tokens, width, remakes_swiglu(work, cpu)) + t.gathered
         kept += 2 * t.stream * m.shared_expert_gate
     return kept
 

@@ -13,6 +13,7 @@ from mtcli.core.cost.activations import (
     head_gradient,
     logits_bytes,
     mlp_activations,
+    remakes_swiglu,
     score_bytes,
     takes_plain_attention,
 )
@@ -98,8 +99,13 @@ def _mlp_backward(work: Workload, cpu: bool) -> tuple[float, float, float]:
     # In float8 the operands of a weight's gradient are there as bytes, of x and of the gradient.
     bytes_of_2 = narrow * rows * (m.hidden_size + width) / in_turn
     bytes_of_1 = narrow * rows * (m.hidden_size + gated * width) / in_turn
+    if remakes_swiglu(work, cpu) and not m.num_experts:  # beside its own gradients
+        of_2, of_swiglu = 3 * inner + one + bytes_of_2 + gathered, 0.0
+    else:
+        of_2 = inner + one + bytes_of_2 + max(gathered + before, turned)
+        of_swiglu = gated * inner + cpu * before
     return (
-        t.stream + inner + one + bytes_of_2 + max(gathered + before, turned),
-        t.stream + (2 if gated == 2 else 1) * inner,
+        t.stream + of_2,
+        t.stream + of_swiglu,
         t.stream + gated * (inner + one) + bytes_of_1 + outer + gathered + stacked - kept,
     )

@@ -8,7 +8,6 @@ from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.gelu import Approximate, gelu
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.swiglu import swiglu
 
 
 class Mlp(nn.Module):
@@ -42,4 +41,4 @@ class GatedMlp(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        return self.down(swiglu(self.gate_up(x_TD)))
+        return self.down(self.gate_up(x_TD), gated=True)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtcli.kernels.swiglu import swiglu, swiglu_backward_
+
 Work = Callable[[], None]
 
 
@@ -48,6 +50,22 @@ class WeightWork:
         """x weight^T + bias, as F.linear: x [T, D], weight [F, D] -> [T, F]."""
         return _Linear.apply(x, weight, bias, self)
 
+    def swiglu_linear(self, gate_up: Tensor, weight: Tensor) -> Tensor:
+        """swiglu(gate_up) weight^T: gate_up [T, 2F], weight [D, F] -> [T, D].
+
+        swiglu's result is made again for the weight's gradient, beside its own gradient.
+        """
+        return _SwigluLinear.apply(gate_up, weight, self)
+
+    def weight_half(self, leaf: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+        """The weight's gradient, or None where it is left for later, for `leaf` with its graph:
+        from a view, such as a flattened weight, to the parameter."""
+        of_weight = self.products.of_weight
+        if self.pending is None:
+            return of_weight(grad, x)
+        self.pending.append(lambda: torch.autograd.backward(leaf, of_weight(grad, x)))
+        return None
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod
@@ -62,10 +80,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_bias = grad.sum(0) if ctx.has_bias else None
-        _, multiply, of_weight = ctx.work.products
-        of_x = multiply(grad, weight)
-        if ctx.work.pending is None:
-            return of_x, of_weight(grad, x), of_bias, None
-        leaf = ctx.weight  # with its graph: from a view, such as a flattened weight, to the leaf
-        ctx.work.pending.append(lambda: torch.autograd.backward(leaf, of_weight(grad, x)))
-        return of_x, None, of_bias, None
+        of_x = ctx.work.products.of_x(grad, weight)
+        return of_x, ctx.work.weight_half(ctx.weight, grad, x), of_bias, None
+
+
+class _SwigluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, work: WeightWork) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        ctx.work, ctx.weight = work, weight
+        return work.products.forward(swiglu(gate_up), weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        gate_up, weight = ctx.saved_tensors
+        of_gate_up, x = swiglu_backward_(ctx.work.products.of_x(grad, weight), gate_up)
+        return of_gate_up, ctx.work.weight_half(ctx.weight, grad, x), None

@@ -71,12 +71,13 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.tp, self.linear = build.groups.tp, build.linear
+        self.tp, self.linear, self.of_swiglu = build.groups.tp, build.linear, build.swiglu_linear
         self.leave = scatter_out if build.sequence_parallel else sum_out
 
-    def forward(self, x_TF: Tensor) -> Tensor:
-        """Returns the summed output."""
-        y_TD = self.leave(self.linear(x_TF, self.weight), self.tp)
+    def forward(self, x_TF: Tensor, gated: bool = False) -> Tensor:
+        """Returns the summed output, of swiglu(x) where x [T, 2F/tp] is `gated`."""
+        multiply = self.of_swiglu if gated else self.linear
+        y_TD = self.leave(multiply(x_TF, self.weight), self.tp)
         return y_TD if self.bias is None else y_TD + self.bias
 
 

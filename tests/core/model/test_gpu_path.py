@@ -26,7 +26,9 @@ CALLED = {
     "gpt with dropout": {"norm", "norm_backward", "dropout", "gelu", "gelu_backward"}
     | {"masked_softmax", "masked_softmax_backward"}
     | SHARED,
-    "llama": {"norm", "norm_backward", "add_norm", "swiglu", "swiglu_backward", "rotate"} | SHARED,
+    "llama": {"norm", "norm_backward", "add_norm", "swiglu", "swiglu_backward_again"}
+    | {"rotate"}
+    | SHARED,
     "mixtral": ROUTED | SHARED,
     "mixtral within capacity": ROUTED - {"grouped_linear", "grouped_outer"} | SHARED,
     "mixtral of groups": ROUTED | SHARED,
