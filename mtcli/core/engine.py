@@ -229,14 +229,16 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     """Our checkpoint, a run folder or a Hugging Face folder, on any layout.
 
     `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
-    in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, and
-    for a model that is not causal: what a token tells of the next one is then no prediction.
+    in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, for
+    bytes that do not have their hashes, and for a model that is not causal: what a token tells of
+    the next one is then no prediction.
     """
     checkpoint = open_checkpoint(Path(path))
     if not checkpoint.model.causal:
         message = f"{path} has causal=false: its tokens see the ones they would predict"
         hint = "generate and eval take models trained with model.causal=true"
         raise wrong(message, hint, "model.causal")
+    checkpoint.verify_weights(runtime.rank, runtime.world)
     engine = open_engine(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)

@@ -86,6 +86,7 @@ def _start(
         return f"{checkpoint.folder}, step {checkpoint.step}", checkpoint.folder
     if init:
         checkpoint = open_checkpoint(Path(init))
+        checkpoint.verify_weights(trainer.groups.rank, trainer.layout.world)
         trainer.load_weights(checkpoint)
         return f"{checkpoint.folder}, step {checkpoint.step}", None
     trainer.initialise()

@@ -190,6 +190,16 @@ def test_a_damaged_newest_checkpoint(finished, undisturbed, how):
     goes_on(finished, undisturbed(1), 1)
 
 
+def test_weights_that_are_damaged_start_no_run(finished):
+    file = finished.checkpoint(9) / "rank-00000.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-1000] ^= 4  # among the weights, whose file is smaller than a block
+    file.write_bytes(whole)
+    other = [f"train.output={finished.folder / 'other'}"]
+    refused = finished.train("--init", str(finished.checkpoint(9)), settings=other)
+    assert refused.codes == [2] and f"error: {file} is damaged: " in refused.errors[0]
+
+
 def test_a_checkpoint_of_another_model_or_run(finished, undisturbed):
     """Every field that may not change is named, with both values; nothing is written."""
     fields = ["model.hidden_size=32", "seed=8", "batch.global_batch_size=8"]

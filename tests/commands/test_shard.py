@@ -103,6 +103,17 @@ def test_verify_names_the_first_tensor_that_differs_and_fails(gpt2, tmp_path, ca
     assert error.value.code == Exit.FAILED
 
 
+def test_a_damaged_source_is_refused_and_not_copied_with_new_hashes(gpt2, tmp_path):
+    run(gpt2, tmp_path / "ours", "--layout", "tp=2")
+    path = tmp_path / "ours" / "rank-00001.safetensors"
+    flipped = bytearray(path.read_bytes())
+    flipped[-9] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(MtcliError, match="rank-00001.safetensors is damaged: the bytes from 0 do"):
+        run(tmp_path / "ours", tmp_path / "again", "--layout", "pp=2")
+    assert not (tmp_path / "again").exists()
+
+
 def test_verify_says_what_was_compared_of_the_optimizer(gpt2, tmp_path, capsys, warm):
     source = open_checkpoint(gpt2)
     weights = {name: source.read(name) for name in source.names()}

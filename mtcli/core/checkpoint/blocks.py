@@ -7,6 +7,7 @@ once in 2**128. It does not prove who wrote a file that it lies beside.
 
 import mmap
 import os
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,21 +41,24 @@ def aligned_bytes(size: int) -> Bytes:
     return whole[first:][:size]
 
 
-def verify_file(path: Path, record: FileRecord) -> None:
-    """Raises MtcliError that names the file where a block does not have its hash."""
+def verify_file(path: Path, record: FileRecord, only: Collection[int] | None = None) -> None:
+    """Raises MtcliError that names the file where a block, of those in `only`, does not have its
+    hash."""
     blocks = -(-record.bytes // BLOCK_BYTES)
     if blocks != len(record.xxh3_128):
         raise damaged(path, f"it has {blocks} blocks and {len(record.xxh3_128)} hashes")
+    indices = sorted(range(blocks) if only is None else only)
+    parts = [indices[part::THREADS] for part in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda part: _verify_part(path, record, part), range(THREADS)))
+        list(pool.map(lambda part: _verify_blocks(path, record, part), parts))
 
 
-def _verify_part(path: Path, record: FileRecord, part: int) -> None:
-    """Checks every THREADS-th block, all through one buffer."""
+def _verify_blocks(path: Path, record: FileRecord, indices: list[int]) -> None:
+    """Checks some blocks, all through one buffer."""
     block = memoryview(aligned_bytes(BLOCK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            for index in range(part, len(record.xxh3_128), THREADS):
+            for index in indices:
                 at = index * BLOCK_BYTES
                 count = _read(file.fileno(), block[: record.bytes - at], at)
                 if hash_of(block[:count]) != record.xxh3_128[index]:

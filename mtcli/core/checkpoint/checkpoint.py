@@ -16,7 +16,7 @@ from torch import Tensor
 from mtcli.core.checkpoint.blocks import verify_file
 from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.dtypes import dtype_of_code
-from mtcli.core.checkpoint.manifest import FileRecord
+from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from mtcli.core.checkpoint.names import is_optimizer
 from mtcli.core.checkpoint.openfiles import OpenFiles
 from mtcli.core.checkpoint.retention import Hold
@@ -125,6 +125,19 @@ class Checkpoint:
         """
         for name in sorted(self.files)[part::parts]:
             verify_file(self.folder / name, self.files[name])
+
+    def verify_weights(self, part: int = 0, parts: int = 1) -> None:
+        """As `verify_hashes`, but for the blocks that hold nothing but optimizer state."""
+        blocks: dict[str, set[int]] = {}
+        for name, stored in self.tensors.items():
+            for region in stored.regions:
+                found = blocks.setdefault(region.file, set())
+                entry = self._entry(region)
+                if entry.bytes and not is_optimizer(name):
+                    last = (entry.offset + entry.bytes - 1) // BLOCK_BYTES
+                    found.update(range(entry.offset // BLOCK_BYTES, last + 1))
+        for name in sorted(self.files)[part::parts]:
+            verify_file(self.folder / name, self.files[name], blocks.get(name))
 
     def check_headers(self) -> None:
         """Raises MtcliError where a file's header does not agree with what is expected of it."""

@@ -57,7 +57,8 @@ def convert(dense: Checkpoint, source: Checkpoint, target: Path, plan: Plan) -> 
     Returns the result in numbers. Raises MtcliError where the input, the disk or a proof fails.
     """
     start, watch = perf_counter(), MemoryWatch()
-    memory = _write(source, target, plan)
+    memory = verify_hashes(dense, plan.nproc, lambda _: None)  # else damage would get new hashes
+    memory = memory.or_more(_write(source, target, plan))
     after = open_checkpoint(target)
     seen = describe(after)
     facts = {name: seen[name] for name in ("format", "step", "layout", "bytes", "dtype")}

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saving import MODEL, save_halves, values
 
+from mtcli.core.checkpoint import blocks, tensorfile
+from mtcli.core.checkpoint import checkpoint as checkpoints
 from mtcli.core.checkpoint.manifest import Manifest, read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.spec.errors import Exit, MtcliError
@@ -116,6 +118,35 @@ def test_ranks_share_the_files_to_hash(run):
             found.append(str(error))
     assert len(found) == 1
     assert f"{RANK} is damaged: the bytes from 0 do not have the manifest's hash" in found[0]
+
+
+def test_who_reads_weights_alone_hashes_no_optimizer_state(tmp_path, monkeypatch):
+    tensors = {"x": torch.ones(64), "optimizer.exp_avg/x": torch.ones(64)}
+    save_halves(tmp_path, 1, tensors=tensors)
+    folder = tmp_path / "step-00000001"
+    for module in (checkpoints, blocks):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 8)
+    manifest = folder / "manifest.json"
+    table = json.loads(manifest.read_text())
+    for name, record in table["files"].items():
+        whole = (folder / name).read_bytes()
+        parts = [whole[at : at + 8] for at in range(0, len(whole), 8)]
+        record["xxh3_128"] = [blocks.hash_of(part) for part in parts]
+    manifest.write_text(json.dumps(table))
+    path = folder / RANK
+    good = path.read_bytes()
+    header = tensorfile.read_header(path)
+    damage = {name: header[name].offset + header[name].bytes - 1 for name in tensors}
+    for name, at in damage.items():
+        path.write_bytes(good[:at] + b"!" + good[at + 1 :])
+        checkpoint = open_checkpoint(folder)
+        if name == "x":
+            with pytest.raises(MtcliError, match=f"{RANK} is damaged: the bytes from {at - 7} do"):
+                checkpoint.verify_weights()
+        else:
+            checkpoint.verify_weights()
+            with pytest.raises(MtcliError, match=f"{RANK} is damaged"):
+                checkpoint.verify_hashes()
 
 
 def test_a_file_with_too_few_hashes_is_refused(run):
