@@ -1,5 +1,6 @@
 """`mtcli shard`: convert, reshard, inspect and compare checkpoints, on CPU, in bounded memory."""
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -207,11 +208,11 @@ def _target(
 
 
 def _size(text: str) -> int:
-    digits = text.rstrip("GgMmKkIiBb ")
-    unit = text[len(digits) :].strip().upper()
-    if not digits.replace(".", "", 1).isdigit() or unit not in UNITS or float(digits) == 0:
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Z]*)", text.strip().upper())
+    unit = UNITS.get(found[2]) if found else None
+    if unit is None or not (size := int(float(found[1]) * unit)):
         raise wrong(f"{text!r} is not a size", "such as 5GB, 500MB or 2GiB", "--max-shard-size")
-    return int(float(digits) * UNITS[unit])
+    return size
 
 
 def _finish(facts: dict[str, Any], json_out: str | None) -> None:

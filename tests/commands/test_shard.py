@@ -103,6 +103,15 @@ def test_verify_names_the_first_tensor_that_differs_and_fails(gpt2, tmp_path, ca
     assert error.value.code == Exit.FAILED
 
 
+def test_force_replaces_no_folder_that_holds_the_source(gpt2, tmp_path):
+    run(gpt2, tmp_path / "outer", "--to", "hf")
+    run(gpt2, tmp_path / "outer" / "inner", "--to", "hf")
+    for target in ("outer/inner", "outer"):
+        with pytest.raises(MtcliError, match="outer/inner, and would be replaced before all is"):
+            run(tmp_path / "outer" / "inner", tmp_path / target, "--to", "hf", "--force")
+    assert open_checkpoint(tmp_path / "outer" / "inner").model == open_checkpoint(gpt2).model
+
+
 def test_a_damaged_source_is_refused_and_not_copied_with_new_hashes(gpt2, tmp_path):
     run(gpt2, tmp_path / "ours", "--layout", "tp=2")
     path = tmp_path / "ours" / "rank-00001.safetensors"
@@ -202,6 +211,10 @@ def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
         (["SRC", "DST", "--max-shard-size", "5GB"], "--max-shard-size 5GB with --to mtcli"),
         (["SRC", "DST", "--to", "hf", "--max-shard-size", "big"], "'big' is not a size"),
         (["SRC", "DST", "--to", "hf", "--max-shard-size", "0GB"], "'0GB' is not a size"),
+        (["SRC", "DST", "--to", "hf", "--max-shard-size", "²GB"], "'²GB' is not a size"),
+        (["SRC", "DST", "--to", "hf", "--max-shard-size", "9" * 400], "9' is not a size"),
+        (["SRC", "DST", "--layout", "tp=" + "9" * 20], "is not a part of a layout"),
+        (["SRC", "DST", "--layout", "tp=2,tp=4"], "tp is given twice: 2 and 4"),
         (["gone", "DST"], "there is no folder gone"),
         (["SRC", "SRC"], "gpt2 exists"),
     ],

@@ -21,6 +21,7 @@ from mtcli.core.checkpoint.proof import require_same, require_same_logits
 from mtcli.core.checkpoint.upcycle import rounding
 from mtcli.core.checkpoint.workers import Memory, MemoryWatch, Progress
 from mtcli.core.spec.config import ParallelConfig
+from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.upcycle import Recipe
 
 Facts = dict[str, Any]
@@ -56,6 +57,9 @@ def convert(dense: Checkpoint, source: Checkpoint, target: Path, plan: Plan) -> 
 
     Returns the result in numbers. Raises MtcliError where the input, the disk or a proof fails.
     """
+    if dense.folder.resolve().is_relative_to(target.resolve()):
+        message = f"{target} holds {dense.folder}, and would be replaced before all is proved"
+        raise wrong(message, "write to another folder, and remove this one afterwards")
     start, watch = perf_counter(), MemoryWatch()
     memory = verify_hashes(dense, plan.nproc, lambda _: None)  # else damage would get new hashes
     memory = memory.or_more(_write(source, target, plan))

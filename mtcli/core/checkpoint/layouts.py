@@ -4,11 +4,13 @@ from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.spec import check
 from mtcli.core.spec.config import BatchConfig, ParallelConfig, RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.nearest import Near, layout_sizes, nearest_layouts
 
 LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
 ZEROS = (0, 1, 3)
 MAX_RANKS = 1 << 16
+MAX_DIGITS = 9  # of a size: a larger one is none of a config either
 SECTIONS = ("parallel", "model")  # whose rules decide how a model may be cut
 
 
@@ -21,11 +23,13 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
     for item in filter(None, text.split(",")):
         axis, _, number = item.strip().partition("=")
         least = 0 if axis == "zero" else 1
-        if axis not in LAYOUT_AXES or not number.isdecimal() or int(number) < least:
+        is_size = number.isdecimal() and len(number) <= MAX_DIGITS and int(number) >= least
+        if axis not in LAYOUT_AXES or not is_size:
             hint = f"sizes of {', '.join(LAYOUT_AXES)}, such as tp=2,pp=2"
-            raise wrong(f"{item.strip()!r} is not a part of a layout", hint, "--layout")
+            raise wrong(f"{shown(item.strip())} is not a part of a layout", hint, "--layout")
         if axis in sizes:
-            raise wrong(f"{axis} is given twice: {sizes[axis]} and {number}", field="--layout")
+            message = f"{axis} is given twice: {sizes[axis]} and {number}"
+            raise wrong(message, "leave one of them out", "--layout")
         sizes[axis] = int(number)
     if sizes.get("zero", 0) not in ZEROS:
         raise wrong(f"zero={sizes['zero']} is no way to share", "zero 0, 1 or 3", "--layout")

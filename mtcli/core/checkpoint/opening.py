@@ -13,7 +13,8 @@ from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
 from mtcli.core.checkpoint.megatron import find_megatron, open_megatron
 from mtcli.core.checkpoint.names import CHECKPOINTS, CONFIG, TOKENIZER, step_folders
 from mtcli.core.checkpoint.retention import hold
-from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model_config import ModelConfig
 
@@ -76,7 +77,7 @@ def _opens(folder: Path) -> bool:
 def _open_ours(folder: Path) -> Checkpoint:
     held = hold(folder)
     manifest = read_manifest(folder)
-    config = load_config(str(folder / CONFIG))
+    config = _config(folder / CONFIG)
     checkpoint = Checkpoint(
         folder=folder,
         model=config.model,
@@ -91,6 +92,19 @@ def _open_ours(folder: Path) -> Checkpoint:
     )
     checkpoint.check_headers()
     return checkpoint
+
+
+def _config(path: Path) -> RunConfig:
+    try:
+        return load_config(str(path))
+    except MtcliError as error:  # which names fields, and a user has set none
+        raise MtcliError(*(_at(path, problem) for problem in error.problems)) from None
+
+
+def _at(path: Path, problem: Problem) -> Problem:
+    if not problem.field:  # no file, or no TOML: the path is in the message
+        return problem
+    return Problem(f"{path}: {problem.field}: {problem.message}", problem.hint)
 
 
 def _stored(record: TensorRecord) -> Stored:

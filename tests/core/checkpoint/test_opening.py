@@ -38,6 +38,13 @@ def edit_manifest(folder, change):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def test_a_config_with_an_illegal_field_is_named(run):
+    path = newest(run) / "config.toml"
+    path.write_text(path.read_text().replace("num_layers = 2", "num_layers = 0"))
+    with pytest.raises(MtcliError, match="config.toml: model.num_layers: 0 should be greater"):
+        open_checkpoint(newest(run))
+
+
 def test_a_run_folder_opens_its_newest_step(run):
     assert open_checkpoint(run).step == 2
     assert open_checkpoint(run / "checkpoints").step == 2
