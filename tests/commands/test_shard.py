@@ -103,6 +103,21 @@ def test_verify_names_the_first_tensor_that_differs_and_fails(gpt2, tmp_path, ca
     assert error.value.code == Exit.FAILED
 
 
+def test_zeros_of_another_sign_and_equal_nans_are_counted_by_their_bits(tmp_path, gpt2):
+    from mtcli.core.checkpoint.compare import differences
+
+    folders = []
+    for number, row in enumerate(([0.0, float("nan"), 1.0], [-0.0, float("nan"), 1.0])):
+        folders.append(tmp_path / str(number))
+        run(gpt2, folders[-1], "--to", "hf")
+        path = folders[-1] / "model.safetensors"
+        tensors = load_file(path)
+        tensors["transformer.ln_f.bias"][:3] = torch.tensor(row)
+        save_file(tensors, path, metadata={"format": "pt"})
+    (found,) = differences(*(open_checkpoint(folder) for folder in folders))
+    assert found.name == "final_norm.bias" and found.what.startswith("differs in 1 of 24 elements")
+
+
 def test_force_replaces_no_folder_that_holds_the_source(gpt2, tmp_path):
     run(gpt2, tmp_path / "outer", "--to", "hf")
     run(gpt2, tmp_path / "outer" / "inner", "--to", "hf")

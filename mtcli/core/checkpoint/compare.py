@@ -108,9 +108,10 @@ def _unequal(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype) -> str
     for slab in slabs(a.shape(name), SLAB_BYTES // dtype.itemsize):
         x, y = a.read(name, slab).to(dtype), b.read(name, slab)
         count += x.numel()
-        if torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)):
+        bits = [z.reshape(-1, 1).view(torch.uint8) for z in (x, y)]  # [elements, bytes of one]
+        if torch.equal(*bits):
             continue
-        same, unequal = False, unequal + int((x != y).sum())
+        same, unequal = False, unequal + int((bits[0] != bits[1]).any(1).sum())
         apart = float((x.double() - y.double()).abs().max())
         largest = nan if apart != apart or largest != largest else max(largest, apart)
     return "" if same else f"differs in {unequal} of {count} elements, by at most {largest:g}"

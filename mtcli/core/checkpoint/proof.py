@@ -62,9 +62,11 @@ def require_same(
     difference, memory = first_difference(a, b, dtype, nproc, progress)
     sides = f"{a.folder} and {b.folder} are not the same"
     if difference is not None:
-        raise failed(f"{sides}: {difference.name} {difference.what}")
+        hint = "where the second was rounded, --dtype rounds the first as well"
+        raise failed(f"{sides}: {difference.name} {difference.what}", hint)
     if fields := differing_fields(a.model, b.model):
-        raise failed(f"{sides}: their tensors are, and {', '.join(fields)}")
+        hint = "one of the folders has the config of another model"
+        raise failed(f"{sides}: their tensors are, and {', '.join(fields)}", hint)
     facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": _optimizer(a, b)}
     return facts, memory.or_more(hashing)
 
@@ -89,7 +91,7 @@ def require_same_logits(
     limit = tolerance(largest, dtype, resummed)
     if not apart <= limit:  # nor where it is NaN
         message = f"the logits of {a.folder} and {b.folder} are {apart:g} apart"
-        raise failed(f"{message}, and {limit:g} at most is rounding")
+        raise failed(f"{message}, and {limit:g} at most is rounding", "trust neither of them")
     return {"logits_apart": apart}
 
 

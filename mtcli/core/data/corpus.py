@@ -127,7 +127,7 @@ def _source(path: Path) -> Source:
     if kind is None:
         raise wrong(f"{path} is of no kind that can be read", f"files end in {ACCEPTED}")
     if not os.access(path, os.R_OK):
-        raise wrong(f"{path} cannot be read: permission denied")
+        raise wrong(f"{path} cannot be read: permission denied", "chmod +r it")
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     return Source(str(path), kind, compression, path.stat().st_size)
 

@@ -18,7 +18,7 @@ def describe(prefix: str | Path) -> dict[str, object] | None:
     try:
         facts = parse_json(path.read_bytes())
     except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}") from None
+        raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
     except ValueError as error:
         raise wrong(
             f"{path} is not JSON: {error}", "write it again with mtcli preprocess"

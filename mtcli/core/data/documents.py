@@ -65,7 +65,7 @@ def read_documents(piece: Piece, reading: Reading) -> Iterator[Text | Bad]:
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise wrong(f"{source.path} is damaged: {error}", "compress or copy it again") from None
     except OSError as error:
-        raise wrong(f"{source.path} cannot be read: {error}") from None
+        raise wrong(f"{source.path} cannot be read: {error}", "copy it again") from None
 
 
 def lines_before(path: str, offset: int) -> int:

@@ -65,7 +65,7 @@ def _in_workspace(
         request.output.parent.mkdir(parents=True, exist_ok=True)
         space = Workspace(request.output, name, request.resume)
     except OSError as error:
-        raise wrong(f"{request.output} cannot be written: {error}") from None
+        raise wrong(f"{request.output} cannot be written: {error}", "another --output") from None
     finished = False
     try:
         facts = _run(request, sources, space, say)

@@ -188,7 +188,8 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     try:
         backend = HfTokenizer(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # as in _parse
-        raise wrong(f"{vocab} and {merges} are not a BPE vocabulary: {error}") from None
+        message = f"{vocab} and {merges} are not a BPE vocabulary: {error}"
+        raise wrong(message, "use another copy of both") from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if backend.token_to_id(END_OF_DOCUMENT) is not None:
@@ -203,7 +204,7 @@ def _config_beside(path: Path) -> dict[str, object]:
     try:
         loaded = parse_json(_read(config))
     except ValueError as error:
-        raise wrong(f"{config} is not JSON: {error}") from None
+        raise wrong(f"{config} is not JSON: {error}", "use another copy, or remove it") from None
     return loaded if isinstance(loaded, dict) else {}
 
 
@@ -211,7 +212,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise wrong(f"{path} cannot be read: {error}") from None
+        raise wrong(f"{path} cannot be read: {error}", "use another copy") from None
 
 
 def _from_hub(name: str) -> Tokenizer:

@@ -46,25 +46,28 @@ def find_file(path: Path, pattern: str) -> Path:
     return found[0]
 
 
+WHICH = "is it the task's own file, and whole? docs/eval.md says what each task reads"
+
+
 def read_text(path: Path) -> str:
     """The file's text. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}", field="--task") from error
+        raise wrong(f"{path} cannot be read: {error.strerror}", WHICH, "--task") from error
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise bad_line(path, line, f"byte {raw[error.start]:#04x} is not UTF-8") from error
     if not text.strip():
-        raise wrong(f"{path} is empty: {len(raw)} bytes, none of them text", field="--task")
+        raise wrong(f"{path} is empty: {len(raw)} bytes, none of them text", WHICH, "--task")
     return text.replace("\r\n", "\n")
 
 
 def bad_line(path: Path, line: int, what: str) -> MtcliError:
     """The error for one line of a task's file."""
-    return wrong(f"{path}, line {line}: {what}", field="--task")
+    return wrong(f"{path}, line {line}: {what}", WHICH, "--task")
 
 
 def exp(nats: float) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.prepared import Options, Prepared, Report, read_text
+from mtcli.core.evaluate.prepared import Options, Prepared, Report, bad_line, read_text
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.foreign import is_text, parse_json, shown
@@ -119,10 +119,9 @@ def _row(file: Path) -> Any:
     try:
         return parse_json(read_text(file))
     except json.JSONDecodeError as error:
-        where = f"{file}, line {error.lineno}"
-        raise wrong(f"{where}: not JSON: {error.msg}", field="--task") from error
+        raise bad_line(file, error.lineno, f"not JSON: {error.msg}") from error
     except ValueError as error:
-        raise wrong(f"{file}, line 1: not JSON: {error}", field="--task") from error
+        raise bad_line(file, 1, f"not JSON: {error}") from error
 
 
 def _require_texts(*lists: Any) -> None:

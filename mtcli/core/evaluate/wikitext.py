@@ -86,7 +86,8 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: Options) -> Prepared
     original = text.strip().split(" ")[: options.limit]
     tokens = encoder.plain(detokenise(" ".join(original)))
     if len(tokens) < 2:
-        raise wrong(f"{file} gives {len(tokens)} tokens, at least 2 are needed", field="--task")
+        message = f"{file} gives {len(tokens)} tokens, at least 2 are needed"
+        raise wrong(message, "a longer file, or a larger --limit", "--task")
     overlapping = overlapping_windows(tokens, window, overlap)
     pages = split_pages(text if options.limit is None else " ".join(original))
     rolling = _rolling(pages, encoder, options.max_seq_len)

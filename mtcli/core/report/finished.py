@@ -90,7 +90,7 @@ def _lines(path: Path) -> list[bytes]:
     try:
         return path.read_bytes().splitlines()
     except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}") from None
+        raise wrong(f"{path} cannot be read: {error.strerror}", "is it a run's?") from None
 
 
 def _row(line: bytes) -> dict[str, Any]:
