@@ -29,7 +29,7 @@ from mtcli.kernels.norm import (
 from mtcli.kernels.random import normal, normal_reference
 from mtcli.kernels.rope import rotate, rotate_reference
 from mtcli.kernels.softmax import masked_softmax, masked_softmax_reference
-from mtcli.kernels.swiglu import swiglu, swiglu_reference
+from mtcli.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
 
 ROWS = 32768
 WIDE = [(ROWS, 768), (ROWS, 4096), (ROWS, 16384)]
@@ -141,6 +141,19 @@ def torch_rotate(q, k, cos, sin):
     return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
 
 
+def gated(device, dtype, rows, width):
+    """The gradient of a SwiGLU twice, as ours overwrites it, and what it is of."""
+    grad = leaf((rows, width), dtype, device, 1).detach()
+    return grad.clone(), grad, leaf((rows, 2 * width), dtype, device).detach()
+
+
+def torch_swiglu_backward(mine, grad, gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    silu = torch.nn.functional.silu(gate)
+    of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat([of_gate, grad * silu], -1), silu * up
+
+
 def added(norm):
     def function(x, y, *weights):
         return x + y, norm(x + y, *weights, EPS)
@@ -172,6 +185,9 @@ ENTRIES = [
     Entry("swiglu", swiglu, {"torch": swiglu_reference, **liger("swiglu")},
         lambda device, dtype, rows, width: (leaf((rows, 2 * width), dtype, device),),
         [(ROWS, 768), (ROWS, 5632), (ROWS, 14336)], (5, 22), moved(3), moved(5), **ROW),
+    Entry("swiglu_again", lambda mine, grad, gate_up: swiglu_backward_(mine, gate_up),
+        {"torch": torch_swiglu_backward}, gated, [(ROWS, 5632), (ROWS, 14336)], (5, 22), moved(6),
+        **ROW),
     Entry("dropout_add",
         lambda y, x, numbers: dropout(y, numbers, KEY, DROP, onto=x),
         {"torch": lambda y, x, numbers: x + dropout_reference(y, numbers, KEY, DROP)},
