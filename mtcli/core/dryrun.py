@@ -5,7 +5,7 @@ them under a count of live bytes. So what is counted is what the code allocates,
 closed forms, which share no code with it, are held against that.
 """
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,7 @@ from mtcli.core.cost.hardware import GPUS, Device
 from mtcli.core.cost.memory import Memory, fullest_rank, rank_memory
 from mtcli.core.cost.workload import Workload
 from mtcli.core.data.batches import SampleId
-from mtcli.core.fake import fake_world
+from mtcli.core.fake import fake_world, settled_shards
 from mtcli.core.feed import Feed
 from mtcli.core.live import Live
 from mtcli.core.runtime import Runtime
@@ -120,7 +120,7 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
         state = trainer.state_bytes_by_kind()
         feed = Feed(Blank(config), config, trainer.groups)
         live.begin()
-        with closing(feed):
+        with closing(feed), settled_shards() if trainer.is_sharded else nullcontext():
             trainer.train_step(feed)
     kernels = "gpu" if where.type == "meta" else "cpu"
     return DryRun(

@@ -6,7 +6,7 @@ and routed tokens spread evenly over the experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -66,6 +66,16 @@ def fake_world(
     finally:
         if world > 1:
             dist.destroy_process_group()
+
+
+def settled_shards() -> AbstractContextManager[Any]:
+    """Inside, FSDP2 takes parameters to be where it has put them.
+
+    It asks for their address in memory, which fake tensors have not, and would pad them again.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return patch.object(FSDPParam, "reset_sharded_param", lambda parameter: None)
 
 
 class Answers(TorchDispatchMode):

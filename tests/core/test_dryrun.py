@@ -29,7 +29,10 @@ QWEN = {**MOE, "architecture": "qwen2-moe", "shared_expert_ffn_hidden_size": 512
 BIASES = {"router_bias_update_rate": 0.01, "router_score": "sigmoid"}
 PADDED = {"capacity_factor": 1.25, "pad_to_capacity": True}
 DROPPING = {"dropout": 0.1, "attention_dropout": 0.1}
+ONE = {"num_layers": 1}
 LAST = -1
+ALL = {"dispatcher": "all_gather"}
+SPLIT = {"pp": 2, "schedule": "zero_bubble"}
 ROWS = {  # world, model, parallel, precision, rank
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
@@ -51,6 +54,15 @@ ROWS = {  # world, model, parallel, precision, rank
     "float8": (1, GPT, {}, "fp8", None),
     "experts in float8": (2, MOE, {"ep": 2}, "fp8", None),
     "experts all gathered": (2, MOE, {"ep": 2, "dispatcher": "all_gather"}, "bf16", None),
+    "experts all gathered, etp": (2, MOE, ALL | {"etp": 2, "recompute": "full"}, "bf16", None),
+    "capacity of whole sequences": (2, MOE | PADDED, {"cp": 2, "recompute": "full"}, "bf16", None),
+    "zero=3, full recompute": (4, GPT, {"zero": 3, "recompute": "full"}, "bf16", None),
+    "zero=3, rows that do not divide": (3, GPT, {"zero": 3}, "bf16", LAST),
+    "zero=3, experts": (4, MOE, {"zero": 3, "ep": 2}, "bf16", None),
+    "a tied table": (1, GPT | ONE | {"vocab_size": 8192}, {}, "bf16", None),
+    "zero=1's update": (4, GPT, {"zero": 1, "cp": 4}, "bf16", None),
+    "half of a backward, recomputed": (2, DEEP, SPLIT | {"recompute": "full"}, "bf16", None),
+    "gathered for ring and dropout": (2, GPT | DROPPING, {"cp": 2}, "fp8", None),
 }
 # fmt: on
 

@@ -3,7 +3,6 @@
 from functools import cache
 from itertools import accumulate
 
-from mtcli.core.cost.activations import weight_halves
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.check import in_flight
 from mtcli.core.schedule.generators import schedule_for
@@ -27,14 +26,10 @@ def splits(work: Workload) -> bool:
     return work.schedule_name == "zero_bubble" and work.layout.pp > 1
 
 
-def waiting(work: Workload, pp_rank: int, kept: float) -> float:
-    """The most that a rank holds between F and W of a split backward, which keeps `kept` bytes of a
-    micro-batch up to I; 0 where none is split."""
-    if not splits(work):
-        return 0.0
-    half = work.layers_of_rank(pp_rank) * weight_halves(work)
-    pairs = _pairs(work.schedule_name, work.layout.pp, _filling(work))[pp_rank]
-    return max(whole * kept + halves * half for whole, halves in pairs)
+def split_moments(work: Workload, pp_rank: int) -> tuple[set[Pair], set[Pair]]:
+    """What a rank holds where backwards are split, between ops and when an I begins: all
+    (micro-batches between F and I, between I and W)."""
+    return _pairs(work.schedule_name, work.layout.pp, _filling(work))[pp_rank]
 
 
 def _filling(work: Workload) -> int:
@@ -57,10 +52,13 @@ def _chunks(name: str, pp: int, vpp: int, num_micro_batches: int) -> tuple[int, 
 
 
 @cache
-def _pairs(name: str, pp: int, num_micro_batches: int) -> list[set[Pair]]:
-    """Per rank, all (micro-batches between F and I, between I and W) that it holds at a time."""
-    ranks = schedule_for(name, pp, 1, num_micro_batches).ops
-    return [set(accumulate((STEPS[op.kind] for op in ops), _sum)) for ops in ranks]
+def _pairs(name: str, pp: int, num_micro_batches: int) -> list[tuple[set[Pair], set[Pair]]]:
+    found = []
+    for ops in schedule_for(name, pp, 1, num_micro_batches).ops:
+        after = list(accumulate((STEPS[op.kind] for op in ops), _sum))
+        before_halves = {held for held, op in zip(after, ops[1:], strict=False) if op.kind == "I"}
+        found.append((set(after), before_halves))
+    return found
 
 
 def _sum(a: Pair, b: Pair) -> Pair:

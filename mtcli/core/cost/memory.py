@@ -1,7 +1,7 @@
 """Bytes per rank by construction: the parameters a rank holds, and what its schedule keeps.
 
 Weights, gradients and optimizer state are counted from `Parameter.local_shape`, the shapes that
-training allocates; what the backward pass waits for is counted in `activations.py`.
+training allocates; all else of a step is counted on a tape (`taped_stage.py`).
 """
 
 from collections.abc import Iterable
@@ -10,17 +10,13 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from mtcli.core.cost.activations import (
-    boundary_activations,
-    embedding_activations,
-    head_activations,
-    layer_activations,
-    turning_activations,
-)
+from mtcli.core.cost.given_back import given_back
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.in_flight import in_flight_chunks, splits, waiting
-from mtcli.core.cost.working import block_working, head_working
-from mtcli.core.cost.workload import Workload
+from mtcli.core.cost.in_flight import in_flight_chunks, split_moments, splits
+from mtcli.core.cost.shapes import turning_bytes
+from mtcli.core.cost.taped_sharding import Group
+from mtcli.core.cost.taped_stage import Passed, passed
+from mtcli.core.cost.workload import Precision, Workload
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
@@ -81,6 +77,7 @@ class Held(NamedTuple):
     experts: int = 0
     shard: int = 0
     padded: int = 0
+    padded_experts: int = 0
     untrained: int = 0
 
     @property
@@ -105,7 +102,16 @@ def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
     place = work.layout.place(rank)
     weights, gradients, optimizer = state_bytes(work, place["pp"], owner_of(work, rank))
     stage = memory_by_stage(work, device)[place["pp"]]
-    return replace(stage, weights=weights, gradients=gradients, optimizer=optimizer)
+    working = stage.working
+    if _is_sharded(work):  # FSDP2 keeps as many rows of each parameter as the first rank has
+        width = work.sizes.master or work.sizes.weight
+        shares = [
+            rank_elements(work, place["pp"], owner).shard for owner in (FIRST, owner_of(work, rank))
+        ]
+        working += (shares[0] - shares[1]) * width
+    return replace(
+        stage, weights=weights, gradients=gradients, optimizer=optimizer, working=working
+    )
 
 
 def owner_of(work: Workload, rank: int) -> Owner:
@@ -116,35 +122,28 @@ def owner_of(work: Workload, rank: int) -> Owner:
 
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     """The bytes of the fullest rank of each pipeline rank: the first one."""
-    chunks, vpp, last = in_flight_chunks(work), work.layout.vpp, work.layout.pp - 1
     cpu, found = device.name == "cpu", []
-    layer = layer_activations(work, cpu)
-    block, head = block_working(work, cpu), head_working(work, cpu)
-    for pp_rank, held in enumerate(chunks):
-        layers, is_last = work.layers_of_rank(pp_rank), pp_rank == last
-        kept = held / vpp * (layers * layer + turning_activations(work))
-        kept += waiting(work, pp_rank, layers * layer) - held * layers * layer * splits(work)
-        kept += held / vpp * embedding_activations(work, cpu) if pp_rank == 0 else 0.0
-        kept += held * (not is_last) * boundary_activations(work)
+    for pp_rank, held in enumerate(in_flight_chunks(work)):
+        runs = _runs(work, cpu, pp_rank)
+        kept = held / work.layout.vpp * (sum(run.body for run in runs) + turning_bytes(work))
         heads = held if work.schedule_name == "gpipe" else 1
-        end = heads * head_activations(work, cpu) if is_last else 0.0
-        # The head's own are gone by the time that the last block's backward runs, and the block's
-        # when its gradients are reduced.
-        whole, ends = _gathered(work, pp_rank)
-        freed = end + (0.0 if work.recompute == "full" else layer)
-        working = max(block - end, _reduced(work) - freed) + whole
-        working = max(working, ends + (head if is_last else 0.0))
-        working = max(working, _given_back(work, pp_rank) - kept - end)
+        kept += heads * (runs[-1].kept - runs[-1].body)
+        peak = kept + max(run.peak - run.kept for run in runs)
+        if splits(work):
+            kept, peak = _waiting(work, pp_rank, runs[0])
+        working = max(peak, given_back(work, pp_rank)) - kept
         state = state_bytes(work, pp_rank)
-        found.append(Memory(*state, kept + end, working, device.reserved_bytes))
+        found.append(Memory(*state, kept, working, device.reserved_bytes))
     return found
 
 
-def _given_back(work: Workload, pp_rank: int) -> int:
-    """Bytes of the rows that owners give back under zero=1: one share, and that of every rank."""
-    held, size = rank_elements(work, pp_rank), work.sizes.weight
-    cut = work.zero and max(work.layout.dp * work.layout.cp, work.layout.edp) > 1
-    return (held.shard + held.padded) * size if cut and not _is_sharded(work) else 0
+def _runs(work: Workload, cpu: bool, pp_rank: int) -> list[Passed]:
+    """Each of a pipeline rank's stages."""
+    last, groups = work.layout.num_stages - 1, _groups(work, pp_rank)
+    return [
+        passed(work, cpu, (stage == 0, stage == last), work.layers_of_stage[stage], groups)
+        for stage in work.layout.stages(pp_rank)
+    ]
 
 
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
@@ -173,27 +172,31 @@ def _is_sharded(work: Workload) -> bool:
     return work.zero == 3 and max(work.layout.dp * work.layout.cp, work.layout.edp) > 1
 
 
-def _gathered(work: Workload, pp_rank: int) -> tuple[int, int]:
-    """Bytes under zero=3 in a block's backward, and at the head: a block's weights and the buffer
-    they came in, and the head's gradient, wide; at both embedding and head themselves."""
+def _groups(work: Workload, pp_rank: int) -> tuple[Group, ...]:
+    """What zero=3 gathers together: a block, its experts, and a rank's ends. The head's gradient is
+    reduced by itself."""
     if not _is_sharded(work):
-        return 0, 0
-    ends = rank_elements(work, pp_rank).total
-    ends -= work.layers_of_rank(pp_rank) * block_elements(work).total
-    vocabulary = parameters(work.model)["embedding.weight"].local_shape(work.layout)
-    head = prod(vocabulary) * (pp_rank == work.layout.pp - 1)
-    ends *= work.sizes.weight
-    blocks = 2 * block_elements(work).total * work.sizes.weight
-    return blocks + ends + head * work.sizes.gradient, ends
+        return ()
+    sizes, layout = work.sizes, work.layout
+    block, rank = block_elements(work), rank_elements(work, pp_rank)
+    ends = rank.padded - work.layers_of_rank(pp_rank) * block.padded
+    head = parameters(work.model)["embedding.weight"].local_shape(layout)
+    reduced = ends - prod(head) * (pp_rank == layout.pp - 1 and not _ties(work))
+    data = layout.dp * layout.cp
+    return (
+        _group(sizes, block.padded - block.padded_experts, data),
+        _group(sizes, block.padded_experts, layout.edp),
+        Group("ends", ends * sizes.weight, reduced * sizes.gradient, data),
+    )
 
 
-def _reduced(work: Workload) -> float:
-    """Bytes while a block's gradients are reduced under zero=3: as they came, wide, those of the
-    block before, whose buffer waits for the next one, and this rank's rows."""
-    if not _is_sharded(work):
-        return 0.0
-    block, ranks = block_elements(work), work.layout.dp * work.layout.cp
-    return block.total * (work.sizes.weight + work.sizes.gradient * (2 + 1 / ranks))
+def _group(sizes: Precision, elements: int, ranks: int) -> Group:
+    return Group("", elements * sizes.weight, elements * sizes.gradient, ranks)
+
+
+def _ties(work: Workload) -> bool:
+    """Whether one rank has both ends of one table."""
+    return work.layout.num_stages == 1 and work.model.tie_embeddings
 
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> Held:
@@ -216,7 +219,7 @@ def _elements(
     ends: tuple[bool, bool],
     owner: Owner,
 ) -> Held:
-    attention = experts = shard = padded = untrained = 0
+    attention = experts = shard = padded = of_experts = untrained = 0
     for parameter, times in _parts(model, layers, ends):
         local = parameter.local_shape(layout)
         if not parameter.trained:
@@ -230,9 +233,10 @@ def _elements(
         padded += times * ranks * each * prod(columns)
         if parameter.is_expert:
             experts += times * prod(local)
+            of_experts += times * ranks * each * prod(columns)
         else:
             attention += times * prod(local)
-    return Held(attention, experts, shard, padded, untrained)
+    return Held(attention, experts, shard, padded, of_experts, untrained)
 
 
 def _parts(
@@ -246,3 +250,13 @@ def _parts(
             yield parameter, int(first or tied)
         else:
             yield parameter, int(last) if parameter.owner == "last" else layers
+
+
+def _waiting(work: Workload, pp_rank: int, run: Passed) -> tuple[float, float]:
+    """(what a rank holds between its ops, and within one, at most) where backwards are split: what
+    an F keeps goes with its I, which leaves what its W waits with."""
+    between, at_halves = split_moments(work, pp_rank)
+    body = run.body + turning_bytes(work)
+    kept = max(whole * body + halves * run.left for whole, halves in between)
+    level = max(whole * body + halves * run.left for whole, halves in at_halves)
+    return kept, max(kept, level - run.body + run.peak)

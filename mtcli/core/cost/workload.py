@@ -6,7 +6,7 @@ does not train in.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import isqrt
+from math import ceil, isqrt
 from typing import NamedTuple
 
 from mtcli.core.schedule.generators import schedule_for
@@ -57,6 +57,7 @@ class Workload:
     dispatcher: str = "all_to_all"
     flash: bool = True  # attention never writes its scores; False for code from before 2022
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
+    bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
     fused: bool = True  # scale, mask and softmax in one kernel; False for code from before 2021
 
     @classmethod
@@ -79,6 +80,7 @@ class Workload:
             tp_mode=p.tp_mode,
             cp_mode=p.cp_mode,
             dispatcher=p.dispatcher,
+            bucket_bytes=p.bucket_mib * 2**20,
         )
 
     @property
@@ -109,12 +111,26 @@ class Workload:
     @property
     def expert_rows(self) -> float:
         """Rows that the busiest rank's experts compute on; as many as their capacity at most."""
-        m, layout = self.model, self.layout
-        tokens = self.tokens / self.sequence_cut
-        rows = tokens * m.top_k * min(self.imbalance, m.capacity_factor or self.imbalance)
+        return self._rows(self.imbalance) * self.layout.etp
+
+    @property
+    def sent_rows(self) -> float:
+        """Copies of its own tokens that a rank sends to experts."""
+        return self._rows(1.0)
+
+    def _rows(self, load: float) -> float:
+        m, tokens = self.model, self.tokens / self.sequence_cut
         if m.pad_to_capacity:
-            rows = m.num_experts * -(-tokens * m.top_k * m.capacity_factor // m.num_experts)
-        return rows * layout.etp
+            return m.num_experts * self._capacity(tokens)
+        return tokens * m.top_k * min(load, m.capacity_factor or load)
+
+    def _capacity(self, tokens: float) -> float:
+        """Rows of an expert that is padded: a whole sequence's may all be on one rank."""
+        m = self.model
+        each = m.top_k * m.capacity_factor / m.num_experts
+        if m.drop_scope == "sub_sequence":
+            return ceil(tokens * each)
+        return min(tokens, self.micro_batch_size * ceil(self.seq_len * each))
 
     @cached_property
     def layers_of_stage(self) -> tuple[int, ...]:

@@ -1,0 +1,248 @@
+"""A mixture of experts on a tape: router, the way to the experts and back, and the shared one."""
+
+from collections.abc import Sequence
+
+from mtcli.core.cost.shapes import INDEX
+from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
+from mtcli.core.cost.taped_layers import activated, mlp
+from mtcli.core.cost.taped_ops import (
+    EXPERTS,
+    Kit,
+    add,
+    kept_by,
+    linear,
+    moved,
+    resized,
+    same,
+)
+from mtcli.core.cost.taped_sharding import after, before
+
+
+def mixture(kit: Kit, x: Value) -> Value:
+    """The feed-forward part of a block of experts."""
+    tape, m = kit.tape, kit.work.model
+    routed = _routed(kit, x)
+    weights = routed[1]
+    y = _dispatched(kit, routed[0], weights)
+    tape.free(weights)
+    if m.shared_expert_ffn_hidden_size:
+        shared = mlp(kit, routed[0], m.shared_expert_ffn_hidden_size / kit.work.layout.tp)
+        if m.shared_expert_gate:
+            gate = kept_by(kit, routed[0], kit.t.rows * kit.t.size)
+            product = _gated(kit, gate, shared)
+            tape.free(gate, shared)
+            shared = product
+        both = add(kit, y, shared)
+        tape.free(y, shared)
+        y = both
+    tape.free(routed[0])
+    return y
+
+
+def _gated(kit: Kit, gate: Value, x: Value) -> Value:
+    """A number per row times x."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        of_gate, of_x = tape.new(gate.size), tape.new(x.size)
+        tape.moment(x.size)
+        return [of_gate, of_x]
+
+    return kit.tape.op([gate, x], [x.size], back, kept=[gate, x])[0]
+
+
+def _routed(kit: Kit, x: Value) -> tuple[Value, Value]:
+    """x with the router's losses attached, and the weights of its experts."""
+    tape, t, m = kit.tape, kit.t, kit.work.model
+    table, chosen = t.rows * m.num_experts * t.wide, t.rows * m.top_k
+    wide = resized(kit, x, x.size / t.size * t.wide) if t.size < 4 else x
+
+    def of_logits(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(wide.size)]
+
+    def of_weights(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(table)
+        return [tape.new(table)]
+
+    logits = tape.op([wide], [table], of_logits, kept=[wide])[0]
+    if wide is not x:
+        tape.free(wide)
+    tape.moment(2 * table * (1 + kit.cpu))
+    kept = table + chosen * (t.wide + INDEX)
+    if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
+        kept += table
+    if m.capacity_factor:
+        whole = kit.work.layout.cp * kit.work.sequence_cut
+        tape.moment(kept + (2 + 4 * whole) * table)
+    weights = tape.op([logits], [chosen * t.wide], of_weights, more=kept)[0]
+    tape.free(logits)
+    same_x = tape.op([x], [x], lambda tape, grads: [same(grads[0])])[0]
+    return same_x, weights
+
+
+def _dispatched(kit: Kit, x: Value, weights: Value) -> Value:
+    """The experts' results summed by token."""
+    ways = {"all_to_all": _to_each, "all_gather": _to_all}
+    return ways[kit.work.dispatcher](kit, x, weights)
+
+
+def _to_each(kit: Kit, x: Value, weights: Value) -> Value:
+    """Copies travel to their experts' ranks."""
+    tape, work = kit.tape, kit.work
+    layout, row = work.layout, kit.t.hidden * kit.t.size
+    here, sent = work.expert_rows * row, work.sent_rows * row
+    rows = _spread(kit, x, sent)
+    if layout.ep > 1:
+        rows = _then(kit, rows, moved(kit, rows, sent, sent))
+    if layout.etp > 1:
+        rows = _then(kit, rows, moved(kit, rows, here, sent, here))
+    travels = layout.ep * layout.etp > 1
+    order = [tape.new(2 * INDEX * work.expert_rows)] if travels else []
+    sorted_rows = moved(kit, rows, here, here) if travels else rows
+    results = _grouped(kit, sorted_rows)
+    if travels:
+        tape.free(sorted_rows)
+        results = _then(kit, results, moved(kit, results, here, here))
+        tape.free(*order)
+    if layout.etp > 1:
+        results = _then(kit, results, moved(kit, results, sent, here, here))
+    if layout.ep > 1:
+        results = _then(kit, results, moved(kit, results, sent, sent))
+    y = _summed(kit, results, weights, x.size, 2 * INDEX * work.expert_rows * travels)
+    tape.free(results, rows)
+    return y
+
+
+def _to_all(kit: Kit, x: Value, weights: Value) -> Value:
+    """Every rank of an expert group sees all its tokens."""
+    tape, work = kit.tape, kit.work
+    ranks = work.layout.ep * work.layout.etp
+    here = work.expert_rows * kit.t.hidden * kit.t.size
+    everyone = moved(kit, x, ranks * x.size, x.size) if ranks > 1 else x
+    rows = _spread(kit, everyone, here)
+    results = _grouped(kit, rows)
+    tape.free(rows)
+    whole = _summed(kit, results, weights, everyone.size, 0.0)
+    tape.free(results)
+    if ranks == 1:
+        return whole
+    y = moved(kit, whole, x.size, whole.size)
+    tape.free(whole, everyone)
+    return y
+
+
+def _spread(kit: Kit, x: Value, size: float) -> Value:
+    """Copies of tokens, sorted by expert."""
+    copies = size / (kit.t.hidden * kit.t.size)
+    if not kit.cpu:
+        return kit.tape.op(
+            [x], [size], lambda tape, grads: [tape.new(x.size)], more=copies * INDEX
+        )[0]
+    padded = kit.work.model.pad_to_capacity
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(x.size + padded * size)
+        return [tape.new(x.size)]
+
+    kit.tape.moment(size * (1 + 2 * padded))
+    return kit.tape.op([x], [size], back, more=copies * INDEX * (2 + padded))[0]
+
+
+def _summed(kit: Kit, rows: Value, weights: Value, size: float, index: float) -> Value:
+    """Rows times their weights, summed by token."""
+    tape, work = kit.tape, kit.work
+    copies = rows.size / (kit.t.hidden * kit.t.size)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(rows.size), tape.new(weights.size)]
+
+    if not kit.cpu:
+        return tape.op([rows, weights], [size], back, kept=[rows], more=index)[0]
+
+    def on_cpu(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        taken = tape.new(rows.size)
+        found = [tape.new(rows.size), tape.new(weights.size)]
+        tape.moment(rows.size)
+        tape.free(taken)
+        return found
+
+    padded = rows.size * work.model.pad_to_capacity
+    tape.moment(rows.size + padded + size)
+    more = padded + rows.size + 3 * copies * INDEX
+    return tape.op([rows, weights], [size], on_cpu, kept=[rows], more=more)[0]
+
+
+def _then(kit: Kit, old: Value, new: Value) -> Value:
+    kit.tape.free(old)
+    return new
+
+
+def _grouped(kit: Kit, x: Value) -> Value:
+    if kit.gathering is None:
+        return _experts(kit, x)
+    group = kit.groups[EXPERTS]
+    return after(kit.gathering, group, _experts(kit, before(kit.gathering, group, x)))
+
+
+def _experts(kit: Kit, x: Value) -> Value:
+    """This rank's experts: one after another on CPU and in float8, all at once on a GPU."""
+    tape, m, work = kit.tape, kit.work.model, kit.work
+    hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
+    gated = 2 if m.activation == "swiglu" else 1
+    number = m.num_experts // work.layout.ep
+    down = number * hidden * width * kit.t.size
+    tables = [_table(kit, gated * down, number * gated * width), _table(kit, down, number * hidden)]
+    if kit.cpu or work.sizes.gemm == "fp8":
+        return _one_by_one(kit, x, tables, number)
+    inner = _batched(kit, x, tables[0], gated * width / hidden, gated * down)
+    active = activated(kit, inner)
+    tape.free(inner)
+    y = _batched(kit, active, tables[1], hidden / width, down)
+    tape.free(active)
+    return y
+
+
+def _table(kit: Kit, size: float, rows: float) -> Value:
+    """All experts' weights of a kind, as [experts, rows, columns]: the gradient of a batched
+    product's is laid out anew."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(size)]
+
+    return kit.tape.op([leaf(rows)], [0.0], back)[0]
+
+
+def _batched(kit: Kit, x: Value, table: Value, times: float, size: float) -> Value:
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(x.size), tape.new(size)]
+
+    return kit.tape.op([x, table], [times * x.size], back, kept=[x])[0]
+
+
+def _one_by_one(kit: Kit, x: Value, tables: Sequence[Value], number: int) -> Value:
+    """Each expert's rows through its own products; weight gradients wait until all are there."""
+    tape, m, size = kit.tape, kit.work.model, kit.t.size
+    hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / kit.work.layout.etp
+    gated, rows = 2 if m.activation == "swiglu" else 1, kit.work.expert_rows / number
+    one = hidden * width * size
+    split = _apart(kit, x, number, x.size)
+    ups = _apart(kit, tables[0], number, gated * one * number)
+    downs = _apart(kit, tables[1], number, one * number)
+    parts = []
+    for mine, up, down in zip(split, ups, downs, strict=True):
+        inner = linear(kit, mine, (gated * width, hidden), rows, up)
+        active = activated(kit, inner)
+        tape.free(inner)
+        parts.append(linear(kit, active, (hidden, width), rows, down))
+        tape.free(active)
+    y = tape.op(parts, [x.size], lambda tape, grads: [same(grads[0]) for _ in parts])[0]
+    tape.free(*parts, *split)
+    return y
+
+
+def _apart(kit: Kit, x: Value, number: int, size: float) -> list[Value]:
+    """Views of x, whose gradients are put together again."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(size)]
+
+    return kit.tape.op([x], [x] * number, back)

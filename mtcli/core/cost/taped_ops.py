@@ -1,0 +1,231 @@
+"""The ops that layers are made of, on a tape: products, collectives, copies.
+
+Each gives its result and leaves its input to the caller. T are a micro-batch's tokens on a context
+parallel rank, R those between the tensor parallel regions (T/tp under sequence parallelism).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mtcli.core.cost.shapes import Shapes
+from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
+from mtcli.core.cost.taped_sharding import Gathering, Group
+from mtcli.core.cost.workload import Workload
+from mtcli.core.spec.fp8 import is_narrow
+
+BLOCK, EXPERTS, ENDS = range(3)  # groups of parameters that zero=3 gathers together
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What a recipe is written with: the tape, the step, and whose kernels run."""
+
+    tape: Tape
+    work: Workload
+    cpu: bool
+    gathering: Gathering | None = None  # of weights cut over data ranks
+    groups: tuple[Group, ...] = ()  # a block, its experts, the ends
+
+    @cached_property
+    def t(self) -> Shapes:
+        """The sizes of one micro-batch on one rank."""
+        return Shapes.of(self.work)
+
+    @property
+    def slow(self) -> bool:
+        """Whether products of float16 are made in float32, as on CPU."""
+        return self.cpu and self.work.precision == "fp16"
+
+    @property
+    def sequence(self) -> bool:
+        """Whether tokens are cut between tensor parallel regions."""
+        return self.work.sequence_parallel
+
+
+def resized(kit: Kit, x: Value, size: float) -> Value:
+    """x in another dtype or size, of which the backward needs to know nothing."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(x.size)]
+
+    return kit.tape.op([x], [size], back)[0]
+
+
+def reused(kit: Kit, x: Value) -> Value:
+    """x in the same memory, whose gradient is handed on as it is."""
+    return kit.tape.op([x], [x], lambda tape, grads: [same(grads[0])])[0]
+
+
+def add(kit: Kit, x: Value, y: Value) -> Value:
+    """x + y, whose gradient both get."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [same(grads[0]), same(grads[0])]
+
+    return kit.tape.op([x, y], [x.size], back)[0]
+
+
+def add_bias(kit: Kit, x: Value) -> Value:
+    """x and a bias by row."""
+    return kit.tape.op([x], [x.size], lambda tape, grads: [same(grads[0])])[0]
+
+
+def multiply(kit: Kit, x: Value, y: Value) -> Value:
+    """x * y of one size."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(x.size), tape.new(y.size)]
+
+    return kit.tape.op([x, y], [x.size], back, kept=[x, y])[0]
+
+
+def kept_by(kit: Kit, x: Value, size: float) -> Value:
+    """An op that keeps its input."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(x.size)]
+
+    return kit.tape.op([x], [size], back, kept=[x])[0]
+
+
+def linear(
+    kit: Kit,
+    x: Value,
+    shape: tuple[float, float],
+    rows: float = 0.0,
+    weight: Value | None = None,
+    plain: bool = False,
+) -> Value:
+    """x W^T of a weight [width, inner]: a parameter's, or one of the experts' (`weight`), of whose
+    input x `rows` are its own. `plain` ones are never in float8."""
+    (width, inner), size = shape, kit.work.sizes.weight
+    given = rows * inner * size or x.size
+    out, whole = given / inner * width, width * inner * size
+    of_input = min(given, x.size)
+    table = leaf(width) if weight is None else weight
+    if kit.slow:
+        return _widened(kit, x, table, (given, whole, out))
+    scaling = kit.work.fp8_scaling
+    fp8 = kit.work.sizes.gemm == "fp8" and not plain
+    narrow = fp8 and is_narrow(scaling, round(width), round(inner))
+    of_x, of_w, of_y = (narrow * full / size for full in (given, whole, out))
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(of_y + of_w + of_input)
+        found = tape.new(of_input)
+        if tape.splits and weight is None:
+            x.storage.holders += 1
+            same(grads[0])
+            return [found, None]
+        tape.moment(of_y + of_x + whole)
+        return [found, tape.new(whole)]
+
+    kit.tape.moment(of_x + of_w)
+    return kit.tape.op([x, table], [out], back, kept=[x])[0]
+
+
+Multiply = Callable[[Kit, Value, tuple[float, float]], Value]
+
+
+def gated_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
+    """(silu(gate) * up) W^T by a GPU's kernel, which keeps gate and up alone and makes their
+    product again beside its gradient."""
+    (width, inner), size = shape, kit.work.sizes.weight
+    half, whole = x.size / 2, width * inner * size
+    out = half / inner * width
+    narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
+        kit.work.fp8_scaling, round(width), round(inner)
+    )
+    of_x, of_w, of_y = (narrow * full / size for full in (half, whole, out))
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(of_y + of_w + half)
+        product = tape.new(half)
+        found = tape.new(x.size)
+        if tape.splits:
+            same(grads[0])
+            return [found, None]  # the product waits with the gradient
+        tape.moment(of_y + of_x + whole)
+        of_weight = tape.new(whole)
+        tape.free(product)
+        return [found, of_weight]
+
+    kit.tape.moment(half + max(of_x + of_w, out))
+    return kit.tape.op([x, leaf(width)], [out], back, kept=[x])[0]
+
+
+def _widened(kit: Kit, x: Value, table: Value, sizes: tuple[float, float, float]) -> Value:
+    """The same in float32: copies of x and of the weight are kept."""
+    tape, (given, whole, out) = kit.tape, sizes
+    wide_x, wide_w = moved(kit, x, 2 * given, given), moved(kit, table, 2 * whole, whole)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(2 * given), tape.new(2 * whole)]
+
+    taken = [wide_x, wide_w]
+    wide = tape.op(taken, [2 * out], back, kept=taken)[0]
+    tape.free(*taken)
+    y = resized(kit, wide, out)
+    tape.free(wide)
+    return y
+
+
+def enter(kit: Kit, x: Value) -> Value:
+    """A tensor parallel region's input [T, D]."""
+    tape, tp = kit.tape, kit.work.layout.tp
+    if tp == 1 or kit.work.tp_mode == "2d":  # whose blocks travel one at a time
+        return reused(kit, x)
+    if kit.sequence:
+        return resized(kit, x, tp * x.size)
+    return tape.op([x], [x], lambda tape, grads: [tape.new(x.size)])[0]
+
+
+def leave(kit: Kit, x: Value) -> Value:
+    """The summed output of a tensor parallel region."""
+    tape, tp = kit.tape, kit.work.layout.tp
+    if tp == 1:
+        return reused(kit, x)
+    if kit.sequence:
+        return resized(kit, x, x.size / tp)
+    return tape.op([x], [x.size], lambda tape, grads: [same(grads[0])])[0]
+
+
+def column_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
+    """This rank's columns of a product."""
+    gathered = enter(kit, x)
+    y = linear(kit, gathered, shape, kit.t.tokens)
+    kit.tape.free(gathered)
+    return y
+
+
+def row_linear(
+    kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply = linear
+) -> Value:
+    """The sum of every rank's partial products, and a bias."""
+    tape = kit.tape
+    partial = multiply(kit, x, shape)
+    y = leave(kit, partial)
+    tape.free(partial)
+    if kit.work.model.bias:
+        total = add_bias(kit, y)
+        tape.free(y)
+        y = total
+    return y
+
+
+def moved(kit: Kit, x: Value, size: float, back_size: float, beside: float = 0.0) -> Value:
+    """x laid out anew: `size` bytes there, `back_size` of its gradient, `beside` on both ways."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(beside + back_size)
+        return [tape.new(back_size)]
+
+    kit.tape.moment(beside + size)
+    return kit.tape.op([x], [size], back)[0]
+
+
+def same(grad: Storage) -> Storage:
+    """A gradient that is handed on as it is."""
+    grad.holders += 1
+    return grad

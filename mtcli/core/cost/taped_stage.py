@@ -1,0 +1,139 @@
+"""A stage's forward and backward of one micro-batch on a tape: ends, blocks, and the peak."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from mtcli.core.cost.in_flight import splits
+from mtcli.core.cost.shapes import published_bytes
+from mtcli.core.cost.tape import Gradients, Pending, Storage, Tape, Value
+from mtcli.core.cost.taped_attention import attention
+from mtcli.core.cost.taped_ends import embedded, head, out_of_stage, vocabulary_table
+from mtcli.core.cost.taped_experts import mixture
+from mtcli.core.cost.taped_layers import add_norm, dropout, mlp, norm
+from mtcli.core.cost.taped_ops import BLOCK, ENDS, EXPERTS, Kit
+from mtcli.core.cost.taped_sharding import Gathering, Group, after, before
+from mtcli.core.cost.workload import Workload
+
+
+class Passed(NamedTuple):
+    """What one micro-batch holds on a stage: when its forward is done, and at most."""
+
+    each: float  # of a block
+    body: float  # when its forward is done, without the head's
+    kept: float  # with it
+    left: float  # when its backward is done
+    peak: float
+
+
+def block(kit: Kit, x: Value, number: int = 0) -> Value:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    if kit.gathering is None:
+        return _kept_or_again(kit, x)
+    group, experts = (kit.groups[i]._replace(name=f"{i} of {number}") for i in (BLOCK, EXPERTS))
+    kit = replace(kit, groups=(group, experts, kit.groups[ENDS]))
+    inside = before(kit.gathering, group, x)
+    y = _kept_or_again(kit, inside)
+    return after(kit.gathering, group, y)
+
+
+def _kept_or_again(kit: Kit, x: Value) -> Value:
+    if kit.work.recompute == "full":
+        return kit.tape.again(lambda x: _block(kit, x), x)
+    return _block(kit, x)
+
+
+def _published(kit: Kit, x: Value) -> Value:
+    """A block of code from before 2022, as a whole."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(x.size)]
+
+    more = published_bytes(kit.work) - x.size
+    return kit.tape.op([x], [x.size], back, kept=[x], more=more)[0]
+
+
+def _block(kit: Kit, x: Value) -> Value:
+    if not kit.work.flash:
+        return _published(kit, x)
+    tape, m = kit.tape, kit.work.model
+    normed = norm(kit, x)
+    y = attention(kit, normed)
+    tape.free(normed)
+    if m.dropout:
+        total = dropout(kit, y, x)
+        tape.free(y)
+        normed = norm(kit, total)
+    else:
+        total, normed = add_norm(kit, x, y)
+        tape.free(y)
+    part = (
+        mixture(kit, normed)
+        if m.num_experts
+        else mlp(kit, normed, m.ffn_hidden_size / kit.work.layout.tp)
+    )
+    out = dropout(kit, part, total)
+    tape.free(part, normed, total)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def passed(
+    work: Workload, cpu: bool, ends: tuple[bool, bool], layers: int, groups: tuple[Group, ...] = ()
+) -> Passed:
+    """One micro-batch's way through a stage and back, the first one, the last, or one between.
+
+    All blocks are alike: the last is run (of those whose weights are gathered the last three), the
+    others' bytes are there from the forward on until the backward reaches the embedding.
+    """
+    plain = _passed(Kit(Tape(_owners(work), splits(work)), work, cpu), ends, layers)
+    if not groups:
+        return plain
+    tape = Tape()
+    kit = Kit(tape, work, cpu, Gathering(tape), groups)
+    return plain._replace(peak=_passed(kit, ends, layers, plain.each).peak)
+
+
+def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> Passed:
+    tape, stream, (first, last) = kit.tape, kit.t.stream, ends
+    pending: Pending = {}
+    table = vocabulary_table(kit, first and last)
+    if kit.gathering is not None:
+        kit.gathering.forward(kit.groups[ENDS])
+    x = embedded(kit, table) if first else Value(tape.new(stream))
+    start, run = len(tape.nodes), min(layers, 1 if kit.gathering is None else 3)
+    ends_kept = tape.live - x.size
+    each, others = known, tape.new(0.0)
+    for number in range(run):
+        begun, most = tape.live, tape.peak
+        tape.peak = begun
+        y = block(kit, x, number)
+        each = known or tape.live - y.size - begun + x.size
+        tape.free(x)
+        x, before = y, (layers - run) * each * (number == 0)
+        tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
+        others.size += before
+        tape.live += before
+    body = tape.live - x.size * last
+    if last:
+        loss = head(kit, x, table)
+        tape.free(x)
+        kept = tape.live
+        pending[loss.made_by] = {0: tape.new(0.0)}
+    else:
+        x, kept = out_of_stage(kit, x), body
+        pending[x.made_by] = {x.place: tape.new(stream)}
+    tape.backward(tape.nodes[start:], pending)
+    tape.free(others)
+    half = (tape.live - ends_kept - stream * (2 - last)) * splits(kit.work) * bool(layers)
+    tape.peak += max(0.0, (layers - run) * (half - each))  # when all but one block have gone back
+    tape.backward(tape.nodes[:start], pending)
+    if kit.gathering is not None:
+        rest = kit.groups[ENDS]
+        kit.gathering.reduced(rest, rest.wide)
+    return Passed(each, body, kept, half * layers, tape.peak)
+
+
+def _owners(work: Workload) -> int:
+    return work.layout.dp * work.layout.cp if work.zero == 1 else 1
