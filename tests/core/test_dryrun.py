@@ -58,7 +58,7 @@ ROWS = {  # world, model, parallel, precision, rank
     "capacity of whole sequences": (2, MOE | PADDED, {"cp": 2, "recompute": "full"}, "bf16", None),
     "zero=3, full recompute": (4, GPT, {"zero": 3, "recompute": "full"}, "bf16", None),
     "zero=3, rows that do not divide": (3, GPT, {"zero": 3}, "bf16", LAST),
-    "zero=3, experts": (4, MOE, {"zero": 3, "ep": 2}, "bf16", None),
+    "zero=3, experts": (4, MOE, {"zero": 3, "ep": 2, "recompute": "full"}, "bf16", None),
     "a tied table": (1, GPT | ONE | {"vocab_size": 8192}, {}, "bf16", None),
     "zero=1's update": (4, GPT, {"zero": 1, "cp": 4}, "bf16", None),
     "half of a backward, recomputed": (2, DEEP, SPLIT | {"recompute": "full"}, "bf16", None),

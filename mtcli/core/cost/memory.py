@@ -51,8 +51,9 @@ class Memory:
 
     def as_dict(self) -> dict[str, int]:
         """The kinds and their total, in whole bytes."""
-        kinds = ("weights", "gradients", "optimizer", "activations", "other", "total")
-        return {name: round(getattr(self, name)) for name in kinds}
+        kinds = ("weights", "gradients", "optimizer", "activations", "other")
+        found = {name: round(getattr(self, name)) for name in kinds}
+        return found | {"total": sum(found.values())}
 
 
 class Owner(NamedTuple):

@@ -46,6 +46,8 @@ class Gathering:
         """After it."""
         if self.tape.enough < 0:
             self.let_go(group)
+        else:  # computed again: the backward that waits needs the weights, and not the buffer
+            self.settle()
         if group not in self.order:
             self.order.append(group)
 
