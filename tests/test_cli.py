@@ -253,3 +253,16 @@ def test_a_full_disk_leaves_the_old_json_and_nothing_else(tmp_path, monkeypatch)
 def _function(name):
     module, _, function = cli.COMMANDS[name].target.partition(":")
     return getattr(import_module(module), function)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "run", "--prompt", "a", "--seed", "9" * 30],
+        ["train", "tiny", "--nproc", "9" * 30],
+        ["plan", "tiny", "--gpus", "9" * 30],
+    ],
+)
+def test_a_count_that_no_machine_has_is_refused_at_once(words, capsys):
+    assert run(words) == 2
+    assert "hint: " in capsys.readouterr().err

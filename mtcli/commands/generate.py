@@ -19,7 +19,7 @@ TopK = Annotated[int, typer.Option(min=0, help="keep the k likeliest; 0 keeps al
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="keep the likeliest that reach p together")
 ]
-Seed = Annotated[int, typer.Option(help="of the sampling")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the sampling")]
 
 
 def generate(

@@ -45,7 +45,9 @@ JsonOut = Annotated[
         help="write the results as JSON; - is stdout",
     ),
 ]
-Nproc = Annotated[int, typer.Option("--nproc", min=1, help="worker processes on this machine")]
+Nproc = Annotated[
+    int, typer.Option("--nproc", min=1, max=1024, help="worker processes on this machine")
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"],
     typer.Option("--device", help="where to compute; auto is cuda where there is one"),

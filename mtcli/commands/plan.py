@@ -28,7 +28,8 @@ Fixed = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int | None, typer.Option(min=1, help="devices; a bare preset is then searched [fewest]")
+    int | None,
+    typer.Option(min=1, max=2**20, help="devices; a bare preset is then searched [fewest]"),
 ]
 Device = Annotated[
     str | None,

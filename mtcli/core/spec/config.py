@@ -154,7 +154,7 @@ class TrainConfig(Section):
 class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same curve on any layout."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """key of initialisation, dropout and data order"""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()

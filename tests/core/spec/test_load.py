@@ -210,6 +210,7 @@ def test_an_override_cannot_descend_into_a_value():
         ("optimizer.betas=[nan, 0.9]", "nan should be a finite number"),
         ("model.hidden_size=9223372036854775808", "should be less than or equal to 1000000000"),
         ("train.steps=1000000001", "1000000001 should be less than or equal to 1000000000"),
+        ("seed=4294967296", "should be less than 4294967296"),
         ("train.timeout=1e10", "should be less than or equal to 1000000000"),
         ("model.architecture=['gpt']", "['gpt'] should be 'gpt'"),
     ],

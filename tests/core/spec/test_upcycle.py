@@ -55,9 +55,10 @@ WRONG = {
         "moe_ffn_hidden_size=8", "moe_ffn_hidden_size follows from granularity", "granularity=G"),
     "no value": ("router_score", "router_score has no value", "such as router_score=2"),
     "an empty value": ("seed=", "seed has no value", "such as seed=2"),
-    "no slices": ("granularity=0", "granularity=0", "a whole number of 1 or more"),
-    "a seed below 0": ("seed=-1", "seed=-1", "a whole number of 0 or more"),
-    "half a slice": ("granularity=1.5", "granularity=1.5", "a whole number of 1 or more"),
+    "no slices": ("granularity=0", "granularity=0", "a whole number from 1 on"),
+    "a seed below 0": ("seed=-1", "seed=-1", "a whole number from 0 on"),
+    "a seed of any length": ("seed=" + "9" * 5000, "seed=999", "a whole number from 0 on"),
+    "half a slice": ("granularity=1.5", "granularity=1.5", "a whole number from 1 on"),
     "slices of the width": (
         "granularity=5", "granularity=5 does not divide ffn_hidden_size=24",
         "1, 2, 3, 4, 6, 8, 12 or 24"),
