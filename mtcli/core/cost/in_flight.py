@@ -1,5 +1,6 @@
 """What the pipeline's schedule has in flight on each rank, quick to know for a large pipeline."""
 
+from collections.abc import Iterable
 from functools import cache
 from itertools import accumulate
 
@@ -27,7 +28,7 @@ def splits(work: Workload) -> bool:
 
 
 def split_moments(work: Workload, pp_rank: int) -> tuple[set[Pair], set[Pair]]:
-    """What a rank holds where backwards are split, between ops and when an I begins: all
+    """What a rank holds at most where backwards are split, between ops and when an I begins:
     (micro-batches between F and I, between I and W)."""
     return _pairs(work.schedule_name, work.layout.pp, _filling(work))[pp_rank]
 
@@ -57,7 +58,17 @@ def _pairs(name: str, pp: int, num_micro_batches: int) -> list[tuple[set[Pair], 
     for ops in schedule_for(name, pp, 1, num_micro_batches).ops:
         after = list(accumulate((STEPS[op.kind] for op in ops), _sum))
         before_halves = {held for held, op in zip(after, ops[1:], strict=False) if op.kind == "I"}
-        found.append((set(after), before_halves))
+        found.append((_most(after), _most(before_halves)))
+    return found
+
+
+def _most(pairs: Iterable[Pair]) -> set[Pair]:
+    """Those pairs to which no other is equal or larger in both numbers: where bytes are most."""
+    found, most = set(), -1
+    for whole, halves in sorted(set(pairs), key=lambda pair: (pair[1], pair[0]), reverse=True):
+        if whole > most:
+            found.add((whole, halves))
+            most = whole
     return found
 
 
