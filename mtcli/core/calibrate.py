@@ -96,12 +96,15 @@ def calibrate(facts: Facts, rank: int, shapes: Sequence[Shape] = SHAPES) -> Cali
     known = _without_passes(facts, rank, timer)
     configs = [run_config(facts, shape) for shape in shapes]
     rounds = [[_train(config, timer) for config in configs] for _ in range(ROUNDS)]
-    timed = [_typical(steps, ranks) for steps in zip(*rounds, strict=True)]
+    timed = [typical(steps, ranks) for steps in zip(*rounds, strict=True)]
     return _fitted(known, timed)
 
 
-def _typical(rounds: Iterable[Sequence[Timed]], ranks: int) -> Timed:
-    """The median step of a model, each on the rank that took longest, for which others wait."""
+def typical(rounds: Iterable[Sequence[Timed]], ranks: int) -> Timed:
+    """The median step of a model, each on the rank that took longest, for which others wait.
+
+    Collective where there are several.
+    """
     steps = [step for steps in rounds for step in steps]
     seconds = torch.tensor([step[1:] for step in steps], dtype=torch.float64)
     if ranks > 1:

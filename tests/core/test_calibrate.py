@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 from mtcli.core import probes
-from mtcli.core.calibrate import Shape, calibrate, least_squares, run_config
+from mtcli.core.calibrate import Shape, Timed, calibrate, least_squares, run_config, typical
 from mtcli.core.cost.calibration import Calibration, facts_of
 from mtcli.core.spec.load import load_config
 
@@ -27,6 +27,17 @@ def test_nothing_costs_less_than_nothing():
     counts = [[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]]
     found = least_squares(counts, [1.0, 0.9, 0.7], [0.0] * 3)
     assert found[1] == 0.0 and 0.7 < found[0] < 1.0
+
+
+def of_one_rank(runtime):
+    seconds = [(1.0, 9.0, 2.0, 3.0), (2.0, 1.0, 2.0, 8.0)][runtime.rank]
+    steps = [Timed(None, second, 2 * second, 0.5, 0.25) for second in seconds]
+    return list(typical([steps[:2], steps[2:]], ranks=2))
+
+
+def test_a_step_takes_its_median_on_the_rank_that_each_time_was_the_slowest():
+    """Slowest: 2, 9, 2 and 8 s. The slower of the ranks' own medians would be 2.5 s."""
+    assert run_ranks(2, of_one_rank) == [[None, 5.0, 10.0, 0.5, 0.25]] * 2
 
 
 @pytest.mark.parametrize("preset", ["tiny", "mixtral-8x7b"])

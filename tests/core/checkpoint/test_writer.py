@@ -2,6 +2,7 @@
 
 import errno
 import os
+from time import sleep
 
 import pytest
 import torch
@@ -107,3 +108,19 @@ def test_a_small_file_is_hashed_by_block(tmp_path):
     record = write_bytes(tmp_path / "f", data)
     assert (tmp_path / "f").read_bytes() == data
     assert (record.bytes, record.xxh3_128) == (len(data), blocks_of(tmp_path / "f"))
+
+
+def test_a_buffer_is_filled_again_only_when_it_has_been_written(tmp_path, monkeypatch):
+    """On a disk that is slower than the hashes, so that every write is waited for."""
+
+    def slow(file, view, offset):
+        sleep(0.05)
+        write_at(file, view, offset)
+
+    write_at = writer._write_at
+    monkeypatch.setattr(writer, "_write_at", slow)
+    monkeypatch.setattr(writer, "WRITE_BYTES", BLOCK_BYTES)
+    tensors = {f"{i}": torch.full((BLOCK_BYTES // 4,), float(i)) for i in range(8)}
+    write(tmp_path / "file", tensors)
+    found = load_file(tmp_path / "file")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
