@@ -72,6 +72,10 @@ class Calibration:
     overhead: float  # seconds of a step outside of its micro-batches
     links: dict[str, tuple[float, float]]  # of LINKS: seconds, and seconds per byte that crosses
 
+    def crowd(self, world: int) -> float:
+        """Ranks of a world that share what one had to itself while it was measured."""
+        return max(1.0, world / self.ranks)
+
     def as_json(self) -> dict[str, Any]:
         """What the file holds."""
         return asdict(self)

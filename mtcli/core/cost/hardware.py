@@ -186,7 +186,7 @@ def shared(device: Device, world: int) -> Device:
 
 def _measured(known: Calibration, config: RunConfig, world: int) -> Device:
     """A rank's part of this machine, by what was measured with its ranks at work."""
-    crowd = max(1.0, world / known.ranks)
+    crowd = known.crowd(world)
     return replace(
         HERE,
         flops={name: known.flops / crowd for name in {"fp32", config.train.precision}},

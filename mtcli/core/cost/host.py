@@ -168,7 +168,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
         optimizer=update,
         overhead=known.overhead + agreement,
     )
-    return whole.crowded(max(1.0, layout.world / known.ranks))
+    return whole.crowded(known.crowd(layout.world))
 
 
 def _link(known: Calibration, kind: str, moved: float, size: int) -> float:
