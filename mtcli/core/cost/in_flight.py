@@ -17,9 +17,12 @@ STEPS: dict[Kind, Pair] = {"F": (1, 0), "I": (-1, 1), "W": (0, -1)}
 
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     """Micro-batches in flight, times vpp, on each pipeline rank."""
-    if work.layout.pp == 1:
-        return (work.layout.vpp,)
-    return _chunks(work.schedule_name, work.layout.pp, work.layout.vpp, _filling(work))
+    pp, vpp = work.layout.pp, work.layout.vpp
+    if pp == 1:
+        return (vpp,)
+    if work.schedule_name == "gpipe":
+        return (work.num_micro_batches * vpp,) * pp
+    return _chunks(work.schedule_name, pp, vpp, _filling(work))
 
 
 def splits(work: Workload) -> bool:
@@ -37,11 +40,9 @@ def _filling(work: Workload) -> int:
     """Micro-batches that fill the pipeline as all of a step's do.
 
     The first pp of them do so; with chunks the second group of pp, and as a last group takes a
-    remainder with it, that too. gpipe alone keeps every one.
+    remainder with it, that too.
     """
     pp, m = work.layout.pp, work.num_micro_batches
-    if work.schedule_name == "gpipe":
-        return m
     if work.layout.vpp == 1:
         return min(m, pp)
     return m if m < 2 * pp else 2 * pp + m % pp

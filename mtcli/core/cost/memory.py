@@ -4,7 +4,7 @@ Weights, gradients and optimizer state are counted from `Parameter.local_shape`,
 training allocates; all else of a step is counted on a tape (`taped_stage.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -123,7 +123,12 @@ def owner_of(work: Workload, rank: int) -> Owner:
 
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     """The bytes of the fullest rank of each pipeline rank: the first one."""
-    cpu, found = device.name == "cpu", []
+    return list(each_stage(work, device))
+
+
+def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
+    """`memory_by_stage`, each counted as it is asked for."""
+    cpu = device.name == "cpu"
     for pp_rank, held in enumerate(in_flight_chunks(work)):
         runs = _runs(work, cpu, pp_rank)
         kept = held / work.layout.vpp * (sum(run.body for run in runs) + turning_bytes(work))
@@ -134,8 +139,7 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
             kept, peak = _waiting(work, pp_rank, runs[0])
         working = max(peak, given_back(work, pp_rank)) - kept
         state = state_bytes(work, pp_rank)
-        found.append(Memory(*state, kept, working, device.reserved_bytes))
-    return found
+        yield Memory(*state, kept, working, device.reserved_bytes)
 
 
 def _runs(work: Workload, cpu: bool, pp_rank: int) -> list[Passed]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from mtcli.core.cost.fitting import fits, smallest
 from mtcli.core.cost.memory import memory
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import Prediction
@@ -83,10 +84,10 @@ def _quickest(
     to simulate, and a bound falls short of a step by about as much here as there."""
     device = best.device
     for work in sorted(works, key=lambda one: lower_bound(one, device)):
-        if memory(work, device).total <= device.usable_bytes:
+        if fits(work, device):
             one = seen.get(work) or _estimate(work, best)
             return Neighbour(field, value, one, _reason(one, best))
-    least = min(works, key=lambda work: memory(work, device).total)
+    least = smallest(works, device)
     over = memory(least, device).total - device.usable_bytes
     return Neighbour(field, value, _estimate(least, best), f"does not fit, by {gib(over)}")
 

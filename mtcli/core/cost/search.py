@@ -12,8 +12,8 @@ from heapq import heapify, heappop, heappush
 from math import gcd
 from typing import Any
 
+from mtcli.core.cost.fitting import fits, smallest
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.memory import memory, state_bytes
 from mtcli.core.cost.physics import PHYSICS, Physics
 from mtcli.core.cost.predict import Prediction, predict_workload
 from mtcli.core.cost.step import block_costs, stage_seconds, step_costs, weight_seconds
@@ -61,7 +61,6 @@ def search(
     heapify(queue)
     best: list[Candidate] = []
     large: list[Workload] = []
-    hopeless: list[Workload] = []  # before any activation
     while queue:
         bound, number, tight = heappop(queue)
         if len(best) == top and bound > best[-1].prediction.step_seconds:
@@ -69,21 +68,15 @@ def search(
         work = works[number]
         if not tight:
             heappush(queue, (lower_bound(work, device), number, True))
-        elif _state(work) + device.reserved_bytes > device.usable_bytes:
-            hopeless.append(work)
-        elif memory(work, device).total > device.usable_bytes:
+        elif not fits(work, device):
             large.append(work)
         elif not problems(chosen := apply(config, work), world):
             best.append(Candidate(chosen, predict_workload(work, device)))
             best.sort(key=lambda candidate: candidate.prediction.step_seconds)
             del best[top:]
-    nearest = None
-    if not best and (large or hopeless):
-        nearest = min(large or hopeless, key=lambda work: memory(work, device).total)
-    too_large = len(large) + len(hopeless)
-    return Found(
-        tuple(best), len(works), too_large, nearest, (*works, *squares(config, world, pinned))
-    )
+    nearest = smallest(large, device) if large and not best else None
+    compared = (*works, *squares(config, world, pinned))
+    return Found(tuple(best), len(works), len(large), nearest, compared)
 
 
 def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
@@ -138,12 +131,6 @@ def choices(
         for experts in _expert_grids(config, world, grid, pinned):
             for pieces in _pieces(config, world, grid, pinned):
                 yield grid | experts | pieces
-
-
-def _state(work: Workload) -> int:
-    """Bytes of weights, gradients and optimizer on the fullest of some ranks: quick to know."""
-    last = work.layout.pp - 1
-    return max(sum(state_bytes(work, pp_rank)) for pp_rank in {0, last // 2, last})
 
 
 def _loose_bound(work: Workload, device: Device) -> float:
@@ -209,6 +196,8 @@ def _grids(config: RunConfig, world: int, pinned: frozenset[str]) -> Iterator[Ch
                 continue
             pps = [pp for pp in divisors(world // (tp * cp)) if pp <= m.num_layers]
             for pp in _options("parallel.pp", pps, p.pp, pinned):
+                if world % (tp * cp * pp):
+                    continue
                 for vpp in _options("parallel.vpp", _chunks(m.num_layers, pp), p.vpp, pinned):
                     yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
 

@@ -184,6 +184,9 @@ def test_gpipe_keeps_every_micro_batch():
     plain = memory_by_stage(base, H100)[0].activations
     every = memory_by_stage(replace(base, schedule_name="gpipe"), H100)[0].activations
     assert every / plain == pytest.approx(base.num_micro_batches / 2)
+    long = replace(base, schedule_name="gpipe", global_batch_size=10**9)  # ops of no such schedule
+    several = memory_by_stage(long, H100)[0].activations
+    assert several / every == pytest.approx(long.num_micro_batches / base.num_micro_batches)
 
 
 def test_zero_bubble_keeps_the_inputs_and_gradients_that_its_weight_halves_wait_with():

@@ -71,6 +71,17 @@ def test_pinned_fields_stay():
         assert candidate.config.batch.micro_batch_size == 4
 
 
+def test_a_pinned_pipeline_leaves_tensor_cuts_that_its_ranks_hold():
+    config = load_config("gpt2-1.5b", ["parallel.pp=4", "batch.global_batch_size=64"])
+    found = search(config, 8, GPUS["h100"], 1000, frozenset({"parallel.pp"}))
+    layouts = {(c.config.parallel.pp, c.config.parallel.tp) for c in found.best}
+    assert layouts == {(4, 1)}, "25 heads: tp=2 divides none, and tp=5 needs 20 ranks"
+    config = load_config("narayanan-1.7b", ["parallel.pp=4", "batch.global_batch_size=64"])
+    found = search(config, 8, GPUS["h100"], 1000, frozenset({"parallel.pp"}))
+    layouts = {(c.config.parallel.pp, c.config.parallel.tp) for c in found.best}
+    assert layouts == {(4, 1), (4, 2)}
+
+
 def test_uneven_stages_are_searched_and_written_out():
     config = load_config("llama-3.1-405b", ["batch.global_batch_size=256", "train.precision=bf16"])
     found = search(config, 512, GPUS["h100"], 1)
@@ -91,9 +102,11 @@ def test_tp_ranks_that_cannot_share_a_micro_batch_s_tokens_see_all_of_them():
 
 
 def test_what_is_too_large_is_counted_and_the_nearest_named():
-    found = search(load_config("narayanan-1t"), 8, GPUS["v100-32gb"], 1)
-    assert not found.best and found.too_large > 0
-    assert memory(found.nearest, GPUS["v100-32gb"]).total > 32 * 2**30
+    config, gpu = load_config("megatron-4.2b", ["batch.global_batch_size=64"]), GPUS["v100-32gb"]
+    found = search(config, 2, gpu, 1)
+    assert not found.best and found.too_large == found.tried
+    least = min(memory(work, gpu).total for work in every_work(config, 2, gpu))
+    assert memory(found.nearest, gpu).total == least > 32 * 2**30
 
 
 def test_rank_maps_show_both_grids_over_the_same_pipeline():
