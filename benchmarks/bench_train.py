@@ -24,6 +24,7 @@ SIZES = {  # layers, hidden, heads, vocabulary, tokens of a sequence, sequences 
     "tiny": (4, 256, 4, 8192, 256, 16),
     "124m": (12, 768, 12, 50257, 512, 4),
 }
+SIDE = 2048  # of the product that steps are compared with
 LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 
 
@@ -55,7 +56,9 @@ def parse() -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> dict[str, dict]:
     contenders = args.contenders.split(",")
     rows: dict[str, dict] = {name: {"seconds": [], "first_step": []} for name in contenders}
+    rates = []
     for _ in range(args.repeats):
+        rates.append(spawn(args, "product")["flop_per_s"])
         for name in contenders:
             found = spawn(args, name)
             rows[name]["seconds"] += found["seconds"]
@@ -65,6 +68,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
     for name, row in rows.items():
         gaps = [abs(a - b) / a for a, b in zip(reference, row["losses"], strict=True)]
         row["largest_loss_gap"] = max(gaps)
+        row["flop_per_s_of_a_product"] = max(rates)
         limit = 1e-5 if args.precision == "fp32" else 2e-2
         assert max(gaps) < limit, f"{name}: losses differ by {max(gaps):.1e}, not below {limit}"
     return rows
@@ -74,7 +78,7 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
     from mtcli.core.spec.machine import ALLOCATOR
 
     env = dict(os.environ)
-    if name.startswith("ours") or name.endswith("-tuned"):
+    if name.startswith(("ours", "product")) or name.endswith("-tuned"):
         env |= ALLOCATOR
     command = [sys.executable, __file__, "--child", name, "--model", args.model]
     command += ["--precision", args.precision, "--steps", str(args.steps)]
@@ -85,21 +89,34 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
 def show(args: argparse.Namespace, rows: dict[str, dict]) -> None:
     layers, hidden, _, vocab, seq, batch = SIZES[args.model]
     ours = rows["ours"]
+    rate = ours["flop_per_s_of_a_product"]
     print(
         f"\n{args.model}: {layers} layers of {hidden}, V {vocab}, {batch} x {seq} tokens, "
-        f"{args.precision}, {os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps"
+        f"{args.precision}, {os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps; "
+        f"a product of {SIDE}: {rate / 1e9:,.0f} GFLOP/s"
     )
     print(
-        f"{'':14}{'tok/s best':>11}{'median':>9}{'ours/it: best':>15}{'median':>9}{'loss gap':>10}"
+        f"{'':14}{'tok/s best':>11}{'median':>9}{'of product':>11}{'ours/it: best':>15}"
+        f"{'median':>9}{'first step':>12}{'loss gap':>10}"
     )
+    flops = token_flops(args)
     for name, row in rows.items():
         best, middle = (pick(row["seconds"]) for pick in (min, median))
         ratios = min(row["seconds"]) / min(ours["seconds"]), middle / median(ours["seconds"])
         tokens = batch * seq
         print(
-            f"{name:14}{tokens / best:11,.0f}{tokens / middle:9,.0f}{ratios[0]:15.2f}"
-            f"{ratios[1]:9.2f}{row['largest_loss_gap']:10.1e}"
+            f"{name:14}{tokens / best:11,.0f}{tokens / middle:9,.0f}"
+            f"{flops * tokens / best / rate:11.2f}{ratios[0]:15.2f}{ratios[1]:9.2f}"
+            f"{min(row['first_step']):10.2f} s{row['largest_loss_gap']:10.1e}"
         )
+
+
+def token_flops(args: argparse.Namespace) -> float:
+    """3 forward passes, attention over the full square: goals' 6 N + 12 L d T."""
+    from mtcli.core.cost.conventions import MODEL
+
+    described = config(args)
+    return MODEL.token_flops(described.model, described.batch.seq_len)
 
 
 def median(values: list[float]) -> float:
@@ -110,6 +127,8 @@ def run_child(args: argparse.Namespace) -> dict:
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if args.child == "product":
+        return {"flop_per_s": product_rate(args)}
     train = contender(args)
     losses, seconds = [], []
     for rows in batches(args, args.steps + 1):
@@ -117,6 +136,22 @@ def run_child(args: argparse.Namespace) -> dict:
         losses.append(float(train(rows)))
         seconds.append(perf_counter() - begin)
     return {"losses": losses, "seconds": seconds[1:], "first_step": seconds[0]}
+
+
+def product_rate(args: argparse.Namespace) -> float:
+    """FLOP/s of a square product in the model's precision, by the quicker of torch's kernels."""
+    import torch
+
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    a, b = (torch.randn(SIDE, SIDE, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for precision in ("highest", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        for _ in range(8):
+            begin = perf_counter()
+            a @ b
+            best = min(best, perf_counter() - begin)
+    return 2 * SIDE**3 / best
 
 
 def contender(args: argparse.Namespace) -> Callable:
