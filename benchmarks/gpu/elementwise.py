@@ -17,7 +17,7 @@ from mtcli.kernels.cross_entropy import (
     row_parts_reference,
 )
 from mtcli.kernels.dropout import dropout, dropout_reference
-from mtcli.kernels.gelu import gelu, gelu_reference
+from mtcli.kernels.gelu import gelu, gelu_backward_, gelu_reference
 from mtcli.kernels.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -147,6 +147,19 @@ def gated(device, dtype, rows, width):
     return grad.clone(), grad, leaf((rows, 2 * width), dtype, device).detach()
 
 
+def biased(device, dtype, rows, width):
+    """The gradient of a GELU twice, as ours overwrites it, and what it is of."""
+    grad = leaf((rows, width), dtype, device, 1).detach()
+    x, bias = (leaf(shape, dtype, device).detach() for shape in ((rows, width), (width,)))
+    return grad.clone(), grad, x, bias
+
+
+def torch_gelu_backward(mine, grad, x, bias):
+    whole = x + bias
+    of_x = torch.ops.aten.gelu_backward(grad, whole, approximate="tanh")
+    return of_x, of_x.sum(0), F.gelu(whole, approximate="tanh")
+
+
 def torch_swiglu_backward(mine, grad, gate_up):
     gate, up = gate_up.chunk(2, -1)
     silu = torch.nn.functional.silu(gate)
@@ -182,6 +195,9 @@ ENTRIES = [
     Entry("gelu_tanh", lambda x, b: gelu(x, b, "tanh"),
         {"torch": lambda x, b: gelu_reference(x, b, "tanh")},
         rows_and(1), WIDE, (5, 4096), moved(2), moved(3), **ROW),
+    Entry("gelu_again", lambda mine, grad, x, b: gelu_backward_(mine, x, b, "tanh"),
+        {"torch": torch_gelu_backward}, biased, [(ROWS, 4096), (ROWS, 16384)], (5, 22), moved(4),
+        **ROW),
     Entry("swiglu", swiglu, {"torch": swiglu_reference, **liger("swiglu")},
         lambda device, dtype, rows, width: (leaf((rows, 2 * width), dtype, device),),
         [(ROWS, 768), (ROWS, 5632), (ROWS, 14336)], (5, 22), moved(3), moved(5), **ROW),

@@ -20,7 +20,7 @@ from mtcli.core.parallel.fp8 import fp8_products, require_fp8
 from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.parallel.ownership import Held, whole
 from mtcli.core.parallel.pp import Pipeline, Wire
-from mtcli.core.parallel.split import PLAIN, Products, WeightWork
+from mtcli.core.parallel.split import WeightWork
 from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.spec import check
@@ -30,6 +30,7 @@ from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
 from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.kernels.products import PLAIN, Products
 
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
 DTYPES = {
@@ -59,7 +60,7 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
         dispatcher=parallel.dispatcher,
         weight_work=WeightWork(products or PLAIN) if parallel.schedule == "zero_bubble" else None,
         products=products,
-        remakes_swiglu=parallel.recompute != "full",
+        remakes_activations=parallel.recompute != "full",
     )
     layers = stage_layers(config.model, layout, parallel.stage_layers)
     stages = {

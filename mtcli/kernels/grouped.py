@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton, wins
-from mtcli.kernels.products import float32_precision, linear
+from mtcli.kernels.products import Products, float32_precision, linear
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -123,19 +123,71 @@ def _outer(
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
     """`grouped_linear_reference`, on a GPU in one launch for all experts, forward and backward.
 
-    6 * N * D * F operations with both gradients. Runs of one length are a batched product of
-    cuBLAS; torch's grouped product is called where it was measured to be faster than ours.
+    6 * N * D * F operations with both gradients.
     """
     if not runs_triton(x_ND):
         return grouped_linear_reference(x_ND, weight_EFD, counts)
+    return _Grouped.apply(x_ND, weight_EFD, grouped_products(x_ND, weight_EFD, counts))
+
+
+def grouped_products(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Products:
+    """The three products of all experts on a GPU, for such rows, weights and numbers of rows.
+
+    Runs of one length are a batched product of cuBLAS; torch's grouped product is called where it
+    was measured to be faster than ours.
+    """
     if len(set(counts)) == 1:
-        runs = x_ND.unflatten(0, (len(counts), -1))
-        return torch.bmm(runs, weight_EFD.transpose(1, 2)).flatten(0, 1)
+        return _batched(len(counts))
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
     ends = ends.to(x_ND.device, non_blocking=True)  # without waiting for the GPU
     if wins("grouped_linear", x_ND, weight_EFD.shape[1]) or not _torch_can(x_ND, weight_EFD):
-        return _linear(x_ND, weight_EFD, ends)
-    return torch._grouped_mm(x_ND, weight_EFD.transpose(1, 2), offs=ends)
+        return _ours(ends)
+    return _by_torch(ends)
+
+
+def _batched(experts: int) -> Products:
+    def runs(x: Tensor) -> Tensor:
+        return x.unflatten(0, (experts, -1))
+
+    return Products(
+        lambda x, weight, bias: torch.bmm(runs(x), weight.transpose(1, 2)).flatten(0, 1),
+        lambda grad, weight: torch.bmm(runs(grad), weight).flatten(0, 1),
+        lambda grad, x: torch.bmm(runs(grad).transpose(1, 2), runs(x)),
+    )
+
+
+def _ours(ends: Tensor) -> Products:
+    return Products(
+        lambda x, weight, bias: _linear(x, weight, ends),
+        lambda grad, weight: _linear(grad, weight.transpose(1, 2), ends),
+        lambda grad, x: _outer_op(grad, x, ends),
+    )
+
+
+def _by_torch(ends: Tensor) -> Products:
+    multiply = torch._grouped_mm
+    return Products(
+        lambda x, weight, bias: multiply(x, weight.transpose(1, 2), offs=ends),
+        lambda grad, weight: multiply(grad, weight, offs=ends),
+        lambda grad, x: multiply(grad.transpose(0, 1), x, offs=ends),
+    )
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.products = products
+        return products.forward(x, weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight), (of_x, of_weight, _) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            ctx.products.of_x(grad, weight) if of_x else None,
+            ctx.products.of_weight(grad, x) if of_weight else None,
+            None,
+        )
 
 
 def grouped_linear_by_torch(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
@@ -174,20 +226,6 @@ def _run_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, ends = ctx.saved_tensors
-    of_x, of_weight, _ = ctx.needs_input_grad
-    return (
-        _linear(grad, weight.transpose(1, 2), ends) if of_x else None,
-        _outer_op(grad, x, ends) if of_weight else None,
-        None,
-    )
-
-
 _outer_op = operator(
     "grouped_outer(Tensor grad, Tensor x, Tensor ends) -> Tensor",
     _run_outer,
@@ -197,6 +235,4 @@ _linear = operator(
     "grouped_linear(Tensor x, Tensor weight, Tensor ends) -> Tensor",
     _run,
     lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]),
-    _gradient,
-    _keep,
 )

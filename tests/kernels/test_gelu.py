@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from exact import check, seeded
+from exact import check, distance, seeded
 
-from mtcli.kernels.gelu import gelu
+from mtcli.kernels.gelu import gelu, gelu_backward_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -38,3 +38,22 @@ def test_gelu_without_a_bias_is_the_formula(device, approximate):
         [x],
         torch.float32,
     )
+
+
+@pytest.mark.parametrize("approximate", FORMULAS)
+@pytest.mark.parametrize(
+    ("shape", "has_bias"), [((7, 26), True), ((70, 10), False), ((3, 1050), True)]
+)
+def test_the_backward_makes_the_result_again(device, shape, has_bias, approximate):
+    x, grad = ((2.0 * seeded(*shape, seed=i, device=device)).float() for i in (1, 2))
+    bias = seeded(shape[-1], device=device).float() if has_bias else None
+    leaves = [y.cpu().double().requires_grad_() for y in (x, bias) if y is not None]
+    result = FORMULAS[approximate](sum(leaves))
+    result.backward(grad.cpu().double())
+    of_x, of_bias, again = gelu_backward_(grad, x, bias, approximate)
+    assert distance(of_x, leaves[0].grad) < 2e-6 and distance(again, result) < 2e-6
+    assert again.data_ptr() == grad.data_ptr()
+    if has_bias:
+        assert distance(of_bias, leaves[1].grad) < 2e-6
+    else:
+        assert of_bias is None

@@ -4,16 +4,20 @@ from collections.abc import Sequence
 
 from mtcli.core.cost.shapes import INDEX
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
-from mtcli.core.cost.taped_layers import activated, mlp
+from mtcli.core.cost.taped_layers import mlp
 from mtcli.core.cost.taped_ops import (
     EXPERTS,
     Kit,
+    activated_linear,
     add,
+    gates,
     kept_by,
     linear,
     moved,
+    remakes,
     resized,
     same,
+    then,
 )
 from mtcli.core.cost.taped_sharding import after, before
 
@@ -92,21 +96,21 @@ def _to_each(kit: Kit, x: Value, weights: Value) -> Value:
     here, sent = work.expert_rows * row, work.sent_rows * row
     rows = _spread(kit, x, sent)
     if layout.ep > 1:
-        rows = _then(kit, rows, moved(kit, rows, sent, sent))
+        rows = then(kit, rows, moved(kit, rows, sent, sent))
     if layout.etp > 1:
-        rows = _then(kit, rows, moved(kit, rows, here, sent, here))
+        rows = then(kit, rows, moved(kit, rows, here, sent, here))
     travels = layout.ep * layout.etp > 1
     order = [tape.new(2 * INDEX * work.expert_rows)] if travels else []
     sorted_rows = moved(kit, rows, here, here) if travels else rows
     results = _grouped(kit, sorted_rows)
     if travels:
         tape.free(sorted_rows)
-        results = _then(kit, results, moved(kit, results, here, here))
+        results = then(kit, results, moved(kit, results, here, here))
         tape.free(*order)
     if layout.etp > 1:
-        results = _then(kit, results, moved(kit, results, sent, here, here))
+        results = then(kit, results, moved(kit, results, sent, here, here))
     if layout.ep > 1:
-        results = _then(kit, results, moved(kit, results, sent, sent))
+        results = then(kit, results, moved(kit, results, sent, sent))
     y = _summed(kit, results, weights, x.size, 2 * INDEX * work.expert_rows * travels)
     tape.free(results, rows)
     return y
@@ -171,11 +175,6 @@ def _summed(kit: Kit, rows: Value, weights: Value, size: float, index: float) ->
     return tape.op([rows, weights], [size], on_cpu, kept=[rows], more=more)[0]
 
 
-def _then(kit: Kit, old: Value, new: Value) -> Value:
-    kit.tape.free(old)
-    return new
-
-
 def _grouped(kit: Kit, x: Value) -> Value:
     if kit.gathering is None:
         return _experts(kit, x)
@@ -185,20 +184,18 @@ def _grouped(kit: Kit, x: Value) -> Value:
 
 def _experts(kit: Kit, x: Value) -> Value:
     """This rank's experts: one after another on CPU and in float8, all at once on a GPU."""
-    tape, m, work = kit.tape, kit.work.model, kit.work
+    m, work = kit.work.model, kit.work
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
-    gated = 2 if m.activation == "swiglu" else 1
-    number = m.num_experts // work.layout.ep
+    gated, number = gates(kit), m.num_experts // work.layout.ep
     down = number * hidden * width * kit.t.size
     tables = [_table(kit, gated * down, number * gated * width), _table(kit, down, number * hidden)]
     if kit.cpu or work.sizes.gemm == "fp8":
         return _one_by_one(kit, x, tables, number)
     inner = _batched(kit, x, tables[0], gated * width / hidden, gated * down)
-    active = activated(kit, inner)
-    tape.free(inner)
-    y = _batched(kit, active, tables[1], hidden / width, down)
-    tape.free(active)
-    return y
+    if remakes(kit):
+        return then(kit, inner, _batched_activated(kit, inner, tables[1], hidden / width, down))
+    active = then(kit, inner, kept_by(kit, inner, inner.size / gated))
+    return then(kit, active, _batched(kit, active, tables[1], hidden / width, down))
 
 
 def _table(kit: Kit, size: float, rows: float) -> Value:
@@ -218,11 +215,25 @@ def _batched(kit: Kit, x: Value, table: Value, times: float, size: float) -> Val
     return kit.tape.op([x, table], [times * x.size], back, kept=[x])[0]
 
 
+def _batched_activated(kit: Kit, x: Value, table: Value, times: float, size: float) -> Value:
+    """The same of activation(x), which is made again where its gradient was."""
+    given = x.size / gates(kit)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        result = tape.new(given)
+        found, of_weight = tape.new(x.size), tape.new(size)
+        tape.free(result)
+        return [found, of_weight]
+
+    kit.tape.moment(given + times * given)
+    return kit.tape.op([x, table], [times * given], back, kept=[x])[0]
+
+
 def _one_by_one(kit: Kit, x: Value, tables: Sequence[Value], number: int) -> Value:
     """Each expert's rows through its own products; weight gradients wait until all are there."""
     tape, m, size = kit.tape, kit.work.model, kit.t.size
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / kit.work.layout.etp
-    gated, rows = 2 if m.activation == "swiglu" else 1, kit.work.expert_rows / number
+    gated, rows = gates(kit), kit.work.expert_rows / number
     one = hidden * width * size
     split = _apart(kit, x, number, x.size)
     ups = _apart(kit, tables[0], number, gated * one * number)
@@ -230,10 +241,7 @@ def _one_by_one(kit: Kit, x: Value, tables: Sequence[Value], number: int) -> Val
     parts = []
     for mine, up, down in zip(split, ups, downs, strict=True):
         inner = linear(kit, mine, (gated * width, hidden), rows, up)
-        active = activated(kit, inner)
-        tape.free(inner)
-        parts.append(linear(kit, active, (hidden, width), rows, down))
-        tape.free(active)
+        parts.append(then(kit, inner, activated_linear(kit, inner, (hidden, width), down)))
     y = tape.op(parts, [x.size], lambda tape, grads: [same(grads[0]) for _ in parts])[0]
     tape.free(*parts, *split)
     return y

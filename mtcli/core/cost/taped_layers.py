@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value
 from mtcli.core.cost.taped_ops import (
     Kit,
+    activated_linear,
     add,
     column_linear,
-    gated_linear,
-    kept_by,
+    gates,
     resized,
     reused,
     row_linear,
     same,
+    then,
 )
 
 HASHED = 4  # 64-bit numbers at once while a mask is drawn on CPU
@@ -111,29 +112,8 @@ def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
     return total
 
 
-def activated(kit: Kit, x: Value) -> Value:
-    """gelu(x), or silu(gate) * up of the two halves of x."""
-    return kept_by(kit, x, x.size / (2 if kit.work.model.activation == "swiglu" else 1))
-
-
 def mlp(kit: Kit, x: Value, width: float) -> Value:
-    """down(activated(up(x))), `width` of this rank; on a GPU the bias is GELU's."""
-    tape, hidden = kit.tape, kit.t.hidden
-    gated = 2 if kit.work.model.activation == "swiglu" else 1
-    inner = column_linear(kit, x, (gated * width, hidden))
-    if remakes_swiglu(kit):
-        y = row_linear(kit, inner, (hidden, width), gated_linear)
-        tape.free(inner)
-        return y
-    active = activated(kit, inner)
-    tape.free(inner)
-    y = row_linear(kit, active, (hidden, width))
-    tape.free(active)
-    return y
-
-
-def remakes_swiglu(kit: Kit) -> bool:
-    """Whether a SwiGLU that is not a routed expert's is made again in the backward: by a GPU's
-    kernel, which float64 has not, but in a block that is computed again, which has it by then."""
-    gated, size = kit.work.model.activation == "swiglu", kit.work.sizes.weight
-    return gated and not kit.cpu and size <= 4 and kit.work.recompute != "full"
+    """down(activation(up(x))), `width` of this rank; on a GPU the bias is GELU's."""
+    hidden = kit.t.hidden
+    inner = column_linear(kit, x, (gates(kit) * width, hidden))
+    return then(kit, inner, row_linear(kit, inner, (hidden, width), activated_linear))

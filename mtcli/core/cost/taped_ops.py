@@ -128,31 +128,48 @@ def linear(
 Multiply = Callable[[Kit, Value, tuple[float, float]], Value]
 
 
-def gated_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
-    """(silu(gate) * up) W^T by a GPU's kernel, which keeps gate and up alone and makes their
-    product again beside its gradient."""
+def activated_linear(
+    kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None
+) -> Value:
+    """activation(x) W^T; `weight` is an expert's. A GPU's kernels keep x alone and make the
+    activation's result again, where its gradient was."""
+    if not remakes(kit):
+        active = kept_by(kit, x, x.size / gates(kit))
+        return then(kit, active, linear(kit, active, shape, weight=weight))
     (width, inner), size = shape, kit.work.sizes.weight
-    half, whole = x.size / 2, width * inner * size
-    out = half / inner * width
+    given, whole = x.size / gates(kit), width * inner * size
+    out = given / inner * width
     narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
         kit.work.fp8_scaling, round(width), round(inner)
     )
-    of_x, of_w, of_y = (narrow * full / size for full in (half, whole, out))
+    of_x, of_w, of_y = (narrow * full / size for full in (given, whole, out))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(of_y + of_w + half)
-        product = tape.new(half)
+        tape.moment(of_y + of_w + given)
+        result = tape.new(given)
         found = tape.new(x.size)
-        if tape.splits:
+        if tape.splits and weight is None:
             same(grads[0])
-            return [found, None]  # the product waits with the gradient
+            return [found, None]  # the result waits with the gradient
         tape.moment(of_y + of_x + whole)
         of_weight = tape.new(whole)
-        tape.free(product)
+        tape.free(result)
         return [found, of_weight]
 
-    kit.tape.moment(half + max(of_x + of_w, out))
-    return kit.tape.op([x, leaf(width)], [out], back, kept=[x])[0]
+    kit.tape.moment(given + max(of_x + of_w, out))
+    table = leaf(width) if weight is None else weight
+    return kit.tape.op([x, table], [out], back, kept=[x])[0]
+
+
+def remakes(kit: Kit) -> bool:
+    """Whether activations are made again in the backward: by a GPU's kernel, which float64 has not,
+    but in a block that is computed again, which has them by then."""
+    return not kit.cpu and kit.work.sizes.weight <= 4 and kit.work.recompute != "full"
+
+
+def gates(kit: Kit) -> int:
+    """Columns of the first product for one of the second: SwiGLU has a gate beside each."""
+    return 2 if kit.work.model.activation == "swiglu" else 1
 
 
 def _widened(kit: Kit, x: Value, table: Value, sizes: tuple[float, float, float]) -> Value:
@@ -223,6 +240,12 @@ def moved(kit: Kit, x: Value, size: float, back_size: float, beside: float = 0.0
 
     kit.tape.moment(beside + size)
     return kit.tape.op([x], [size], back)[0]
+
+
+def then(kit: Kit, old: Value, new: Value) -> Value:
+    """The new value, after which nobody names the old one."""
+    kit.tape.free(old)
+    return new
 
 
 def same(grad: Storage) -> Storage:

@@ -6,7 +6,7 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.tp import ColumnLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.kernels.gelu import Approximate, gelu
+from mtcli.kernels.activation import ACTIVATIONS
 from mtcli.kernels.launch import runs_triton
 
 
@@ -17,18 +17,16 @@ class Mlp(nn.Module):
         super().__init__()
         self.up = ColumnLinear(f"{name}.up", build)
         self.down = RowLinear(f"{name}.down", build)
-        self.approximate: Approximate = "tanh" if model.activation == "gelu_tanh" else "none"
+        self.activation = ACTIVATIONS[model.activation]
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D].
 
         On a GPU the bias is GELU's, so that its gradient costs no pass over memory.
         """
-        if runs_triton(x_TD):
-            y_TF = gelu(self.up(x_TD, with_bias=False), self.up.flat_bias, self.approximate)
-        else:
-            y_TF = gelu(self.up(x_TD), None, self.approximate)
-        return self.down(y_TF)
+        fused = runs_triton(x_TD)
+        bias = self.up.flat_bias if fused else None
+        return self.down.of_activated(self.activation, self.up(x_TD, with_bias=not fused), bias)
 
 
 class GatedMlp(nn.Module):
@@ -41,4 +39,4 @@ class GatedMlp(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        return self.down(self.gate_up(x_TD), gated=True)
+        return self.down.of_activated(ACTIVATIONS["swiglu"], self.gate_up(x_TD))

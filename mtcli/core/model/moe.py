@@ -4,6 +4,8 @@ y = sum over chosen experts of weight * expert(x) (arXiv:1701.06538; Mixtral arX
 Qwen2-MoE arXiv:2407.10671). N copies of tokens, F an expert's width, E/ep local experts.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -13,11 +15,10 @@ from mtcli.core.model.router import Router
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.ep import dispatch
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.kernels.gelu import gelu
+from mtcli.kernels.activation import ACTIVATIONS
 from mtcli.kernels.grouped import grouped_linear
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.products import linear
-from mtcli.kernels.swiglu import swiglu
 
 
 class ExpertArray(nn.Module):
@@ -25,14 +26,14 @@ class ExpertArray(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
         super().__init__()
+        build = replace(build, weight_work=None)  # no schedule splits its backward
         up = "gate_up" if model.activation == "swiglu" else "up"
         self.up_name = up
         for kind in (up, "down"):
             holder = nn.Module()
             holder.weight = build.parameter(f"{name}.{kind}.weight")
             setattr(self, kind, holder)
-        self.activation = model.activation
-        self.linear, self.grouped = build.whole_linear, build.products is None
+        self.activation, self.build = ACTIVATIONS[model.activation], build
 
     def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.
@@ -43,22 +44,17 @@ class ExpertArray(nn.Module):
             holder.weight.unflatten(0, (len(counts), -1))
             for holder in (self.get_submodule(self.up_name), self.down)
         )
-        if self.grouped and runs_triton(x_ND):
-            return grouped_linear(
-                self._activate(grouped_linear(x_ND, up_EFD, counts)), down_EDF, counts
-            )
+        build, activation = self.build, self.activation
+        if build.products is None and runs_triton(x_ND):
+            inner_NF = grouped_linear(x_ND, up_EFD, counts)
+            return build.activated_experts(activation, inner_NF, down_EDF, counts)
         parts = [
-            self.linear(self._activate(self.linear(x, up)), down)
+            build.activated_linear(activation, build.linear(x, up), None, down)
             for x, up, down in zip(
                 x_ND.split(counts), up_EFD.unbind(0), down_EDF.unbind(0), strict=True
             )
         ]
         return torch.cat(parts)
-
-    def _activate(self, x_NF: Tensor) -> Tensor:
-        if self.activation == "swiglu":
-            return swiglu(x_NF)
-        return gelu(x_NF, None, "tanh" if self.activation == "gelu_tanh" else "none")
 
 
 class MixtureOfExperts(nn.Module):

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.split import PLAIN, Products, WeightWork
+from mtcli.core.parallel.split import WeightWork
 from mtcli.core.spec.sharding import Parameter
+from mtcli.kernels.activation import Activation
+from mtcli.kernels.grouped import grouped_linear, grouped_products
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import linear
-from mtcli.kernels.swiglu import swiglu
+from mtcli.kernels.products import PLAIN, Products, linear
 
 
 @dataclass(frozen=True)
@@ -31,34 +32,44 @@ class Build:
     dispatcher: str = "all_to_all"
     weight_work: WeightWork | None = None  # where the schedule splits the backward
     products: Products | None = None  # of linear layers, where they are not torch's own
-    remakes_swiglu: bool = True  # in the backward; a block that is computed again has it by then
+    remakes_activations: bool = True  # in the backward; a recomputed block has them by then
     device: torch.device | None = None  # of new parameters; None is the rank's
 
     @property
     def linear(self) -> Callable[..., Tensor]:
         """As F.linear, with weight gradients that can wait where the schedule splits."""
-        if self.weight_work is None:
-            return self.whole_linear
-        return partial(linear, product=self.weight_work.linear)
+        if self.weight_work is None and self.products is None:
+            return linear
+        return partial(linear, product=self._work.linear)
 
-    def swiglu_linear(self, gate_up: Tensor, weight: Tensor) -> Tensor:
-        """swiglu(gate_up) weight^T, which on a GPU keeps gate_up alone for the backward.
+    def activated_linear(
+        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
+    ) -> Tensor:
+        """activation(x + bias) weight^T, which on a GPU keeps x alone for the backward.
 
         There the result is one more write of the kernel that makes gradients. On CPU it is a pass
         of its own, and steps of a Llama of hidden size 256 took up to 1.08 times as long.
         """
-        kernel = runs_triton(gate_up) and not torch.compiler.is_compiling()
-        if not (kernel and self.remakes_swiglu):
-            return self.linear(swiglu(gate_up), weight)
-        work = self.weight_work or WeightWork(self.products or PLAIN)
-        return work.swiglu_linear(gate_up, weight)
+        if not self._remakes(x):
+            return self.linear(activation.forward(x, bias), weight)
+        return self._work.activated_linear(activation, x, bias, weight)
+
+    def activated_experts(
+        self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts: list[int]
+    ) -> Tensor:
+        """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
+        if not self._remakes(x_NF):
+            return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts)
+        work = WeightWork(grouped_products(x_NF, weight_EDF, counts))
+        return work.activated_linear(activation, x_NF, None, weight_EDF)
+
+    def _remakes(self, x: Tensor) -> bool:
+        kernel = runs_triton(x) and not torch.compiler.is_compiling()
+        return kernel and self.remakes_activations
 
     @property
-    def whole_linear(self) -> Callable[..., Tensor]:
-        """As F.linear, for layers whose backward no schedule splits."""
-        if self.products is None:
-            return linear
-        return partial(linear, product=WeightWork(self.products).linear)
+    def _work(self) -> WeightWork:
+        return self.weight_work or WeightWork(self.products or PLAIN)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.

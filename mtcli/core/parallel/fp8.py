@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.parallel.split import PLAIN, Products
 from mtcli.core.spec.config import Fp8Scaling
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.fp8 import is_narrow
 from mtcli.kernels.fp8 import ROW, SQUARES, STRIPS, WHOLE, Block, narrowed, product
+from mtcli.kernels.products import PLAIN, Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OLDEST = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0)}  # compute capabilities

@@ -5,29 +5,15 @@ Zero-bubble schedules (arXiv:2401.10241, section 2) put the weight half W where 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.swiglu import swiglu, swiglu_backward_
+from mtcli.kernels.activation import Activation
+from mtcli.kernels.products import PLAIN, Products
 
 Work = Callable[[], None]
-
-
-class Products(NamedTuple):
-    """The three products of a linear layer, of x [T, D], weight [F, D] and gradient [T, F]."""
-
-    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> [T, F]
-    of_x: Callable[[Tensor, Tensor], Tensor]  # (gradient, weight) -> [T, D]
-    of_weight: Callable[[Tensor, Tensor], Tensor]  # (gradient, x) -> [F, D]
-
-
-PLAIN = Products(
-    torch.nn.functional.linear,
-    lambda grad, weight: grad @ weight,
-    lambda grad, x: grad.T @ x,
-)
 
 
 class WeightWork:
@@ -50,12 +36,14 @@ class WeightWork:
         """x weight^T + bias, as F.linear: x [T, D], weight [F, D] -> [T, F]."""
         return _Linear.apply(x, weight, bias, self)
 
-    def swiglu_linear(self, gate_up: Tensor, weight: Tensor) -> Tensor:
-        """swiglu(gate_up) weight^T: gate_up [T, 2F], weight [D, F] -> [T, D].
+    def activated_linear(
+        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
+    ) -> Tensor:
+        """activation(x + bias) weight^T: x [T, F], of SwiGLU [T, 2F], weight [D, F] -> [T, D].
 
-        swiglu's result is made again for the weight's gradient, beside its own gradient.
+        The activation's result is made again for the weight's gradient, beside its own gradient.
         """
-        return _SwigluLinear.apply(gate_up, weight, self)
+        return _ActivatedLinear.apply(x, bias, weight, activation, self)
 
     def weight_half(self, leaf: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
         """The weight's gradient, or None where it is left for later, for `leaf` with its graph:
@@ -84,15 +72,23 @@ class _Linear(torch.autograd.Function):
         return of_x, ctx.work.weight_half(ctx.weight, grad, x), of_bias, None
 
 
-class _SwigluLinear(torch.autograd.Function):
+class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, work: WeightWork) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
-        ctx.work, ctx.weight = work, weight
-        return work.products.forward(swiglu(gate_up), weight, None)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        activation: Activation,
+        work: WeightWork,
+    ) -> Tensor:
+        ctx.save_for_backward(x, bias, weight)
+        ctx.activation, ctx.work, ctx.weight = activation, work, weight
+        return work.products.forward(activation.forward(x, bias), weight, None)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        gate_up, weight = ctx.saved_tensors
-        of_gate_up, x = swiglu_backward_(ctx.work.products.of_x(grad, weight), gate_up)
-        return of_gate_up, ctx.work.weight_half(ctx.weight, grad, x), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, weight = ctx.saved_tensors
+        of_y = ctx.work.products.of_x(grad, weight)
+        of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)
+        return of_x, of_bias, ctx.work.weight_half(ctx.weight, grad, y), None, None

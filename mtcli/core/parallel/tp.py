@@ -27,6 +27,7 @@ from mtcli.core.parallel.vocab_loss import (
     Shard,
     losses_in_chunks,
 )
+from mtcli.kernels.activation import Activation
 from mtcli.kernels.cross_entropy import (
     cross_entropy_backward_,
     exp_and_target_,
@@ -71,13 +72,21 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.tp, self.linear, self.of_swiglu = build.groups.tp, build.linear, build.swiglu_linear
+        self.tp, self.linear, self.activated = build.groups.tp, build.linear, build.activated_linear
         self.leave = scatter_out if build.sequence_parallel else sum_out
 
-    def forward(self, x_TF: Tensor, gated: bool = False) -> Tensor:
-        """Returns the summed output, of swiglu(x) where x [T, 2F/tp] is `gated`."""
-        multiply = self.of_swiglu if gated else self.linear
-        y_TD = self.leave(multiply(x_TF, self.weight), self.tp)
+    def forward(self, x_TF: Tensor) -> Tensor:
+        """Returns the summed output."""
+        return self._summed(self.linear(x_TF, self.weight))
+
+    def of_activated(
+        self, activation: Activation, x: Tensor, inner_bias: Tensor | None = None
+    ) -> Tensor:
+        """Returns that of activation(x + inner_bias): x [T, F/tp], of SwiGLU [T, 2F/tp]."""
+        return self._summed(self.activated(activation, x, inner_bias, self.weight))
+
+    def _summed(self, y_TD: Tensor) -> Tensor:
+        y_TD = self.leave(y_TD, self.tp)
         return y_TD if self.bias is None else y_TD + self.bias
 
 

@@ -196,18 +196,19 @@ def test_zero_bubble_keeps_the_inputs_and_gradients_that_its_weight_halves_wait_
     stages, plain = memory_by_stage(whole, H100), memory_by_stage(base, H100)
     tokens, layers = 64, 2
     for rank in (1, 2):
-        halves = layers * tokens * 2 * (7 + 9) * 64
-        extra = stages[rank].activations - plain[rank].activations
-        assert extra == pytest.approx(rank * halves)
+        halves, whole = layers * tokens * 2 * (7 + 9) * 64, plain[rank].activations / (4 - rank)
+        after_an_i = (3 - rank) * whole + (rank + 1) * halves  # more: an I leaves a GELU made again
+        assert after_an_i > plain[rank].activations + rank * halves
+        assert stages[rank].activations == pytest.approx(after_an_i)
 
 
 def test_experts_save_their_copies_inputs_insides_and_outputs():
     dense = gpt(architecture="llama", ffn_hidden_size=96, num_kv_heads=4)
     difference = [memory(step(model), H100).activations / 8 for model in (mixture(), dense)]
     tokens, width = 64, 96 * 2
-    # Two copies: in, out, inside, two indices and a weight; the router's input and scores.
-    routed = 2 * (2 * 64 * 2 + 3 * width + 2 * 8 + 4) + 4 * (64 + 8)
-    whole = 64 * 2 + 2 * width  # of a dense MLP, which makes the product again
+    # Two copies: in, out, gate and up, two indices and a weight; the router's input and scores.
+    routed = 2 * (2 * 64 * 2 + 2 * width + 2 * 8 + 4) + 4 * (64 + 8)
+    whole = 64 * 2 + 2 * width  # of a dense MLP
     assert difference[0] - difference[1] == pytest.approx(tokens * (routed - whole))
 
 
@@ -219,7 +220,7 @@ def test_a_busy_ranks_experts_save_more_rows_up_to_their_capacity(capacity, load
     busy = replace(even, imbalance=1.25)
     copies = 2 * 4096  # top-2
     assert busy.expert_rows == pytest.approx(copies * load)
-    row = model.hidden_size + 3 * model.moe_ffn_hidden_size  # input; gate, up and their product
+    row = model.hidden_size + 2 * model.moe_ffn_hidden_size  # input, gate and up
     kept = [passed(work, cpu=False, ends=(False, False), layers=1).each for work in (busy, even)]
     saved = copies * (load - min(1.0, load)) * (row * 2 + 2 * 8)  # bf16, and two indices
     assert kept[0] - kept[1] == pytest.approx(saved, rel=1e-9)

@@ -1,34 +1,58 @@
-"""SwiGLU and the linear layer after it as one function, beside the two in float64."""
+"""An activation and the linear layer after it as one function, beside the two in float64."""
+
+import math
 
 import pytest
 import torch
 
 from mtcli.core.parallel.split import WeightWork
+from mtcli.kernels.activation import ACTIVATIONS
 
 
-def made():
+def made(gated):
     generator = torch.Generator().manual_seed(4)
-    sizes = (7, 2 * 6), (5, 6), (7, 5)  # gate and up, weight, gradient
+    sizes = (7, 12 if gated else 6), (6,), (5, 6), (7, 5)  # x, bias, weight, gradient
     return [torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes]
 
 
-def expected(gate_up, weight, grad):
-    """(result, gradients of both inputs) in closed form."""
-    gate, up = gate_up.split(6, 1)
+def swiglu(x, bias):
+    """(result, what its gradient is multiplied by for x's)."""
+    gate, up = x.split(6, 1)
     share = 1.0 / (1.0 + (-gate).exp())
-    of_x = grad @ weight
-    of_gate = of_x * up * share * (1.0 + gate * (1.0 - share))
-    x = gate * share * up
-    return x @ weight.T, torch.cat([of_gate, of_x * gate * share], 1), grad.T @ x
+    slopes = up * share * (1.0 + gate * (1.0 - share)), gate * share
+    return gate * share * up, torch.cat(slopes, 1)
 
 
+def gelu(x, bias):
+    x = x + bias
+    share = 0.5 * torch.special.erfc(-x / math.sqrt(2.0))
+    return x * share, share + x * (-0.5 * x * x).exp() / math.sqrt(2.0 * math.pi)
+
+
+def gelu_tanh(x, bias):
+    x, scale = x + bias, math.sqrt(2.0 / math.pi)
+    bent = (scale * (x + 0.044715 * x**3)).tanh()
+    inner = scale * (1.0 + 3 * 0.044715 * x * x)
+    return 0.5 * x * (1.0 + bent), 0.5 * (1.0 + bent) + 0.5 * x * (1.0 - bent * bent) * inner
+
+
+def expected(formula, x, bias, weight, grad):
+    """(result, gradients of x, bias and weight) in closed form."""
+    y, slope = formula(x, bias)
+    of_x = (grad @ weight).repeat(1, x.shape[1] // 6) * slope
+    return y @ weight.T, of_x, of_x.sum(0), grad.T @ y
+
+
+@pytest.mark.parametrize("formula", [swiglu, gelu, gelu_tanh], ids=lambda formula: formula.__name__)
 @pytest.mark.parametrize("later", [False, True], ids=["in the backward", "when it is asked for"])
-def test_a_linear_layer_of_swiglu_has_its_values_and_gradients_and_keeps_no_product(later):
-    gate_up, weight, grad = made()
-    work, leaves, kept = WeightWork(), [gate_up.requires_grad_(), weight.requires_grad_()], []
+def test_a_linear_layer_of_an_activation_has_its_gradients_and_keeps_no_product(formula, later):
+    x, bias, weight, grad = made(formula is swiglu)
+    leaves = [x.requires_grad_(), bias.requires_grad_(), weight.requires_grad_()]
+    leaves[1] = None if formula is swiglu else bias
+    work, kept = WeightWork(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = work.swiglu_linear(*leaves)
-    assert [x.shape for x in kept] == [gate_up.shape, weight.shape]
+        out = work.activated_linear(ACTIVATIONS[formula.__name__], *leaves)
+    assert [x.shape for x in kept] == [leaf.shape for leaf in leaves if leaf is not None]
     if later:
         with work.collecting() as pending:
             out.backward(grad)
@@ -37,7 +61,7 @@ def test_a_linear_layer_of_swiglu_has_its_values_and_gradients_and_keeps_no_prod
             half()
     else:
         out.backward(grad)
-    with torch.no_grad():
-        found = zip((out, gate_up.grad, weight.grad), expected(*made()), strict=True)
-    for mine, exact in found:
-        torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-12)
+    exact = expected(formula, *made(formula is swiglu))
+    for mine, theirs in zip((out, x.grad, bias.grad, weight.grad), exact, strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
