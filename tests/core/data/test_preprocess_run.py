@@ -274,15 +274,16 @@ def start(inputs, output, options="", before=""):
     )
 
 
-SLOW = """
+STUCK = """
 import time
 from mtcli.core.data.workspace import Workspace
-append = Workspace.append
-def slow(self, *part):
+append, parts = Workspace.append, []
+def stuck(self, *part):
     append(self, *part)
     self.commit()
-    time.sleep(0.05)
-Workspace.append = slow
+    parts.append(part)
+    time.sleep(60 if len(parts) == 7 else 0)
+Workspace.append = stuck
 """
 
 
@@ -312,7 +313,7 @@ def test_a_killed_run_goes_on_where_it_stopped(corpus, tmp_path, how):
     facts = json.loads((tmp_path / "whole.json").read_text())
     facts["tokenizer"]["folder"] = "out.tokenizer"
     (tmp_path / "whole.json").write_text(json.dumps(facts, indent=2) + "\n")
-    process = start(corpus[0], tmp_path / "out", before=SLOW)
+    process = start(corpus[0], tmp_path / "out", before=STUCK)
     wait_for_progress(tmp_path / "out", 7)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(how)
@@ -356,7 +357,7 @@ def test_a_run_killed_between_its_last_renames_is_finished_by_resume(corpus, tmp
 
 
 def test_a_run_begun_otherwise_is_not_resumed_but_replaced(corpus, tmp_path):
-    process = start(corpus[0], tmp_path / "out", before=SLOW)
+    process = start(corpus[0], tmp_path / "out", before=STUCK)
     wait_for_progress(tmp_path / "out", 3)
     process.kill()
     process.communicate()
@@ -367,7 +368,7 @@ def test_a_run_begun_otherwise_is_not_resumed_but_replaced(corpus, tmp_path):
 
 
 def test_tokens_that_the_journal_vouches_for_and_are_gone_are_an_error(corpus, tmp_path):
-    process = start(corpus[0], tmp_path / "out", before=SLOW)
+    process = start(corpus[0], tmp_path / "out", before=STUCK)
     wait_for_progress(tmp_path / "out", 3)
     process.kill()
     process.communicate()
@@ -377,7 +378,7 @@ def test_tokens_that_the_journal_vouches_for_and_are_gone_are_an_error(corpus, t
 
 
 def test_two_runs_do_not_write_the_same_output(corpus, tmp_path):
-    process = start(corpus[0], tmp_path / "out", before=SLOW)
+    process = start(corpus[0], tmp_path / "out", before=STUCK)
     wait_for_progress(tmp_path / "out", 1)
     with pytest.raises(MtcliError, match="another run is writing .*out"):
         run(corpus[0], tmp_path / "out")
