@@ -27,6 +27,7 @@ def measured_seconds(row: Table, work: Workload, device: Device) -> float | None
     world, result = work.layout.world, {k: v for k, v in row["result"].items() if v is not None}
     forms: dict[str, Callable[[float], float]] = {
         "iter_time_s": lambda seconds: seconds,
+        "iter_time_ms": lambda milliseconds: milliseconds / 1e3,
         "fwd_bwd_ms": lambda milliseconds: milliseconds / 1e3,
         "days_per_epoch": lambda days: days * 86400 / STEPS_PER_EPOCH,
         "tokens_per_s_per_gpu": lambda rate: tokens / rate / world,

@@ -38,6 +38,8 @@ COUNTS = {
     "seq",
 }
 COUNTS |= {"tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch", "global_batch", "topk"}
+ARITHMETIC = {"mxfp8": "fp8", "fp8": "fp8", "float8": "fp8", "nvfp4": "nvfp4", "fp4": "nvfp4"}
+ARITHMETIC |= {"fp32": "fp32", "tf32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16"}
 MAX_SIZE = 1 << 24  # beyond all that a record has, and small enough to compute with
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # tried where a record gives none
 
@@ -65,9 +67,8 @@ def read_record(row: Table) -> Record:
     """
     _require_counts(row)
     source, result = str(row.get("source") or "unnamed"), row.get("result") or {}
-    work, device = _workload(row, source), device_of(str(row["gpu"]), source)
-    if not row["parallel"].get("micro_batch"):
-        work = _quickest_pieces(work, device)
+    device = device_of(str(row["gpu"]), source)
+    work = _filled(_workload(row, source, device), row["parallel"], device)
     memory = result.get("mem_gb")
     return Record(
         id=row.get("id", 0),
@@ -82,33 +83,35 @@ def read_record(row: Table) -> Record:
     )
 
 
-def _workload(row: Table, source: str) -> Workload:
+def _workload(row: Table, source: str, device: Device) -> Workload:
     p, m = row["parallel"], row["model"]
-    precision = row.get("precision") or "fp32"
+    printed = str(row.get("precision") or "fp32").lower()
+    precision = _precision(printed, device)
     layout = _layout(p, m, row.get("n_gpus"))
     mode = m.get("tp_mode") or p.get("tp_mode") or "1d"
+    flash = _since(source, FLASH_ATTENTION) and "fp16" not in printed and precision != "fp32"
     if mode == "2d" and isqrt(layout.tp) ** 2 != layout.tp:
         raise ValueError(f"tp={layout.tp} is no square, and tp_mode is 2d")
     return Workload(
-        model=_model(m),
+        model=_model(m, flash),
         layout=layout,
         seq_len=m["seq"],
         micro_batch_size=p.get("micro_batch") or 1,
-        global_batch_size=p["global_batch"],
-        precision=_precision(precision),
+        global_batch_size=_batch(p, layout),
+        precision=precision,
         schedule_name="interleaved" if layout.vpp > 1 else "1f1b",
         sequence_parallel=layout.tp > 1 and (p.get("sp") is not False or mode == "2d"),
         zero=_zero(p),
         recompute=_recompute(str(p.get("recompute") or "none")),
         tp_mode=mode,
-        flash=_since(source, FLASH_ATTENTION) and "fp16" not in precision and precision != "fp32",
+        flash=flash,
         fused=_since(source, FUSED_SOFTMAX) and precision != "fp32",
     )
 
 
 def _layout(p: Table, m: Table, world: int | None) -> ParallelLayout:
-    if p.get("tp") is None or p.get("global_batch") is None:
-        raise ValueError("no layout or no batch")
+    if not any(p.get(axis) for axis in ("tp", "pp", "dp", "cp", "ep", "zero")):
+        raise ValueError("no layout")
     tp, cp, pp, ep = (int(p.get(axis) or 1) for axis in ("tp", "cp", "pp", "ep"))
     world = int(world or tp * cp * pp * (p.get("dp") or 1))
     etp = _expert_tensor_parallel(p, world) if m.get("experts") else 1
@@ -116,6 +119,18 @@ def _layout(p: Table, m: Table, world: int | None) -> ParallelLayout:
         if world % used:
             raise ValueError(f"a layout of {used} ranks does not divide {world} GPUs")
     return ParallelLayout(world, tp=tp, cp=cp, pp=pp, vpp=_chunks(p, m["layers"]), ep=ep, etp=etp)
+
+
+def _batch(p: Table, layout: ParallelLayout) -> int:
+    """As printed; otherwise a micro-batch for each data rank, where there is no pipeline to fill.
+
+    Raises ValueError where neither is said.
+    """
+    if p.get("global_batch"):
+        return int(p["global_batch"])
+    if layout.pp > 1 or not p.get("micro_batch"):
+        raise ValueError("no batch")
+    return int(p["micro_batch"]) * layout.dp
 
 
 def _require_counts(row: Table) -> None:
@@ -149,6 +164,15 @@ def _since(source: str, month: int) -> bool:
     return preprint is None or int(preprint[1]) >= month
 
 
+def _filled(work: Workload, p: Table, device: Device) -> Workload:
+    """The workload with what its record leaves open: the micro-batch is the quickest that fits, and
+    an optimizer state of which nothing is said is cut over the data ranks if it does not fit."""
+    filled = work if p.get("micro_batch") else _quickest_pieces(work, device)
+    if p.get("zero") is None and not predict_workload(filled, device).fits:
+        return _filled(replace(work, zero=1), p | {"zero": 1}, device)
+    return filled
+
+
 def _quickest_pieces(work: Workload, device: Device) -> Workload:
     """The workload with the micro-batch of the shortest predicted step among those that fit: a
     source that does not print it tuned it."""
@@ -166,28 +190,30 @@ def _expert_tensor_parallel(p: Table, world: int) -> int:
     Megatron before folding (arXiv:2504.14960, section 2.3), and 1 where they reach beyond them."""
     if p.get("etp"):
         return int(p["etp"])
-    ep, tp, pp = p.get("ep") or 1, p["tp"], p.get("pp") or 1
+    ep, tp, pp = p.get("ep") or 1, p.get("tp") or 1, p.get("pp") or 1
     inside = world % (ep * tp * pp) == 0 and (world // (tp * pp * (p.get("cp") or 1))) % ep == 0
     return tp if p.get("ep") and inside else 1
 
 
 def _chunks(p: Table, layers: int) -> int:
-    """As printed; otherwise as many as the layers allow, which is what long pipelines run."""
+    """As printed; otherwise as many as the layers allow, which is what long pipelines run. The
+    embedding and the head may stand where a layer would (arXiv:2407.21783, section 3.3.2)."""
     if p.get("vpp"):
         return int(p["vpp"])
     pp = p.get("pp") or 1
-    return layers // pp if pp > 1 and layers % pp == 0 else 1
+    each = [(layers + ends) // pp for ends in range(3) if (layers + ends) % pp == 0]
+    return each[0] if pp > 1 and each else 1
 
 
-def _precision(printed: str) -> str:
-    if printed.startswith(("mxfp8", "fp8")):
-        return "fp8"
-    if printed.startswith("nvfp4"):
-        return "nvfp4"
-    return "fp32" if printed.startswith("fp32") else "fp16" if printed == "fp16 mixed" else "bf16"
+def _precision(printed: str, device: Device) -> str:
+    """What products are made in; 16 bits of either kind where both are printed."""
+    for start, name in ARITHMETIC.items():
+        if printed.startswith(start):
+            return name
+    return device.half_precision
 
 
-def _model(m: Table) -> ModelConfig:
+def _model(m: Table, flash: bool) -> ModelConfig:
     """The model; latent attention is taken as full heads, sliding windows as full attention."""
     hidden, gated = m["hidden"], bool(m.get("gated"))
     heads = m.get("heads") or max(1, hidden // 128)
@@ -203,7 +229,7 @@ def _model(m: Table) -> ModelConfig:
         "vocab_size": m.get("vocab") or 51200,
         "max_seq_len": m["seq"],
         "dropout": 0.0 if gated else 0.1,
-        "attention_dropout": 0.0 if gated else 0.1,
+        "attention_dropout": 0.0 if gated or flash else 0.1,
         "tie_embeddings": not gated,
     }
     if m.get("experts"):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mtcli.core.cost.hardware import GPUS
+from mtcli.core.cost.predict import predict_workload
 from mtcli.core.cost.records import read_record
 from mtcli.core.cost.validate import read_records, score, spearman, summarize, summary_rows
 from mtcli.core.spec.errors import MtcliError
@@ -54,8 +56,9 @@ def test_tflops_become_seconds_by_the_records_convention(convention, flops):
 
 
 def test_times_tokens_samples_and_mfu_become_seconds():
-    times = {"iter_time_s": 2.5}, {"tokens_per_s_per_gpu": 8192.0}, {"samples_s": 32.0}
-    assert [read_record(row(result=r)).seconds for r in times] == [2.5, 2.0, 2.0]
+    times = {"iter_time_s": 2.5}, {"iter_time_ms": 2500.0}
+    rates = {"tokens_per_s_per_gpu": 8192.0}, {"samples_s": 32.0}
+    assert [read_record(row(result=r)).seconds for r in (*times, *rates)] == [2.5, 2.5, 2.0, 2.0]
     by_mfu = read_record(row(result={"mfu": 0.5}))
     assert by_mfu.seconds == pytest.approx(TOKENS * 3 * forward() / (156e12 * 8), rel=1e-3)
     assert read_record(row(result={"oom": True})).out_of_memory
@@ -75,10 +78,60 @@ def test_a_pipeline_without_printed_chunks_is_as_interleaved_as_its_layers_allow
     assert read_record(row(parallel={"pp": 8, "dp": 1, "vpp": 1})).work.schedule_name == "1f1b"
 
 
+@pytest.mark.parametrize(("layers", "vpp", "first", "last"), [(126, 8, 0, 0), (127, 8, 0, 1)])
+def test_the_ends_of_a_pipeline_may_stand_where_a_layer_would(layers, vpp, first, last):
+    """Llama 3 405B has 126 layers on 16 ranks, one less on the first and the last (3.3.2)."""
+    piped = read_record(row({"layers": layers}, {"pp": 16, "dp": 1}, n_gpus=16)).work
+    assert piped.layout.vpp == vpp
+    assert (piped.layers_of_stage[0], piped.layers_of_stage[-1]) in {(first, last), (last, first)}
+    odd = read_record(row({"layers": 125}, {"pp": 16, "dp": 1}, n_gpus=16)).work
+    assert odd.schedule_name == "1f1b"
+
+
+def test_an_axis_that_is_not_printed_has_one_rank_and_a_batch_one_micro_batch_each():
+    unsaid = {"tp": None, "pp": None, "global_batch": None}
+    work = read_record(row({"experts": 8, "topk": 2}, unsaid | {"ep": 8})).work
+    assert (work.layout.etp, work.layout.ep) == (1, 8)
+    assert (work.layout.tp, work.layout.pp, work.layout.dp) == (1, 1, 8)
+    assert work.global_batch_size == 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "printed", "precision"),
+    [
+        ("A100-80GB", "bf16/fp16 mixed", "bf16"), ("H100", "FP8 (rowwise)", "fp8"),
+        ("V100", "fp16", "fp16"), ("V100", "mixed", "fp16"), ("B200", "MXFP8", "fp8"),
+        ("A100-80GB", "TF32", "fp32"), ("GB300", "NVFP4", "nvfp4"),
+    ],
+)  # fmt: skip
+def test_a_precision_is_known_by_any_of_its_spellings(gpu, printed, precision):
+    assert read_record(row(gpu=gpu, precision=printed)).work.precision == precision
+
+
+def test_state_of_which_nothing_is_said_is_cut_over_the_data_ranks_where_it_does_not_fit():
+    large = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn_hidden": 16384}
+    read = [
+        read_record(row(model, {"micro_batch": 1, **zero})).work.zero
+        for model in ({}, large)  # 1.3 and 6.6 billion parameters of 18 bytes
+        for zero in ({}, {"zero": 0})
+    ]
+    assert read == [0, 0, 1, 0]
+
+
+def test_attention_that_writes_no_scores_keeps_none_for_its_dropout():
+    """In sequences 8 times as long no token leaves more than it does in short ones."""
+    short, long = (
+        predict_workload(read_record(one).work, GPUS["a100-80gb"]).memory.activations
+        for one in (row(), row({"seq": 16384}, {"micro_batch": 1, "global_batch": 8}))
+    )
+    assert long <= 2 * short
+
+
 def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
     rows = [
         ROW,
-        row(id=8, parallel={"tp": None}),
+        row(id=8, parallel={"tp": None, "pp": None, "dp": None}),
+        row(id=15, parallel={"pp": 2, "dp": 4, "global_batch": None}),
         row(id=9, gpu="TPU v4"),
         row({"tp_mode": "2d"}, {"tp": 8, "dp": 1}, id=10),
         row(parallel={"tp": 16}, id=12),
@@ -92,13 +145,14 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
     records, left_out = read_records(str(path))
     assert [record.id for record in records] == [7]
     assert left_out == [
-        "8: no layout or no batch",
+        "8: no layout",
+        "15: no batch",
         "9: no device for 'TPU v4'",
         "10: tp=8 is no square, and tp_mode is 2d",
         "12: a layout of 16 ranks does not divide 8 GPUs",
         "13: pp=-1 is no whole number above 0",
         "14: iter_time_s=0 is no positive number",
-        "7: not a record: 'NoneType' object is not subscriptable",
+        "8: not a record: 'NoneType' object is not subscriptable",
         "11: no field 'model'",
     ]
 
