@@ -118,13 +118,17 @@ def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
 
 
 def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) -> float:
-    """Every pair of ranks exchanges 1/ep of the tensor: what leaves the node takes the network."""
+    """Every pair of ranks exchanges 1/ep of the tensor: what leaves the node takes the network, by
+    every copy of a token, or once for each node that some of its experts are in."""
     ep, stride = work.layout.ep, work.layout.etp
     if ep == 1:
         return 0.0
     inside = _together(ep, stride, device)
     near = moved * (inside - 1) / ep / (device.link.bandwidth * physics.link)
     far = moved * (ep - inside) / ep / (device.network.bandwidth * physics.network)
+    if work.once_per_node:
+        nodes, copies = ep / inside, work.model.top_k
+        far *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     steps = (inside - 1) * device.link.latency + (ep - inside) * device.network.latency
     return max(near, far) + steps
 
@@ -141,20 +145,23 @@ def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
     return moved / (crossed.bandwidth * share) + crossed.latency
 
 
-def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Physics) -> float:
-    """Reducing a rank's gradients over its data axes: (attention, expert) elements.
+def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Physics) -> Pass:
+    """Reducing a rank's gradients over its data axes, (attention, expert) elements, after the
+    backward pass; with zero=1 also a gather of the new weights, before the next forward pass.
 
-    An all-reduce in the gradients' width; with zero=1 a reduce-scatter, and an all-gather of the
-    new weights in theirs. ZeRO-3's traffic is per block: `sharded_block`.
+    An all-reduce in the gradients' width; with zero=1 a reduce-scatter, and the gather in the
+    weights'. ZeRO-3's traffic is per block: `sharded_block`.
     """
-    sizes, total = work.sizes, 0.0
+    sizes, total = work.sizes, Pass()
     for count, ranks, stride in _data_groups(elements, work.layout):
-        there = float(count * sizes.gradient)
+        there, back = float(count * sizes.gradient), float(count * sizes.weight)
         if work.zero:
-            total += ring_seconds(there, ranks, stride, device, physics)
-            total += ring_seconds(float(count * sizes.weight), ranks, stride, device, physics)
+            total += Pass(
+                ring_seconds(back, ranks, stride, device, physics),
+                ring_seconds(there, ranks, stride, device, physics),
+            )
         else:
-            total += all_reduce_seconds(there, ranks, stride, device, physics)
+            total += Pass(0.0, all_reduce_seconds(there, ranks, stride, device, physics))
     return total
 
 

@@ -25,6 +25,7 @@ Table = dict[str, Any]
 # Years and months from which a source's own code may have them.
 FUSED_SOFTMAX = 2104  # scale, mask and softmax in one kernel of 16 bits: arXiv:2104.04473, 4.2
 FLASH_ATTENTION = 2206  # arXiv:2205.14135 appeared at the end of the month before
+ONCE_PER_NODE = 2505  # DeepEP and what followed it; arXiv:2504.14960 sends a copy to each expert
 
 COUNTS = {
     "n_gpus",
@@ -105,6 +106,8 @@ def _workload(row: Table, source: str, device: Device) -> Workload:
         recompute=_recompute(str(p.get("recompute") or "none")),
         tp_mode=mode,
         flash=flash,
+        gathers_ahead=flash,
+        once_per_node=_since(source, ONCE_PER_NODE),
         fused=_since(source, FUSED_SOFTMAX) and precision != "fp32",
     )
 

@@ -99,12 +99,15 @@ def _gradients(
 ) -> tuple[float, float]:
     if work.zero == 3:
         return 0.0, 0.0
-    total = max(
+    ends = [
         gradient_seconds(rank_elements(work, pp_rank), work, device, physics)
         for pp_rank in _ends(work)
-    )
-    last = max(work.layers_of_stage) * work.layout.vpp * block.backward
-    return total, max(0.0, total - physics.data_overlap * last)
+    ]
+    most = max(ends, key=lambda end: end.forward + end.backward)
+    behind = block * (max(work.layers_of_stage) * work.layout.vpp * physics.data_overlap)
+    exposed = max(0.0, most.backward - behind.backward)
+    exposed += max(0.0, most.forward - behind.forward * work.gathers_ahead)
+    return most.forward + most.backward, exposed
 
 
 def _optimizer(work: Workload, device: Device, physics: Physics) -> float:

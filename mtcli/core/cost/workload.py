@@ -58,6 +58,8 @@ class Workload:
     flash: bool = True  # attention never writes its scores; False for code from before 2022
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
+    gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
+    once_per_node: bool = False  # a token crosses to another node once for all of its experts there
     fused: bool = True  # scale, mask and softmax in one kernel; False for code from before 2021
 
     @classmethod

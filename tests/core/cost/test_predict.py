@@ -118,8 +118,33 @@ def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs()
     layout = ParallelLayout(8)
     plain = sent.gradient_seconds(Held(1000, 0, 0), step(layout), FLAT, PERFECT)
     cut = sent.gradient_seconds(Held(1000, 0, 0), step(layout, zero=1), FLAT, PERFECT)
-    assert plain * 1e9 == pytest.approx(2 * 4 * 1000 * 7 / 8)
-    assert cut * 1e9 == pytest.approx((4 + 2) * 1000 * 7 / 8)
+    assert plain.backward * 1e9 == pytest.approx(2 * 4 * 1000 * 7 / 8)
+    assert cut.backward * 1e9 == pytest.approx(4 * 1000 * 7 / 8)
+    assert (plain.forward, cut.forward * 1e9) == (0, pytest.approx(2 * 1000 * 7 / 8))
+
+
+def test_new_weights_gathered_ahead_hide_behind_the_next_forward_pass():
+    slow = replace(H100, network=Link(1e8, 0.0))
+    waits, ahead = (
+        step_costs(step(ParallelLayout(64, tp=8), zero=1, gathers_ahead=kind), slow, PHYSICS)
+        for kind in (False, True)
+    )
+    hidden = PHYSICS.data_overlap * 48 * waits.block.forward
+    assert waits.gradients == ahead.gradients
+    assert waits.gradients_exposed - ahead.gradients_exposed == pytest.approx(hidden)
+
+
+def test_a_token_crosses_to_a_node_once_for_all_of_its_experts_there():
+    """Of two nodes, a token's two experts are in both in half of the cases: 1.5 of 2 copies."""
+    moe = LARGE.model_copy(update={"num_experts": 16, "top_k": 2, "moe_ffn_hidden_size": 1024})
+    device = replace(FLAT, node_size=8, link=Link(1e15, 0.0), network=Link(1e9, 0.0))
+    every, once = (
+        sent.expert_parallel(
+            step(ParallelLayout(16, ep=16), model=moe, once_per_node=kind), device, PERFECT
+        )
+        for kind in (False, True)
+    )
+    assert once.forward == pytest.approx(0.75 * every.forward)
 
 
 def test_context_and_expert_traffic_have_their_volumes():
