@@ -11,10 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any
 
+from mtcli.core.checkpoint import distcp
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
 from mtcli.core.checkpoint.distcp import Chunk, Saved, read_contents
 from mtcli.core.checkpoint.dtypes import CODE_BYTES, dtype_of_code
 from mtcli.core.checkpoint.hfconfig import read_json
+from mtcli.core.checkpoint.manifest import tiling_fault
 from mtcli.core.checkpoint.megatron_config import model_of
 from mtcli.core.checkpoint.megatron_names import alternatives, factors, is_padded
 from mtcli.core.checkpoint.pickles import Record
@@ -30,7 +32,8 @@ METADATA = "metadata.json"
 COMMON = "common.pt"
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "mp_rank_00*"  # folders of checkpoints before torch_dist
-MAX_LISTED = 5
+MAX_LATEST = 64  # characters of a step's number, or of "release"
+MAX_LISTED = 5  # names in an error
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 # What arguments and a run's state are made of: classes whose names are read, and nothing else.
 NAMED_IN_COMMON = ("torch.", "megatron.", "transformer_engine.", "pathlib.", "argparse.", "numpy.")
@@ -42,7 +45,8 @@ def find_megatron(path: Path) -> Path | None:
     """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
     latest = path / LATEST
     if latest.is_file():
-        text = latest.read_text(errors="replace").strip()
+        with latest.open(errors="replace") as file:
+            text = file.read(MAX_LATEST).strip()
         name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
         return path / name
     is_legacy = path.is_dir() and any(path.glob(LEGACY))
@@ -131,6 +135,7 @@ class _Reader:
         """Where the elements of a parameter are."""
         name, layer = self._name(parameter)
         saved = self.saved[name]
+        self._check_chunks(name, saved)
         self.used.add(name)
         dtype = dtype_of_code(saved.code) if saved.code else None
         if dtype is None:
@@ -154,6 +159,13 @@ class _Reader:
                 return name, layer
         message = f"{self.folder} has no tensor {options[0][0]}, which is {parameter.name}"
         raise wrong(message, "is the folder complete, and does --config say what it is?")
+
+    def _check_chunks(self, name: str, saved: Saved) -> None:
+        """Raises MtcliError where elements are in no chunk or in two; once for all layers."""
+        if name in self.used:
+            return
+        if fault := tiling_fault(saved.shape, [chunk.box for chunk in saved.chunks]):
+            raise damaged(self.folder / distcp.NAME, f"the chunks of {name} {fault}")
 
     def _check_shape(
         self,

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from mtcli.core.checkpoint.families.family import Demand
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.model_config import ModelConfig
 
 Arguments = dict[str, Any]
@@ -69,7 +70,7 @@ def model_of(arguments: Arguments, path: Path) -> ModelConfig:
         message = f"{path.parent} does not say its architecture: {', '.join(missing)}"
         raise wrong(f"{message} are not in the args of {path.name}", HINT)
     problems = [
-        Problem(f"{path}: {d.theirs}={arguments[d.theirs]!r} cannot be represented")
+        Problem(f"{path}: {d.theirs}={shown(arguments[d.theirs])} cannot be represented")
         for d in DEMANDS
         if arguments.get(d.theirs) not in d.values
     ]
@@ -94,7 +95,7 @@ def _attention(arguments: Arguments) -> Arguments:
         "num_kv_heads": groups or arguments["num_attention_heads"],
         "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),
         "position": POSITIONS[arguments.get("position_embedding_type") or "learned_absolute"],
-        "rope_theta": float(arguments.get("rotary_base") or 10000.0),
+        "rope_theta": arguments.get("rotary_base") or 10000.0,
     } | ({"head_dim": arguments["kv_channels"]} if arguments.get("kv_channels") else {})
 
 

@@ -124,6 +124,21 @@ def test_all_arguments_that_we_have_no_way_of_are_named():
     ]
 
 
+def test_an_argument_that_refers_to_itself_many_times_is_shown_in_short():
+    bomb = []
+    for _ in range(100):  # 2**100 characters written out
+        bomb = [bomb, bomb]
+    with pytest.raises(MtcliError, match="qk_layernorm=.* cannot be represented") as error:
+        model_of(megatron_saves.LLAMA | {"qk_layernorm": bomb}, Path("common.pt"))
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("base", ["x", [500]])
+def test_a_rotary_base_that_is_no_number_is_refused(base):
+    with pytest.raises(MtcliError, match="common.pt: rope_theta: Input should be a valid number"):
+        model_of(megatron_saves.LLAMA | {"rotary_base": base}, Path("common.pt"))
+
+
 @pytest.mark.parametrize(
     ("changed", "ours"),
     [
@@ -212,6 +227,30 @@ def test_places_are_checked_against_the_files(copy, changes, message):
     with pytest.raises(MtcliError, match=message) as error:
         open_checkpoint(copy)
     assert error.value.code == Exit.WRONG_INPUT
+
+
+def with_metadata(folder, change):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata.state_dict_metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("name", [5, None, b"bytes", (1, 2)], ids=str)
+def test_a_tensor_whose_name_is_no_text_is_refused(copy, name):
+    with_metadata(copy, lambda table: table.update({name: next(iter(table.values()))}))
+    with pytest.raises(MtcliError, match="is not the metadata of torch.distributed.checkpoint"):
+        open_checkpoint(copy)
+
+
+def test_chunks_that_leave_elements_out_are_refused(copy):
+    def twice(table):
+        """Has the first of two chunks stand for the second as well: the number of elements fits."""
+        chunks = next(t.chunks for t in table.values() if len(getattr(t, "chunks", ())) > 1)
+        chunks[1] = chunks[0]
+
+    with_metadata(copy, twice)
+    with pytest.raises(MtcliError, match=r"the chunks of .* overlap at \[0, 0"):
+        open_checkpoint(copy)
 
 
 def test_a_compressed_pickle_is_refused_before_it_grows(copy):

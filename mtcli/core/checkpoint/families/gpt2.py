@@ -12,8 +12,6 @@ from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.foreign import shown
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-
-
 ALIASES = {
     "num_hidden_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -30,8 +28,11 @@ def _require_one_meaning(theirs: Table) -> Table:
             raise wrong(f"{message}, and are one number", f"leave {alias} out of config.json")
     after, embedded = theirs.get("resid_pdrop", 0.1), theirs.get("embd_pdrop", 0.1)
     if after != embedded:
-        message = f"resid_pdrop={after} and embd_pdrop={embedded} differ, and dropout is one number"
-        raise wrong(message, "make them equal in config.json: they matter in training only")
+        message = f"resid_pdrop={shown(after)} and embd_pdrop={shown(embedded)} differ"
+        raise wrong(
+            f"{message}, and dropout is one number",
+            "make them equal in config.json: they matter in training only",
+        )
     return {}
 
 
