@@ -55,12 +55,21 @@ def require_free(final: Path, force: bool) -> None:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Renames a finished folder to its name, over one that may be there."""
+    """Renames a finished folder to its name, over one that may be there.
+
+    Raises OSError where it cannot have the name; what had it before then has it still.
+    """
     for folder in (path for path in (partial, *partial.iterdir()) if path.is_dir()):
         sync_folder(folder)
     old = final.with_name(final.name + ".old" + names.PARTIAL)
     if final.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed
         final.rename(old)
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
     sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)

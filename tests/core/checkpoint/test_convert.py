@@ -1,9 +1,12 @@
 """Resharding: any layout to any other, with the optimizer, bit for bit."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,6 +228,31 @@ def test_what_a_killed_conversion_left_is_written_over(tmp_path):
     to_mtcli(source, tmp_path / "dst", *parse_layout(""), Options())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
     assert not (tmp_path / "dst" / "stale").exists()
+
+
+def test_what_a_killed_replacement_left_does_not_stop_the_next(tmp_path):
+    source = open_checkpoint(save_halves(tmp_path / "src")[0])
+    to_mtcli(source, tmp_path / "dst", *parse_layout(""), Options())
+    shutil.copytree(tmp_path / "dst", tmp_path / "dst.old.partial")  # killed while it was removed
+    to_mtcli(source, tmp_path / "dst", *parse_layout(""), Options(force=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
+
+
+def test_a_replacement_that_cannot_get_its_name_leaves_what_it_would_replace(tmp_path, monkeypatch):
+    source = open_checkpoint(save_halves(tmp_path / "src")[0])
+    to_mtcli(source, tmp_path / "dst", *parse_layout(""), Options())
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name == "dst.partial":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(MtcliError, match="dst was not written: Input/output error"):
+        to_mtcli(source, tmp_path / "dst", *parse_layout("tp=2"), Options(force=True))
+    open_checkpoint(tmp_path / "dst").verify_hashes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
 
 
 def test_force_replaces_nothing_but_a_checkpoint(tmp_path):
