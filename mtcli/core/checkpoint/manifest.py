@@ -76,7 +76,7 @@ class Manifest(Record):
     """ranks that wrote it; config.toml says their layout"""
     extra: dict[str, Any]
     """what the writer wanted to keep: consumed samples, random state, ..."""
-    tensors: dict[str, TensorRecord]
+    tensors: Annotated[dict[str, TensorRecord], Field(min_length=1)]
     files: dict[FileName, FileRecord]
     """every file but this one"""
 

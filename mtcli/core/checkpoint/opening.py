@@ -18,6 +18,8 @@ from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model_config import ModelConfig
 
+KINDS = "give a checkpoint, a run, or a Hugging Face or Megatron folder"
+
 
 def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     """The checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
@@ -26,6 +28,13 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
     run is refused, and the error offers the one before it.
     """
+    try:
+        return _open_any(path, model)
+    except OSError as error:  # of a name that is too long, or a folder that may not be read
+        raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
+
+
+def _open_any(path: Path, model: ModelConfig | None) -> Checkpoint:
     if (path / manifests.NAME).exists():
         return _open_ours(path)
     if (path / HF_CONFIG).exists():
@@ -36,10 +45,7 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
         if steps := step_folders(root):
             return _open_newest(steps[-1])
     if not path.is_dir():
-        raise wrong(
-            f"there is no folder {path}",
-            "give a checkpoint, a run, or a Hugging Face or Megatron folder",
-        )
+        raise wrong(f"there is no folder {path}", KINDS)
     hint = f"a checkpoint has a {manifests.NAME}, a run has {CHECKPOINTS}/step-..., "
     hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
     raise wrong(f"{path} holds no checkpoint", hint)

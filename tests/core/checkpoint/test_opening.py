@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,18 @@ def test_a_config_with_an_illegal_field_is_named(run):
     path.write_text(path.read_text().replace("num_layers = 2", "num_layers = 0"))
     with pytest.raises(MtcliError, match="config.toml: model.num_layers: 0 should be greater"):
         open_checkpoint(newest(run))
+
+
+def test_a_checkpoint_of_no_tensors_is_refused(run):
+    edit_manifest(newest(run), lambda manifest: manifest.update(tensors={}))
+    with pytest.raises(MtcliError, match="manifest.json is damaged: tensors: .* at least 1 item"):
+        open_checkpoint(newest(run))
+
+
+def test_a_path_that_the_system_refuses_is_wrong_input():
+    with pytest.raises(MtcliError, match="x cannot be opened: File name too long") as error:
+        open_checkpoint(Path("x" * 300))
+    assert error.value.code == Exit.WRONG_INPUT
 
 
 def test_a_run_folder_opens_its_newest_step(run):
