@@ -20,7 +20,7 @@ from mtcli.core.spec.sharding import Rectangle
 RUN_BYTES = 256 << 10
 GAP_RATIO = 16
 WINDOW_BYTES = 1 << 20
-
+SLAB_BYTES = 32 << 20  # of a tensor, that are held at a time where all of it is gone through
 
 # Elements are moved as integers of their size, by numpy: it knows no bfloat16, and torch's copies
 # wake OpenMP threads that spin.

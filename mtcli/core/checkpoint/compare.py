@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.boxes import slabs
+from mtcli.core.checkpoint.boxes import SLAB_BYTES, slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.convert import SLAB_BYTES
 from mtcli.core.checkpoint.describe import tensor_bytes
 from mtcli.core.checkpoint.dtypes import dtype_name
 from mtcli.core.checkpoint.names import is_optimizer

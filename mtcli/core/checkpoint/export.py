@@ -12,14 +12,9 @@ from torch import Tensor
 
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.aside import written_aside
-from mtcli.core.checkpoint.boxes import slabs
+from mtcli.core.checkpoint.boxes import SLAB_BYTES, slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.convert import (
-    SLAB_BYTES,
-    Options,
-    original_config,
-    tokenizer_files,
-)
+from mtcli.core.checkpoint.convert import Options, original_config, tokenizer_files
 from mtcli.core.checkpoint.dtypes import CODE_BYTES, code_of, dtype_name
 from mtcli.core.checkpoint.families.family import Family, Part, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.boxes import read_box
+from mtcli.core.checkpoint.boxes import SLAB_BYTES, read_box, slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.families.family import Family, Part
@@ -149,14 +149,16 @@ def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Found) -> None
 
 def _require_tied(checkpoint: Checkpoint, at: Place) -> None:
     """A stored copy of a tied head must be the embedding: else the model is not what it says."""
-    embedding = checkpoint.read("embedding.weight")
-    path = checkpoint.folder / at.file
-    same = at.entry.shape == embedding.shape and dtype_of_code(at.entry.code) == embedding.dtype
-    if same:
-        head = torch.empty_like(embedding)
-        whole = Rectangle((0, 0), at.entry.shape)
-        read_box(checkpoint.open_files.get(path), at.entry.offset, at.entry.shape, whole, head)
-        same = torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
-    if not same:
+    path, shape = checkpoint.folder / at.file, checkpoint.shape("embedding.weight")
+    dtype = checkpoint.dtype("embedding.weight")
+    same = at.entry.shape == shape and dtype_of_code(at.entry.code) == dtype
+
+    def is_embedding(slab: Rectangle) -> bool:
+        head = torch.empty(slab.size, dtype=dtype)
+        read_box(checkpoint.open_files.get(path), at.entry.offset, shape, slab, head)
+        embedding = checkpoint.read("embedding.weight", slab)
+        return torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
+
+    if not same or not all(map(is_embedding, slabs(shape, SLAB_BYTES // dtype.itemsize))):
         hint = f"set tie_word_embeddings to false in its {CONFIG}, or remove {HEAD}"
         raise wrong(f"{path} holds a {HEAD} that differs from the embedding it is tied to", hint)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_hf import FAMILIES
 
-from mtcli.core.checkpoint import convert, export
+from mtcli.core.checkpoint import boxes, checkpoint, convert, export, hf
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.convert import Options, to_mtcli
 from mtcli.core.checkpoint.export import to_hf
@@ -202,6 +202,23 @@ def test_a_stored_copy_of_a_tied_head_must_be_the_embedding(hf_folders, tmp_path
     open_checkpoint(edited(hf_folders["llama-tied"], tmp_path / "same", copy))
     with pytest.raises(MtcliError, match="holds a lm_head.weight that differs from the embedding"):
         open_checkpoint(edited(hf_folders["llama-tied"], tmp_path / "other", other))
+
+
+def test_a_tied_head_is_compared_a_slab_at_a_time(hf_folders, tmp_path, monkeypatch):
+    def copy(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    read, sizes = boxes.read_box, []
+
+    def watched(file, offset, shape, box, into):
+        sizes.append(into.nbytes)
+        read(file, offset, shape, box, into)
+
+    for module in (hf, checkpoint):
+        monkeypatch.setattr(module, "read_box", watched)
+    monkeypatch.setattr(hf, "SLAB_BYTES", 1000)
+    open_checkpoint(edited(hf_folders["llama-tied"], tmp_path / "same", copy))
+    assert 0 < max(sizes) <= 1000
 
 
 def test_unknown_tensors_are_refused_by_name(hf_folders, tmp_path):
