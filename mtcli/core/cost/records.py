@@ -42,6 +42,7 @@ COUNTS |= {"tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch", "global_ba
 ARITHMETIC = {"mxfp8": "fp8", "fp8": "fp8", "float8": "fp8", "nvfp4": "nvfp4", "fp4": "nvfp4"}
 ARITHMETIC |= {"fp32": "fp32", "tf32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16"}
 MAX_SIZE = 1 << 24  # beyond all that a record has, and small enough to compute with
+ENDS = 2  # of a pipeline, which may stand where a layer would: embedding and head
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # tried where a record gives none
 
 
@@ -121,7 +122,14 @@ def _layout(p: Table, m: Table, world: int | None) -> ParallelLayout:
     for used in (tp * cp * pp, ep * etp * pp if m.get("experts") else 1):
         if world % used:
             raise ValueError(f"a layout of {used} ranks does not divide {world} GPUs")
-    return ParallelLayout(world, tp=tp, cp=cp, pp=pp, vpp=_chunks(p, m["layers"]), ep=ep, etp=etp)
+    vpp, width = _chunks(p, m["layers"]), min(m["hidden"], m.get("ffn_hidden") or m["hidden"])
+    if pp * vpp > m["layers"] + ENDS:
+        raise ValueError(f"{pp * vpp} stages are more than {m['layers']} layers and the ends")
+    if m.get("experts") and ep > m["experts"]:
+        raise ValueError(f"ep={ep} is more than {m['experts']} experts")
+    if max(tp, etp) > width:
+        raise ValueError(f"{max(tp, etp)} ranks cannot share layers {width} wide")
+    return ParallelLayout(world, tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
 
 
 def _batch(p: Table, layout: ParallelLayout) -> int:
@@ -204,7 +212,7 @@ def _chunks(p: Table, layers: int) -> int:
     if p.get("vpp"):
         return int(p["vpp"])
     pp = p.get("pp") or 1
-    each = [(layers + ends) // pp for ends in range(3) if (layers + ends) % pp == 0]
+    each = [(layers + ends) // pp for ends in range(ENDS + 1) if (layers + ends) % pp == 0]
     return each[0] if pp > 1 and each else 1
 
 

@@ -135,6 +135,9 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         row(id=9, gpu="TPU v4"),
         row({"tp_mode": "2d"}, {"tp": 8, "dp": 1}, id=10),
         row(parallel={"tp": 16}, id=12),
+        row(parallel={"pp": 8, "dp": 1, "vpp": 4}, id=16),
+        row({"ffn_hidden": 2}, {"tp": 4, "dp": 2}, id=17),
+        row({"experts": 4, "topk": 2}, {"ep": 8}, id=18),
         row(parallel={"pp": -1}, id=13),
         row(id=14, result={"iter_time_s": 0}),
         None,
@@ -150,9 +153,12 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         "9: no device for 'TPU v4'",
         "10: tp=8 is no square, and tp_mode is 2d",
         "12: a layout of 16 ranks does not divide 8 GPUs",
+        "16: 32 stages are more than 24 layers and the ends",
+        "17: 4 ranks cannot share layers 2 wide",
+        "18: ep=8 is more than 4 experts",
         "13: pp=-1 is no whole number above 0",
         "14: iter_time_s=0 is no positive number",
-        "8: not a record: 'NoneType' object is not subscriptable",
+        "11: not a record: 'NoneType' object is not subscriptable",
         "11: no field 'model'",
     ]
 
