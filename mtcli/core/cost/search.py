@@ -55,8 +55,7 @@ def search(
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
     """
-    start = Workload.of(config, world)
-    works = [_with(start, choice) for choice in choices(config, world, pinned)]
+    works = _works(config, world, pinned)
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
     heapify(queue)
     best: list[Candidate] = []
@@ -85,11 +84,9 @@ def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workl
     if p.tp_mode == "2d" or "parallel.tp_mode" in pinned or m.num_experts:
         return []
     square = config.model_copy(update={"parallel": p.model_copy(update={"tp_mode": "2d"})})
-    start = Workload.of(square, world)
-    works = [_with(start, choice) for choice in choices(square, world, pinned)]
     return [
         work
-        for work in works
+        for work in _works(square, world, pinned)
         if work.mesh**2 == work.layout.tp
         and work.layout.cp == 1
         and work.micro_batch_size % work.mesh == 0
@@ -131,6 +128,13 @@ def choices(
         for experts in _expert_grids(config, world, grid, pinned):
             for pieces in _pieces(config, world, grid, pinned):
                 yield grid | experts | pieces
+
+
+def _works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
+    """Every choice as a workload. All are legal but for what a pinned value rules out."""
+    start = Workload.of(config, world)
+    works = [_with(start, choice) for choice in choices(config, world, pinned)]
+    return [work for work in works if not (pinned and problems(apply(config, work), world))]
 
 
 def _loose_bound(work: Workload, device: Device) -> float:

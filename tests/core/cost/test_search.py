@@ -82,6 +82,15 @@ def test_a_pinned_pipeline_leaves_tensor_cuts_that_its_ranks_hold():
     assert layouts == {(4, 1), (4, 2)}
 
 
+@pytest.mark.parametrize("pin", ["schedule=1f1b", "schedule=interleaved", "vpp=3", "cp=8", "ep=2"])
+def test_every_layout_that_is_tried_beside_a_pin_is_legal(pin):
+    config = load_config("gpt2-1.5b", [f"parallel.{pin}", "batch.global_batch_size=64"])
+    pinned = frozenset({f"parallel.{pin.partition('=')[0]}"})
+    found = search(config, 16, GPUS["h100"], 3, pinned)
+    assert all(problems(apply(config, work), 16) == [] for work in found.works if work.mesh == 1)
+    assert bool(found.best) == (pin != "ep=2"), "this model has no experts"
+
+
 def test_uneven_stages_are_searched_and_written_out():
     config = load_config("llama-3.1-405b", ["batch.global_batch_size=256", "train.precision=bf16"])
     found = search(config, 512, GPUS["h100"], 1)
