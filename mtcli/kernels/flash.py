@@ -15,15 +15,18 @@ from mtcli.kernels.flash_backward import flash_backward
 from mtcli.kernels.flash_parts import (
     LOG2_E,
     TILES,
+    bounds_of,
     empty_by_token,
     facts_of,
     listed,
+    program_of,
+    programs,
     rowwise,
     seen_of,
     strides,
     tile_of,
 )
-from mtcli.kernels.launch import cdiv, kernel, operator
+from mtcli.kernels.launch import kernel, operator
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -64,15 +67,12 @@ def _forward(
     vb: tl.int64, vh: tl.int64, vn, SEES: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip  # out [b, n, h, d], lse [b, h, n]; `spans` is 0 where all rows share theirs
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    b, head = (tl.program_id(1) // h).to(tl.int64), (tl.program_id(1) % h).to(tl.int64)
-    row = tile * ROWS + tl.arange(0, ROWS)
+    tile, b, head = program_of(n, h, ROWS)
+    row = (tl.cdiv(n, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)  # the longest first
     q = tile_of(q_ptr + b * qb + head * qh, qn, row, n, d, True, EVEN, WIDTH)
     k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
     first, end = seen_of(first_ptr + b * spans, end_ptr + b * spans, row, n, m, SEES)
-    start, stop = tl.min(first, 0) // COLUMNS * COLUMNS, tl.max(end, 0)
-    inner = tl.minimum(tl.cdiv(tl.max(first, 0), COLUMNS) * COLUMNS, tl.maximum(start, stop))
-    outer = tl.maximum(tl.min(end, 0) // COLUMNS * COLUMNS, inner)
+    start, inner, outer, stop = bounds_of(first, end, COLUMNS)
     top, sums = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
     top, sums, mixed = _mix(
@@ -106,8 +106,9 @@ def _run(
     sees, lists, spans = listed(causal, first, end, q)
     pointers = (q, k, v, out, lse, *lists)
     layout = (*strides(q), *strides(k), *strides(v))
-    grid = lambda meta: (cdiv(n, meta["ROWS"]), b * h)  # noqa: E731
-    _forward[grid](*pointers, *sizes, spans, d**-0.5 * LOG2_E, *layout, SEES=sees, **flags)
+    _forward[programs(n, b * h)](
+        *pointers, *sizes, spans, d**-0.5 * LOG2_E, *layout, SEES=sees, **flags
+    )
     return out, lse
 
 

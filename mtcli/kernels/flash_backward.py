@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.flash_parts import (
-    FROM_IT,
-    LISTED,
+    CAUSAL,
+    CAUSAL_FROM_KEY,
     LOG2_E,
+    SPANS,
     TILES,
-    UP_TO_IT,
+    bounds_of,
     empty_by_token,
     facts_of,
     listed,
+    program_of,
+    programs,
     rowwise,
     seen_of,
     strides,
     tile_of,
 )
-from mtcli.kernels.launch import cdiv, kernel, operator
+from mtcli.kernels.launch import kernel, operator
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -37,8 +40,8 @@ def backward_tile(d: int, itemsize: int) -> dict[str, int]:
 
 
 @kernel()
-def _add_of_q(
-    of_q, q, grad, lse, delta, k_ptr, v_ptr, k_stride, v_stride, start, stop, m, d, first, end,
+def _add_dq(
+    dq, q, grad, lse, delta, k_ptr, v_ptr, k_stride, v_stride, start, stop, m, d, first, end,
     scale, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip  # what keys start .. stop - 1 add to the gradient of queries
@@ -50,23 +53,22 @@ def _add_of_q(
         if MASKED:
             seen = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             p = tl.where(seen, p, 0.0)
-        of_p = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        of_scores = (p * (of_p - delta[:, None])).to(k.dtype)
-        of_q = tl.dot(of_scores, k, of_q, input_precision=PRECISION)
-    return of_q
+        dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    return dq
 
 
 @kernel(TILES, key=["d", "itemsize"], default=backward_tile)
-def _of_q(
-    q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, end_ptr, delta_ptr, of_q_ptr,
+def _dq(
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, end_ptr, delta_ptr, dq_ptr,
     h, g, n, m, d, itemsize, spans, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
     kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, ob: tl.int64, oh: tl.int64, on,
     gb: tl.int64, gh: tl.int64, gn, SEES: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip  # of_q [b, n, h, d]; delta [b, h, n] is the sum of grad * out, for _of_kv
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, head = (tl.program_id(1) // h).to(tl.int64), (tl.program_id(1) % h).to(tl.int64)
-    row = tile * ROWS + tl.arange(0, ROWS)
+):  # fmt: skip  # dq [b, n, h, d]; delta [b, h, n] is the sum of grad * out, for _dkv
+    tile, b, head = program_of(n, h, ROWS)
+    row = (tl.cdiv(n, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)  # the longest first
     q = tile_of(q_ptr + b * qb + head * qh, qn, row, n, d, True, EVEN, WIDTH)
     grad = tile_of(grad_ptr + b * gb + head * gh, gn, row, n, d, True, EVEN, WIDTH)
     out = tile_of(out_ptr + b * ob + head * oh, on, row, n, d, True, EVEN, WIDTH)
@@ -76,30 +78,28 @@ def _of_q(
     lse = tl.maximum(lse, -1e30) * 1.4426950408889634  # -inf where nothing is seen
     k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
     first, end = seen_of(first_ptr + b * spans, end_ptr + b * spans, row, n, m, SEES)
-    start, stop = tl.min(first, 0) // COLUMNS * COLUMNS, tl.max(end, 0)
-    inner = tl.minimum(tl.cdiv(tl.max(first, 0), COLUMNS) * COLUMNS, tl.maximum(start, stop))
-    outer = tl.maximum(tl.min(end, 0) // COLUMNS * COLUMNS, inner)
-    of_q = tl.zeros((ROWS, WIDTH), tl.float32)
-    of_q = _add_of_q(
-        of_q, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
+    start, inner, outer, stop = bounds_of(first, end, COLUMNS)
+    dq = tl.zeros((ROWS, WIDTH), tl.float32)
+    dq = _add_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
         True, EVEN, PRECISION, WIDTH, COLUMNS,
     )  # fmt: skip
-    of_q = _add_of_q(
-        of_q, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
+    dq = _add_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
         False, EVEN, PRECISION, WIDTH, COLUMNS,
     )  # fmt: skip
-    of_q = _add_of_q(
-        of_q, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
+    dq = _add_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
         True, EVEN, PRECISION, WIDTH, COLUMNS,
     )  # fmt: skip
     column = tl.arange(0, WIDTH)[None, :]
-    at = of_q_ptr + ((b * n + row)[:, None] * h + head) * d + column
-    tl.store(at, of_q * shrink, mask=(row < n)[:, None] & (column < d))
+    at = dq_ptr + ((b * n + row)[:, None] * h + head) * d + column
+    tl.store(at, dq * shrink, mask=(row < n)[:, None] & (column < d))
 
 
 @kernel()
-def _add_of_kv(
-    of_k, of_v, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, q_stride, grad_stride, start, stop, n,
+def _add_dkv(
+    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, q_stride, grad_stride, start, stop, n,
     d, first, end, scale, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip  # what queries start .. stop - 1 of a head add to the gradients of keys and values
@@ -114,49 +114,47 @@ def _add_of_kv(
         if MASKED:
             seen = (row[None, :] >= first[:, None]) & (row[None, :] < end[:, None])
             p = tl.where(seen, p, 0.0)
-        of_v = tl.dot(p.to(grad.dtype), grad, of_v, input_precision=PRECISION)
-        of_p = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        of_scores = (p * (of_p - delta[None, :])).to(q.dtype)
-        of_k = tl.dot(of_scores, q, of_k, input_precision=PRECISION)
-    return of_k, of_v
+        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
 
 
 @kernel(TILES, key=["d", "itemsize"], default=backward_tile)
-def _of_kv(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr, of_k_ptr, of_v_ptr,
+def _dkv(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr, dk_ptr, dv_ptr,
     h, g, n, m, d, itemsize, spans, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
     kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, gb: tl.int64, gh: tl.int64, gn,
     SEES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip  # rows are keys and columns queries here; sums over the group's query heads
-    b, group = (tl.program_id(1) // g).to(tl.int64), (tl.program_id(1) % g).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile, b, group = program_of(m, g, ROWS)
+    row = tile * ROWS + tl.arange(0, ROWS)
     k = tile_of(k_ptr + b * kb + group * kh, kn, row, m, d, True, EVEN, WIDTH)
     v = tile_of(v_ptr + b * vb + group * vh, vn, row, m, d, True, EVEN, WIDTH)
     first, end = seen_of(first_ptr + b * spans, end_ptr + b * spans, row, m, n, SEES)
-    start, stop = tl.min(first, 0) // COLUMNS * COLUMNS, tl.max(end, 0)
-    inner = tl.minimum(tl.cdiv(tl.max(first, 0), COLUMNS) * COLUMNS, tl.maximum(start, stop))
-    outer = tl.maximum(tl.min(end, 0) // COLUMNS * COLUMNS, inner)
-    of_k, of_v = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+    start, inner, outer, stop = bounds_of(first, end, COLUMNS)
+    dk, dv = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
     for head in range(group * (h // g), (group + 1) * (h // g)):
         q_at, grad_at = q_ptr + b * qb + head * qh, grad_ptr + b * gb + head * gh
         lse_at, delta_at = lse_ptr + (b * h + head) * n, delta_ptr + (b * h + head) * n
-        of_k, of_v = _add_of_kv(
-            of_k, of_v, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, start, inner, n, d,
+        dk, dv = _add_dkv(
+            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, start, inner, n, d,
             first, end, scale, True, EVEN, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
-        of_k, of_v = _add_of_kv(
-            of_k, of_v, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, inner, outer, n, d,
+        dk, dv = _add_dkv(
+            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, inner, outer, n, d,
             first, end, scale, False, EVEN, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
-        of_k, of_v = _add_of_kv(
-            of_k, of_v, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, outer, stop, n, d,
+        dk, dv = _add_dkv(
+            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, outer, stop, n, d,
             first, end, scale, True, EVEN, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
     column = tl.arange(0, WIDTH)[None, :]
     at, inside = ((b * m + row)[:, None] * g + group) * d + column, (row < m)[:, None]
-    tl.store(of_k_ptr + at, of_k * shrink, mask=inside & (column < d))
-    tl.store(of_v_ptr + at, of_v, mask=inside & (column < d))
+    tl.store(dk_ptr + at, dk * shrink, mask=inside & (column < d))
+    tl.store(dv_ptr + at, dv, mask=inside & (column < d))
 
 
 def seen_by(first: Tensor, end: Tensor, keys: int) -> tuple[Tensor, Tensor]:
@@ -175,22 +173,24 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad, q, k, v, out = (rowwise(x) for x in (grad, q, k, v, out))
     (b, h, n, d), (_, g, m, _), lse = q.shape, k.shape, lse.contiguous()
-    of_q, of_k, of_v = (empty_by_token(x) for x in (q, k, v))
+    dq, dk, dv = (empty_by_token(x) for x in (q, k, v))
     delta, (sizes, flags) = torch.empty_like(lse), facts_of(q, k)
     sees, lists, spans = listed(causal, first, end, q)
     scales = (spans, d**-0.5 * LOG2_E, d**-0.5)
-    of_qkv = (*strides(q), *strides(k), *strides(v))
-    grid = lambda meta: (cdiv(n, meta["ROWS"]), b * h)  # noqa: E731
-    _of_q[grid](q, k, v, out, grad, lse, *lists, delta, of_q, *sizes, *scales, *of_qkv,
-        *strides(out), *strides(grad), SEES=sees, **flags)  # fmt: skip
-    if sees == LISTED:
+    layout = (*strides(q), *strides(k), *strides(v))
+    _dq[programs(n, b * h)](
+        q, k, v, out, grad, lse, *lists, delta, dq, *sizes, *scales, *layout, *strides(out),
+        *strides(grad), SEES=sees, **flags,
+    )  # fmt: skip
+    if sees == SPANS:
         lists = seen_by(*lists, m)
         scales = (m if spans else 0, *scales[1:])
-    sees = FROM_IT if sees == UP_TO_IT else sees
-    grid = lambda meta: (cdiv(m, meta["ROWS"]), b * g)  # noqa: E731
-    _of_kv[grid](q, k, v, grad, lse, delta, *lists, of_k, of_v, *sizes, *scales, *of_qkv,
-        *strides(grad), SEES=sees, **flags)  # fmt: skip
-    return of_q, of_k, of_v
+    sees = CAUSAL_FROM_KEY if sees == CAUSAL else sees
+    _dkv[programs(m, b * g)](
+        q, k, v, grad, lse, delta, *lists, dk, dv, *sizes, *scales, *layout, *strides(grad),
+        SEES=sees, **flags,
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 def _fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:

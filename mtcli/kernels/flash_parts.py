@@ -7,18 +7,21 @@ masks of documents are over any block of keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from mtcli.kernels.launch import kernel, power_of_two
+from mtcli.kernels.launch import cdiv, kernel, power_of_two
 from mtcli.kernels.products import float32_precision
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 LOG2_E = 1.4426950408889634  # powers of two are what a GPU computes
-ALL, UP_TO_IT, FROM_IT, LISTED = range(4)  # which keys a query sees, or which queries see a key
+# Which keys a query sees: all, those up to its own place, or `Spans`; and for the gradients of
+# keys, by which queries a causal key is seen: those from its own place on.
+ALL, CAUSAL, CAUSAL_FROM_KEY, SPANS = range(4)
 SIZES = ("ROWS", "COLUMNS", "num_warps", "num_stages")
 TILES = tuple(
     dict(zip(SIZES, sizes, strict=True))
@@ -41,8 +44,27 @@ class Spans(NamedTuple):
 
 
 @kernel()
+def program_of(length, heads, ROWS: tl.constexpr):
+    """(tile of ROWS of a length, sequence, head) of this program, which `programs` has launched.
+
+    In one dimension, as CUDA has at most 65535 programs in each of the others.
+    """
+    tiles = tl.cdiv(length, ROWS)
+    pair = tl.program_id(0) // tiles
+    return tl.program_id(0) % tiles, (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+
+
+def programs(length: int, pairs: int) -> Callable[[Mapping[str, int]], tuple[int]]:
+    """The grid of a program for each tile of a length and each of so many (sequence, head)."""
+    return lambda meta: (cdiv(length, meta["ROWS"]) * pairs,)
+
+
+@kernel()
 def seen_of(first_ptr, end_ptr, at, mine, others, SEES: tl.constexpr):
-    """(first, end) of what each place of mine sees of the others, or is seen by."""
+    """(first, end) of what each place of mine sees of the others, or is seen by.
+
+    SEES is one of the four above, as a number: a kernel reads no globals.
+    """
     at = tl.minimum(at, mine - 1)  # past the end as the last
     if SEES == 3:
         return tl.load(first_ptr + at), tl.load(end_ptr + at)
@@ -52,6 +74,16 @@ def seen_of(first_ptr, end_ptr, at, mine, others, SEES: tl.constexpr):
     if SEES == 2:
         return tl.minimum(at, others), none + others
     return none, none + others
+
+
+@kernel()
+def bounds_of(first, end, COLUMNS: tl.constexpr):
+    """Of tiles of COLUMNS over what some places see from `first` to `end`: where they start, where
+    those begin that all of the places see whole, where these end, and where all end."""
+    start, stop = tl.min(first, 0) // COLUMNS * COLUMNS, tl.max(end, 0)
+    inner = tl.minimum(tl.cdiv(tl.max(first, 0), COLUMNS) * COLUMNS, tl.maximum(start, stop))
+    outer = tl.maximum(tl.min(end, 0) // COLUMNS * COLUMNS, inner)
+    return start, inner, outer, stop
 
 
 @kernel()
@@ -99,6 +131,6 @@ def listed(
 ) -> tuple[int, tuple[Tensor, Tensor], int]:
     """(which keys a query sees, the lists or what stands for them, their stride over rows)."""
     if first is None or end is None:
-        return UP_TO_IT if causal else ALL, (like, like), 0
+        return CAUSAL if causal else ALL, (like, like), 0
     first, end = first.contiguous(), end.contiguous()
-    return LISTED, (first, end), first.shape[1] if len(first) > 1 else 0
+    return SPANS, (first, end), first.shape[1] if len(first) > 1 else 0

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mtcli.kernels.flash_parts import rowwise, strides
-from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.flash_parts import program_of, programs, rowwise, strides
+from mtcli.kernels.launch import kernel, operator, power_of_two, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -43,8 +43,8 @@ def _merge(
     lb: tl.int64, lh: tl.int64, pb: tl.int64, ph: tl.int64, pn, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip  # strides of out, lse and part; part_lse [b, h, n] is contiguous
-    b, head = (tl.program_id(1) // h).to(tl.int64), (tl.program_id(1) % h).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile, b, head = program_of(n, h, ROWS)
+    row = tile * ROWS + tl.arange(0, ROWS)
     real, column = row < n, tl.arange(0, WIDTH)[None, :]
     lse_at = lse_ptr + b * lb + head * lh + row
     mine = tl.load(lse_at, mask=real, other=0.0)
@@ -75,8 +75,7 @@ def _run(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     part, part_lse, (b, h, n, d) = rowwise(part), part_lse.contiguous(), out.shape
     assert lse.stride(2) == 1, f"strides {lse.stride()}"
     layout = (*strides(out), *lse.stride()[:2], *strides(part))
-    grid = lambda meta: (cdiv(n, meta["ROWS"]), b * h)  # noqa: E731
-    _merge[grid](out, lse, part, part_lse, h, n, d, *layout, WIDTH=power_of_two(d))
+    _merge[programs(n, b * h)](out, lse, part, part_lse, h, n, d, *layout, WIDTH=power_of_two(d))
 
 
 _merge_op = operator(

@@ -6,7 +6,9 @@ from exact import TOLERANCE, check, distance, seeded
 
 from mtcli.kernels.attention import attention, attention_backward
 from mtcli.kernels.flash import flash
+from mtcli.kernels.flash_backward import flash_backward
 from mtcli.kernels.flash_parts import Spans
+from mtcli.kernels.launch import Kernel
 from mtcli.kernels.merge import merge_
 
 SHAPES = {  # b, h, g, n, m, d
@@ -91,6 +93,25 @@ def test_queries_see_their_own_documents_alone(device, causal, rows):
     )
     spans = Spans(*(x.to(device) for x in spans_of(mask)))
     agrees(device, (len(rows), 2, 1, 133, 133, 16), False, mask, spans)
+
+
+def test_sequences_and_heads_are_more_than_the_second_dimension_of_a_grid_holds(
+    monkeypatch, device
+):
+    grids = []
+
+    def noted(kernel, grid, arguments, constants, config):
+        grids.append(grid({**config, **constants}))
+
+    monkeypatch.setattr(Kernel, "_launch_as", noted)
+    q = torch.zeros(8, 8200, 3, 16, device=device)
+    lse = q[..., 0].clone()
+    flash_backward(q, q, q, q, q, lse, True, None, None)
+    flash(q, q, q, True, None, None)
+    merge_(q, lse, q, lse)
+    assert len(grids) == 4
+    for grid in grids:
+        assert grid[0] >= 8 * 8200 and all(n < 2**16 for n in grid[1:])  # CUDA's limit
 
 
 def test_what_sees_nothing_is_nothing_and_merges_so(device):
