@@ -147,7 +147,8 @@ def _run(
     kinds = (masters, exp_avgs, exp_avg_sqs, weights, gradients)
     aligned = fill_(Packed(host, table, chunks), kinds, decays)
     lr, beta1, beta2, eps, decay, *bounds, factor = numbers
-    squares, ratios = masters[0].new_empty(len(chunks), 2), masters[0].new_empty(len(masters))
+    squares = masters[0].new_empty(len(chunks), 2)
+    ratios = masters[0].new_ones(len(masters))  # a tensor of no elements has no program
     shared = {"ALIGNED": aligned, "CHUNK": CHUNK}
     betas = (1.0 - beta1, beta2, 1.0 - beta2)
     pointers, grid = (table, chunks, squares), (len(chunks),)

@@ -6,14 +6,14 @@ from mtcli.kernels.adamw import Parts
 from mtcli.kernels.lamb import LambUpdate, lamb_, lamb_reference_
 from mtcli.kernels.packed import CHUNK, pack
 
-SIZES = [5, CHUNK + 130, 21, 16]  # the last is zeros and has no gradient
-DECAYS = [True, True, False, False]
+SIZES = [5, CHUNK + 130, 21, 0, 16]  # the last is zeros and has no gradient
+DECAYS = [True, True, False, True, False]
 UPDATES = [
     LambUpdate(0.03, (0.8, 0.97), 1e-6, 0.3, (0.01, 10.0), factor) for factor in (1.0, 0.25, 1.0)
 ]
 
 
-def made(seed, scales=(0.001, 1.0, 50.0, 0.0)):
+def made(seed, scales=(0.001, 1.0, 50.0, 1.0, 0.0)):
     return [
         (scale * seeded(size, seed=seed + i)).float()
         for i, (size, scale) in enumerate(zip(SIZES, scales, strict=True))
@@ -21,7 +21,7 @@ def made(seed, scales=(0.001, 1.0, 50.0, 0.0)):
 
 
 def gradients_of(step):
-    return made(100 * (step + 1), (1.0, 1.0, 1.0, 0.0))
+    return made(100 * (step + 1), (1.0, 1.0, 1.0, 1.0, 0.0))
 
 
 def exact():
