@@ -130,20 +130,21 @@ def _run_product(
 
 def _by_scaled_mm(a: Narrow, b: Narrow, quick: bool) -> Tensor:
     """torch's product, which takes b^T with whole columns in memory."""
-    rows, blocked = len(a.values), a.block == STRIPS
+    rows, columns, blocked = len(a.values), len(b.values), a.block == STRIPS
     a, b = _padded(a, 4 if blocked else 1), _padded(b, 16)
     if not blocked:  # [M, 1] and [1, N]; of one number for all [1, 1] twice
         wide = b.scales.T.contiguous()
-        return torch._scaled_mm(
+        out = torch._scaled_mm(
             a.values, b.values.T, a.scales, wide, out_dtype=torch.bfloat16, use_fast_accum=quick
         )
+        return out[:, :columns]
     kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     out = F.scaled_mm(
         a.values, b.values.T,
         _laid_out(a), kinds[0], _laid_out(b), kinds[b.block == SQUARES],
         output_dtype=torch.bfloat16,
     )  # fmt: skip
-    return out[:rows]
+    return out[:rows, :columns]
 
 
 def _padded(x: Narrow, rows: int) -> Narrow:

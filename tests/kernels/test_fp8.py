@@ -5,6 +5,7 @@ import pytest
 import torch
 from exact import distance, seeded
 
+from mtcli.kernels import fp8
 from mtcli.kernels.fp8 import (
     ROW,
     SQUARES,
@@ -124,6 +125,12 @@ def test_zeros_stay_zeros_and_what_is_not_finite_spreads_over_its_block():
         x[2, 5] = bad
         y = product(narrowed(x, ROW, E4M3), weight)
         assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("block", [WHOLE, ROW])
+def test_rows_that_the_library_s_product_needs_besides_are_not_in_its_result(block):
+    a, b = (narrowed(seeded(n, 40, seed=n).bfloat16(), block, E4M3) for n in (7, 20))
+    assert distance(fp8._by_scaled_mm(a, b, False), whole(a) @ whole(b).T) < ROUNDING
 
 
 def test_the_smallest_gradients_keep_their_precision():
