@@ -26,6 +26,10 @@ def connect(
     places = gather((_machine(), listener.getsockname() if able else None))
     addresses = [address for _, address in places]
     if None in addresses or len({machine for machine, _ in places}) > 1:
+        if listener is not None:
+            listener.close()
+        if mine is not None:
+            os.close(mine)
         return None
     files = {rank: mine}
     peers = dict(_connections(rank, listener, addresses))

@@ -1,5 +1,7 @@
 """Collectives through shared memory, against sums and permutations written out by hand."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,15 @@ SIZES = [1, 3, 1000, SMALL_BYTES // 4 + 7]
 def connected(runtime, slot_bytes=shared_memory.SLOT_BYTES):
     shared_memory.SLOT_BYTES = neighbours.SLOT_BYTES = slot_bytes
     return connect(runtime.rank, range(runtime.world), gather, timeout=20.0)
+
+
+def test_ranks_that_share_no_machine_leave_no_file_open():
+    def two_machines(value):
+        return [value, ("another", b"address")]
+
+    before = len(os.listdir("/proc/self/fd"))
+    assert connect(0, range(2), two_machines, timeout=1.0) is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def gather(value):
