@@ -18,7 +18,7 @@ from mtcli.core.parallel.wire import Work
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum (or `op`) over the axis, in place; x on every rank."""
+    """The sum (or `op`) over the axis, in place; x, contiguous, on every rank."""
     if axis.size > 1:
         with axis.ledger.call("all_reduce", axis, x, op):
             axis.wire.all_reduce(x, op).wait()
@@ -109,7 +109,9 @@ def _identity(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _summed(x: Tensor, axis: Axis) -> Tensor:
-    return all_reduce(x.clone() if axis.size > 1 else x, axis)
+    if axis.size == 1:
+        return x
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
 def _differentiable(forward: Callable, backward: Callable) -> Callable[[Tensor, Axis], Tensor]:

@@ -43,6 +43,24 @@ def test_sum_out_sums_and_copies_gradients(n):
         assert torch.equal(y, total) and torch.equal(dx, given(rank, N, -1.0))
 
 
+def transposed(runtime, name, forwards):
+    """(y, dx) where x, or else dy, is the transpose of a tensor."""
+    x, dy = given(runtime.rank, 3), given(runtime.rank, 3, -1.0)
+    x, dy = (x.T, dy) if forwards else (x, dy.T)
+    x = x.detach().requires_grad_()
+    y = getattr(collectives, name)(x, axis_of(runtime))
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", ["copy_in", "sum_out"])
+def test_what_is_summed_need_not_be_contiguous(name):
+    total = given(0, 3) + given(1, 3)
+    forwards = name == "sum_out"
+    for y, dx in run_ranks(2, transposed, name, forwards):
+        assert torch.equal(y if forwards else -dx, total.T)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_gather_in_gathers_and_reduce_scatters_gradients(n):
     whole = torch.cat([given(rank, N) for rank in range(n)])
