@@ -31,6 +31,7 @@ LR, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 def main() -> None:
     args = parse()
     if args.child:
+        set_torch(args.child)
         print(json.dumps(run_child(args)))
         return
     rows = measure(args)
@@ -123,10 +124,20 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def run_child(args: argparse.Namespace) -> dict:
+def set_torch(name: str) -> None:
+    """Threads and products of this process as a contender has them."""
     import torch
 
+    from mtcli.core.runtime import set_matmul
+
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if name.startswith("ours"):
+        set_matmul("fast")
+    elif name.endswith("-tuned"):
+        torch.set_float32_matmul_precision("medium")
+
+
+def run_child(args: argparse.Namespace) -> dict:
     if args.child == "product":
         return {"flop_per_s": product_rate(args)}
     train = contender(args)
@@ -159,15 +170,8 @@ def contender(args: argparse.Namespace) -> Callable:
     import contenders
     import torch
 
-    from mtcli.core.runtime import set_matmul
-
-    name, _, tuned = args.child.partition("-")
-    if name == "ours":
-        set_matmul("fast")
-    elif tuned:
-        torch.set_float32_matmul_precision("medium")
     make = {"ours": contenders.ours, "hf": contenders.hugging_face, "plain": contenders.plain}
-    return make[name](config(args), torch.device("cpu")).train
+    return make[args.child.partition("-")[0]](config(args), torch.device("cpu")).train
 
 
 def config(args: argparse.Namespace):
