@@ -6,18 +6,18 @@ closed forms, which share no code with it, are held against that.
 """
 
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
-from mtcli.core.cost.hardware import GPUS, Device
+from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.memory import Memory, fullest_rank, rank_memory
 from mtcli.core.cost.workload import Workload
 from mtcli.core.data.batches import SampleId
-from mtcli.core.fake import fake_world, settled_shards
+from mtcli.core.fake import fake_shards, fake_world
 from mtcli.core.feed import Feed
 from mtcli.core.live import Live
 from mtcli.core.runtime import Runtime
@@ -27,7 +27,6 @@ from mtcli.core.spec.errors import failed, wrong
 from mtcli.core.trainer import Trainer
 
 KINDS = ("weights", "gradients", "optimizer")
-CPU = replace(GPUS["h100"], name="cpu")  # for what its kernels keep; its speed is not asked for
 TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
 
 
@@ -112,25 +111,25 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     if not 0 <= rank < world:
         raise wrong(f"--rank {rank} is not one of {world} ranks", f"0 to {world - 1}", "--rank")
     start, config = perf_counter(), _as_written(shortened(config, work))
-    where = _fake_device(config, device)
+    where = torch.device("cpu" if device.name == "cpu" else "meta")  # which takes a GPU's paths
+    cut = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
     live, trainers = Live(where.type, lambda: _moment(trainers)), []
-    with fake_world(rank, world, config.model, live, where.type == "meta"):
+    with cut, fake_world(rank, world, config.model, live, where.type == "meta"):
         trainer = Trainer(config, Runtime(rank, world, rank, world, where))
         trainers.append(trainer)
         state = trainer.state_bytes_by_kind()
         feed = Feed(Blank(config), config, trainer.groups)
         live.begin()
-        with closing(feed), settled_shards() if trainer.is_sharded else nullcontext():
+        with closing(feed):
             trainer.train_step(feed)
-    kernels = "gpu" if where.type == "meta" else "cpu"
     return DryRun(
         rank=rank,
-        device=kernels,
+        device="cpu" if device.name == "cpu" else "gpu",
         micro_batches=trainer.micro_batches,
         state=state,
         activation_peak=live.peak - sum(state.values()),
         peak_at=live.peak_at,
-        predicted=rank_memory(work, device if kernels == "gpu" else CPU, rank),
+        predicted=rank_memory(work, device, rank),
         seconds=perf_counter() - start,
     )
 
@@ -153,12 +152,6 @@ def _as_written(config: RunConfig) -> RunConfig:
     """The config of a step not compiled nor recorded, which both take tensors with memory."""
     plain = config.train.model_copy(update={"compile": False, "cuda_graphs": False})
     return config.model_copy(update={"train": plain})
-
-
-def _fake_device(config: RunConfig, device: Device) -> torch.device:
-    """Fake tensors on `meta` take the paths of a GPU. FSDP2 knows no such device."""
-    on_gpu = device.name != "cpu" and config.parallel.zero != 3
-    return torch.device("meta" if on_gpu else "cpu")
 
 
 def _moment(trainers: list[Trainer]) -> str:

@@ -32,6 +32,7 @@ from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.products import PLAIN, Products
 
+HOLLOW = torch.device("meta")  # where stages are built that take memory once they are cut
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
 DTYPES = {
     "fp64": torch.float64,
@@ -54,7 +55,7 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
         table=parameters(config.model),
         groups=groups,
         dtype=torch.promote_types(dtype, torch.float32) if sharded else dtype,
-        device=torch.device("meta") if sharded else groups.device,
+        device=HOLLOW if sharded else groups.device,
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,

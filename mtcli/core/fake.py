@@ -6,20 +6,21 @@ and routed tokens spread evenly over the experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mtcli.core import engine
 from mtcli.core.parallel.collectives import Pending
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels import permute  # noqa: F401
@@ -68,14 +69,27 @@ def fake_world(
             dist.destroy_process_group()
 
 
-def settled_shards() -> AbstractContextManager[Any]:
-    """Inside, FSDP2 takes parameters to be where it has put them.
+@contextmanager
+def fake_shards(where: torch.device) -> Iterator[None]:
+    """Inside, FSDP2 cuts fake parameters, which are on a CPU or on `meta` from the start.
 
-    It asks for their address in memory, which fake tensors have not, and would pad them again.
+    It asks the device for streams, of which a CPU has some that do nothing; it does not train what
+    is on meta; and of what `to_empty` moves it wants the address, which fake tensors have not.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
 
-    return patch.object(FSDPParam, "reset_sharded_param", lambda parameter: None)
+    replaced = (
+        (torch, "meta", torch.cpu),
+        (engine, "HOLLOW", where),
+        (_fully_shard, "_get_device_from_mesh", lambda mesh: where),
+        (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        (_fsdp_param.FSDPParam, "reset_sharded_param", lambda parameter: None),
+        (nn.Module, "to_empty", lambda module, device: module),
+    )
+    with ExitStack() as stack:
+        for owner, name, instead in replaced:
+            stack.enter_context(patch.object(owner, name, instead, create=name == "meta"))
+        yield
 
 
 class Answers(TorchDispatchMode):
