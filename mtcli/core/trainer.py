@@ -34,6 +34,7 @@ from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.owning import cuts_parameters
 
 
 class Step(NamedTuple):
@@ -196,9 +197,8 @@ class Trainer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are cut over data ranks: there are some, and zero = 3."""
-        shared = max(self.groups.axes[name].size for name in ("data", "edp"))
-        return self.config.parallel.zero == 3 and shared > 1
+        """Whether each data rank holds some rows of the parameters, by FSDP2."""
+        return cuts_parameters(self.config.parallel.zero, self.layout, self.config.model)
 
     def _reduction(self) -> Reduction:
         if not self.is_sharded:

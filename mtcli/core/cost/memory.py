@@ -21,6 +21,7 @@ from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter
+from mtcli.core.spec.owning import cuts_parameters
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,7 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
 
 
 def _is_sharded(work: Workload) -> bool:
-    """Whether zero=3 has data ranks to cut parameters over."""
-    return work.zero == 3 and max(work.layout.dp * work.layout.cp, work.layout.edp) > 1
+    return cuts_parameters(work.zero, work.layout, work.model)
 
 
 def _groups(work: Workload, pp_rank: int) -> tuple[Group, ...]:
@@ -189,17 +189,23 @@ def _groups(work: Workload, pp_rank: int) -> tuple[Group, ...]:
     reduced = ends - prod(head) * (pp_rank == layout.pp - 1 and not _ties(work))
     data = layout.dp * layout.cp
     return (
-        _group(sizes, block.padded - block.padded_experts, data),
-        _group(sizes, block.padded_experts, layout.edp),
+        _group(sizes, block.padded - block.padded_experts, data, last[False]),
+        _group(sizes, block.padded_experts, layout.edp, last.get(True, 0)),
         Group("ends", ends * sizes.weight, reduced * sizes.gradient, data),
     )
 
 
-def _group(sizes: Precision, elements: int, ranks: int) -> Group:
-    return Group("", elements * sizes.weight, elements * sizes.gradient, ranks)
+def _group(sizes: Precision, elements: int, ranks: int, last: int) -> Group:
+    weights, wide = elements * sizes.weight, elements * sizes.gradient
+    return Group("", weights, wide, ranks, last * sizes.weight)
 
 
 def _ties(work: Workload) -> bool:
+    last = {  # in the order of the modules
+        parameter.is_expert: prod(parameter.local_shape(layout))
+        for parameter, times in _parts(work.model, 1, (False, False))
+        if times and parameter.trained
+    }
     """Whether one rank has both ends of one table."""
     return work.layout.num_stages == 1 and work.model.tie_embeddings
 

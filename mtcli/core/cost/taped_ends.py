@@ -45,11 +45,10 @@ def head(kit: Kit, x: Value, weight: Value) -> Value:
     tape, gathering = kit.tape, kit.gathering
     normed = out_of_stage(kit, norm(kit, x))
     if gathering is not None:
-        table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden / kit.t.size
+        table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden
         table *= weight.made_by is None  # a tied one waits for the embedding's
-        normed = _marked(
-            kit, normed, lambda: gathering.reduced(kit.groups[ENDS], table * kit.t.wide)
-        )
+        wide = table / kit.t.size * kit.t.wide
+        normed = _marked(kit, normed, lambda: gathering.reduced(kit.groups[ENDS], wide, table))
     gathered = enter(kit, normed)
     loss = (_loss_on_cpu if kit.cpu else _loss_in_chunks)(kit, gathered, weight)
     tape.free(gathered, normed)

@@ -3,7 +3,7 @@
 A group's weights come in a buffer and are copied out of it. A forward lets go of the buffer when
 the next group's has been copied out; a backward at once, and gathers the group that follows while
 its own works. The wide buffer that gradients are reduced from stays until the next one is needed
-(torch.distributed.fsdp, _fsdp_param_group.py).
+(torch.distributed.fsdp, _fsdp_param_group.py and _fsdp_collectives.py).
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ class Group(NamedTuple):
     weights: float  # bytes, rows padded to equal shares
     wide: float  # bytes of their gradients as they are summed
     ranks: int
+    last: float = 0.0  # of the last parameter's gradient
 
 
 class Gathering:
@@ -78,15 +79,16 @@ class Gathering:
             if buffer is not None:
                 self.coming[ahead.name] = buffer
 
-    def reduced(self, group: Group, wide: float) -> None:
-        """After a group's backward: its gradients are summed, and their rows kept."""
+    def reduced(self, group: Group, wide: float, last: float) -> None:
+        """After a group's backward: its gradients are summed, and their rows kept. A name of
+        FSDP2's holds the last one, unless a single rank copies them."""
         tape, grads = self.tape, self.tape.waiting.pop()
         self.let_go(group)
         if self.reducing is not None:
             tape.free(self.reducing)
         self.reducing = tape.hold(wide)
         tape.free(*grads)
-        tape.moment(wide / group.ranks)
+        tape.moment(wide / group.ranks + last * (group.ranks > 1))
 
     def _gather(self, group: Group) -> Storage | None:
         if group.ranks == 1:
@@ -103,7 +105,7 @@ def before(gathering: Gathering | None, group: Group, x: Value) -> Value:
         return x
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        gathering.reduced(group, group.wide)
+        gathering.reduced(group, group.wide, group.last)
         grads[0].holders += 1
         return [grads[0]]
 

@@ -131,7 +131,7 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
     tape.backward(tape.nodes[:start], pending)
     if kit.gathering is not None:
         rest = kit.groups[ENDS]
-        kit.gathering.reduced(rest, rest.wide)
+        kit.gathering.reduced(rest, rest.wide, rest.last)
     return Passed(each, body, kept, half * layers, tape.peak)
 
 

@@ -48,11 +48,26 @@ def shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -
         fully_shard(stage, mesh=data, mp_policy=policy, ignored_params=untrained)
         for reads_head in ("loss", "losses"):
             register_fsdp_forward_method(stage, reads_head)
-        for module in stage.modules():
+        _prefetch(stage)
+        for name, module in stage.named_modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
+                if (experts if _is_expert_array(name) else data).size() > 1:  # one copies to divide
+                    module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         stage.to_empty(device=groups.device)
+
+
+def _prefetch(stage: nn.Module) -> None:
+    """While a block or its experts go back, what goes back after them is gathered.
+
+    By itself FSDP2 looks for that among the forwards since the last backward, which are other
+    micro-batches' in a pipeline, or none. The stage's own weights are there.
+    """
+    found = [(name, x) for name, x in stage.named_modules() if isinstance(x, FSDPModule) and name]
+    last_first = sorted(found, key=lambda one: int(one[0].split(".")[1]), reverse=True)
+    going = [module for _, module in last_first]
+    for module, following in zip(going, [*going[1:], stage], strict=True):
+        module.set_modules_to_backward_prefetch([following])
 
 
 class ShardedGradients:

@@ -6,7 +6,14 @@ owners has rows [i * r, (i + 1) * r) with r = ceil(rows / n), the last ones fewe
 """
 
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter
+
+
+def cuts_parameters(zero: int, layout: ParallelLayout, model: ModelConfig) -> bool:
+    """Whether parameters are cut over data ranks: zero = 3, and some of them have such ranks."""
+    of_experts = layout.edp if model.num_experts else 1
+    return zero == 3 and max(layout.dp * layout.cp, of_experts) > 1
 
 
 def owner_axes(
