@@ -1,28 +1,32 @@
 """What the pipeline's schedule has in flight on each rank, quick to know for a large pipeline."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import chain
+from operator import ge
+from typing import NamedTuple
 
 from mtcli.core.cost.workload import Workload
-from mtcli.core.schedule.check import in_flight
 from mtcli.core.schedule.generators import schedule_for
-from mtcli.core.schedule.ops import Kind
+from mtcli.core.schedule.ops import Op, Schedule
 
-Pair = tuple[int, int]
+# Of each of a rank's chunks, micro-batches between F and B; of split backwards those between F and
+# I, and then those between I and W.
+Counts = tuple[int, ...]
 
-# What an op of a split backward adds to micro-batches between F and I, and between I and W.
-STEPS: dict[Kind, Pair] = {"F": (1, 0), "I": (-1, 1), "W": (0, -1)}
+
+class Moments(NamedTuple):
+    """What a rank holds at most: counts that no other of their kind exceed in every number."""
+
+    between: list[Counts]  # ops
+    forward: list[list[Counts]]  # within an F of each chunk, its own micro-batch included
+    backward: list[list[Counts]]  # within a B or I
 
 
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     """Micro-batches in flight, times vpp, on each pipeline rank."""
-    pp, vpp = work.layout.pp, work.layout.vpp
-    if pp == 1:
-        return (vpp,)
-    if work.schedule_name == "gpipe":
-        return (work.num_micro_batches * vpp,) * pp
-    return _chunks(work.schedule_name, pp, vpp, _filling(work))
+    ranks = range(work.layout.pp)
+    return tuple(max(map(sum, moments(work, pp_rank).between)) for pp_rank in ranks)
 
 
 def splits(work: Workload) -> bool:
@@ -30,10 +34,14 @@ def splits(work: Workload) -> bool:
     return work.schedule_name == "zero_bubble" and work.layout.pp > 1
 
 
-def split_moments(work: Workload, pp_rank: int) -> tuple[set[Pair], set[Pair]]:
-    """What a rank holds at most where backwards are split, between ops and when an I begins:
-    (micro-batches between F and I, between I and W)."""
-    return _pairs(work.schedule_name, work.layout.pp, _filling(work))[pp_rank]
+def moments(work: Workload, pp_rank: int) -> Moments:
+    """What a pipeline rank holds at most, between ops and within one."""
+    pp, vpp = work.layout.pp, work.layout.vpp
+    if work.schedule_name == "gpipe" and pp > 1:
+        everyone = [(work.num_micro_batches,) * vpp]
+        return Moments(everyone, [everyone] * vpp, [everyone] * vpp)
+    name = "interleaved" if vpp > 1 else work.schedule_name
+    return _moments(name, pp, vpp, _filling(work), pp_rank)
 
 
 def _filling(work: Workload) -> int:
@@ -43,35 +51,47 @@ def _filling(work: Workload) -> int:
     remainder with it, that too.
     """
     pp, m = work.layout.pp, work.num_micro_batches
-    if work.layout.vpp == 1:
+    if pp == 1 or work.layout.vpp == 1:
         return min(m, pp)
     return m if m < 2 * pp else 2 * pp + m % pp
 
 
 @cache
-def _chunks(name: str, pp: int, vpp: int, num_micro_batches: int) -> tuple[int, ...]:
-    return in_flight(schedule_for(name, pp, vpp, num_micro_batches))
+def _moments(name: str, pp: int, vpp: int, num_micro_batches: int, pp_rank: int) -> Moments:
+    return _of_rank(_schedule(name, pp, vpp, num_micro_batches).ops[pp_rank], pp, vpp)
 
 
 @cache
-def _pairs(name: str, pp: int, num_micro_batches: int) -> list[tuple[set[Pair], set[Pair]]]:
-    found = []
-    for ops in schedule_for(name, pp, 1, num_micro_batches).ops:
-        after = list(accumulate((STEPS[op.kind] for op in ops), _sum))
-        before_halves = {held for held, op in zip(after, ops[1:], strict=False) if op.kind == "I"}
-        found.append((_most(after), _most(before_halves)))
-    return found
+def _schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+    return schedule_for(name, pp, vpp, num_micro_batches)
 
 
-def _most(pairs: Iterable[Pair]) -> set[Pair]:
-    """Those pairs to which no other is equal or larger in both numbers: where bytes are most."""
-    found, most = set(), -1
-    for whole, halves in sorted(set(pairs), key=lambda pair: (pair[1], pair[0]), reverse=True):
-        if whole > most:
-            found.add((whole, halves))
-            most = whole
-    return found
+def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
+    held = [0] * (2 * vpp if ops[-1].kind == "W" else vpp)
+    forward: list[set[Counts]] = [set() for _ in range(vpp)]
+    backward: list[set[Counts]] = [set() for _ in range(vpp)]
+    waiting: set[Counts] = set()
+    for op in ops:
+        chunk = op.stage // pp
+        if op.kind == "F":
+            held[chunk] += 1
+            forward[chunk].add(tuple(held))
+        elif op.kind == "W":
+            held[vpp + chunk] -= 1
+        else:
+            backward[chunk].add(tuple(held))
+            held[chunk] -= 1
+        if op.kind == "I":
+            held[vpp + chunk] += 1
+            waiting.add(tuple(held))
+    fronts = [_most(found) for found in forward]
+    between = _most([*chain(*fronts), *waiting])
+    return Moments(between, fronts, [_most(found) for found in backward])
 
 
-def _sum(a: Pair, b: Pair) -> Pair:
-    return a[0] + b[0], a[1] + b[1]
+def _most(found: Iterable[Counts]) -> list[Counts]:
+    front: list[Counts] = []
+    for counts in sorted(found, key=sum, reverse=True):  # none has less than one it exceeds
+        if not any(all(map(ge, other, counts)) for other in front):
+            front.append(counts)
+    return front

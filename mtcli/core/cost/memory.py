@@ -4,15 +4,16 @@ Weights, gradients and optimizer state are counted from `Parameter.local_shape`,
 training allocates; all else of a step is counted on a tape (`taped_stage.py`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 from mtcli.core.cost.given_back import given_back
 from mtcli.core.cost.hardware import Device
-from mtcli.core.cost.in_flight import in_flight_chunks, split_moments, splits
+from mtcli.core.cost.in_flight import Counts, Moments, moments
 from mtcli.core.cost.shapes import turning_bytes
 from mtcli.core.cost.taped_sharding import Group
 from mtcli.core.cost.taped_stage import Passed, passed
@@ -20,8 +21,8 @@ from mtcli.core.cost.workload import Precision, Workload
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import Parameter
 from mtcli.core.spec.owning import cuts_parameters
+from mtcli.core.spec.sharding import Parameter
 
 
 @dataclass(frozen=True)
@@ -130,26 +131,37 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
 def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
     """`memory_by_stage`, each counted as it is asked for."""
     cpu = device.name == "cpu"
-    for pp_rank, held in enumerate(in_flight_chunks(work)):
-        runs = _runs(work, cpu, pp_rank)
-        kept = held / work.layout.vpp * (sum(run.body for run in runs) + turning_bytes(work))
-        heads = held if work.schedule_name == "gpipe" else 1
-        kept += heads * (runs[-1].kept - runs[-1].body)
-        peak = kept + max(run.peak - run.kept for run in runs)
-        if splits(work):
-            kept, peak = _waiting(work, pp_rank, runs[0])
+    for pp_rank in range(work.layout.pp):
+        kept, peak = _in_flight(_runs(work, cpu, pp_rank), moments(work, pp_rank))
         working = max(peak, given_back(work, pp_rank)) - kept
         state = state_bytes(work, pp_rank)
         yield Memory(*state, kept, working, device.reserved_bytes)
 
 
+def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
+    """(what a rank keeps between ops, and within one, at most) of its stages' micro-batches."""
+    sizes = [*(run.kept for run in runs), *(run.left for run in runs)]
+
+    def level(held: Sequence[Counts]) -> float:
+        return max((sum(map(mul, counts, sizes)) for counts in held), default=0.0)
+
+    kept = level(most.between)
+    within = [
+        level(held) - run.kept + peak
+        for run, forward, backward in zip(runs, most.forward, most.backward, strict=True)
+        for held, peak in ((forward, run.forward), (backward, run.backward))
+    ]
+    return kept, max(kept, *within)
+
+
 def _runs(work: Workload, cpu: bool, pp_rank: int) -> list[Passed]:
-    """Each of a pipeline rank's stages."""
+    """Each of a pipeline rank's stages; the first one's positions serve them all."""
     last, groups = work.layout.num_stages - 1, _groups(work, pp_rank)
-    return [
+    first, *others = (
         passed(work, cpu, (stage == 0, stage == last), work.layers_of_stage[stage], groups)
         for stage in work.layout.stages(pp_rank)
-    ]
+    )
+    return [first.beside(turning_bytes(work)), *others]
 
 
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
@@ -188,6 +200,11 @@ def _groups(work: Workload, pp_rank: int) -> tuple[Group, ...]:
     head = parameters(work.model)["embedding.weight"].local_shape(layout)
     reduced = ends - prod(head) * (pp_rank == layout.pp - 1 and not _ties(work))
     data = layout.dp * layout.cp
+    last = {  # in the order of the modules
+        parameter.is_expert: prod(parameter.local_shape(layout))
+        for parameter, times in _parts(work.model, 1, (False, False))
+        if times and parameter.trained
+    }
     return (
         _group(sizes, block.padded - block.padded_experts, data, last[False]),
         _group(sizes, block.padded_experts, layout.edp, last.get(True, 0)),
@@ -201,11 +218,6 @@ def _group(sizes: Precision, elements: int, ranks: int, last: int) -> Group:
 
 
 def _ties(work: Workload) -> bool:
-    last = {  # in the order of the modules
-        parameter.is_expert: prod(parameter.local_shape(layout))
-        for parameter, times in _parts(work.model, 1, (False, False))
-        if times and parameter.trained
-    }
     """Whether one rank has both ends of one table."""
     return work.layout.num_stages == 1 and work.model.tie_embeddings
 
@@ -261,13 +273,3 @@ def _parts(
             yield parameter, int(first or tied)
         else:
             yield parameter, int(last) if parameter.owner == "last" else layers
-
-
-def _waiting(work: Workload, pp_rank: int, run: Passed) -> tuple[float, float]:
-    """(what a rank holds between its ops, and within one, at most) where backwards are split: what
-    an F keeps goes with its I, which leaves what its W waits with."""
-    between, at_halves = split_moments(work, pp_rank)
-    body = run.body + turning_bytes(work)
-    kept = max(whole * body + halves * run.left for whole, halves in between)
-    level = max(whole * body + halves * run.left for whole, halves in at_halves)
-    return kept, max(kept, level - run.body + run.peak)

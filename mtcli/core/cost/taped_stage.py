@@ -21,10 +21,15 @@ class Passed(NamedTuple):
     """What one micro-batch holds on a stage: when its forward is done, and at most."""
 
     each: float  # of a block
-    body: float  # when its forward is done, without the head's
-    kept: float  # with it
-    left: float  # when its backward is done
-    peak: float
+    kept: float  # when its forward is done
+    left: float  # when its backward is done, until the rest of a split one is
+    forward: float  # at most, until it is done
+    backward: float  # at most, from there on
+
+    def beside(self, size: float) -> "Passed":
+        """The same where `size` bytes are there from the forward to the backward."""
+        forward, backward = self.forward + size, self.backward + size
+        return self._replace(kept=self.kept + size, forward=forward, backward=backward)
 
 
 def block(kit: Kit, x: Value, number: int = 0) -> Value:
@@ -92,7 +97,8 @@ def passed(
         return plain
     tape = Tape()
     kit = Kit(tape, work, cpu, Gathering(tape), groups)
-    return plain._replace(peak=_passed(kit, ends, layers, plain.each).peak)
+    cut = _passed(kit, ends, layers, plain.each)
+    return plain._replace(forward=cut.forward, backward=cut.backward)
 
 
 def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> Passed:
@@ -115,14 +121,14 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
         tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
         others.size += before
         tape.live += before
-    body = tape.live - x.size * last
     if last:
         loss = head(kit, x, table)
         tape.free(x)
-        kept = tape.live
         pending[loss.made_by] = {0: tape.new(0.0)}
     else:
-        x, kept = out_of_stage(kit, x), body
+        x = out_of_stage(kit, x)
+    kept, forward, tape.peak = tape.live, tape.peak, tape.live
+    if not last:
         pending[x.made_by] = {x.place: tape.new(stream)}
     tape.backward(tape.nodes[start:], pending)
     tape.free(others)
@@ -132,7 +138,7 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
     if kit.gathering is not None:
         rest = kit.groups[ENDS]
         kit.gathering.reduced(rest, rest.wide, rest.last)
-    return Passed(each, body, kept, half * layers, tape.peak)
+    return Passed(each, kept, half * layers, forward, tape.peak)
 
 
 def _owners(work: Workload) -> int:
