@@ -54,6 +54,12 @@ def logits_bytes(work: Workload) -> float:
     return float(work.tokens * work.sizes.weight * columns)
 
 
+def chunk_rows(work: Workload) -> int:
+    """Tokens whose logits fill CHUNK_BYTES at most, in multiples of 128 where that leaves any."""
+    fitting = int(CHUNK_BYTES // (logits_bytes(work) / work.tokens))
+    return min(work.tokens, max(1, fitting // 128 * 128 or fitting))
+
+
 def turning_bytes(work: Workload) -> float:
     """Cosines and sines of a micro-batch's positions."""
     return (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from mtcli.core.cost.shapes import CHUNK_BYTES, INDEX, logits_bytes
+from mtcli.core.cost.shapes import INDEX, chunk_rows, logits_bytes
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
 from mtcli.core.cost.taped_layers import dropout, norm
 from mtcli.core.cost.taped_ops import ENDS, Kit, add, enter, leave, linear, same
@@ -78,9 +78,9 @@ def _marked(kit: Kit, x: Value, event: Callable[[], None]) -> Value:
 
 def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
     """The forward makes the gradients of x and of the table, from a chunk of logits at a time."""
-    tape, t, logits = kit.tape, kit.t, logits_bytes(kit.work)
-    table, chunk = logits / t.tokens * t.hidden, min(logits, CHUNK_BYTES)
-    several = logits > CHUNK_BYTES
+    tape, t, part = kit.tape, kit.t, chunk_rows(kit.work) / kit.work.tokens
+    logits, several = logits_bytes(kit.work), part < 1
+    table = logits / t.tokens * t.hidden
     summed = table / t.size * t.wide if several else table
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
@@ -94,7 +94,7 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
 
     of_x = tape.new(x.size)
     made = [tape.new(summed)] if several else []
-    tape.moment(chunk + max(x.size * chunk / logits, 0.0 if several else table))
+    tape.moment(part * logits + max(part * x.size, 0.0 if several else table))
     tape.free(of_x, *made)
     return tape.op([x, weight], [0.0], back, more=x.size + summed)[0]
 

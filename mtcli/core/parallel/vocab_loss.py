@@ -86,6 +86,7 @@ class ChunkedLoss(torch.autograd.Function):
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
             of_x[rows] = matmul(logits_CV, weight_VD)
             of_weight = _with_product(of_weight, logits_CV, x_TD[rows], len(x_TD))
+            del logits_CV  # before the next chunk's are made
         assert of_weight is not None, "a micro-batch has tokens"
         ctx.save_for_backward(of_x, of_weight)
         ctx.dtype = weight_VD.dtype
@@ -131,6 +132,6 @@ def _with_product(total: Tensor | None, g_CV: Tensor, x_CD: Tensor, tokens: int)
         total = g_CV.new_zeros(g_CV.shape[1], x_CD.shape[1], dtype=wide)
     if x_CD.dtype == wide:
         return total.addmm_(g_CV.T, x_CD)
-    if not x_CD.is_cuda:  # torch has no such product there
+    if x_CD.device.type == "cpu":  # torch has no such product there
         return total.addmm_(g_CV.T.to(wide), x_CD.to(wide))
     return torch.addmm(total, g_CV.T, x_CD, out_dtype=wide, out=total)
