@@ -33,7 +33,10 @@ ONE = {"num_layers": 1}
 LAST = -1
 ALL = {"dispatcher": "all_gather"}
 SPLIT = {"pp": 2, "schedule": "zero_bubble"}
-ROWS = {  # world, model, parallel, precision, rank
+CHUNKED = {"vocab_size": 3 * 2**17}  # of 512 tokens in 16 bits 384 MiB of logits
+UNEVEN = {"pp": 2, "vpp": 2, "schedule": "interleaved", "stage_layers": (1, 1, 3, 1)}
+MASKED = {"document_mask": True}
+ROWS = {  # world, model, parallel, precision, rank, and data
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
     "dropout": (1, GPT | DROPPING, {}, "fp16", None),
@@ -63,19 +66,25 @@ ROWS = {  # world, model, parallel, precision, rank
     "zero=1's update": (4, GPT, {"zero": 1, "cp": 4}, "bf16", None),
     "half of a backward, recomputed": (2, DEEP, SPLIT | {"recompute": "full"}, "bf16", None),
     "gathered for ring and dropout": (2, GPT | DROPPING, {"cp": 2}, "fp8", None),
+    "zero=3 and no data ranks": (2, GPT, {"zero": 3, "tp": 2}, "bf16", None),
+    "zero=3, data ranks of experts alone": (2, MOE, {"zero": 3, "tp": 2}, "bf16", None),
+    "uneven chunks": (2, DEEP | {"num_layers": 6}, UNEVEN, "bf16", LAST),
+    "logits in chunks": (1, LLAMA | CHUNKED, {}, "bf16", None),
+    "documents": (1, LLAMA, {}, "fp32", None, MASKED),
 }
 # fmt: on
 
 
-def config_of(world, model, parallel, precision, sequences=2):
+def config_of(world, model, parallel, precision, sequences=2, data=None):
     size = sequences * world if parallel.get("pp", 1) == 1 else 4
     batch = {"seq_len": 256, "micro_batch_size": sequences, "global_batch_size": size}
-    return run_config(model, parallel=parallel, batch=batch, train={"precision": precision})
+    train = {"precision": precision}
+    return run_config(model, parallel=parallel, batch=batch, train=train, data=data or {})
 
 
-def dry(world, model, parallel, precision, rank):
+def dry(world, model, parallel, precision, rank, data=None):
     number = world - 1 if rank == LAST else rank
-    return dry_run(config_of(world, model, parallel, precision), world, H100, number)
+    return dry_run(config_of(world, model, parallel, precision, data=data), world, H100, number)
 
 
 def _dry_all(runtime):
@@ -93,6 +102,11 @@ def found():
 def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent(found, row):
     assert found[row].problems == []
     assert found[row].activation_peak > 4 * 2**20  # of 256 * 2 tokens and more
+
+
+def test_zero_3_without_data_ranks_takes_no_more_than_without_zero(found):
+    cut, plain = found["zero=3 and no data ranks"], found["tp"]
+    assert (cut.state, cut.activation_peak) == (plain.state, plain.activation_peak)
 
 
 def test_a_step_that_is_to_be_compiled_is_counted_as_written(found):

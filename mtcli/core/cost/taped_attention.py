@@ -7,6 +7,7 @@ from mtcli.core.cost.taped_ops import Kit, column_linear, moved, resized, row_li
 
 CPU_ROW_BYTES = 2048  # whole_attention on CPU takes rows up to this long in blocks of heads
 BLOCK_BYTES = 2**20  # of scores in such a block
+SPAN = 8  # bytes that say which keys a query sees
 DRAWN = 4  # 64-bit numbers of each probability at once, while its mask is hashed
 
 
@@ -102,18 +103,22 @@ def _whole(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 def _fitting(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     if kit.cpu and kit.work.seq_len * heads.size <= CPU_ROW_BYTES:
         return _in_blocks(kit, qkv, heads)
+    if not kit.cpu and kit.work.document_mask:
+        places = kit.work.micro_batch_size * kit.work.seq_len
+        return _fused(kit, qkv, heads, heads.k, SPAN * places)
     if not kit.cpu and (heads.size > 4 or (heads.grouped and heads.size == 4)):
         return _plain(kit, qkv, heads)
     return _fused(kit, qkv, heads, heads.k)
 
 
-def _fused(kit: Kit, qkv: QKV, heads: Heads, keys: float) -> Value:
-    """A kernel that keeps the log-sum-exp in place of the scores; `keys` bytes of keys."""
+def _fused(kit: Kit, qkv: QKV, heads: Heads, keys: float, spans: float = 0.0) -> Value:
+    """A kernel that keeps the log-sum-exp in place of the scores; `keys` bytes of keys, of which
+    each query sees a span."""
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         return [tape.new(heads.q), tape.new(keys), tape.new(keys)]
 
-    return kit.tape.op(qkv, [heads.q], back, kept=qkv, keeps_results=[0], more=heads.lse)[0]
+    return kit.tape.op(qkv, [heads.q], back, kept=qkv, keeps_results=[0], more=heads.lse + spans)[0]
 
 
 def _in_blocks(kit: Kit, qkv: QKV, heads: Heads) -> Value:
@@ -252,7 +257,8 @@ def _gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     if heads.size > 4 and not kit.cpu:
         mixed = _plain(kit, (q, k, v), heads)
     else:
-        mixed = _fused(kit, (q, k, v), heads, cp * heads.k)
+        spans = SPAN * kit.t.tokens * (not kit.cpu)
+        mixed = _fused(kit, (q, k, v), heads, cp * heads.k, spans)
     tape.free(k, v)
     return mixed
 

@@ -55,6 +55,7 @@ class Workload:
     tp_mode: str = "1d"
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
+    document_mask: bool = False
     flash: bool = True  # attention never writes its scores; False for code from before 2022
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
@@ -82,6 +83,7 @@ class Workload:
             tp_mode=p.tp_mode,
             cp_mode=p.cp_mode,
             dispatcher=p.dispatcher,
+            document_mask=config.data.document_mask,
             bucket_bytes=p.bucket_mib * 2**20,
         )
 
