@@ -62,11 +62,11 @@ def stream_key(seed: int, *names: str | int) -> int:
 
 
 def random_bits(key: int, index: Tensor) -> Tensor:
-    """64 random bits for each int64 index; same shape, int64."""
-    x = (index + 1) * _GOLDEN + key
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+    """64 random bits for each int64 index; same shape, int64. Takes 16 bytes each besides."""
+    x = (index + 1).mul_(_GOLDEN).add_(key)
+    x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def keep_mask(key: int, index: Tensor, drop: float) -> Tensor:
@@ -112,4 +112,4 @@ def _normal_block(key: int, block: int, device: torch.device | str) -> Tensor:
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical (unsigned) right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

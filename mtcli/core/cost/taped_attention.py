@@ -8,7 +8,7 @@ from mtcli.core.cost.taped_ops import Kit, column_linear, moved, resized, row_li
 CPU_ROW_BYTES = 2048  # whole_attention on CPU takes rows up to this long in blocks of heads
 BLOCK_BYTES = 2**20  # of scores in such a block
 SPAN = 8  # bytes that say which keys a query sees
-DRAWN = 4  # 64-bit numbers of each probability at once, while its mask is hashed
+DRAWN = 3  # 64-bit numbers of each probability at once, while its mask is hashed
 
 
 def attention(kit: Kit, x: Value) -> Value:
@@ -126,15 +126,12 @@ def _in_blocks(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     copies = kit.work.micro_batch_size > 1 or kit.work.layout.cp > 1
     kept = () if copies else qkv[: 1 if heads.grouped else 3]
     more = (3 if copies else 2 * heads.grouped) * heads.q
-    row, scores = kit.work.seq_len**2 * heads.size, heads.scores * heads.size
-    block = min(scores, max(BLOCK_BYTES // row, 1) * row)
-    # Going back, a block's probabilities and their gradient are there when the next one's are made.
-    gone_back = row + (2 if block == scores else 3) * block
+    forward, backward = _blocks(kit, heads, kit.work.seq_len)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         laid = [tape.new(heads.q)] if copies else []
         found = [tape.new(heads.q) for _ in qkv]
-        tape.moment(max(heads.q, gone_back))
+        tape.moment(max(heads.q, backward))
         tape.free(*laid)
         if heads.grouped:
             summed = [tape.new(heads.k), tape.new(heads.k)]
@@ -142,9 +139,17 @@ def _in_blocks(kit: Kit, qkv: QKV, heads: Heads) -> Value:
             found[1:] = summed
         return found
 
-    kit.tape.moment(heads.q + row + max(block, row))
+    kit.tape.moment(heads.q + forward)
     mixed = kit.tape.op(qkv, [heads.q], back, kept=kept, keeps_results=[0], more=more)[0]
     return _replaced(kit, mixed, _copied(kit, mixed, heads.q)) if copies else mixed
+
+
+def _blocks(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
+    """Bytes at once of blocks of heads' scores [rows, rows], on the way there and back."""
+    one, scores = rows**2 * heads.size, kit.t.tokens * kit.t.heads * rows * heads.size
+    block, unseen = min(scores, max(BLOCK_BYTES // one, 1) * one), one * kit.work.model.causal
+    # Going back, a block's probabilities and their gradient are there when the next one's are made.
+    return unseen + max(block, unseen), unseen + (2 if block == scores else 3) * block
 
 
 def _plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:
@@ -171,6 +176,7 @@ def _dropped(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     scores = _product(kit, (scaled, k), heads.scores * size)
     tape.free(scaled, k)
     chances = _softmax(kit, scores, heads.scores)
+    tape.free(scores)
     tape.moment(DRAWN * 8 * heads.scores)
 
     def masked(tape: Tape, grads: Sequence[Storage]) -> Gradients:
@@ -178,7 +184,7 @@ def _dropped(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 
     left = tape.op([chances], [chances.size], masked, more=chances.size)[0]
     mixed = _product(kit, (left, v), heads.q)
-    tape.free(scores, chances, left, v)
+    tape.free(chances, left, v)
     return _replaced(kit, mixed, _copied(kit, mixed, heads.q))
 
 
@@ -201,6 +207,8 @@ def _softmax(kit: Kit, scores: Value, numel: float) -> Value:
     filled = moved(kit, scores, wide, scores.size, wide)
     chances = kit.tape.op([filled], [wide], back, keeps_results=[0])[0]
     kit.tape.free(filled)
+    if kit.work.model.causal or kit.work.document_mask:  # what sees nothing gets zeros
+        chances = _replaced(kit, chances, moved(kit, chances, wide, wide))
     return (
         chances
         if wide == scores.size
@@ -228,7 +236,10 @@ def _product(kit: Kit, factors: tuple[Value, Value], size: float) -> Value:
 def _ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     """Keys and values go round; sums over the ring are in float32."""
     tape, (q, k, v), wide = kit.tape, qkv, kit.t.wide / kit.t.size
-    both = 2 * heads.k
+    both, rows, in_blocks = 2 * heads.k, kit.work.seq_len // kit.work.layout.cp, 0.0
+    if kit.cpu and heads.size >= 4 and rows * heads.size <= CPU_ROW_BYTES:
+        copies = (kit.work.micro_batch_size > 1) + 2 * heads.grouped  # of queries; keys and values
+        in_blocks = (copies + 3) * heads.q + _blocks(kit, heads, rows)[1]
 
     def apart(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         return [same(grads[0]), same(grads[0])]
@@ -236,6 +247,7 @@ def _ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         grad, sums = tape.new(heads.q), (tape.new(wide * heads.q), tape.new(wide * both))
         tape.moment(2 * both + heads.q + 2 * both)
+        tape.moment(both + in_blocks)
         tape.moment(2 * both + wide * both)
         found = [tape.new(heads.q), tape.new(both)]
         tape.free(grad, *sums)

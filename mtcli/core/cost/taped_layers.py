@@ -16,7 +16,7 @@ from mtcli.core.cost.taped_ops import (
     then,
 )
 
-HASHED = 4  # 64-bit numbers at once while a mask is drawn on CPU
+HASHED = 3  # 64-bit numbers at once while a mask is drawn on CPU
 
 
 def norm(kit: Kit, x: Value) -> Value:

@@ -66,10 +66,10 @@ class Attention(nn.Module):
         r, numbers = self.queries_per_group, inputs.numbers
         k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
         s = k.shape[2]
-        scores = matmul(q * self.head_dim**-0.5, k.transpose(-1, -2))  # scaled first, for float16
         keys = torch.arange(s, device=q.device)
         mask = inputs.seen.mask(keys[zigzag(s, self.cp.size, self.cp.rank)], keys)
-        probabilities = masked_softmax(scores, mask)
+        q = q * self.head_dim**-0.5  # first, for float16
+        probabilities = masked_softmax(matmul(q, k.transpose(-1, -2)), mask)
         heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]
         rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]
         index = rows[..., None] * s + keys

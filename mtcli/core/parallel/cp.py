@@ -163,6 +163,7 @@ class _Ring(torch.autograd.Function):
                 parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal, mask)
                 dq[:, :, at] += parts[0]
                 dkv[:, :, :, keys] += torch.stack(parts[1:])
+                del parts  # before the next hop's are there
             dkv = Rotation(dkv, axis).wait()
             block = coming.wait() if coming else block
         return dq.to(q.dtype), dkv.to(kv.dtype), None, None
