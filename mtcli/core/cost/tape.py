@@ -152,7 +152,7 @@ class Tape:
         self, forward: Callable[[Value], Value], x: Value, inner: Sequence[Node]
     ) -> None:
         """What `inner` ops keep, computed anew; the ops after the last that keeps are not run."""
-        outside, made = (self.nodes, self.enough), self.made
+        outside, made, named = (self.nodes, self.enough), self.made, x.storage.holders
         self.nodes, self.enough, self.made = [], len(inner), []
         with suppress(_Enough):
             forward(x)
@@ -166,6 +166,7 @@ class Tape:
             if storage.holders and not waits.get(storage):
                 self.live -= storage.size
             storage.holders = waits.get(storage, 0)
+        x.storage.holders = named + waits.get(x.storage, 0)
         self.made = made
 
     def backward(self, nodes: Sequence[Node], pending: Pending) -> None:

@@ -103,42 +103,60 @@ def passed(
 
 def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> Passed:
     tape, stream, (first, last) = kit.tape, kit.t.stream, ends
-    pending: Pending = {}
     table = vocabulary_table(kit, first and last)
     if kit.gathering is not None:
         kit.gathering.forward(kit.groups[ENDS])
     x = embedded(kit, table) if first else Value(tape.new(stream))
-    start, run = len(tape.nodes), min(layers, 1 if kit.gathering is None else 3)
-    ends_kept = tape.live - x.size
-    each, others = known, tape.new(0.0)
-    for number in range(run):
-        begun, most = tape.live, tape.peak
-        tape.peak = begun
-        y = block(kit, x, number)
-        each = known or tape.live - y.size - begun + x.size
-        tape.free(x)
-        x, before = y, (layers - run) * each * (number == 0)
-        tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
-        others.size += before
-        tape.live += before
+    start, alone = len(tape.nodes), tape.live - x.size
+    x, blocks = _through(kit, x, layers, known)
+    end = len(tape.nodes)
     if last:
-        loss = head(kit, x, table)
+        y = head(kit, x, table)
         tape.free(x)
-        pending[loss.made_by] = {0: tape.new(0.0)}
     else:
-        x = out_of_stage(kit, x)
+        y = out_of_stage(kit, x)
     kept, forward, tape.peak = tape.live, tape.peak, tape.live
-    if not last:
-        pending[x.made_by] = {x.place: tape.new(stream)}
-    tape.backward(tape.nodes[start:], pending)
-    tape.free(others)
-    half = (tape.live - ends_kept - stream * (2 - last)) * splits(kit.work) * bool(layers)
-    tape.peak += max(0.0, (layers - run) * (half - each))  # when all but one block have gone back
+
+    pending: Pending = {y.made_by: {y.place: tape.new(0.0 if last else stream)}}
+    tape.backward(tape.nodes[end:], pending)
+    most, tape.peak = tape.peak, tape.live
+    tape.backward(tape.nodes[start:end], pending)
+    tape.free(blocks.others)
+    half = (tape.live - alone - stream * (2 - last)) * splits(kit.work) * bool(layers)
+    # When the block that is run goes back, the others may have done so, and wait with their halves.
+    tape.peak = max(most, tape.peak + max(0.0, blocks.number * (half - blocks.each)))
+    tape.new(blocks.number * half)
     tape.backward(tape.nodes[:start], pending)
     if kit.gathering is not None:
         rest = kit.groups[ENDS]
         kit.gathering.reduced(rest, rest.wide, rest.last)
-    return Passed(each, kept, half * layers, forward, tape.peak)
+    return Passed(blocks.each, kept, half * layers, forward, tape.peak)
+
+
+class _Blocks(NamedTuple):
+    """A stage's blocks: the bytes that each keeps, and those that are not run one by one."""
+
+    each: float
+    number: int
+    others: Storage
+
+
+def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blocks]:
+    """x behind all blocks; what others keep is added when the first is done. `known` is what each
+    does, if not 0."""
+    tape, run = kit.tape, min(layers, 1 if kit.gathering is None else 3)
+    each, number, others = known, layers - run, tape.hold(0.0)
+    for place in range(run):
+        begun, most = tape.live, tape.peak
+        tape.peak = begun
+        y = block(kit, x, place)
+        each = known or tape.live - y.size - begun + x.size
+        tape.free(x)
+        x, before = y, number * each * (place == 0)
+        tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
+        others.size += before
+        tape.live += before
+    return x, _Blocks(each, number, others)
 
 
 def _owners(work: Workload) -> int:

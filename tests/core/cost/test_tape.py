@@ -61,3 +61,18 @@ def test_what_is_computed_again_keeps_its_input_alone_until_the_backward():
     assert tape.live == 10 + 7 + 10
     # The second op's result is there as well when its input has been computed again.
     assert tape.peak == 10 + 7 + 7 + 100 + max(7, 100)
+
+
+def test_names_for_what_is_computed_again_end_with_it():
+    def forward(x):
+        view = tape.op([x], [x], lambda tape, grads: [tape.new(10)])[0]
+        y = product(tape, view, 100)
+        tape.free(view)
+        return y
+
+    tape = Tape()
+    x = input_of(tape, 10)
+    y = tape.again(forward, x)
+    tape.free(x)
+    go_back(tape, y)
+    assert tape.live == 100 + 10  # y, which the test names, and the gradient of x
