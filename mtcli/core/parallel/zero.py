@@ -9,6 +9,7 @@ what is not trained stays whole on every rank.
 
 from collections.abc import Mapping
 from typing import cast
+from warnings import filterwarnings
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ def shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -
     What a block and a whole stage compute with is `dtype`; gradients are summed in float32 or
     wider, and not averaged.
     """
+    filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody writes to
     device = groups.device.type
     data, experts = (_mesh(groups.axes[name], device) for name in ("data", "edp"))
     wide = torch.promote_types(dtype, torch.float32)
