@@ -2,11 +2,14 @@
 
 State has to agree to the byte, and the peak of everything else within 5 %.
 
-    python benchmarks/bench_memory.py
+    python benchmarks/bench_memory.py [--json FILE]
 """
 
+import argparse
+import json
 import os
 import sys
+from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -14,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtcli.core.cost.hardware import GPUS
-from mtcli.core.dryrun import KINDS, dry_run
+from mtcli.core.dryrun import dry_run
 from mtcli.core.spec.load import config_of
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 1024}
@@ -45,25 +48,33 @@ ROWS = [  # ranks, model, parallel
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="write the rows to this file")
+    output = parser.parse_args().json
     table = Table(title="Memory of the fullest rank: planned, and counted in a dry run")
     for column in ("ranks", "model", "layout", "state", "peak besides it", "planned", "off by"):
         table.add_column(column)
-    wrong = False
-    for world, name, model, parallel in ROWS:
-        batch = {"seq_len": 256, "micro_batch_size": 2, "global_batch_size": 16 * world}
-        train = {"precision": "bf16"}
-        config = config_of({"model": model, "parallel": parallel, "batch": batch, "train": train})
-        run = dry_run(config, world, GPUS["h100"], None)
-        state, planned = sum(run.state.values()), sum(getattr(run.predicted, k) for k in KINDS)
-        off = run.predicted.besides_state / run.activation_peak - 1
-        wrong |= state != planned
-        layout = " ".join(f"{field}={value}" for field, value in parallel.items()) or "one rank"
-        sizes = [f"{x / 2**20:.1f}" for x in (state, run.activation_peak)]
-        said = f"{run.predicted.besides_state / 2**20:.1f}"
-        table.add_row(str(world), name, layout, *sizes, said, f"{off:+.1%}")
+    rows = [measure(*row) for row in ROWS]
+    for row in rows:
+        held, said = row["activation_peak_bytes"], row["predicted_activation_bytes"]
+        sizes = [f"{x / 2**20:.1f}" for x in (row["state_bytes"], held, said)]
+        names = [str(row["ranks"]), row["model"], row["layout"]]
+        table.add_row(*names, *sizes, f"{said / held - 1:+.1%}")
     Console(width=120).print(table)
-    if wrong:
-        sys.exit("error: state bytes differ")
+    if output:
+        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
+    if any(row["problems"] for row in rows):
+        sys.exit("error: plan and step disagree")
+
+
+def measure(world: int, name: str, model: dict, parallel: dict) -> dict:
+    """A dry run's JSON, and what was run."""
+    batch = {"seq_len": 256, "micro_batch_size": 2, "global_batch_size": 16 * world}
+    train = {"precision": "bf16"}
+    config = config_of({"model": model, "parallel": parallel, "batch": batch, "train": train})
+    layout = " ".join(f"{field}={value}" for field, value in parallel.items()) or "one rank"
+    found = dry_run(config, world, GPUS["h100"], None).as_json()
+    return {"ranks": world, "model": name, "layout": layout} | found
 
 
 if __name__ == "__main__":
