@@ -87,7 +87,8 @@ def measure(name: str, steps: int) -> dict[str, float]:
         config.write_text(toml(model | {"max_seq_len": seq_len}, seq_len, micro_batch, batch))
         wanted = [part for setting in settings for part in ("--set", setting)]
         device = ["--gpus", str(ranks), "--device", "cpu"]
-        planned = mtcli("plan", config, *device, *wanted)
+        saves = ["--set", "train.async_save=false"]  # profile makes none
+        planned = mtcli("plan", config, *device, *wanted, *saves)
         timed = ["--nproc", str(ranks), "--steps", str(steps), "--set", "train.device=cpu"]
         real = mtcli("profile", config, *timed, *wanted)
     said, held = planned["memory_bytes"], real["memory_bytes"]

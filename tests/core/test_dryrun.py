@@ -13,12 +13,14 @@ from mtcli.core.cost.workload import Workload
 from mtcli.core.dryrun import dry_run
 from mtcli.core.feed import Feed
 from mtcli.core.live import Live
+from mtcli.core.saving import pieces
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import Samples, run_config
 
 H100 = GPUS["h100"]
+CPU = replace(H100, name="cpu")
 # fmt: off
 SHAPE = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 1024}
 GPT = {**SHAPE, "architecture": "gpt", "max_seq_len": 256}
@@ -35,6 +37,7 @@ ALL = {"dispatcher": "all_gather"}
 SPLIT = {"pp": 2, "schedule": "zero_bubble"}
 CHUNKED = {"vocab_size": 3 * 2**17}  # of 512 tokens in 16 bits 384 MiB of logits
 UNEVEN = {"pp": 2, "vpp": 2, "schedule": "interleaved", "stage_layers": (1, 1, 3, 1)}
+SIDED = {"causal": False}
 MASKED = {"document_mask": True}
 ROWS = {  # world, model, parallel, precision, rank, and data
     "one rank": (1, GPT, {}, "bf16", None),
@@ -71,6 +74,14 @@ ROWS = {  # world, model, parallel, precision, rank, and data
     "uneven chunks": (2, DEEP | {"num_layers": 6}, UNEVEN, "bf16", LAST),
     "logits in chunks": (1, LLAMA | CHUNKED, {}, "bf16", None),
     "documents": (1, LLAMA, {}, "fp32", None, MASKED),
+    "zero=3, biases of routers": (2, MOE | BIASES, {"zero": 3}, "bf16", None),
+    "zero=3 in a pipeline": (4, DEEP, {"zero": 3, "pp": 2, "recompute": "full"}, "fp32", None),
+}
+CPU_ROWS = {
+    "a ring on CPU": (2, GPT | SIDED, {"cp": 2}, "fp32", None),
+    "both sides on CPU": (1, GPT | SIDED, {}, "bf16", None),
+    "dropout on CPU": (1, LLAMA | DROPPING, {}, "fp32", None),
+    "attention again on CPU": (2, DEEP, SPLIT | {"recompute": "selective"}, "bf16", LAST),
 }
 # fmt: on
 
@@ -82,13 +93,14 @@ def config_of(world, model, parallel, precision, sequences=2, data=None):
     return run_config(model, parallel=parallel, batch=batch, train=train, data=data or {})
 
 
-def dry(world, model, parallel, precision, rank, data=None):
+def dry(world, model, parallel, precision, rank, data=None, device=H100):
     number = world - 1 if rank == LAST else rank
-    return dry_run(config_of(world, model, parallel, precision, data=data), world, H100, number)
+    return dry_run(config_of(world, model, parallel, precision, data=data), world, device, number)
 
 
 def _dry_all(runtime):
-    return {row: dry(*arguments) for row, arguments in ROWS.items()}
+    found = {row: dry(*arguments) for row, arguments in ROWS.items()}
+    return found | {row: dry(*arguments, device=CPU) for row, arguments in CPU_ROWS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +110,7 @@ def found():
     return rows
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ROWS | CPU_ROWS)
 def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent(found, row):
     assert found[row].problems == []
     assert found[row].activation_peak > 4 * 2**20  # of 256 * 2 tokens and more
@@ -118,7 +130,7 @@ def test_a_step_that_is_to_be_compiled_is_counted_as_written(found):
 
 
 def _measure(runtime, row):
-    """(state, peak besides it) of a real step on real tensors."""
+    """(state, peak besides it, what a save copies) of a real step on real tensors."""
     config = config_of(*row)
     with Live() as live:
         trainer = Trainer(config, runtime)
@@ -127,7 +139,7 @@ def _measure(runtime, row):
         live.begin()
         with closing(Feed(Samples(config), config, trainer.groups)) as feed:
             trainer.train_step(feed)
-    return state, live.peak - state
+    return state, live.peak - state, sum(piece.tensor.nbytes for piece in pieces(trainer))
 
 
 @pytest.mark.parametrize(
@@ -144,10 +156,11 @@ def _measure(runtime, row):
 )
 def test_a_real_step_on_cpu_holds_what_the_plan_says(row):
     work = Workload.of(config_of(*row), 1)
-    ((state, peak),) = run_ranks(1, _measure, row)
-    planned = rank_memory(work, replace(H100, name="cpu"), 0)
+    ((state, peak, copied),) = run_ranks(1, _measure, row)
+    planned = rank_memory(work, CPU, 0)
     assert state == planned.weights + planned.gradients + planned.optimizer
     assert peak == pytest.approx(planned.besides_state, rel=0.04)
+    assert (planned.host, planned.reserved) == (copied, CPU.reserved_bytes + copied)
 
 
 def test_a_plan_that_is_off_by_a_byte_of_state_or_a_tenth_of_the_peak_is_a_problem(found):

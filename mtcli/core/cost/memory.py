@@ -34,7 +34,8 @@ class Memory:
     optimizer: float
     activations: float  # what forwards keep for their backwards
     working: float  # what is there besides for a moment
-    reserved: float  # the device's context and communication buffers
+    reserved: float  # the device's context and communication buffers; on CPU `host` as well
+    host: float  # of host memory, in which a save's copy waits while it is written
 
     @property
     def other(self) -> float:
@@ -134,8 +135,8 @@ def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
     for pp_rank in range(work.layout.pp):
         kept, peak = _in_flight(_runs(work, cpu, pp_rank), moments(work, pp_rank))
         working = max(peak, given_back(work, pp_rank)) - kept
-        state = state_bytes(work, pp_rank)
-        yield Memory(*state, kept, working, device.reserved_bytes)
+        state, host = state_bytes(work, pp_rank), copied_bytes(work, pp_rank) * work.async_save
+        yield Memory(*state, kept, working, device.reserved_bytes + host * cpu, host)
 
 
 def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
@@ -183,6 +184,14 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
         gradients * sizes.gradient,
         state * (sizes.master + sizes.moments),
     )
+
+
+def copied_bytes(work: Workload, pp_rank: int) -> int:
+    """Bytes that a pipeline rank's first data rank saves: weights as they compute, and the
+    optimizer's masters and moments."""
+    weights, _, optimizer = state_bytes(work, pp_rank)
+    again = work.sizes.weight if _is_sharded(work) and work.sizes.master else 0  # from masters
+    return weights + optimizer + rank_elements(work, pp_rank).shard * again
 
 
 def _is_sharded(work: Workload) -> bool:

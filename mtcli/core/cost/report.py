@@ -81,6 +81,7 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
         ("step", f"{tokens:,} tokens, {work.num_micro_batches} micro-batches per data rank"),
         ("bytes per rank", f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}, {margin}"),
         ("", ", ".join(f"{name} {value}" for name, value in memory)),
+        *_host_row(p),
         ("fullest rank", _named(p)),
         *_uneven_row(p),
         *_slow_precision(p),
@@ -95,6 +96,11 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
             ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in exposed.items()) or "none",
         ),
     ]
+
+
+def _host_row(p: Prediction) -> list[tuple[str, str]]:
+    copy = f"{gib(p.memory.host)} per rank, for what is saved while training goes on"
+    return [("host memory", copy)] if p.memory.host else []
 
 
 def uneven(p: Prediction) -> Prediction | None:
@@ -208,6 +214,7 @@ def _figures(p: Prediction) -> Json:
             "max_per_rank": most,
         },
         "memory_bytes": p.memory.as_dict(),
+        "host_bytes": round(p.memory.host),
         "fullest_rank": fullest_rank(p.work, p.device),
         "memory_by_stage": _memory_by_stage(p),
         "fits": p.fits,

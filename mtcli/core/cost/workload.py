@@ -56,6 +56,7 @@ class Workload:
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     document_mask: bool = False
+    async_save: bool = False  # saves are written from a copy in host memory
     flash: bool = True  # attention never writes its scores; False for code from before 2022
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
@@ -84,6 +85,7 @@ class Workload:
             cp_mode=p.cp_mode,
             dispatcher=p.dispatcher,
             document_mask=config.data.document_mask,
+            async_save=config.train.async_save,
             bucket_bytes=p.bucket_mib * 2**20,
         )
 

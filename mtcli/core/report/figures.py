@@ -34,8 +34,8 @@ class Profile:
 
     @cached_property
     def work(self) -> Workload:
-        """The step as plan sees it."""
-        return Workload.of(self.config, self.world)
+        """The step as plan sees it, without saves."""
+        return replace(Workload.of(self.config, self.world), async_save=False)
 
     @cached_property
     def schedule(self) -> Schedule:

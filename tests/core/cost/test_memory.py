@@ -91,6 +91,19 @@ def test_zero_1_cuts_the_optimizer_state_by_rows_and_zero_3_everything():
     assert state_bytes(replace(work, zero=0), 0)[2] == 12 * whole
 
 
+@pytest.mark.parametrize(
+    ("zero", "bytes_each"), [(0, 2 + 4 + 8), (1, 2 + (4 + 8) / 4), (3, (2 + 4 + 8) / 4)]
+)
+def test_a_save_beside_training_copies_weights_masters_and_moments_to_the_host(zero, bytes_each):
+    work = step(gpt(), ParallelLayout(4), precision="bf16", zero=zero)
+    elements = rank_elements(work, 0).total
+    saving = replace(work, async_save=True)
+    for device, on_device in ((H100, 0), (replace(H100, name="cpu"), elements * bytes_each)):
+        assert memory(work, device).host == 0
+        assert memory(saving, device).host == elements * bytes_each
+        assert memory(saving, device).other == memory(work, device).other + on_device
+
+
 def test_experts_state_is_cut_over_their_own_data_ranks():
     model, layout = mixture(num_layers=1, num_experts=16), ParallelLayout(8, ep=2)
     shard = 0  # 8 data ranks of attention, 4 of each expert, 8 experts on a rank
