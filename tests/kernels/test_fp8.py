@@ -11,11 +11,11 @@ from mtcli.kernels.fp8 import (
     SQUARES,
     STRIPS,
     WHOLE,
-    Narrow,
-    decoded,
-    narrowed,
-    narrowed_reference,
+    Quantized,
+    cast_float32,
     product,
+    quantize,
+    quantize_reference,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,7 +54,7 @@ def made(seed=0, shape=SHAPE):
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_is_scaled_to_the_format_s_largest_number_and_rounded_to_its_nearest(kind, dtype):
     x, block, table = made(), BLOCKS[kind], TABLES[dtype]
-    found = narrowed(x, block, dtype)
+    found = quantize(x, block, dtype)
     exact = x.float().numpy()
     rows, columns = (have or all for have, all in zip(block, SHAPE, strict=True))
     for i in range(0, SHAPE[0], rows):
@@ -72,15 +72,15 @@ def test_a_block_is_scaled_to_the_format_s_largest_number_and_rounded_to_its_nea
 def test_every_code_is_decoded(dtype):
     codes = torch.arange(len(TABLES[dtype]), dtype=torch.uint8)
     table = torch.from_numpy(TABLES[dtype]).float()
-    assert torch.equal(decoded(codes.view(dtype)), table)
-    assert torch.equal(decoded((codes + 128).view(dtype)), -table)
+    assert torch.equal(cast_float32(codes.view(dtype)), table)
+    assert torch.equal(cast_float32((codes + 128).view(dtype)), -table)
 
 
 PAIRS = {"tensorwise": (WHOLE, WHOLE), "rowwise": (ROW, ROW), "weights": (STRIPS, SQUARES),
          "gradients of weights": (STRIPS, STRIPS)}  # fmt: skip
 
 
-def whole(x: Narrow):
+def whole(x: Quantized):
     """What an operand stands for, in float64."""
     rows, columns = (have or all for have, all in zip(x.block, x.values.shape, strict=True))
     scales = np.kron(x.scales.numpy(), np.ones((rows, columns)))
@@ -92,7 +92,7 @@ def whole(x: Narrow):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_product_is_that_of_its_operands_rounded_once_and_near_that_of_wide_ones(pair, dtype):
     x, weight = seeded(70, 300).bfloat16(), (0.02 * seeded(144, 300, seed=1)).bfloat16()
-    a, b = narrowed(x, PAIRS[pair][0], dtype), narrowed(weight, PAIRS[pair][1], E4M3)
+    a, b = quantize(x, PAIRS[pair][0], dtype), quantize(weight, PAIRS[pair][1], E4M3)
     y = product(a, b)
     assert y.dtype == torch.bfloat16
     assert distance(y, whole(a) @ whole(b).T) < ROUNDING
@@ -107,35 +107,35 @@ def test_transposed_operands_are_those_of_their_copies():
     x = made()
     for block in BLOCKS.values():
         for found, copied in zip(
-            narrowed_reference(x.T, block, E4M3),
-            narrowed_reference(x.T.contiguous(), block, E4M3),
+            quantize_reference(x.T, block, E4M3),
+            quantize_reference(x.T.contiguous(), block, E4M3),
             strict=True,
         ):
             assert torch.equal(found.float(), copied.float())
-        assert narrowed(x.T, block, E4M3).values.is_contiguous()
+        assert quantize(x.T, block, E4M3).values.is_contiguous()
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_spreads_over_its_block():
     zeros = torch.zeros(4, 256, dtype=torch.bfloat16)
     for block in BLOCKS.values():
-        assert not product(narrowed(zeros, block, E5M2), narrowed(zeros, block, E4M3)).any()
-    weight = narrowed(seeded(16, 256).bfloat16(), ROW, E4M3)
+        assert not product(quantize(zeros, block, E5M2), quantize(zeros, block, E4M3)).any()
+    weight = quantize(seeded(16, 256).bfloat16(), ROW, E4M3)
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = torch.ones(4, 256, dtype=torch.bfloat16)
         x[2, 5] = bad
-        y = product(narrowed(x, ROW, E4M3), weight)
+        y = product(quantize(x, ROW, E4M3), weight)
         assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
 
 
 @pytest.mark.parametrize("block", [WHOLE, ROW])
 def test_rows_that_the_library_s_product_needs_besides_are_not_in_its_result(block):
-    a, b = (narrowed(seeded(n, 40, seed=n).bfloat16(), block, E4M3) for n in (7, 20))
+    a, b = (quantize(seeded(n, 40, seed=n).bfloat16(), block, E4M3) for n in (7, 20))
     assert distance(fp8._by_scaled_mm(a, b, False), whole(a) @ whole(b).T) < ROUNDING
 
 
 def test_the_smallest_gradients_keep_their_precision():
     x = (seeded(8, 256) * 2.0**-90).bfloat16()
-    a = narrowed(x, ROW, E5M2)
+    a = quantize(x, ROW, E5M2)
     assert distance(whole(a), x.double()) < 2.0**-3
 
 
@@ -148,7 +148,7 @@ def test_a_gpu_s_product_is_the_emulated_one(pair, rows):
     x = seeded(128 if columns == rows else rows, columns).bfloat16()
     weight = seeded(256, columns, seed=1).bfloat16()
     here, there = (
-        [narrowed(t.to(device), block, dtype)
+        [quantize(t.to(device), block, dtype)
          for t, block, dtype in zip((x, weight), PAIRS[pair], dtypes, strict=True)]
         for device in ("cpu", "cuda")
     )  # fmt: skip
@@ -156,4 +156,4 @@ def test_a_gpu_s_product_is_the_emulated_one(pair, rows):
         assert torch.equal(ours.values.float().cpu(), theirs.values.float())
         assert torch.equal(ours.scales.cpu(), theirs.scales)
     assert distance(product(*there), product(*here)) < ROUNDING
-    assert distance(product(*there, quick=True), product(*here)) < 2 * ROUNDING
+    assert distance(product(*there, use_fast_accum=True), product(*here)) < 2 * ROUNDING

@@ -20,7 +20,7 @@ from torch import Tensor
 from mtcli.core.spec.config import Fp8Scaling
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.fp8 import is_narrow
-from mtcli.kernels.fp8 import ROW, SQUARES, STRIPS, WHOLE, Block, narrowed, product
+from mtcli.kernels.fp8 import ROW, SQUARES, STRIPS, WHOLE, Block, product, quantize
 from mtcli.kernels.products import PLAIN, Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
     tokens: Block  # of x and of gradients, as they are and transposed
     weight: Block
     gradient: torch.dtype
-    quick: tuple[bool, bool]  # sums of forwards and of backwards may be short
+    use_fast_accum: tuple[bool, bool]  # in forwards, in backwards
 
 
 RECIPES: dict[Fp8Scaling, Recipe] = {
@@ -72,8 +72,8 @@ def _forward(scaling: Fp8Scaling, x_TD: Tensor, weight_FD: Tensor, bias_F: Tenso
     if not _fits(scaling, len(weight_FD), x_TD):
         return PLAIN.forward(x_TD, weight_FD, bias_F)
     recipe = RECIPES[scaling]
-    x, weight = narrowed(x_TD, recipe.tokens, E4M3), narrowed(weight_FD, recipe.weight, E4M3)
-    y_TF = product(x, weight, recipe.quick[0])
+    x, weight = quantize(x_TD, recipe.tokens, E4M3), quantize(weight_FD, recipe.weight, E4M3)
+    y_TF = product(x, weight, recipe.use_fast_accum[0])
     return y_TF if bias_F is None else y_TF + bias_F
 
 
@@ -81,16 +81,16 @@ def _of_x(scaling: Fp8Scaling, grad_TF: Tensor, weight_FD: Tensor) -> Tensor:
     if not _fits(scaling, weight_FD.shape[1], grad_TF):
         return PLAIN.of_x(grad_TF, weight_FD)
     recipe = RECIPES[scaling]
-    grad = narrowed(grad_TF, recipe.tokens, recipe.gradient)
-    return product(grad, narrowed(weight_FD.T, recipe.weight, E4M3), recipe.quick[1])
+    grad = quantize(grad_TF, recipe.tokens, recipe.gradient)
+    return product(grad, quantize(weight_FD.T, recipe.weight, E4M3), recipe.use_fast_accum[1])
 
 
 def _of_weight(scaling: Fp8Scaling, grad_TF: Tensor, x_TD: Tensor) -> Tensor:
     if not _fits(scaling, grad_TF.shape[1], x_TD):
         return PLAIN.of_weight(grad_TF, x_TD)
     recipe = RECIPES[scaling]
-    grad = narrowed(grad_TF.T, recipe.tokens, recipe.gradient)
-    return product(grad, narrowed(x_TD.T, recipe.tokens, E4M3), recipe.quick[1])
+    grad = quantize(grad_TF.T, recipe.tokens, recipe.gradient)
+    return product(grad, quantize(x_TD.T, recipe.tokens, E4M3), recipe.use_fast_accum[1])
 
 
 def _fits(scaling: Fp8Scaling, other: int, x: Tensor) -> bool:

@@ -84,9 +84,9 @@ def test_each_operand_is_cut_and_rounded_as_its_scaling_says(monkeypatch, scalin
 
     def noted(x, block, dtype):
         cuts.append((block, dtype))
-        return kernels.narrowed(x, block, dtype)
+        return kernels.quantize(x, block, dtype)
 
-    monkeypatch.setattr(fp8, "narrowed", noted)
+    monkeypatch.setattr(fp8, "quantize", noted)
     backward(WeightWork(fp8_products(scaling)).linear, *operands())
     assert cuts == CUTS[scaling]
 
