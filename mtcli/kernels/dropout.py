@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, runs_triton
+from mtcli.kernels.launch import kernel, operator, runs_triton
 from mtcli.kernels.random import keep_mask, splitmix64
+from mtcli.kernels.tiles import over_tiles
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def dropout_reference(y: Tensor, numbers: Tensor, key: int, drop: float) -> Tensor:
     """y [N, D] with elements dropped by `numbers` [N] and the rest divided by 1 - drop."""
     columns = y.shape[-1]
-    index = numbers[:, None] * columns + numbers.new_tensor(range(columns))
+    index = numbers[:, None] * columns + torch.arange(columns, device=numbers.device)
     return y * keep_mask(key, index, drop).to(y.dtype).div_(1.0 - drop)
 
 
@@ -62,9 +63,8 @@ def _run(y: Tensor, onto: Tensor | None, numbers: Tensor, key: int, drop: float)
     y, numbers, adds = y.contiguous(), numbers.contiguous(), onto is not None
     onto = onto.contiguous() if adds else y
     rows, width, out = len(numbers), y.shape[-1], torch.empty_like(y)
-    grid = lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(width, meta["COLUMNS"]))  # noqa: E731
     facts = (rows, width, key, round(drop * 2**32), 1.0 / (1.0 - drop))
-    _dropout[grid](y, onto, numbers, out, *facts, ADDS=adds)
+    _dropout[over_tiles(rows, width)](y, onto, numbers, out, *facts, ADDS=adds)
     return out
 
 

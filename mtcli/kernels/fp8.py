@@ -16,9 +16,7 @@ from torch import Tensor
 
 from mtcli.kernels.launch import cdiv, operator
 
-LEAST = (
-    2.0**-100
-)  # a block's magnitude counts as at least this: its scale and the inverse stay normal float32
+LEAST = 2.0**-100  # that a block's magnitude counts as: scale and inverse stay normal float32
 STRIP = 128  # columns of a block that is one row high, as GPUs multiply them
 
 
@@ -135,15 +133,11 @@ def _by_scaled_mm(a: Quantized, b: Quantized, use_fast_accum: bool) -> Tensor:
     rows, columns, blocked = len(a.values), len(b.values), a.block == STRIPS
     a, b = _padded(a, 4 if blocked else 1), _padded(b, 16)
     if not blocked:  # [M, 1] and [1, N]; of one number for all [1, 1] twice
-        wide = b.scales.T.contiguous()
+        scales_b = b.scales.T.contiguous()
         out = torch._scaled_mm(
-            a.values,
-            b.values.T,
-            a.scales,
-            wide,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=use_fast_accum,
-        )
+            a.values, b.values.T, a.scales, scales_b,
+            out_dtype=torch.bfloat16, use_fast_accum=use_fast_accum,
+        )  # fmt: skip
         return out[:, :columns]
     kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     out = F.scaled_mm(

@@ -1,7 +1,7 @@
 """GELU (arXiv:1606.08415) with the bias before it; exact, or by tanh as GPT-2 has it.
 
-N rows of F columns. 0.5 (1 + tanh(u)) is sigmoid(2u), which is how the kernels have it. The
-backward pass is of programs that stay, each summing the bias's gradient over its rows in float32.
+N rows of F columns. The kernels compute 0.5 (1 + tanh(u)) as sigmoid(2u). The backward pass runs a
+few programs per multiprocessor, each of which sums the bias's gradient over its rows in float32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.launch import cdiv, kernel, operator, processors, runs_triton
+from mtcli.kernels.tiles import over_tiles
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -24,8 +25,8 @@ TILES = (
     {"ROWS": 4, "COLUMNS": 512, "num_warps": 4},
     {"ROWS": 2, "COLUMNS": 2048, "num_warps": 8},
 )
-STAYING = [{"ROWS": rows, "num_warps": warps} for rows in (4, 1, 8) for warps in (4, 8)]
-STAYING_COLUMNS = 512
+PERSISTENT = [{"ROWS": rows, "num_warps": warps} for rows in (4, 1, 8) for warps in (4, 8)]
+PERSISTENT_COLUMNS = 512
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None, approximate: Approximate = "none") -> Tensor:
@@ -35,7 +36,7 @@ def gelu_reference(x: Tensor, bias: Tensor | None, approximate: Approximate = "n
 
 @kernel()
 def _share(x, TANH: tl.constexpr):
-    """What of x passes: x * share is its GELU."""
+    """GELU(x) / x."""
     if TANH:
         return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -66,18 +67,18 @@ def _forward(
 
 
 # fmt: off
-@kernel(STAYING, key=["width"])
+@kernel(PERSISTENT, key=["width"])
 def _backward(
     grad_ptr, x_ptr, bias_ptr, out_ptr, parts_ptr, rows, width,
-    HAS_BIAS: tl.constexpr, TANH: tl.constexpr, AGAIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TANH: tl.constexpr, WITH_OUTPUT: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: on  # AGAIN: grad becomes the result
+):  # fmt: on  # WITH_OUTPUT: the output is written over grad
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     real = column < width
     bias = tl.zeros([1, COLUMNS], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
-    of_bias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (row < rows) & real
@@ -85,13 +86,13 @@ def _backward(
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         out = grad * _slope(x, TANH)
-        of_bias += out
+        dbias += out
         tl.store(out_ptr + at, out, mask=inside)
-        if AGAIN:
+        if WITH_OUTPUT:
             tl.store(grad_ptr + at, x * _share(x, TANH), mask=inside)
     if HAS_BIAS:
         at = parts_ptr + tl.program_id(0) * width + column
-        tl.store(at, tl.sum(of_bias, 0)[None, :], mask=real)
+        tl.store(at, tl.sum(dbias, 0)[None, :], mask=real)
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
@@ -108,45 +109,46 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none
 def gelu_backward_(
     grad: Tensor, x: Tensor, bias: Tensor | None, approximate: Approximate = "none"
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(the gradients of x [..., F] and bias [F], `gelu` once more); overwrites grad [..., F].
+    """(gradient of x [..., F], of bias [F] or None, and the output of `gelu`), from grad [..., F].
 
-    On a GPU 4 * N * F * itemsize bytes moved, one more than without the result.
+    Overwrites grad. On a GPU 4 * N * F * itemsize bytes are moved, N * F more than without the
+    output, which a linear layer after it then need not keep for its weight's gradient.
     """
     if runs_triton(grad):
-        of_x, of_bias = _gelu_backward_again(grad, x, bias, approximate == "tanh")
-        return of_x, None if bias is None else of_bias, grad
+        dx, dbias = _gelu_backward_with_output(grad, x, bias, approximate == "tanh")
+        return dx, None if bias is None else dbias, grad
     whole = x if bias is None else x + bias
-    of_x = torch.ops.aten.gelu_backward(grad, whole, approximate=approximate)
+    dx = torch.ops.aten.gelu_backward(grad, whole, approximate=approximate)
     torch.ops.aten.gelu.out(whole, approximate=approximate, out=grad)
-    return of_x, None if bias is None else of_x.flatten(0, -2).sum(0), grad
+    return dx, None if bias is None else dx.flatten(0, -2).sum(0), grad
 
 
 def _run(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     x, width, has_bias = x.contiguous(), x.shape[-1], bias is not None
     out, rows = torch.empty_like(x), x.numel() // width
-    grid = lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(width, meta["COLUMNS"]))  # noqa: E731
-    _forward[grid](x, bias if has_bias else x, out, rows, width, HAS_BIAS=has_bias, TANH=tanh)
+    pointers, flags = (x, bias if has_bias else x, out), {"HAS_BIAS": has_bias, "TANH": tanh}
+    _forward[over_tiles(rows, width)](*pointers, rows, width, **flags)
     return out
 
 
 def _run_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, again: bool = False
+    grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, with_output: bool = False
 ) -> tuple[Tensor, Tensor]:
     grad, x, width, has_bias = grad.contiguous(), x.contiguous(), x.shape[-1], bias is not None
-    out, rows, blocks = torch.empty_like(x), x.numel() // width, cdiv(width, STAYING_COLUMNS)
+    out, rows, blocks = torch.empty_like(x), x.numel() // width, cdiv(width, PERSISTENT_COLUMNS)
     programs = max(1, min(rows, cdiv(8 * processors(x), blocks)))
     parts = x.new_empty(programs if has_bias else 0, width, dtype=torch.float32)
     pointers = (grad, x, bias if has_bias else x, out, parts)
-    flags = {"HAS_BIAS": has_bias, "TANH": tanh, "AGAIN": again, "COLUMNS": STAYING_COLUMNS}
-    _backward[(programs, blocks)](*pointers, rows, width, **flags)
+    flags = {"HAS_BIAS": has_bias, "TANH": tanh, "WITH_OUTPUT": with_output}
+    _backward[(programs, blocks)](*pointers, rows, width, **flags, COLUMNS=PERSISTENT_COLUMNS)
     return out, parts.sum(0).to(x.dtype)
 
 
-def _run_backward_again(
+def _run_backward_with_output(
     grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool
 ) -> tuple[Tensor, Tensor]:
     assert grad.is_contiguous(), f"strides {grad.stride()}"
-    return _run_backward(grad, x, bias, tanh, again=True)
+    return _run_backward(grad, x, bias, tanh, with_output=True)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -156,8 +158,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias = ctx.saved_tensors
-    of_x, of_bias = _gelu_backward(grad, x, bias, ctx.tanh)
-    return of_x, None if bias is None else of_bias, None
+    dx, dbias = _gelu_backward(grad, x, bias, ctx.tanh)
+    return dx, None if bias is None else dbias, None
 
 
 def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -170,9 +172,10 @@ _gelu_backward = operator(
     _run_backward,
     _fake_backward,
 )
-_gelu_backward_again = operator(
-    "gelu_backward_again(Tensor(a!) grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
-    _run_backward_again,
+_gelu_backward_with_output = operator(
+    "gelu_backward_with_output(Tensor(a!) grad, Tensor x, Tensor? bias, bool tanh)"
+    " -> (Tensor, Tensor)",
+    _run_backward_with_output,
     _fake_backward,
 )
 _gelu = operator(

@@ -1,27 +1,21 @@
 """LayerNorm (arXiv:1607.06450) and RMSNorm (arXiv:1910.07467) of rows, with the add before them.
 
 N rows of D columns. Statistics are in float32. On a GPU the forward pass reads each row once and
-keeps [N, 2] means and reciprocal deviations; the backward pass is one of programs that stay, each
-summing the gradients of weight and bias over its rows in float32.
+keeps means and reciprocal deviations [N, 2]; the backward pass runs a few programs per
+multiprocessor, each of which sums the gradients of weight and bias over its rows in float32.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.kernels.launch import (
-    cdiv,
-    kernel,
-    operator,
-    power_of_two,
-    processors,
-    runs_triton,
-    wins,
-)
+from mtcli.kernels.launch import kernel, operator, power_of_two, processors, runs_triton, wins
+from mtcli.kernels.tiles import WHOLE_ROWS, over_rows, whole_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -37,18 +31,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-TILES = [{"ROWS": rows, "num_warps": warps} for rows in (1, 4) for warps in (2, 4, 8, 16)]
-
-
-def _tile(width: int) -> dict[str, int]:
-    """Rows for 2048 elements at least, and 16 elements per thread, up to 16 warps."""
-    block = power_of_two(width)
-    rows = max(1, 2048 // block)
-    return {"ROWS": rows, "num_warps": min(16, max(4, rows * block // 512))}
+_tile = partial(whole_rows, elements=2048)
 
 
 # fmt: off
-@kernel(TILES, key=["width"], default=_tile)
+@kernel(WHOLE_ROWS, key=["width"], default=_tile)
 def _forward(
     x_ptr, y_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
@@ -79,17 +66,17 @@ def _forward(
 
 
 # fmt: off
-@kernel(TILES, key=["width"], default=_tile)
+@kernel(WHOLE_ROWS, key=["width"], default=_tile)
 def _backward(
-    grad_ptr, of_sum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
+    grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: on
     column = tl.arange(0, BLOCK)[None, :]
     real = column < width
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([ROWS, BLOCK], tl.float32)
-    of_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (row < rows) & real
@@ -100,21 +87,21 @@ def _backward(
         if CENTRED:
             x -= tl.load(stats_ptr + 2 * row, mask=row < rows, other=0.0)
         x = tl.where(inside, x * scale, 0.0)
-        of_weight += grad * x
-        of_bias += grad
+        dweight += grad * x
+        dbias += grad
         grad *= weight
         out = grad - x * (tl.sum(grad * x, 1) / width)[:, None]
         if CENTRED:
             out -= (tl.sum(grad, 1) / width)[:, None]
         out *= scale
         if ADDS:
-            out += tl.load(of_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            out += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, out, mask=inside)
     part = parts_ptr + tl.program_id(0) * (2 if HAS_BIAS else 1) * width + tl.arange(0, BLOCK)
     kept = tl.arange(0, BLOCK) < width
-    tl.store(part, tl.sum(of_weight, 0), mask=kept)
+    tl.store(part, tl.sum(dweight, 0), mask=kept)
     if HAS_BIAS:
-        tl.store(part + width, tl.sum(of_bias, 0), mask=kept)
+        tl.store(part + width, tl.sum(dbias, 0), mask=kept)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -175,12 +162,12 @@ def _launch(tensors: tuple[Any, ...], eps: float, centred: bool, adds: bool) -> 
     rows, width = stats.shape[0], x.shape[-1]
     pointers = (x, y, weight, weight if bias is None else bias, total, out, stats)
     flags = (centred, adds, bias is not None, power_of_two(width))
-    _forward[lambda meta: (cdiv(rows, meta["ROWS"]),)](*pointers, rows, width, eps, *flags)
+    _forward[over_rows(rows)](*pointers, rows, width, eps, *flags)
 
 
 def _run_backward(
     grad: Tensor,
-    of_sum: Tensor | None,
+    dsum: Tensor | None,
     x: Tensor,
     weight: Tensor,
     stats: Tensor,
@@ -188,12 +175,12 @@ def _run_backward(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     grad, rows, width = grad.contiguous(), stats.shape[0], x.shape[-1]
-    of_sum = None if of_sum is None else of_sum.contiguous()
+    dsum = None if dsum is None else dsum.contiguous()
     block, out = power_of_two(width), torch.empty_like(x)
     programs = max(1, min(rows, processors(x) * max(1, min(4, 8192 // block))))
     parts = x.new_empty(programs, 1 + has_bias, width, dtype=torch.float32)
-    pointers = (grad, grad if of_sum is None else of_sum, x, weight, stats, out, parts)
-    flags = (centred, of_sum is not None, has_bias, block)
+    pointers = (grad, grad if dsum is None else dsum, x, weight, stats, out, parts)
+    flags = (centred, dsum is not None, has_bias, block)
     _backward[(programs,)](*pointers, rows, width, *flags)
     return out, parts.sum(0).to(weight.dtype)
 
@@ -214,18 +201,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Autograd gives zeros, not None, for an output that nobody used."""
-    of_sum, of_normed = (grads[0], grads[1]) if ctx.adds else (None, grads[0])
+    dsum, dnormed = (grads[0], grads[1]) if ctx.adds else (None, grads[0])
     flags = ctx.centred, ctx.has_bias
-    of_x, of_weights = _norm_backward(of_normed, of_sum, *ctx.saved_tensors, *flags)
-    weights = (of_weights[0], of_weights[1] if ctx.has_bias else None)
-    return (*(of_x,) * (1 + ctx.adds), *weights, None, None)
+    dx, dweights = _norm_backward(dnormed, dsum, *ctx.saved_tensors, *flags)
+    weights = (dweights[0], dweights[1] if ctx.has_bias else None)
+    return (*(dx,) * (1 + ctx.adds), *weights, None, None)
 
 
 _norm_backward = operator(
-    "norm_backward(Tensor grad, Tensor? of_sum, Tensor x, Tensor weight, Tensor stats,"
+    "norm_backward(Tensor grad, Tensor? dsum, Tensor x, Tensor weight, Tensor stats,"
     " bool centred, bool has_bias) -> (Tensor, Tensor)",
     _run_backward,
-    lambda grad, of_sum, x, weight, stats, centred, has_bias: (
+    lambda grad, dsum, x, weight, stats, centred, has_bias: (
         torch.empty_like(x),
         weight.new_empty(1 + has_bias, x.shape[-1]),
     ),

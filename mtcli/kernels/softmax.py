@@ -5,12 +5,14 @@ b sequences, h heads, n queries, m keys.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, wins
+from mtcli.kernels.launch import kernel, operator, power_of_two, wins
+from mtcli.kernels.tiles import WHOLE_ROWS, over_rows, whole_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -31,17 +33,11 @@ def masked_softmax_reference(scores: Tensor, mask: Tensor | None, scale: float) 
     return seen.masked_fill(~mask, 0.0).to(scores.dtype)
 
 
-def _tile(m: int) -> dict[str, int]:
-    block = power_of_two(m)
-    rows = max(1, 1024 // block)
-    return {"ROWS": rows, "num_warps": min(16, max(4, rows * block // 512))}
-
-
-TILES = [{"ROWS": rows, "num_warps": warps} for rows in (1, 4) for warps in (2, 4, 8, 16)]
+_tile = partial(whole_rows, elements=1024)
 
 
 # fmt: off
-@kernel(TILES, key=["m"], default=_tile)
+@kernel(WHOLE_ROWS, key=["m"], default=_tile)
 def _forward(
     scores_ptr, mask_ptr, out_ptr, rows, m, per_sequence, n, mask_b, scale,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -62,7 +58,7 @@ def _forward(
 
 
 # fmt: off
-@kernel(TILES, key=["m"], default=_tile)
+@kernel(WHOLE_ROWS, key=["m"], default=_tile)
 def _backward(
     grad_ptr, p_ptr, out_ptr, rows, m, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: on
@@ -90,16 +86,14 @@ def _run(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     out, rows, masked = torch.empty_like(scores), b * h * n, mask is not None
     mask = mask.contiguous() if masked else scores
     facts = (rows, m, h * n, n, n * m if masked and len(mask) > 1 else 0, scale)
-    grid = lambda meta: (cdiv(rows, meta["ROWS"]),)  # noqa: E731
-    _forward[grid](scores, mask, out, *facts, MASKED=masked, BLOCK=power_of_two(m))
+    _forward[over_rows(rows)](scores, mask, out, *facts, MASKED=masked, BLOCK=power_of_two(m))
     return out
 
 
 def _run_backward(grad: Tensor, p: Tensor, scale: float) -> Tensor:
     grad, m, out = grad.contiguous(), p.shape[-1], torch.empty_like(p)
     rows = p.numel() // m
-    grid = lambda meta: (cdiv(rows, meta["ROWS"]),)  # noqa: E731
-    _backward[grid](grad, p, out, rows, m, scale, BLOCK=power_of_two(m))
+    _backward[over_rows(rows)](grad, p, out, rows, m, scale, BLOCK=power_of_two(m))
     return out
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, runs_triton
+from mtcli.kernels.launch import kernel, operator, runs_triton
+from mtcli.kernels.tiles import over_tiles
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -47,8 +48,8 @@ def _forward(
 @kernel(TILES, key=["width"])
 def _backward(
     grad_ptr, gate_up_ptr, out_ptr, rows, width,
-    AGAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip  # out [rows, 2 width]: the gradients of gate and up; AGAIN: grad becomes the result
+    WITH_OUTPUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip  # out [rows, 2 width]; WITH_OUTPUT: the output is written over grad
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
@@ -60,7 +61,7 @@ def _backward(
     slope = share * (1.0 + gate * (1.0 - share))
     tl.store(out_ptr + at, grad * up * slope, mask=inside)
     tl.store(out_ptr + at + width, grad * gate * share, mask=inside)
-    if AGAIN:
+    if WITH_OUTPUT:
         tl.store(grad_ptr + row * width + column, gate * share * up, mask=inside)
 
 
@@ -73,11 +74,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return _swiglu(gate_up)
     if torch.compiler.is_compiling():  # which fuses the reference, and decides what it keeps
         return swiglu_reference(gate_up)
-    return KeepingInput.apply(gate_up)
+    return SwiGLUFromInput.apply(gate_up)
 
 
-class KeepingInput(torch.autograd.Function):
-    """`swiglu_reference` by torch's functions, with silu(gate) made again in the backward.
+class SwiGLUFromInput(torch.autograd.Function):
+    """`swiglu_reference` by torch's functions; the backward recomputes silu(gate) from the input.
 
     On a core of a Xeon (AVX-512), F 2048 of 2048 rows, forward and backward took 0.76 of the
     reference's time in float32, where gradients need no concatenation, and 1.04 in bfloat16.
@@ -93,33 +94,30 @@ class KeepingInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """The gradients of gate and up."""
-        return _by_halves(grad, *ctx.saved_tensors, again=False)[0]
+        return _by_halves(grad, *ctx.saved_tensors, with_output=False)[0]
 
 
 def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(the gradients of gate and up [N, 2F], `swiglu` once more); overwrites grad [N, F].
+    """(gradients of gate and up [N, 2F], and the output of `swiglu` [N, F]), from grad [N, F].
 
-    On a GPU 6 * N * F * itemsize bytes moved, one more than without the result.
+    Overwrites grad on a GPU, where 6 * N * F * itemsize bytes are moved, N * F more than without
+    the output, which a linear layer after it then need not keep for its weight's gradient.
     """
     if not runs_triton(grad):
-        return _by_halves(grad, gate_up, again=True)
-    return _swiglu_backward_again(grad, gate_up), grad
+        return _by_halves(grad, gate_up, with_output=True)
+    return _swiglu_backward_with_output(grad, gate_up), grad
 
 
-def _by_halves(grad: Tensor, gate_up: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-    """Each half of the gradient first holds what the other needs."""
+def _by_halves(grad: Tensor, gate_up: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
+    """(gradients of gate and up, the output or `grad`); each half is scratch for the other."""
     (gate, up), out = gate_up.chunk(2, -1), torch.empty_like(gate_up)
-    of_gate, of_up = out.chunk(2, -1)
-    torch.ops.aten.silu.out(gate, out=of_gate)
-    torch.mul(grad, of_gate, out=of_up)
-    result = of_gate * up if again else grad
-    torch.mul(grad, up, out=of_gate)
-    torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+    dgate, dup = out.chunk(2, -1)
+    torch.ops.aten.silu.out(gate, out=dgate)
+    torch.mul(grad, dgate, out=dup)
+    result = dgate * up if with_output else grad
+    torch.mul(grad, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
     return out, result
-
-
-def _grid(rows: int, width: int) -> Any:
-    return lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(width, meta["COLUMNS"]))
 
 
 def _run(gate_up: Tensor) -> Tensor:
@@ -127,21 +125,21 @@ def _run(gate_up: Tensor) -> Tensor:
     out = _empty(gate_up)
     width = out.shape[-1]
     rows = out.numel() // width
-    _forward[_grid(rows, width)](gate_up, out, rows, width)
+    _forward[over_tiles(rows, width)](gate_up, out, rows, width)
     return out
 
 
-def _run_backward(grad: Tensor, gate_up: Tensor, again: bool = False) -> Tensor:
+def _run_backward(grad: Tensor, gate_up: Tensor, with_output: bool = False) -> Tensor:
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     out, width = torch.empty_like(gate_up), grad.shape[-1]
     rows = grad.numel() // width
-    _backward[_grid(rows, width)](grad, gate_up, out, rows, width, AGAIN=again)
+    _backward[over_tiles(rows, width)](grad, gate_up, out, rows, width, WITH_OUTPUT=with_output)
     return out
 
 
-def _run_backward_again(grad: Tensor, gate_up: Tensor) -> Tensor:
+def _run_backward_with_output(grad: Tensor, gate_up: Tensor) -> Tensor:
     assert grad.is_contiguous(), f"strides {grad.stride()}"
-    return _run_backward(grad, gate_up, again=True)
+    return _run_backward(grad, gate_up, with_output=True)
 
 
 def _empty(gate_up: Tensor) -> Tensor:
@@ -157,9 +155,9 @@ _swiglu_backward = operator(
     _run_backward,
     lambda grad, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
 )
-_swiglu_backward_again = operator(
-    "swiglu_backward_again(Tensor(a!) grad, Tensor gate_up) -> Tensor",
-    _run_backward_again,
+_swiglu_backward_with_output = operator(
+    "swiglu_backward_with_output(Tensor(a!) grad, Tensor gate_up) -> Tensor",
+    _run_backward_with_output,
     lambda grad, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
 )
 _swiglu = operator(
