@@ -56,7 +56,9 @@ class Attention(nn.Module):
             return self._attend_with_dropout(q, k, v, inputs)
         if inputs.mask is None and q.shape[2] == k.shape[2]:
             return self.attend(q, k, v, self.cp, inputs.seen)
-        mask = None if inputs.mask is None else inputs.mask[:, None]  # a cached step sees all
+        new = q.shape[2]
+        assert inputs.mask is not None or new == 1, f"{new} tokens after a cache need a mask"
+        mask = None if inputs.mask is None else inputs.mask[:, None]
         grouped = self.queries_per_group > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 

@@ -30,10 +30,9 @@ class Cache:
 class Inputs:
     """One micro-batch of b sequences of s tokens; T = b * s tokens, sequence by sequence.
 
-    `positions` say where a token stands in its sequence or document, `seen` what it sees of its
-    row.
-    `numbers` are the tokens' global numbers, sample * seq_len + position over the whole run: the
-    index of every dropout mask. None means no dropout.
+    `positions` are the tokens' places in their sequence or document, `seen` says which keys of
+    their row they attend to. `numbers` are the tokens' global numbers, sample * seq_len + position
+    over the whole run, which index every dropout mask; None means no dropout.
     """
 
     tokens: Tensor  # [b, s] int64
@@ -74,14 +73,22 @@ class Inputs:
         )
 
 
-def make_inputs(model: ModelConfig, dtype: torch.dtype, tokens: Tensor, **others: Any) -> Inputs:
+def make_inputs(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    tokens: Tensor,
+    *,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+    **others: Any,
+) -> Inputs:
     """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation.
 
-    `documents` [b, s of whole rows] keep tokens from seeing other documents than their own.
+    `documents` [b, s of whole rows] keep tokens from seeing other documents than their own;
+    `others` are further fields of `Inputs`.
     """
-    positions = others.pop("positions", None)
-    seen = Seen(model.causal, others.pop("documents", None))
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turns = rotation(model, positions, dtype) if model.position == "rope" else None
+    seen = Seen(model.causal, documents)
     return Inputs(tokens, positions, rotation=turns, seen=seen, **others)

@@ -10,7 +10,7 @@ from tiny import GPT, LLAMA, run_config
 from mtcli.core.engine import build_stages
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.init import initialise
-from mtcli.core.model.inputs import make_inputs
+from mtcli.core.model.inputs import Cache, make_inputs
 from mtcli.core.model.layers import Dropout
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.groups import make_groups
@@ -124,3 +124,12 @@ def test_precision_is_the_dtype_of_weights_and_activations(precision, dtype):
     assert x_TD.dtype == dtype
     wide = torch.promote_types(dtype, torch.float32)
     assert stage.losses(x_TD, inputs).dtype == wide
+
+
+def test_several_tokens_after_a_cache_are_not_let_see_those_to_come():
+    config, stage = made(LLAMA)
+    ids, cache = torch.arange(S).view(1, S), Cache()
+    stage(None, make_inputs(config.model, torch.float32, ids[:, :3], cache=cache))
+    more = make_inputs(config.model, torch.float32, ids[:, 3:5], positions=ids[:, 3:5], cache=cache)
+    with pytest.raises(AssertionError, match="2 tokens after a cache need a mask"):
+        stage(None, more)
