@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.launch import kernel, operator
-from mtcli.kernels.packed import CHUNK, Packed, fill_, places
+from mtcli.kernels.packed import CHUNK, Packed, fill_, pointers_at
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -62,9 +62,9 @@ def _block(
 ):  # fmt: skip  # updates elements start .. start + BLOCK - 1 of a tensor
     at = start + tl.arange(0, BLOCK)
     inside = at < numel if MASKED else None
-    m_at, v_at = places(m_at, at, ALIGNED), places(v_at, at, ALIGNED)
-    master_at = places(master_at, at, ALIGNED)
-    g = tl.load(places(gradient_at, at, ALIGNED), mask=inside).to(tl.float32) * factor
+    m_at, v_at = pointers_at(m_at, at, ALIGNED), pointers_at(v_at, at, ALIGNED)
+    master_at = pointers_at(master_at, at, ALIGNED)
+    g = tl.load(pointers_at(gradient_at, at, ALIGNED), mask=inside).to(tl.float32) * factor
     m, v = tl.load(m_at, mask=inside), tl.load(v_at, mask=inside)
     master = tl.load(master_at, mask=inside)
     m += (g - m) * one_less_beta1
@@ -74,7 +74,7 @@ def _block(
     tl.store(v_at, v, mask=inside)
     tl.store(master_at, master, mask=inside)
     if ROUNDS:
-        tl.store(places(weight_at, at, ALIGNED), master, mask=inside)
+        tl.store(pointers_at(weight_at, at, ALIGNED), master, mask=inside)
 
 
 @kernel(TILES)

@@ -44,13 +44,8 @@ def choose(
     return found if found in configs else None
 
 
-def prefers(library: str, op: str, x: Tensor, magnitudes: Sequence[int]) -> bool:
-    """Whether a library was measured to be faster than our kernel on x's device."""
-    return chosen_by(op, x, magnitudes) == library
-
-
-def chosen_by(op: str, x: Tensor, magnitudes: Sequence[int]) -> str | None:
-    """Whose function was measured to be the fastest on x's device: "mtcli" is ours."""
+def fastest(op: str, x: Tensor, magnitudes: Sequence[int]) -> str | None:
+    """Whose function was measured to be the fastest on x's device ("mtcli": ours), if any was."""
     found = _known(x.device).get(op, {}).get(bucket_of(x.dtype, magnitudes), {})
     return cast(str | None, found.get("by"))
 

@@ -17,12 +17,12 @@ from mtcli.kernels.flash_parts import (
     TILES,
     bounds_of,
     empty_by_token,
-    facts_of,
-    listed,
     program_of,
     programs,
     rowwise,
-    seen_of,
+    sizes_and_flags,
+    span_arguments,
+    span_of,
     strides,
     tile_of,
 )
@@ -71,7 +71,7 @@ def _forward(
     row = (tl.cdiv(n, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)  # the longest first
     q = tile_of(q_ptr + b * qb + head * qh, qn, row, n, d, True, EVEN, WIDTH)
     k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
-    first, end = seen_of(first_ptr + b * spans, end_ptr + b * spans, row, n, m, SEES)
+    first, end = span_of(first_ptr + b * spans, end_ptr + b * spans, row, n, m, SEES)
     start, inner, outer, stop = bounds_of(first, end, COLUMNS)
     top, sums = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -102,8 +102,8 @@ def _run(
     q, k, v = (rowwise(x) for x in (q, k, v))
     b, h, n, d = q.shape
     out, lse = empty_by_token(q), q.new_empty(b, h, n, dtype=torch.float32)
-    sizes, flags = facts_of(q, k)
-    sees, lists, spans = listed(causal, first, end, q)
+    sizes, flags = sizes_and_flags(q, k)
+    sees, lists, spans = span_arguments(causal, first, end, q)
     pointers = (q, k, v, out, lse, *lists)
     layout = (*strides(q), *strides(k), *strides(v))
     _forward[programs(n, b * h)](

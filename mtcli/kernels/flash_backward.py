@@ -19,12 +19,12 @@ from mtcli.kernels.flash_parts import (
     TILES,
     bounds_of,
     empty_by_token,
-    facts_of,
-    listed,
     program_of,
     programs,
     rowwise,
-    seen_of,
+    sizes_and_flags,
+    span_arguments,
+    span_of,
     strides,
     tile_of,
 )
@@ -77,7 +77,7 @@ def _dq(
     lse = tl.load(lse_ptr + (b * h + head) * n + row, mask=row < n, other=0.0)
     lse = tl.maximum(lse, -1e30) * 1.4426950408889634  # -inf where nothing is seen
     k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
-    first, end = seen_of(first_ptr + b * spans, end_ptr + b * spans, row, n, m, SEES)
+    first, end = span_of(first_ptr + b * spans, end_ptr + b * spans, row, n, m, SEES)
     start, inner, outer, stop = bounds_of(first, end, COLUMNS)
     dq = tl.zeros((ROWS, WIDTH), tl.float32)
     dq = _add_dq(
@@ -133,7 +133,7 @@ def _dkv(
     row = tile * ROWS + tl.arange(0, ROWS)
     k = tile_of(k_ptr + b * kb + group * kh, kn, row, m, d, True, EVEN, WIDTH)
     v = tile_of(v_ptr + b * vb + group * vh, vn, row, m, d, True, EVEN, WIDTH)
-    first, end = seen_of(first_ptr + b * spans, end_ptr + b * spans, row, m, n, SEES)
+    first, end = span_of(first_ptr + b * spans, end_ptr + b * spans, row, m, n, SEES)
     start, inner, outer, stop = bounds_of(first, end, COLUMNS)
     dk, dv = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
     for head in range(group * (h // g), (group + 1) * (h // g)):
@@ -174,8 +174,8 @@ def _run(
     grad, q, k, v, out = (rowwise(x) for x in (grad, q, k, v, out))
     (b, h, n, d), (_, g, m, _), lse = q.shape, k.shape, lse.contiguous()
     dq, dk, dv = (empty_by_token(x) for x in (q, k, v))
-    delta, (sizes, flags) = torch.empty_like(lse), facts_of(q, k)
-    sees, lists, spans = listed(causal, first, end, q)
+    delta, (sizes, flags) = torch.empty_like(lse), sizes_and_flags(q, k)
+    sees, lists, spans = span_arguments(causal, first, end, q)
     scales = (spans, d**-0.5 * LOG2_E, d**-0.5)
     layout = (*strides(q), *strides(k), *strides(v))
     _dq[programs(n, b * h)](

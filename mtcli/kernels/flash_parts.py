@@ -18,7 +18,7 @@ from mtcli.kernels.products import float32_precision
 if TYPE_CHECKING:
     import triton.language as tl
 
-LOG2_E = 1.4426950408889634  # powers of two are what a GPU computes
+LOG2_E = 1.4426950408889634  # e^x is 2^(x log2 e), and 2^x is what a GPU computes
 # Which keys a query sees: all, those up to its own place, or `Spans`; and for the gradients of
 # keys, by which queries a causal key is seen: those from its own place on.
 ALL, CAUSAL, CAUSAL_FROM_KEY, SPANS = range(4)
@@ -60,7 +60,7 @@ def programs(length: int, pairs: int) -> Callable[[Mapping[str, int]], tuple[int
 
 
 @kernel()
-def seen_of(first_ptr, end_ptr, at, mine, others, SEES: tl.constexpr):
+def span_of(first_ptr, end_ptr, at, mine, others, SEES: tl.constexpr):
     """(first, end) of what each place of mine sees of the others, or is seen by.
 
     SEES is one of the four above, as a number: a kernel reads no globals.
@@ -90,7 +90,10 @@ def bounds_of(first, end, COLUMNS: tl.constexpr):
 def tile_of(
     ptr, stride, row, rows, width, MASKED: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """[rows, WIDTH] of a head; EVEN: it is as wide."""
+    """Rows `row` of a head [rows, width], WIDTH wide with zeros past the end.
+
+    MASKED where a row may be past the end, EVEN where width is WIDTH.
+    """
     d = tl.arange(0, WIDTH)[None, :]
     at = ptr + row.to(tl.int64)[:, None] * stride + d
     if MASKED and EVEN:
@@ -103,33 +106,33 @@ def tile_of(
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Those of sequences, heads and tokens; elements of a token follow each other."""
+    """The strides of sequences, heads and tokens of x [b, h, n, d], whose d is contiguous."""
     assert x.stride(3) == 1, f"strides {x.stride()}"
     return x.stride()[:3]
 
 
 def rowwise(x: Tensor) -> Tensor:
-    """x, copied where a token's elements do not follow each other."""
+    """x [b, h, n, d], copied where its last dimension is not contiguous."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def empty_by_token(x: Tensor) -> Tensor:
-    """[b, h, n, d] like x, in memory [b, n, h, d], as the next linear layer reads it."""
+    """Uninitialised [b, h, n, d] like x, in memory [b, n, h, d], as the next layer reads it."""
     b, h, n, d = x.shape
     return x.new_empty(b, n, h, d).transpose(1, 2)
 
 
-def facts_of(q: Tensor, k: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """(sizes, constants) that every kernel is given."""
+def sizes_and_flags(q: Tensor, k: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """(sizes h, g, n, m, d, itemsize; constants) that every kernel is given."""
     d, width = q.shape[3], max(16, power_of_two(q.shape[3]))
     flags = {"EVEN": d == width, "WIDTH": width, "PRECISION": float32_precision()}
     return (q.shape[1], k.shape[1], q.shape[2], k.shape[2], d, q.element_size()), flags
 
 
-def listed(
+def span_arguments(
     causal: bool, first: Tensor | None, end: Tensor | None, like: Tensor
 ) -> tuple[int, tuple[Tensor, Tensor], int]:
-    """(which keys a query sees, the lists or what stands for them, their stride over rows)."""
+    """(which keys a query sees, `first` and `end` or a dummy for each, their sequence stride)."""
     if first is None or end is None:
         return CAUSAL if causal else ALL, (like, like), 0
     first, end = first.contiguous(), end.contiguous()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton, wins
+from mtcli.kernels.launch import beats_torch, cdiv, kernel, operator, power_of_two, runs_triton
 from mtcli.kernels.products import Products, float32_precision, linear
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def grouped_products(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Pro
         return _batched(len(counts))
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
     ends = ends.to(x_ND.device, non_blocking=True)  # without waiting for the GPU
-    if wins("grouped_linear", x_ND, weight_EFD.shape[1]) or not _torch_can(x_ND, weight_EFD):
+    if beats_torch("grouped_linear", x_ND, weight_EFD.shape[1]) or not _torch_can(x_ND, weight_EFD):
         return _ours(ends)
     return _by_torch(ends)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtcli.kernels.adamw import Parts
 from mtcli.kernels.launch import kernel, operator
-from mtcli.kernels.packed import CHUNK, Packed, fill_, places
+from mtcli.kernels.packed import CHUNK, Packed, fill_, pointers_at
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -75,18 +75,18 @@ def _moments(
     for done in range(0, CHUNK, BLOCK):
         at = start + done + tl.arange(0, BLOCK)
         inside = at < numel
-        g = tl.load(places(gradient_at, at, ALIGNED), mask=inside, other=0.0)
+        g = tl.load(pointers_at(gradient_at, at, ALIGNED), mask=inside, other=0.0)
         g = g.to(tl.float32) * factor
-        m = tl.load(places(m_at, at, ALIGNED), mask=inside, other=0.0)
-        v = tl.load(places(v_at, at, ALIGNED), mask=inside, other=0.0)
-        master = tl.load(places(master_at, at, ALIGNED), mask=inside, other=0.0)
+        m = tl.load(pointers_at(m_at, at, ALIGNED), mask=inside, other=0.0)
+        v = tl.load(pointers_at(v_at, at, ALIGNED), mask=inside, other=0.0)
+        master = tl.load(pointers_at(master_at, at, ALIGNED), mask=inside, other=0.0)
         m += (g - m) * one_less_beta1
         v = v * beta2 + g * g * one_less_beta2
         u = tl.where(inside, _direction(master, m, v, decay, eps), 0.0)
         of_x += master * master
         of_u += u * u
-        tl.store(places(m_at, at, ALIGNED), m, mask=inside)
-        tl.store(places(v_at, at, ALIGNED), v, mask=inside)
+        tl.store(pointers_at(m_at, at, ALIGNED), m, mask=inside)
+        tl.store(pointers_at(v_at, at, ALIGNED), v, mask=inside)
     tl.store(squares_ptr + tl.program_id(0) * 2, tl.sum(of_x, 0))
     tl.store(squares_ptr + tl.program_id(0) * 2 + 1, tl.sum(of_u, 0))
 
@@ -119,13 +119,13 @@ def _step(
     for done in range(0, CHUNK, BLOCK):
         at = start + done + tl.arange(0, BLOCK)
         inside = at < numel
-        m = tl.load(places(m_at, at, ALIGNED), mask=inside, other=0.0)
-        v = tl.load(places(v_at, at, ALIGNED), mask=inside, other=0.0)
-        master = tl.load(places(master_at, at, ALIGNED), mask=inside, other=0.0)
+        m = tl.load(pointers_at(m_at, at, ALIGNED), mask=inside, other=0.0)
+        v = tl.load(pointers_at(v_at, at, ALIGNED), mask=inside, other=0.0)
+        master = tl.load(pointers_at(master_at, at, ALIGNED), mask=inside, other=0.0)
         master -= lr * ratio * _direction(master, m, v, decay, eps)
-        tl.store(places(master_at, at, ALIGNED), master, mask=inside)
+        tl.store(pointers_at(master_at, at, ALIGNED), master, mask=inside)
         if ROUNDS:
-            tl.store(places(weight_at, at, ALIGNED), master, mask=inside)
+            tl.store(pointers_at(weight_at, at, ALIGNED), master, mask=inside)
 
 
 def lamb_(packed: Packed, parts: Parts, gradients: Sequence[Tensor], update: LambUpdate) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mtcli.kernels.choices import Config, choose, prefers
+from mtcli.kernels.choices import Config, choose, fastest
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # a wheel of torch for GPUs brings it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ LIBRARY = torch.library.Library("mtcli", "FRAGMENT")
 
 @dataclass(frozen=True)
 class Compiling:
-    """A launch on CPU tensors is only compiled: each configuration, or the first alone."""
+    """The mode in which a launch on CPU tensors only compiles: all configurations, or `first`."""
 
     first: bool
     names: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ _mode: ContextVar[Compiling | Literal["interpreted", "imagined"] | None] = Conte
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether kernels work on this tensor: on a GPU, in 16 or 32 bits; on CPU only in tests."""
+    """Whether our kernels run on this tensor: on a GPU in 16 or 32 bits; on CPU in tests alone."""
     if x.is_cuda:
         return HAS_TRITON and x.dtype in DTYPES
     if torch.compiler.is_compiling():  # dynamo cannot read a ContextVar
@@ -47,11 +47,11 @@ def runs_triton(x: Tensor) -> bool:
     return _mode.get() is not None and x.dtype in DTYPES
 
 
-def wins(op: str, x: Tensor, magnitude: int) -> bool:
-    """Whether our kernel makes an operation: it runs, and torch's was not measured to be faster."""
+def beats_torch(op: str, x: Tensor, magnitude: int) -> bool:
+    """Whether our kernel runs on x, and torch's function was not measured to be faster there."""
     if not runs_triton(x):
         return False
-    return torch.compiler.is_compiling() or not prefers("torch", op, x, [magnitude])
+    return torch.compiler.is_compiling() or fastest(op, x, [magnitude]) != "torch"
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def interpreted() -> Iterator[None]:
 
 @contextmanager
 def imagined() -> Iterator[None]:
-    """Inside, kernels are taken to run on every tensor: for fake ones, which need shapes alone."""
+    """Inside, `runs_triton` holds for CPU tensors too: fake ones, of which shapes alone count."""
     token = _mode.set("imagined")
     try:
         yield
@@ -87,8 +87,8 @@ def compiled_for(
 ) -> Iterator[list[str]]:
     """Inside, launches on CPU tensors only compile, for a GPU that need not be there.
 
-    None runs: results hold whatever memory held. Gives a list that fills with what was compiled,
-    such as "swiglu._forward {'ROWS': 1}".
+    Nothing runs, so results are uninitialised memory. Gives a list that fills with what was
+    compiled, such as "swiglu._forward {'ROWS': 1}".
     """
     from triton.runtime import driver
 
@@ -106,9 +106,9 @@ def compiled_for(
 class Kernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
-    `configs` are alternatives of constants and launch options, which is best may differ by device,
-    by dtype and by the magnitudes of the arguments in `key`. Where nothing was measured it is the
-    first, or what `default` says of those arguments. The first argument is a tensor.
+    `configs` are alternative constants and launch options. Which is best may differ by device, by
+    dtype and by the magnitudes of the arguments named in `key`; where nothing was measured it is
+    the first, or what `default` returns for those arguments. The first argument is a tensor.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Kernel:
 
     @cached_property
     def jitted(self) -> Any:
-        """What triton makes of the function, with `tl` and other kernels in place of names."""
+        """The function under triton.jit, with `tl` and the kernels it calls as its globals."""
         import triton
         import triton.language as tl
 
@@ -171,7 +171,7 @@ def kernel(
     key: Sequence[str] = (),
     default: Callable[..., Config] | None = None,
 ) -> Callable[[FunctionType], Kernel]:
-    """A decorator as triton.jit and triton.autotune in one: see `Kernel`."""
+    """A decorator that is triton.jit and triton.autotune in one: see `Kernel`."""
     return partial(Kernel, configs=configs, key=key, default=default)
 
 

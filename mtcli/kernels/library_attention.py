@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.kernels.choices import chosen_by
+from mtcli.kernels.choices import fastest
 
-FEWEST, MOST = 1024, 16384  # keys between which the choice is measured
+MIN_KEYS, MAX_KEYS = 1024, 16384  # keys between which the choice is measured
 
 _aten = torch.ops.aten
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -26,24 +26,24 @@ class Library(NamedTuple):
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, tuple[Tensor, ...], Tensor, bool], Grads]
-    widest: int  # head
+    max_head_dim: int
 
 
 def library_for(op: str, q: Tensor, k: Tensor) -> Library | None:
     """Which library was measured to be faster than ours in an op ("attention" or its "_backward");
     None where none was, or where it does not take such heads."""
-    library = LIBRARIES.get(chosen_by(op, q, magnitudes(k.shape[2], q.shape[3])))
+    library = LIBRARIES.get(fastest(op, q, magnitudes(k.shape[2], q.shape[3])))
     return library if library is not None and takes(library, q) else None
 
 
 def magnitudes(keys: int, d: int) -> tuple[int, int]:
     """What a choice depends on: the head's width, and the keys as far as that was measured."""
-    return min(max(keys, FEWEST), MOST), d
+    return min(max(keys, MIN_KEYS), MAX_KEYS), d
 
 
 def takes(library: Library, q: Tensor) -> bool:
     """Whether a library multiplies such heads: 16 bits, rows of a multiple of 16 bytes."""
-    return q.element_size() == 2 and q.shape[3] % 8 == 0 and q.shape[3] <= library.widest
+    return q.element_size() == 2 and q.shape[3] % 8 == 0 and q.shape[3] <= library.max_head_dim
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.kernels.launch import kernel, operator, power_of_two, processors, runs_triton, wins
+from mtcli.kernels.launch import (
+    beats_torch,
+    kernel,
+    operator,
+    power_of_two,
+    processors,
+    runs_triton,
+)
 from mtcli.kernels.tiles import WHOLE_ROWS, over_rows, whole_rows
 
 if TYPE_CHECKING:
@@ -106,14 +113,14 @@ def _backward(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
-    if not wins("layer_norm", x, x.shape[-1]):
+    if not beats_torch("layer_norm", x, x.shape[-1]):
         return layer_norm_reference(x, weight, bias, eps)
     return _norm(x, weight, bias, eps, True)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
-    if not wins("rms_norm", x, x.shape[-1]):
+    if not beats_torch("rms_norm", x, x.shape[-1]):
         return rms_norm_reference(x, weight, eps)
     return _norm(x, weight, None, eps, False)[0]
 

@@ -1,4 +1,4 @@
-"""Many tensors for one launch: a table of their addresses, and chunks of them for programs."""
+"""Many tensors in one launch: a table of their addresses, cut into chunks, one for a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ WIDTH = 8  # columns of the table: elements, a flag, then up to 6 addresses
 
 
 class Packed(NamedTuple):
-    """A table [tensors, WIDTH] on the host and on the device, and [chunks, 2]: whose, and which."""
+    """The table [tensors, WIDTH] int64 on host and device, and chunks [chunks, 2] int64.
+
+    A row of `chunks` is a tensor's row in the table and the chunk's number in that tensor.
+    """
 
     host: Tensor
     table: Tensor
@@ -26,7 +29,7 @@ class Packed(NamedTuple):
 
 
 def pack(like: Sequence[Tensor]) -> Packed:
-    """What a launch over such tensors needs, to be made once and filled by `fill_`."""
+    """The chunks of tensors of these sizes, and an empty table for `fill_`; made once."""
     sizes = [-(-x.numel() // CHUNK) for x in like]
     pairs = [torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(sizes)]
     host = torch.zeros(len(like), WIDTH, dtype=torch.int64)
@@ -37,7 +40,9 @@ def pack(like: Sequence[Tensor]) -> Packed:
 def fill_(packed: Packed, kinds: Sequence[Sequence[Tensor]], flags: Sequence[bool]) -> bool:
     """Writes a row for each tensor: its elements, its flag, and where it is in each of `kinds`.
 
-    The table is sent where an address has changed. Returns whether all are multiples of 16 bytes.
+    `kinds` holds for each role (masters, moments, ...) a tensor of each row, contiguous. The table
+    is sent to the device where an address has changed. Returns whether all addresses are multiples
+    of 16 bytes.
     """
     rows = []
     for flag, *tensors in zip(flags, *kinds, strict=True):
@@ -52,11 +57,11 @@ def fill_(packed: Packed, kinds: Sequence[Sequence[Tensor]], flags: Sequence[boo
 
 
 @kernel()
-def places(ptr, at, ALIGNED: tl.constexpr):
-    """Pointers to elements that follow each other, of which 16 bytes are read at once if aligned.
+def pointers_at(ptr, at, ALIGNED: tl.constexpr):
+    """Pointers to the consecutive elements `at`; if ALIGNED, 16 bytes are read at once.
 
-    The compiler is told here, of a whole block: what it is told of an address from a table is lost
-    when that becomes a pointer.
+    The compiler is told so here, of the block of pointers: told of an address in the table, it
+    forgets when the address is cast to a pointer.
     """
     pointers = ptr + at
     if ALIGNED:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import kernel, operator, power_of_two, wins
+from mtcli.kernels.launch import beats_torch, kernel, operator, power_of_two
 from mtcli.kernels.tiles import WHOLE_ROWS, over_rows, whole_rows
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0) -> T
 
     Bytes moved: 2 * b * h * n * m * itemsize and the mask forward, 3 backward.
     """
-    if not wins("masked_softmax", scores, scores.shape[-1]) or scores.shape[-1] > LONGEST:
+    if not beats_torch("masked_softmax", scores, scores.shape[-1]) or scores.shape[-1] > LONGEST:
         return masked_softmax_reference(scores, mask, scale)
     return _softmax(scores, mask, scale)
 

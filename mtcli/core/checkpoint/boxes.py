@@ -68,13 +68,13 @@ def read_box(
     target = into.view(integers).numpy()
     direct = into.is_contiguous()
     out = target if direct else np.empty(box.size, dtype=target.dtype)
-    _read_runs(file, offset, _Cut(shape, box, into.element_size()), out)
+    _read_runs(file, offset, _Runs(shape, box, into.element_size()), out)
     if not direct:
         np.copyto(target, out)
 
 
-class _Cut:
-    """A box as runs: for each outer index, `rows` runs of `run` elements, `stride` apart."""
+class _Runs:
+    """A box as contiguous runs: `rows` of `run` elements, `stride` apart, from each of `starts`."""
 
     def __init__(self, shape: tuple[int, ...], box: Rectangle, item: int) -> None:
         dim = len(shape)  # the run spans dims dim.. of the box
@@ -92,29 +92,29 @@ class _Cut:
         ]
 
 
-def _read_runs(file: FileIO, offset: int, cut: _Cut, out: Numbers) -> None:
-    blocks = out.reshape(len(cut.starts), cut.rows, cut.run)
-    run_bytes, stride_bytes = cut.run * cut.item, cut.stride * cut.item
+def _read_runs(file: FileIO, offset: int, runs: _Runs, out: Numbers) -> None:
+    blocks = out.reshape(len(runs.starts), runs.rows, runs.run)
+    run_bytes, stride_bytes = runs.run * runs.item, runs.stride * runs.item
     alone = run_bytes >= RUN_BYTES or stride_bytes > (GAP_RATIO + 1) * run_bytes
-    for start, block in zip(cut.starts, blocks, strict=True):
-        at = offset + start * cut.item
-        if cut.rows == 1 or cut.run == cut.stride:
+    for start, block in zip(runs.starts, blocks, strict=True):
+        at = offset + start * runs.item
+        if runs.rows == 1 or runs.run == runs.stride:
             _read_exactly(file, at, block.reshape(-1))
         elif alone:
-            for row in range(cut.rows):
+            for row in range(runs.rows):
                 _read_exactly(file, at + row * stride_bytes, block[row])
         else:
-            _read_windows(file, at, cut, block)
+            _read_windows(file, at, runs, block)
 
 
-def _read_windows(file: FileIO, at: int, cut: _Cut, block: Numbers) -> None:
-    rows = max(1, WINDOW_BYTES // (cut.stride * cut.item))
-    window = np.empty((min(rows, cut.rows), cut.stride), dtype=block.dtype)
-    for first in range(0, cut.rows, rows):
-        count = min(rows, cut.rows - first)
-        span = (count - 1) * cut.stride + cut.run
-        _read_exactly(file, at + first * cut.stride * cut.item, window.reshape(-1)[:span])
-        np.copyto(block[first : first + count], window[:count, : cut.run])
+def _read_windows(file: FileIO, at: int, runs: _Runs, block: Numbers) -> None:
+    rows = max(1, WINDOW_BYTES // (runs.stride * runs.item))
+    window = np.empty((min(rows, runs.rows), runs.stride), dtype=block.dtype)
+    for first in range(0, runs.rows, rows):
+        count = min(rows, runs.rows - first)
+        span = (count - 1) * runs.stride + runs.run
+        _read_exactly(file, at + first * runs.stride * runs.item, window.reshape(-1)[:span])
+        np.copyto(block[first : first + count], window[:count, : runs.run])
 
 
 def _read_exactly(file: FileIO, at: int, into: Numbers) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtcli.core.checkpoint.families.family import Demand, Family, Field, Table
-from mtcli.core.checkpoint.families.kindred import UNSAID, windowed_layers
 from mtcli.core.checkpoint.families.registry import BY_TYPE, FAMILIES
+from mtcli.core.checkpoint.families.unsupported import UNSUPPORTED, windowed_layers
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.foreign import parse_json, shown
 from mtcli.core.spec.model_config import ModelConfig
@@ -55,7 +55,7 @@ def family_in(table: Table, path: Path) -> Family:
 def model_of(table: Table, path: Path) -> ModelConfig:
     """The ModelConfig of a config.json. Raises MtcliError with everything that it cannot say."""
     family = family_in(table, path)
-    demands = (*UNSAID, *family.demands)
+    demands = (*UNSUPPORTED, *family.demands)
     problems = [p for demand in demands if (p := _unmet(demand, table))] + windowed_layers(table)
     values: Table = dict(family.constants)
     for field in family.fields:

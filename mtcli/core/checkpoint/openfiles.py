@@ -7,9 +7,8 @@ from pathlib import Path
 
 from mtcli.core.checkpoint.tensorfile import damaged
 
-MOST = (
-    32  # at once: far from a process's limit, and more than the files that hold one tensor's cuts
-)
+# Far from a process's limit, and more than the files that hold one tensor's pieces.
+MAX_OPEN = 32
 
 
 def open_file(path: Path) -> FileIO:
@@ -21,7 +20,7 @@ def open_file(path: Path) -> FileIO:
 
 
 class OpenFiles:
-    """The files that were read last, at most MOST of them, closed with this object."""
+    """The files that were read last, at most MAX_OPEN of them, closed with this object."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
@@ -30,7 +29,7 @@ class OpenFiles:
         """A file, opened unless it still is. Raises MtcliError where it cannot be."""
         if path not in self._files:
             self._files[path] = open_file(path)
-            if len(self._files) > MOST:
+            if len(self._files) > MAX_OPEN:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(path)
         return self._files[path]

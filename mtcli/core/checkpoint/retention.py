@@ -29,10 +29,10 @@ class Hold:
 
 
 def hold(folder: Path) -> Hold:
-    """A lock by which a checkpoint is not pruned.
+    """A shared lock that keeps a checkpoint from being pruned.
 
-    Without one where there is no manifest, or no lock to be had. Raises MtcliError where the
-    checkpoint is just being removed.
+    An empty `Hold` where there is no manifest, or the file system has no locks. Raises MtcliError
+    where the checkpoint is being removed at this moment.
     """
     path = folder / NAME
     try:
@@ -51,22 +51,19 @@ def hold(folder: Path) -> Hold:
     raise wrong(message, "open the run's folder, or raise train.keep")
 
 
-def doomed(steps: list[int], keep: int, every: int) -> list[int]:
-    """The steps that go: all but the newest `keep`, and multiples of `every` (0: none) besides.
-
-    With keep = 0 all stay.
-    """
+def steps_to_remove(steps: list[int], keep: int, every: int) -> list[int]:
+    """All steps but the newest `keep` (0: all) and the multiples of `every` (0: none)."""
     old = sorted(steps)[:-keep] if keep else []
     return [step for step in old if not every or step % every]
 
 
 def prune(root: Path, keep: int, every: int, newest: Path) -> None:
-    """Removes the checkpoints that are not to stay, `newest` never.
+    """Removes all checkpoints but the newest `keep`, multiples of `every`, and `newest`.
 
     One that cannot be removed, or is being read, stays until the next save.
     """
     folders = {step_of(folder): folder for folder in step_folders(root)}
-    for step in doomed(list(folders), keep, every):
+    for step in steps_to_remove(list(folders), keep, every):
         if folders[step] != newest:
             with suppress(OSError):
                 _remove(folders[step])

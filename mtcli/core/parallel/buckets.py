@@ -90,7 +90,7 @@ class Bucket:
 
     def share(self, parameters: Mapping[str, Tensor]) -> "Sharing":
         """Starts giving the rows that each owner has updated to all."""
-        mine = torch.zeros_like(self.kept, dtype=next(iter(parameters.values())).dtype)
+        mine = torch.zeros_like(self.kept, dtype=parameters[next(iter(self.slots))].dtype)
         for name, slot in self.slots.items():
             own = parameters[name][self.rows(name)].flatten()
             mine[slot.offset : slot.offset + own.numel()] = own

@@ -62,7 +62,7 @@ class Pipeline(Generic[Given]):
         self.ops = schedule.ops[groups.pp_rank]
         self.hops = _Hops(schedule, groups, wire)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
-        self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # and a range
+        self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # each op
         self.spans: list[OpSpan] = []
         self.current: Op | None = None  # the op that runs, or ran last
 
@@ -202,15 +202,15 @@ class _Hops:
         back = groups.axes["pp_backward"]
         self.axes = {"F": groups.axes["pp_forward"], "B": back, "I": back}
         self.me, self.device = groups.pp_rank, groups.device
-        self.early: dict[Op, Tensor] = {}
+        self.arrived: dict[Op, Tensor] = {}
         self.sending: list[tuple[Pending, Tensor]] = []
-        self.coming: dict[tuple[str, int], deque[Op]] = {}
+        self.expected: dict[tuple[str, int], deque[Op]] = {}
 
     def send(self, op: Op, x: Tensor) -> None:
         """Gives an op's result to the op that needs it."""
         peer = self._receiver(op)
         if peer == self.me:
-            self.early[op] = x
+            self.arrived[op] = x
             return
         part = self._my_part(x)
         pending = start_send(part, self.axes[op.kind], peer, str(op))
@@ -220,19 +220,19 @@ class _Hops:
     def receive(self, op: Op, tokens: int) -> Tensor:
         """The result of an op, once it is there."""
         sender = self.schedule.rank_of_stage[op.stage]
-        if sender != self.me and not self.coming.get((op.kind, sender)):
-            self.coming[op.kind, sender] = deque(self._sent_by(sender, op.kind))
-        while op not in self.early:
-            arriving = self.coming[op.kind, sender].popleft()
-            self.early[arriving] = self._receive(arriving, sender, tokens)
-        return self.early.pop(op)
+        if sender != self.me and not self.expected.get((op.kind, sender)):
+            self.expected[op.kind, sender] = deque(self._sent_by(sender, op.kind))
+        while op not in self.arrived:
+            next_op = self.expected[op.kind, sender].popleft()
+            self.arrived[next_op] = self._receive(next_op, sender, tokens)
+        return self.arrived.pop(op)
 
     def wait(self) -> None:
         """Returns when everything sent has left."""
         for pending, _ in self.sending:
             pending.wait()
         self.sending = []
-        assert not self.early, f"results nobody took: {[str(op) for op in self.early]}"
+        assert not self.arrived, f"results nobody took: {[str(op) for op in self.arrived]}"
 
     def _receive(self, op: Op, sender: int, tokens: int) -> Tensor:
         axis, wire = self.axes[op.kind], self.wire

@@ -141,7 +141,7 @@ class VocabEmbedding(nn.Module):
 
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probability [N], whether the target is the argmax [N]) from `logits`."""
+        """(log-probability [N], whether the target is the argmax [N]); overwrites the logits."""
         real = logits_NV[:, : self.valid]
         best, best_id = real.max(-1) if self.valid else _nothing(logits_NV)
         pairs = all_gather(torch.stack([best.double(), best_id + self.first], 0)[None], self.tp)

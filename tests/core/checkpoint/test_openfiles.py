@@ -11,7 +11,7 @@ from mtcli.core.spec.errors import MtcliError
 
 
 def test_a_file_is_opened_once_and_the_one_used_longest_ago_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(openfiles, "MOST", 2)
+    monkeypatch.setattr(openfiles, "MAX_OPEN", 2)
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.write_text(path.name)

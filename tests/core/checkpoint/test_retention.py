@@ -9,7 +9,7 @@ from saving import save_halves
 
 from mtcli.core.checkpoint import retention
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.retention import doomed, prune
+from mtcli.core.checkpoint.retention import prune, steps_to_remove
 from mtcli.core.spec.errors import MtcliError
 
 
@@ -27,7 +27,7 @@ from mtcli.core.spec.errors import MtcliError
 )
 def test_the_newest_and_the_multiples_are_kept(keep, every, kept):
     steps = [35, 10, 20, 15, 30, 25]
-    assert sorted(set(steps) - set(doomed(steps, keep, every))) == kept
+    assert sorted(set(steps) - set(steps_to_remove(steps, keep, every))) == kept
 
 
 def steps_in(folder):

@@ -1,7 +1,7 @@
-"""What no family here has: fields by which kindred models compute something else.
+"""Fields of config.json by which related models compute something that no family here does.
 
-transformers passes over some of them in these families and takes others (`is_causal`); whoever
-wrote one meant it, so each is refused unless it changes nothing.
+transformers ignores some of them in these families and reads others (`is_causal`). Whoever wrote
+one meant it, so each is refused unless its value changes nothing.
 """
 
 from mtcli.core.checkpoint.families.family import Demand, Table
@@ -9,7 +9,7 @@ from mtcli.core.spec.errors import Problem
 from mtcli.core.spec.foreign import shown
 
 FULL = "full_attention"
-UNSAID = (
+UNSUPPORTED = (
     Demand("is_causal", (None, True)),
     Demand("use_bidirectional_attention", (None, False)),
     Demand("partial_rotary_factor", (None, 1.0)),
@@ -37,7 +37,7 @@ UNSAID = (
 
 
 def windowed_layers(theirs: Table) -> list[Problem]:
-    """What is wrong with the kinds of attention of single layers: all see the whole context."""
+    """A problem where a layer's attention does not see the whole context; none otherwise."""
     kinds = theirs.get("layer_types")
     if kinds is None or (isinstance(kinds, list) and all(kind == FULL for kind in kinds)):
         return []
