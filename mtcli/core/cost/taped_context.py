@@ -1,0 +1,81 @@
+"""Attention over a context cut among ranks, on a tape: a ring, gathered keys, or whole heads."""
+
+from collections.abc import Sequence
+
+from mtcli.core.cost.tape import Gradients, Storage, Tape, Value
+from mtcli.core.cost.taped_ops import Kit, moved, same, then
+from mtcli.core.cost.taped_scores import (
+    CPU_ROW_BYTES,
+    QKV,
+    SPAN,
+    Heads,
+    blocks_bytes,
+    copied,
+    fused,
+    plain,
+    whole,
+)
+
+
+def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+    """Keys and values go round; sums over the ring are in float32."""
+    tape, (q, k, v), wide = kit.tape, qkv, kit.t.wide / kit.t.size
+    both, rows, in_blocks = 2 * heads.k, kit.work.seq_len // kit.work.layout.cp, 0.0
+    if kit.cpu and heads.size >= 4 and rows * heads.size <= CPU_ROW_BYTES:
+        copies = (kit.work.micro_batch_size > 1) + 2 * heads.grouped  # of queries; keys and values
+        in_blocks = (copies + 3) * heads.q + blocks_bytes(kit, heads, rows)[1]
+
+    def apart(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [same(grads[0]), same(grads[0])]
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        grad, sums = tape.new(heads.q), (tape.new(wide * heads.q), tape.new(wide * both))
+        tape.moment(2 * both + heads.q + 2 * both)
+        tape.moment(both + in_blocks)
+        tape.moment(2 * both + wide * both)
+        found = [tape.new(heads.q), tape.new(both)]
+        tape.free(grad, *sums)
+        return found
+
+    kv = tape.op([k, v], [both], apart)[0]
+    tape.moment(2 * both + (wide + 1) * heads.q)
+    taken = [q, kv]
+    mixed = tape.op(taken, [heads.q], back, kept=taken, keeps_results=[0], more=heads.lse)[0]
+    tape.free(kv)
+    return then(kit, mixed, copied(kit, mixed, heads.q))
+
+
+def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+    """Every rank's keys and values, gathered and put in order."""
+    tape, cp = kit.tape, kit.work.layout.cp
+    q, *kv = qkv
+    k, v = (in_order(kit, x, heads) for x in kv)
+    if heads.size > 4 and not kit.cpu:
+        mixed = plain(kit, (q, k, v), heads)
+    else:
+        spans = SPAN * kit.t.tokens * (not kit.cpu)
+        mixed = fused(kit, (q, k, v), heads, cp * heads.k, spans)
+    tape.free(k, v)
+    return mixed
+
+
+def in_order(kit: Kit, x: Value, heads: Heads) -> Value:
+    """Keys or values of every rank, gathered and then indexed by position."""
+    own, size = moved(kit, x, heads.k, heads.k), kit.work.layout.cp * heads.k
+    parts = moved(kit, own, size, heads.k)
+    kit.tape.free(own)
+    return then(kit, parts, moved(kit, parts, size, size))
+
+
+def by_heads(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+    """Whole sequences of some heads, exchanged on the way there and back."""
+    tape = kit.tape
+    sizes = (heads.q, heads.k, heads.k)
+    q, k, v = (_exchanged(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
+    mixed = whole(kit, (q, k, v), heads)
+    tape.free(q, k, v)
+    return then(kit, mixed, _exchanged(kit, mixed, heads.q))
+
+
+def _exchanged(kit: Kit, x: Value, size: float) -> Value:
+    return moved(kit, x, size, size, size)

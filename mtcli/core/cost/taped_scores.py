@@ -1,0 +1,145 @@
+"""Scaled dot products on a tape: of whole rows, by the kernel that a device has for them."""
+
+from collections.abc import Sequence
+
+from mtcli.core.cost.tape import Gradients, Storage, Tape, Value
+from mtcli.core.cost.taped_ops import Kit, moved, resized, same, then
+
+CPU_ROW_BYTES = 2048  # whole_attention on CPU takes rows up to this long in blocks of heads
+BLOCK_BYTES = 2**20  # of scores in such a block
+SPAN = 8  # bytes that say which keys a query sees
+
+QKV = tuple[Value, Value, Value]
+
+
+class Heads:
+    """Bytes of queries q, of keys or values k and of a log-sum-exp, at `size` bytes an element; and
+    how many scores there are."""
+
+    def __init__(self, kit: Kit, size: int) -> None:
+        t, m = kit.t, kit.work.model
+        self.size = size
+        self.q, self.k = t.tokens * t.queries * size, t.tokens * t.keys / 2 * size
+        self.lse = t.tokens * t.heads * t.wide
+        self.scores = t.tokens * t.heads * kit.work.seq_len
+        self.grouped = m.num_kv_heads != m.num_heads
+
+
+def copied(kit: Kit, x: Value, size: float) -> Value:
+    """x laid out anew, whose gradient is handed on as it is."""
+    return kit.tape.op([x], [size], lambda tape, grads: [same(grads[0])])[0]
+
+
+def whole(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+    """Attention of whole rows, by the kernel that is chosen for them."""
+    if not kit.slow:
+        return _fitting(kit, qkv, heads)
+    wide = Heads(kit, 4)
+    sizes = ((heads.q, wide.q), (heads.k, wide.k), (heads.k, wide.k))
+    q, k, v = (moved(kit, x, to, of) for x, (of, to) in zip(qkv, sizes, strict=True))
+    mixed = _fitting(kit, (q, k, v), wide)
+    kit.tape.free(q, k, v)
+    return then(kit, mixed, resized(kit, mixed, heads.q))
+
+
+def _fitting(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+    if kit.cpu and kit.work.seq_len * heads.size <= CPU_ROW_BYTES:
+        return _in_blocks(kit, qkv, heads)
+    if not kit.cpu and kit.work.document_mask:
+        places = kit.work.micro_batch_size * kit.work.seq_len
+        return fused(kit, qkv, heads, heads.k, SPAN * places)
+    if not kit.cpu and (heads.size > 4 or (heads.grouped and heads.size == 4)):
+        return plain(kit, qkv, heads)
+    return fused(kit, qkv, heads, heads.k)
+
+
+def fused(kit: Kit, qkv: QKV, heads: Heads, keys: float, spans: float = 0.0) -> Value:
+    """A kernel that keeps the log-sum-exp in place of the scores; `keys` bytes of keys, of which
+    each query sees a span."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(heads.q), tape.new(keys), tape.new(keys)]
+
+    return kit.tape.op(qkv, [heads.q], back, kept=qkv, keeps_results=[0], more=heads.lse + spans)[0]
+
+
+def _in_blocks(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+    """Some heads at a time on CPU; of several sequences by head, and the output again by token."""
+    copies = kit.work.micro_batch_size > 1 or kit.work.layout.cp > 1
+    kept = () if copies else qkv[: 1 if heads.grouped else 3]
+    more = (3 if copies else 2 * heads.grouped) * heads.q
+    forward, backward = blocks_bytes(kit, heads, kit.work.seq_len)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        laid = [tape.new(heads.q)] if copies else []
+        found = [tape.new(heads.q) for _ in qkv]
+        tape.moment(max(heads.q, backward))
+        tape.free(*laid)
+        if heads.grouped:
+            summed = [tape.new(heads.k), tape.new(heads.k)]
+            tape.free(*found[1:])
+            found[1:] = summed
+        return found
+
+    kit.tape.moment(heads.q + forward)
+    mixed = kit.tape.op(qkv, [heads.q], back, kept=kept, keeps_results=[0], more=more)[0]
+    return then(kit, mixed, copied(kit, mixed, heads.q)) if copies else mixed
+
+
+def blocks_bytes(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
+    """Bytes at once of blocks of heads' scores [rows, rows], on the way there and back."""
+    one, scores = rows**2 * heads.size, kit.t.tokens * kit.t.heads * rows * heads.size
+    block, unseen = min(scores, max(BLOCK_BYTES // one, 1) * one), one * kit.work.model.causal
+    # Going back, a block's probabilities and their gradient are there when the next one's are made.
+    return unseen + max(block, unseen), unseen + (2 if block == scores else 3) * block
+
+
+def plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+    """Products that write their scores: scaled queries and keys, values and probabilities stay."""
+    tape, (q, *kv) = kit.tape, qkv
+    times = kit.work.layout.cp if kit.work.cp_mode == "all_gather" else 1
+    scaled = moved(kit, q, heads.q, heads.q)
+    k, v = (moved(kit, x, times * heads.q, times * heads.k) for x in kv)
+    scores = product(kit, (scaled, k), heads.scores * heads.size)
+    tape.free(scaled, k)
+    chances = softmax(kit, scores, heads.scores)
+    tape.free(scores)
+    mixed = product(kit, (chances, v), heads.q)
+    tape.free(chances, v)
+    return then(kit, mixed, copied(kit, mixed, heads.q))
+
+
+def softmax(kit: Kit, scores: Value, numel: float) -> Value:
+    """Probabilities, of which a wide copy is kept on CPU."""
+    wide = numel * kit.t.wide
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(wide if kit.cpu else scores.size)]
+
+    if not kit.cpu:
+        return kit.tape.op([scores], [scores.size], back, keeps_results=[0])[0]
+    filled = moved(kit, scores, wide, scores.size, wide)
+    chances = kit.tape.op([filled], [wide], back, keeps_results=[0])[0]
+    kit.tape.free(filled)
+    if kit.work.model.causal or kit.work.document_mask:  # what sees nothing gets zeros
+        chances = then(kit, chances, moved(kit, chances, wide, wide))
+    return (
+        chances if wide == scores.size else then(kit, chances, resized(kit, chances, scores.size))
+    )
+
+
+def product(kit: Kit, factors: tuple[Value, Value], size: float) -> Value:
+    """A batched product, which on CPU is made in float32 of float16."""
+    if kit.slow:
+        first, second = (moved(kit, x, 2 * x.size, x.size) for x in factors)
+        factors = first, second
+    first, second = factors
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(first.size), tape.new(second.size)]
+
+    out = kit.tape.op(factors, [(1 + kit.slow) * size], back, kept=factors)[0]
+    if not kit.slow:
+        return out
+    kit.tape.free(*factors)
+    return then(kit, out, resized(kit, out, size))
