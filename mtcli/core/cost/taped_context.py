@@ -53,10 +53,20 @@ def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     if heads.size > 4 and not kit.cpu:
         mixed = plain(kit, (q, k, v), heads)
     else:
-        spans = SPAN * kit.t.tokens * (not kit.cpu)
-        mixed = fused(kit, (q, k, v), heads, cp * heads.k, spans)
+        mixed = fused(kit, (q, k, v), heads, cp * heads.k, _seen(kit, heads))
     tape.free(k, v)
     return mixed
+
+
+def _seen(kit: Kit, heads: Heads) -> float:
+    """What says which keys queries see: spans, or on CPU a mask, a number each."""
+    work, rows = kit.work, kit.t.tokens
+    if not kit.cpu:
+        return SPAN * rows
+    if not (work.model.causal or work.document_mask):
+        return 0.0
+    rows /= 1 if work.document_mask else work.micro_batch_size
+    return rows * work.seq_len * heads.size
 
 
 def in_order(kit: Kit, x: Value, heads: Heads) -> Value:

@@ -263,3 +263,17 @@ def test_layers_spread_evenly_with_lighter_ends(layers, stages):
     assert max(sizes) - min(sizes) <= 1
     if layers >= stages and stages > 2 and layers % stages <= stages - 2:
         assert sizes[0] == sizes[-1] == min(sizes)
+
+
+def test_attention_of_both_sides_has_no_mask_on_a_cpu():
+    one = step(gpt(num_layers=1), precision="bf16", seq_len=256)
+    both = replace(one, model=gpt(num_layers=1, causal=False))
+    causal, free = (passed(work, True, (False, False), 1).backward for work in (one, both))
+    assert causal - free == 2 * 256 * 256  # of 256 keys for 256 queries, in 16 bits
+
+
+def test_each_block_keeps_a_mask_of_gathered_keys_on_a_cpu():
+    one = step(gpt(), ParallelLayout(2, cp=2), precision="bf16", cp_mode="all_gather")
+    both = replace(one, model=gpt(causal=False))
+    causal, free = (passed(work, True, (False, False), 1).each for work in (one, both))
+    assert causal - free == 2 * 16 * 32  # of 32 keys for a rank's 16 queries, in 16 bits
