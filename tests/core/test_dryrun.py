@@ -35,8 +35,10 @@ ONE = {"num_layers": 1}
 LAST = -1
 ALL = {"dispatcher": "all_gather"}
 SPLIT = {"pp": 2, "schedule": "zero_bubble"}
-CHUNKED = {"vocab_size": 3 * 2**17}  # of 512 tokens in 16 bits 384 MiB of logits
-UNEVEN = {"pp": 2, "vpp": 2, "schedule": "interleaved", "stage_layers": (1, 1, 3, 1)}
+CHUNKED = {"vocab_size": 3 * 2**17, "hidden_size": 64}  # of 512 tokens in 16 bits 384 MiB of logits
+CUT = {"pp": 2, "vpp": 2, "schedule": "interleaved"}
+UNEVEN = CUT | {"stage_layers": (1, 1, 3, 1)}
+EIGHT = {**GPT, "num_layers": 8}
 SIDED = {"causal": False}
 MASKED = {"document_mask": True}
 ROWS = {  # world, model, parallel, precision, rank, and data
@@ -75,11 +77,10 @@ ROWS = {  # world, model, parallel, precision, rank, and data
     "logits in chunks": (1, LLAMA | CHUNKED, {}, "bf16", None),
     "documents": (1, LLAMA, {}, "fp32", None, MASKED),
     "zero=3, biases of routers": (2, MOE | BIASES, {"zero": 3}, "bf16", None),
-    "zero=3 in a pipeline": (4, DEEP, {"zero": 3, "pp": 2, "recompute": "full"}, "fp32", None),
+    "zero=3 in a pipeline": (4, EIGHT, CUT | {"zero": 3, "recompute": "full"}, "fp32", None),
 }
 CPU_ROWS = {
     "a ring on CPU": (2, GPT | SIDED, {"cp": 2}, "fp32", None),
-    "both sides on CPU": (1, GPT | SIDED, {}, "bf16", None),
     "dropout on CPU": (1, LLAMA | DROPPING, {}, "fp32", None),
     "attention again on CPU": (2, DEEP, SPLIT | {"recompute": "selective"}, "bf16", LAST),
 }
@@ -87,10 +88,10 @@ CPU_ROWS = {
 
 
 def config_of(world, model, parallel, precision, sequences=2, data=None):
-    size = sequences * world if parallel.get("pp", 1) == 1 else 4
-    batch = {"seq_len": 256, "micro_batch_size": sequences, "global_batch_size": size}
+    batch = {"micro_batch_size": sequences, "global_batch_size": sequences * world}
     train = {"precision": precision}
-    return run_config(model, parallel=parallel, batch=batch, train=train, data=data or {})
+    sections = {"parallel": parallel, "batch": batch | {"seq_len": 256}, "data": data or {}}
+    return run_config(model, train=train, **sections)
 
 
 def dry(world, model, parallel, precision, rank, data=None, device=H100):
