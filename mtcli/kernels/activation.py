@@ -1,4 +1,4 @@
-"""What stands between the two products of a feed-forward layer, by its name in the config."""
+"""The functions between the two products of a feed-forward layer, by their names in the config."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +13,8 @@ from mtcli.kernels.swiglu import swiglu, swiglu_backward_
 class Activation(NamedTuple):
     """y = f(x + bias), row by row; SwiGLU takes no bias.
 
-    `backward_(gradient of y, x, bias)` gives the gradients of x and bias, and y again, for the
-    weight of the layer after it; it overwrites the gradient of y.
+    `backward_(gradient of y, x, bias)` returns the gradients of x and bias, and y recomputed, for
+    the weight's gradient in the layer after it; it may overwrite the gradient of y.
     """
 
     forward: Callable[[Tensor, Tensor | None], Tensor]

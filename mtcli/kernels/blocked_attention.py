@@ -21,14 +21,17 @@ PART_ROW_BYTES = 512  # in a forward pass with a log-sum-exp, which takes two mo
 Heads = slice
 
 
-class InBlocks(torch.autograd.Function):
-    """softmax(q k^T / sqrt(d)) v for [b, h, n, d] each; keeps no probabilities."""
+class BlockedAttention(torch.autograd.Function):
+    """softmax(q k^T / sqrt(d)) v for [b, h, n, d] each; keeps no probabilities.
+
+    Scores and probabilities are rounded to q's dtype, whose products are the fast ones.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """[b, h, n, d]; causal, or of all keys."""
         saved = [_by_head(x) for x in (q, k, v)]
-        out = _mixed(*saved, causal)
+        out = _forward(*saved, causal)
         ctx.save_for_backward(*saved, out)
         ctx.causal = causal
         return out.view(q.shape)
@@ -36,16 +39,16 @@ class InBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """The gradients of q, k and v; the probabilities are computed again."""
-        dq, dk, dv = _unmixed(_by_head(grad), ctx.saved_tensors, ctx.causal)
+        dq, dk, dv = _backward(_by_head(grad), ctx.saved_tensors, ctx.causal)
         return dq.view(grad.shape), dk.view(grad.shape), dv.view(grad.shape), None
 
 
 def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """`InBlocks` of q, k, v [b, h, n, d]; inside torch.compile as an operator, a node of its graph.
+    """`BlockedAttention` of q, k, v [b, h, n, d]; inside torch.compile an operator, for its graph.
 
-    An operator's dispatch costs ten times an autograd Function's, so without it the latter runs.
+    An operator's dispatch costs ten times an autograd Function's, so elsewhere the latter runs.
     """
-    return (_op if torch.compiler.is_compiling() else InBlocks.apply)(q, k, v, causal)
+    return (_op if torch.compiler.is_compiling() else BlockedAttention.apply)(q, k, v, causal)
 
 
 def forward_in_blocks(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -78,14 +81,14 @@ def backward_in_blocks(
     return tuple(x.view(shape) for x, shape in zip(grads, shapes, strict=True))
 
 
-def _mixed(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, causal: bool) -> Tensor:
+def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, causal: bool) -> Tensor:
     out, unseen = torch.empty_like(q_hnd), _unseen(q_hnd, k_hmd, causal)
     for heads in _blocks(q_hnd, k_hmd):
         torch.bmm(_softmax(q_hnd[heads], k_hmd[heads], unseen), v_hmd[heads], out=out[heads])
     return out
 
 
-def _unmixed(
+def _backward(
     grad_hnd: Tensor, saved: tuple[Tensor, ...], causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, _, _ = saved
@@ -138,14 +141,14 @@ def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return _mixed(_by_head(q), _by_head(k), _by_head(v), causal).view(q.shape)
+    return _forward(_by_head(q), _by_head(k), _by_head(v), causal).view(q.shape)
 
 
 def _run_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     saved = tuple(_by_head(x) for x in (q, k, v, out))
-    dq, dk, dv = _unmixed(_by_head(grad), saved, causal)
+    dq, dk, dv = _backward(_by_head(grad), saved, causal)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 

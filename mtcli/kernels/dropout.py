@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of global indices, and the residual it is added to.
+"""Dropout whose mask is a function of global indices, fused with the add to the residual.
 
 N rows of D columns. Element (row, column) is kept or dropped by number `numbers[row] * D + column`
 of a stream (see random.py), so no layout changes a mask, and the backward pass makes it again.
@@ -49,7 +49,7 @@ def _dropout(
 def dropout(
     y: Tensor, numbers: Tensor, key: int, drop: float, onto: Tensor | None = None
 ) -> Tensor:
-    """`onto` (zeros where None) + `dropout_reference`, rounded once on a GPU.
+    """`dropout_reference` [N, D], added to `onto` [N, D] where given; rounded once on a GPU.
 
     Bytes moved: 2 * N * D * itemsize forward, 3 with `onto`; 2 backward.
     """

@@ -1,4 +1,4 @@
-"""A linear layer of many experts at once: each has its own weight and a run of the rows.
+"""A linear layer of many experts at once ("grouped GEMM"): each has a weight and a run of rows.
 
 N rows of D sorted by expert, E experts of width F; `ends` [E] int32 are the ends of their runs.
 """
@@ -191,7 +191,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped_linear_by_torch(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
-    """The same by torch's grouped product, for those that compare."""
+    """`grouped_linear_reference` by torch's grouped product, for benchmarks."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x_ND.device)
     return torch._grouped_mm(x_ND, weight_EFD.transpose(1, 2), offs=ends)
 

@@ -33,7 +33,7 @@ def merge_reference_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -
 
 
 def finite(lse: Tensor) -> Tensor:
-    """The same, but so that -inf less it is -inf and not NaN where a query has seen nothing."""
+    """lse with -inf as the lowest finite number: then -inf - finite(-inf) is -inf, and not NaN."""
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 

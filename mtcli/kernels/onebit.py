@@ -20,9 +20,10 @@ BLOCK = 4096  # elements of a program
 
 
 def compress_reference_(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """(bits [ceil(size / 8)] uint8, scale float32) of x + error, whose rest becomes the error.
+    """(bits [ceil(size / 8)] uint8, scale float32 scalar) of x + error.
 
-    x and error are flat, float32, of one size; past their end the bits are 0.
+    The error becomes what they leave of the sum. x and error are float32 [size]; bits past their
+    end are 0.
     """
     error += x
     scale = error.norm() / error.numel() ** 0.5

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.tiles import over_columns
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -25,7 +26,7 @@ TILES = (
 
 
 class Copies(NamedTuple):
-    """Where copies lie: by row where torch computes, by token where our kernels do."""
+    """How copies are sorted: `order` is for torch's functions, `places` for our kernels."""
 
     counts: Tensor  # [E] int64: the kept copies of each expert
     top_k: int
@@ -42,10 +43,7 @@ class Copies(NamedTuple):
 def sort_copies(
     x_TD: Tensor, experts_Tk: Tensor, kept_Tk: Tensor, num_experts: int, capacity: int
 ) -> Copies:
-    """The kept copies of tokens like `x_TD`, in the order of their experts.
-
-    A sort by counting on a GPU, which asks the host for nothing.
-    """
+    """The kept copies [T, k] of tokens like x_TD, sorted by expert; a counting sort on a GPU."""
     k = experts_Tk.shape[1]
     if runs_triton(x_TD):
         counts, places = _sort(experts_Tk, kept_Tk, num_experts, capacity)
@@ -185,7 +183,7 @@ def unpermute(rows_ND: Tensor, weights_Tk: Tensor, copies: Copies) -> Tensor:
 
 
 def reorder(rows_ND: Tensor, order_N: Tensor | None) -> Tensor:
-    """rows[order], a permutation, None being theirs. Bytes moved: 2 * N * D * itemsize each way."""
+    """rows_ND[order_N], a permutation (None: the identity); 2 * N * D * itemsize bytes each way."""
     if order_N is None:
         return rows_ND
     if not runs_triton(rows_ND):
@@ -199,9 +197,9 @@ def _run_sort(
     experts, kept, copies = experts.contiguous(), kept.contiguous(), experts.numel()
     blocks, places = cdiv(copies, BLOCK), torch.empty_like(experts)
     counts = experts.new_empty(blocks, num_experts, dtype=torch.int32)
-    lanes = power_of_two(num_experts)
+    shared = (copies, num_experts)
     if blocks:
-        _count[(blocks,)](experts, kept, counts, copies, num_experts, E=lanes, BLOCK=BLOCK)
+        _count[(blocks,)](experts, kept, counts, *shared, E=power_of_two(num_experts), BLOCK=BLOCK)
     totals = counts.sum(0)
     first = counts.cumsum(0) - counts
     if capacity:
@@ -209,7 +207,7 @@ def _run_sort(
     else:
         first += totals.cumsum(0) - totals
     if blocks:
-        _place[(blocks,)](experts, kept, first, places, copies, num_experts, BLOCK=BLOCK)
+        _place[(blocks,)](experts, kept, first, places, *shared, BLOCK=BLOCK)
     return totals, places
 
 
@@ -218,9 +216,8 @@ def _run_spread(x: Tensor, places: Tensor, rows: int, covers: bool) -> Tensor:
     x, places = x.contiguous(), places.contiguous()
     (tokens, slots), width = places.shape, x.shape[1]
     out = (x.new_empty if covers else x.new_zeros)(rows, width)
-    grid = lambda meta: (tokens, cdiv(width, meta["COLUMNS"]))  # noqa: E731
     if tokens:
-        _scatter[grid](x, places, out, width, slots, K=power_of_two(slots))
+        _scatter[over_columns(tokens, width)](x, places, out, width, slots, K=power_of_two(slots))
     return out
 
 
@@ -229,9 +226,10 @@ def _run_sum(rows: Tensor, places: Tensor, weights: Tensor | None, covers: bool)
     (tokens, slots), width = places.shape, rows.shape[1]
     out = rows.new_empty(tokens, width)
     pointers = (rows, places, weights.contiguous() if weighs else rows, out)
-    grid = lambda meta: (tokens, cdiv(width, meta["COLUMNS"]))  # noqa: E731
     if tokens:
-        _gather[grid](*pointers, width, slots, WEIGHS=weighs, K=power_of_two(slots))
+        _gather[over_columns(tokens, width)](
+            *pointers, width, slots, WEIGHS=weighs, K=power_of_two(slots)
+        )
     return out
 
 

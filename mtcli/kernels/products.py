@@ -37,7 +37,7 @@ def linear(
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b."""
+    """a @ b; in float32 where the operands are float16 on a CPU, rounded to float16."""
     return (a.float() @ b.float()).to(a.dtype) if is_slow(a) else a @ b
 
 
@@ -47,5 +47,5 @@ def is_slow(x: Tensor) -> bool:
 
 
 def float32_precision() -> str:
-    """What our kernels multiply float32 in, as torch's own products do: tf32, or ieee for exact."""
+    """Triton's name of the precision in which torch multiplies float32: "tf32" or "ieee"."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -25,6 +25,11 @@ def over_rows(rows: int) -> Grid:
     return lambda meta: (cdiv(rows, meta["ROWS"]),)
 
 
+def over_columns(rows: int, columns: int) -> Grid:
+    """A program for each COLUMNS of each row."""
+    return lambda meta: (rows, cdiv(columns, meta["COLUMNS"]))
+
+
 def over_tiles(rows: int, columns: int) -> Grid:
     """A program for each tile of ROWS by COLUMNS."""
     return lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(columns, meta["COLUMNS"]))

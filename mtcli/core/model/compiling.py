@@ -1,9 +1,9 @@
 """Blocks compiled by torch.compile: what lies between two products becomes a few fused loops.
 
-What tensor parallel layers exchange is part of a block's graph. What talks to other ranks besides,
-asks tensors for their values, or has numbers of its own in every layer stays as it is, a break
-between two graphs. So the blocks of a stage are equal to the compiler, and
-the first one's graphs serve all: to compile takes as long as one block does.
+The collectives of tensor parallel layers are part of a block's graph. All else that talks to other
+ranks, reads a tensor's values on the host, or depends on the layer's number (such as dropout's key)
+is left uncompiled, a break between two graphs. So all blocks of a stage look alike to the compiler,
+the first one's graphs serve them all, and compiling takes as long as for one block.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,10 +22,10 @@ from mtcli.core.spec.errors import failed
 
 
 def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "inductor") -> None:
-    """Has every block compiled by its first forward and backward, for each shape anew.
+    """Has every block compiled in its first forward and backward, and again for each new shape.
 
-    `documents` says that tokens see only their own: on CPU the documents' lengths are asked for.
-    Modules, parameters and hooks of either stay as they are.
+    `documents`: attention stays within documents, whose lengths are read on the host on CPU.
+    Modules, parameters and their hooks stay as they are.
     """
     for stage in stages:
         asks_lengths = documents and stage.build.groups.device.type == "cpu"
@@ -72,7 +72,7 @@ def _first_complaint(output: str) -> str:
 
 
 def _keep_collectives(module: nn.Module) -> None:
-    """Has what tensor parallel layers exchange be nodes of their block's graph."""
+    """Makes the collectives of tensor parallel layers nodes of their block's graph."""
     match module:
         case ColumnLinear():
             module.enter = in_graph(module.enter, module.tp)
