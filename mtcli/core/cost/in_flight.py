@@ -6,9 +6,8 @@ from itertools import chain
 from operator import ge
 from typing import NamedTuple
 
-from mtcli.core.cost.workload import Workload
-from mtcli.core.schedule.generators import schedule_for
-from mtcli.core.schedule.ops import Op, Schedule
+from mtcli.core.cost.workload import Workload, schedule_of
+from mtcli.core.schedule.ops import Op
 
 # Of each of a rank's chunks, micro-batches between F and B; of split backwards those between F and
 # I, and then those between I and W.
@@ -40,8 +39,7 @@ def moments(work: Workload, pp_rank: int) -> Moments:
     if work.schedule_name == "gpipe" and pp > 1:
         everyone = [(work.num_micro_batches,) * vpp]
         return Moments(everyone, [everyone] * vpp, [everyone] * vpp)
-    name = "interleaved" if vpp > 1 else work.schedule_name
-    return _moments(name, pp, vpp, _filling(work), pp_rank)
+    return _moments(work.schedule_name, pp, vpp, _filling(work), pp_rank)
 
 
 def _filling(work: Workload) -> int:
@@ -58,12 +56,7 @@ def _filling(work: Workload) -> int:
 
 @cache
 def _moments(name: str, pp: int, vpp: int, num_micro_batches: int, pp_rank: int) -> Moments:
-    return _of_rank(_schedule(name, pp, vpp, num_micro_batches).ops[pp_rank], pp, vpp)
-
-
-@cache
-def _schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
-    return schedule_for(name, pp, vpp, num_micro_batches)
+    return _of_rank(schedule_of(name, pp, vpp, num_micro_batches).ops[pp_rank], pp, vpp)
 
 
 def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:

@@ -150,7 +150,7 @@ class Workload:
     def schedule(self, num_micro_batches: int) -> Schedule:
         """The schedule of this layout for some number of micro-batches."""
         layout = self.layout
-        return _schedule(self.schedule_name, layout.pp, layout.vpp, num_micro_batches)
+        return schedule_of(self.schedule_name, layout.pp, layout.vpp, num_micro_batches)
 
     @cached_property
     def representative(self) -> int:
@@ -161,7 +161,8 @@ class Workload:
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again
-def _schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+def schedule_of(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+    """`schedule_for`, of which the last ones are kept."""
     return schedule_for(name, pp, vpp, num_micro_batches)
 
 
