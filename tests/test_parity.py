@@ -4,7 +4,8 @@ Each row trains a tiny model on a layout and is held to one process by itself: i
 for bit, every first gradient of every rank (replicas, padding and the second copy of a tied
 embedding too), loss and gradient norm over 20 steps, and bit for bit what no gradient trains after
 them. A new axis is a new row of ROWS.
-`python tests/test_parity.py --table` prints the differences that docs/parity.md shows.
+`python tests/test_parity.py --table` prints the differences that docs/parity.md shows;
+words after it choose the rows that hold all of them.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Who trains in bench_step.py: each makes a model with the same weights and a step that trains it.
+"""Who trains in bench_step.py and ../bench_train.py: each a model of one start and its step.
 
 The weights are those that mtcli draws from the config's seed, rounded as its model holds them, and
 go to the others by the maps that read and write their checkpoints. All train with AdamW, decay of
