@@ -2,6 +2,7 @@ import pytest
 import torch
 from exact import TOLERANCE, check, seeded
 
+from mtcli.kernels import grouped
 from mtcli.kernels.grouped import grouped_linear, grouped_linear_reference
 
 CASES = {
@@ -63,3 +64,15 @@ def test_a_frozen_weight_gets_no_gradient(device):
     grouped_linear(x, weight, [3, 5]).sum().backward()
     expected = torch.cat([weight[0].sum(0).expand(3, 4), weight[1].sum(0).expand(5, 4)])
     torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_grouped_products_are_those_of_each_expert(device, monkeypatch):
+    """torch's own, which a GPU takes where they were measured to be faster."""
+    monkeypatch.setattr(grouped, "beats_torch", lambda *_: False)
+    counts = [5, 0, 70, 21]
+    inputs = [seeded(96, 24, device=device), seeded(4, 16, 24, seed=1, device=device)]
+    called = []
+    multiply = torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *a, **k: called.append(a) or multiply(*a, **k))
+    check(lambda x, w: grouped_linear(x, w, counts), formula(counts), inputs, torch.bfloat16)
+    assert len(called) == 3
