@@ -14,7 +14,7 @@ from mtcli.core.checkpoint.families.family import Family, Part
 from mtcli.core.checkpoint.hfconfig import family_in, model_of, read_json
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.errors import wrong
-from mtcli.core.spec.foreign import is_text, shown
+from mtcli.core.spec.foreign import is_text, listed, shown
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.sharding import Parameter, Rectangle
 
@@ -33,7 +33,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-MAX_LISTED = 5  # names in an error
 
 
 class Place(NamedTuple):
@@ -141,9 +140,8 @@ def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Found) -> None
     ignored = re.compile("|".join(family.ignored))
     unknown = [at.key for name, at in rest.items() if not ignored.fullmatch(name)]
     if unknown:
-        more = f" and {len(unknown) - MAX_LISTED} more" if len(unknown) > MAX_LISTED else ""
-        names = ", ".join(unknown[:MAX_LISTED]) + more
-        message = f"{checkpoint.folder} has tensors that {family.model_type} does not: {names}"
+        what = f"tensors that {family.model_type} does not"
+        message = f"{checkpoint.folder} has {what}: {listed(unknown)}"
         raise wrong(message, "nothing is left out silently; is model_type right?")
 
 

@@ -24,6 +24,7 @@ from mtcli.core.checkpoint.subblocks import Subblock, subblocks
 from mtcli.core.checkpoint.tensorfile import Entry, damaged
 from mtcli.core.checkpoint.torchzip import Span, find_tensor, read_object
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import listed
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter
@@ -33,7 +34,6 @@ COMMON = "common.pt"
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "mp_rank_00*"  # folders of checkpoints before torch_dist
 MAX_LATEST = 64  # characters of a step's number, or of "release"
-MAX_LISTED = 5  # names in an error
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 # What arguments and a run's state are made of: classes whose names are read, and nothing else.
 NAMED_IN_COMMON = ("torch.", "megatron.", "transformer_engine.", "pathlib.", "argparse.", "numpy.")
@@ -113,9 +113,8 @@ def _is_argument(name: str) -> bool:
 
 def _refuse_unknown(folder: Path, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        listed = ", ".join(names[:MAX_LISTED]) + more
-        message = f"{folder} has tensors that a GPT model of this architecture has not: {listed}"
+        what = "tensors that a GPT model of this architecture has not"
+        message = f"{folder} has {what}: {listed(names)}"
         raise wrong(message, "nothing is left out silently; does --config say what it is?")
 
 

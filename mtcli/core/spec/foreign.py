@@ -7,6 +7,7 @@ import json
 import re
 import reprlib
 import tomllib
+from collections.abc import Sequence
 from typing import Any
 
 MAX_TOML_BYTES = 1 << 20
@@ -14,6 +15,7 @@ MAX_KEY_PARTS = 64  # tomllib takes the square of their number: 2 s for 8000
 _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}"""
 )
+MAX_LISTED = 5  # names in an error
 SHORT = {"maxlevel": 2, "maxstring": 80, "maxother": 80, "maxlong": 40, "maxdict": 4, "maxlist": 17}
 
 
@@ -42,6 +44,12 @@ def shown(value: Any) -> str:
     short = reprlib.Repr()
     vars(short).update(SHORT)
     return short.repr(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def is_text(value: Any) -> bool:
