@@ -145,8 +145,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     """The parts with what a step adds: hops, gradients, the update. Nothing of it is hidden, as
     ranks' collectives take the cores that compute."""
     layout = work.layout
-    ends = {0, layout.pp // 2, layout.pp - 1}
-    gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in ends)
+    gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in work.large_ranks)
     gradients += _tied(work, known)
     sharded = _sharded(work, known)
     shards = layout.dp * layout.cp if work.zero else 1
@@ -154,7 +153,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     update = max(
         per_block * work.layers_of_rank(rank)
         + per_element * rank_elements(work, rank).total / shards
-        for rank in ends
+        for rank in work.large_ranks
     )
     moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
     agreement = 0.0 if layout.world == 1 else _link(known, "reduce", 16.0, 2)

@@ -99,11 +99,11 @@ def _gradients(
 ) -> tuple[float, float]:
     if work.zero == 3:
         return 0.0, 0.0
-    ends = [
+    ranks = [
         gradient_seconds(rank_elements(work, pp_rank), work, device, physics)
-        for pp_rank in _ends(work)
+        for pp_rank in work.large_ranks
     ]
-    most = max(ends, key=lambda end: end.forward + end.backward)
+    most = max(ranks, key=lambda rank: rank.forward + rank.backward)
     behind = block * (max(work.layers_of_stage) * work.layout.vpp * physics.data_overlap)
     exposed = max(0.0, most.backward - behind.backward)
     exposed += max(0.0, most.forward - behind.forward * work.gathers_ahead)
@@ -116,13 +116,8 @@ def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
     moved = STATE_PASSES * (sizes.master + sizes.moments)
     moved += 2 * sizes.gradient + sizes.weight
     shards = layout.dp * layout.cp if work.zero else 1
-    elements = max(rank_elements(work, pp_rank).total for pp_rank in _ends(work)) / shards
+    elements = max(rank_elements(work, pp_rank).total for pp_rank in work.large_ranks) / shards
     return elements * moved / (device.memory_bandwidth * physics.memory)
-
-
-def _ends(work: Workload) -> tuple[int, ...]:
-    """The pipeline ranks that may hold most: the ends and the middle."""
-    return tuple({0, work.layout.pp // 2, work.layout.pp - 1})
 
 
 def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
@@ -135,7 +130,7 @@ def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
     busy = sum(timeline.busy_seconds) * m / few
     if costs.crowd > 1:  # while a rank waits, others have its core
         end = max(end / costs.crowd, busy / pp)
-    return end, (end * pp - busy) / busy
+    return end, max(0.0, end * pp / busy - 1)  # of no idle time sums differ by their rounding
 
 
 def _round_seconds(work: Workload, costs: Costs, timeline: Timeline) -> float:

@@ -47,7 +47,7 @@ class Timeline:
         (p - 1) / m for equal stages under 1F1B (arXiv:2104.04473, section 2.2.1).
         """
         busy = sum(self.busy_seconds)
-        return (self.end * self.num_ranks - busy) / busy if busy else 0.0
+        return max(0.0, self.end * self.num_ranks / busy - 1) if busy else 0.0
 
 
 def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> Timeline:

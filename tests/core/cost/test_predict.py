@@ -219,6 +219,34 @@ def test_continuing_a_repeating_pipeline_equals_simulating_all_of_it(name, micro
     assert bubble == pytest.approx(whole.bubble_fraction, abs=3e-3)
 
 
+def test_stages_of_any_sizes_find_their_pace_before_the_pipeline_is_continued():
+    layers = (1, 5, 1, 0, 1, 2, 1, 2)
+    small = LARGE.model_copy(update={"hidden_size": 1024, "head_dim": 16})
+    sizes = {"global_batch_size": 160, "seq_len": 512, "stage_sizes": layers}
+    work = step(ParallelLayout(8, pp=8), small, **sizes)
+    costs = step_costs(work, H100, PHYSICS)
+    seconds, bubble = pipeline_seconds(work, costs)
+    whole = simulated(work, costs, 160)
+    assert seconds == pytest.approx(whole.end, rel=2e-3)
+    assert bubble == pytest.approx(whole.bubble_fraction, abs=3e-3)
+
+
+def test_without_a_pipeline_nothing_is_idle_however_sums_are_rounded():
+    for micro_batches in range(1, 65):
+        found = predict_workload(step(global_batch_size=micro_batches), H100)
+        assert 0 <= found.bubble_fraction < 1e-12
+        assert 0 <= found.timeline().bubble_fraction < 1e-12
+
+
+def test_the_update_waits_for_the_rank_with_most_layers_wherever_it_is():
+    early, late = (
+        step_costs(step(ParallelLayout(8, pp=4), stage_sizes=layers, zero=1), H100, PHYSICS)
+        for layers in ((1, 45, 1, 1), (1, 1, 45, 1))
+    )
+    assert early.optimizer == late.optimizer
+    assert early.gradients == late.gradients > 0
+
+
 def test_a_pipelines_bubble_is_the_closed_form_but_for_its_ends():
     deep = LARGE.model_copy(update={"vocab_size": 128})  # embedding and head hardly matter
     work = step(ParallelLayout(8, pp=8), model=deep)
