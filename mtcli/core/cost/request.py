@@ -40,7 +40,7 @@ def read_request(
     Raises MtcliError where the source cannot be read or the device is unknown; what is wrong inside
     the config is in `problems`.
     """
-    table = with_overrides(with_overrides(read_table(source), overrides), fixed)
+    table = with_overrides(with_overrides(read_table(source), overrides), fixed, "--fix")
     chosen = device_named(device or ("cpu" if gpus is None else "h100"))
     own_layout = any(item.strip().startswith("parallel.") for item in overrides)
     own_batch = any(item.strip().startswith("batch.global_") for item in (*overrides, *fixed))

@@ -11,8 +11,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mtcli.core.spec.config import RunConfig, TrainConfig
+from mtcli.core.spec.divisors import divides
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.foreign import parse_toml, shown
+from mtcli.core.spec.section import LARGEST
 
 Table = dict[str, Any]
 MAX_PROBLEMS = 100
@@ -96,6 +98,9 @@ def read_table(source: str) -> Table:
     path = Path(source)
     if path.is_dir():
         path = path / "config.toml"  # a run folder
+        if not path.exists():
+            hint = "a run folder holds one; give it, a TOML file, or a preset"
+            raise wrong(f"the folder {source} has no config.toml", hint)
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -107,15 +112,16 @@ def read_table(source: str) -> Table:
         raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
 
 
-def with_overrides(table: Table, overrides: Iterable[str]) -> Table:
-    """A copy of `table` with each `section.field=value` set; values are TOML, or plain text."""
+def with_overrides(table: Table, overrides: Iterable[str], flag: str = "--set") -> Table:
+    """A copy of `table` with each `section.field=value` of a flag set; values are TOML, or plain
+    text."""
     problems = []
     for item in overrides:
         path, equals, text = item.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            hint = "write --set section.field=value, such as --set optimizer.lr=1e-3"
-            problems.append(Problem(f"--set {item!r} names no field and value", hint))
+            hint = f"write {flag} section.field=value, such as {flag} parallel.tp=2"
+            problems.append(Problem(f"{flag} {item!r} names no field and value", hint))
             continue
         try:
             table = _with(table, keys, _value(text.strip()))
@@ -157,14 +163,26 @@ def _problem(detail: ErrorDetails) -> Problem:
             f"unknown key {path[-1]!r} {where}", (near[2:] if near else f"known: {known}"), field
         )
     if detail["type"] == "missing":
-        return Problem(
-            "this field is missing", f"add {path[-1]} to [{path[0]}] or name a preset", field
+        add = f"add {path[-1]} to [{path[0]}] or name a preset"
+        return _no_whole_heads(field, detail["input"]) or Problem(
+            "this field is missing", add, field
         )
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
         value = shown(detail["input"])
         return Problem(f"{value} should be a list", f"{path[-1]} = [{value}]", field)
     message = detail["msg"].replace("Input should be", f"{shown(detail['input'])} should be")
     return Problem(message[0].lower() + message[1:], "see docs/config.md", field)
+
+
+def _no_whole_heads(field: str, section: Table) -> Problem | None:
+    """What is wrong where a head's width is missing because the heads do not divide the width."""
+    if field != "model.head_dim":
+        return None
+    heads, hidden = section.get("num_heads"), section.get("hidden_size")
+    if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0 < hidden <= LARGEST):
+        return None
+    (problem,) = divides("model.num_heads", heads, "hidden_size", hidden)
+    return problem._replace(hint=f"{problem.hint}, or set model.head_dim")
 
 
 def _fields_of(path: list[str]) -> tuple[str, ...]:

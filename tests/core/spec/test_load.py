@@ -150,6 +150,24 @@ def test_a_missing_field_says_where_to_add_it(config_file):
     )
 
 
+def test_heads_that_do_not_divide_the_width_are_what_is_wrong_where_head_dim_is_left_out(
+    config_file,
+):
+    assert _message(config_file(MODEL), "model.num_heads=7") == (
+        "error: model.num_heads: num_heads=7 does not divide hidden_size=48\n\n"
+        "hint: 1, 2, 3, 4, 6, 8, 12, 16 or 24, or set model.head_dim"
+    )
+    for sizes in (["model.num_heads=0"], ["model.num_heads='x'"], [f"model.hidden_size={10**40}"]):
+        assert "does not divide" not in _message(config_file(MODEL), *sizes)
+
+
+def test_a_folder_without_a_config_is_no_run_folder(tmp_path):
+    assert _message(str(tmp_path)) == (
+        f"error: the folder {tmp_path} has no config.toml\n\n"
+        "hint: a run folder holds one; give it, a TOML file, or a preset"
+    )
+
+
 def test_an_unknown_model_preset_is_one_problem_beside_the_others(config_file):
     text = '[model]\npreset = "gpt2-345"\n[parallel]\ntp = 0\n'
     said = _message(config_file(text))
@@ -191,9 +209,11 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path):
 def test_an_override_without_a_value_shows_how_to_write_one():
     assert _message("tiny", "optimizer.lr") == (
         "error: --set 'optimizer.lr' names no field and value\n\n"
-        "hint: write --set section.field=value, such as --set optimizer.lr=1e-3"
+        "hint: write --set section.field=value, such as --set parallel.tp=2"
     )
     assert "--set '=3' names no field" in _message("tiny", "=3")
+    with pytest.raises(MtcliError, match="--fix 'parallel.tp' names no field and value"):
+        with_overrides({}, ["parallel.tp"], "--fix")
 
 
 def test_an_override_cannot_descend_into_a_value():
