@@ -55,6 +55,9 @@ def _token_seconds(row: Table, result: Table, work: Workload, device: Device) ->
         "mfu": peak,
         "hfu": peak * 3 / (3 + recomputed_share(work)),
     }
+    for name in {"mfu", "hfu"} & set(result):
+        if _positive(name, result[name]) > 1:
+            raise ValueError(f"{name}={result[name]} is more than the peak: give a share of 1")
     for name, tera in units.items():
         if name in result and tera:
             return flops / (_positive(name, result[name]) * tera * 1e12)

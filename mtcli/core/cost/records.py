@@ -67,6 +67,8 @@ def read_record(row: Table) -> Record:
     Raises ValueError with the reason, or KeyError with the field, where it does not describe a
     training step on a layout.
     """
+    if not isinstance(row, dict):
+        raise ValueError(f"{shown(row)} is no table")
     _require_counts(row)
     source, result = str(row.get("source") or "unnamed"), row.get("result") or {}
     device = device_of(str(row["gpu"]), source)
@@ -122,6 +124,8 @@ def _layout(p: Table, m: Table, world: int | None) -> ParallelLayout:
     for used in (tp * cp * pp, ep * etp * pp if m.get("experts") else 1):
         if world % used:
             raise ValueError(f"a layout of {used} ranks does not divide {world} GPUs")
+    if p.get("dp") and tp * cp * pp * p["dp"] != world:
+        raise ValueError(f"tp*cp*pp*dp={tp * cp * pp * p['dp']} is not n_gpus={world}")
     vpp, width = _chunks(p, m["layers"]), min(m["hidden"], m.get("ffn_hidden") or m["hidden"])
     if pp * vpp > m["layers"] + ENDS:
         raise ValueError(f"{pp * vpp} stages are more than {m['layers']} layers and the ends")
@@ -149,7 +153,8 @@ def _require_counts(row: Table) -> None:
     for name in ("model", "parallel"):
         if not isinstance(row[name], dict):
             raise ValueError(f"{name} is no table")
-    for table in (row, row["model"], row["parallel"]):
+    dense = {} if row["model"].get("experts") else {"topk": None}  # some write 0 of no experts
+    for table in (row, row["model"] | dense, row["parallel"]):
         for name in COUNTS & set(table):
             size = table[name]
             if size is not None and (type(size) is not int or not 0 < size <= MAX_SIZE):

@@ -10,10 +10,12 @@ from typing import Any
 from mtcli.core.cost.physics import PHYSICS, Physics
 from mtcli.core.cost.predict import predict_workload
 from mtcli.core.cost.records import Record, read_record
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.foreign import parse_json
 
 Json = dict[str, Any]
+
+SHOWN_REASONS = 20  # of records that cannot be read, where none can
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ def read_records(path: str) -> tuple[list[Record], list[str]]:
             name = row.get("id", place) if isinstance(row, dict) else place
             left_out.append(f"{name}: {_reason(error)}")
     if not records:
-        hint = f"record {left_out[0]}" if left_out else "docs/plan.md says what a record holds"
-        raise wrong(f"{path} holds no run that can be predicted", hint, "--validate")
+        none = Problem(f"{path} holds no run that can be predicted", field="--validate")
+        each = [Problem(f"record {line}") for line in left_out[:SHOWN_REASONS]]
+        raise MtcliError(none, *each, hint="docs/plan.md says what a record holds")
     return records, left_out
 
 

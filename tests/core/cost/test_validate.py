@@ -127,6 +127,12 @@ def test_attention_that_writes_no_scores_keeps_none_for_its_dropout():
     assert long <= 2 * short
 
 
+def test_a_dense_model_may_say_that_it_has_no_experts():
+    assert read_record(row({"experts": 0, "topk": 0})) == read_record(ROW)
+    with pytest.raises(ValueError, match="topk=0 is no whole number above 0"):
+        read_record(row({"experts": 8, "topk": 0}))
+
+
 def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
     rows = [
         ROW,
@@ -142,6 +148,8 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         row(id=14, result={"iter_time_s": 0}),
         None,
         {"id": 11},
+        row(parallel={"tp": 2}, id=19),
+        row(result={"mfu": 40}, id=20),
     ]
     path = tmp_path / "runs.json"
     path.write_text(json.dumps(rows))
@@ -158,8 +166,10 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         "18: ep=8 is more than 4 experts",
         "13: pp=-1 is no whole number above 0",
         "14: iter_time_s=0 is no positive number",
-        "11: not a record: 'NoneType' object is not subscriptable",
+        "11: None is no table",
         "11: no field 'model'",
+        "19: tp*cp*pp*dp=16 is not n_gpus=8",
+        "20: mfu=40 is more than the peak: give a share of 1",
     ]
 
 
@@ -170,7 +180,10 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         ("{", "is not JSON"),
         ("{}", "holds no list of records"),
         ("[]", "holds no run that can be predicted\n\nhint: docs/plan.md"),
-        ('[{"id": 7}]', "holds no run that can be predicted\n\nhint: record 7: no field 'model'"),
+        (
+            '[{"id": 7}, 3]',
+            "predicted\n\nerror: record 7: no field 'model'\n\nerror: record 1: 3 is no table",
+        ),
     ],
 )
 def test_a_file_without_records_is_refused(tmp_path, text, message):
