@@ -7,11 +7,16 @@ import typer
 from mtcli.commands.options import JsonOut, Overrides, write_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mtcli.core.cost.answer import Answer
     from mtcli.core.dryrun import DryRun
     from mtcli.core.spec.layout import ParallelLayout
 
 PIPED_WIDTH = 120  # columns of a table that no terminal wraps
+DRAWN_WIDTH = 100  # columns of a timeline, where the terminal has them
+MAX_WIDTH = 1000  # beyond all tables
+PROSE = 24  # letters beyond which a cell may go on in the next line
 
 Config = Annotated[
     str | None,
@@ -94,9 +99,15 @@ def plan(
     from mtcli.core.spec.errors import MtcliError, wrong
 
     _require_outputs(plot, output)
+    planned = {"CONFIG": config, "--set": overrides, "--fix": fixed, "--gpus": gpus}
+    planned |= {"--device": device, "--top": top, "--global-batch": global_batch, "--seq": seq}
+    planned |= {"--ranks": ranks, "--draw": draw, "--output": output, "--dry-run": dry_run}
+    planned |= {"--rank": rank}
     if presets:
+        _require_none("--presets", planned | {"--plot": plot, "--validate": validate})
         return _list_presets(json_out)
     if validate:
+        _require_none("--validate", planned)
         return _validate(validate, json_out, plot)
     if rank is not None and not dry_run:
         raise wrong(f"--rank {rank} names the rank of a dry run", "add --dry-run", "--rank")
@@ -121,7 +132,7 @@ def plan(
     if plot:
         from mtcli.core.cost.plot import save_timeline
 
-        save_timeline(found.drawing, found.title, plot)
+        save_timeline(found.drawing, found.drawing_title, plot)
         typer.echo(f"wrote {plot}", err=True)
     if output:
         found.save_config(output)
@@ -139,6 +150,16 @@ def _require_outputs(plot: str | None, output: str | None) -> None:
         require_picture(plot, "--plot")
     if output:
         require_writable(output, "--output")
+
+
+def _require_none(flag: str, others: "Mapping[str, object]") -> None:
+    """Raises MtcliError where a flag that plans nothing stands beside those of a plan."""
+    from mtcli.core.spec.errors import wrong
+
+    given = [name for name, value in others.items() if value or type(value) is int]
+    if given:
+        said = f"{flag} plans nothing, and has no use for {', '.join(given)}"
+        raise wrong(said, f"{flag} without {'it' if len(given) == 1 else 'them'}", flag)
 
 
 def _dry_run(found: "Answer", rank: int | None) -> "DryRun":
@@ -168,7 +189,7 @@ def _show(
         if json_out == "-":
             return
     _table(found.title, ("", ""), found.summary())
-    _table("Memory of a rank of each pipeline stage", *found.memory_table())
+    _table("Memory of a rank of each pipeline stage, * the fullest", *found.memory_table())
     if counted:
         _table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
     if found.candidates:
@@ -176,11 +197,18 @@ def _show(
         columns = ("changed", "falls short", "step", "memory", "layout")
         _table("The best with one field changed (estimated)", columns, found.other_rows())
     if draw:
-        from mtcli.core.schedule.timeline import draw as draw_timeline
-
-        typer.echo(draw_timeline(found.drawing))
+        _draw(found)
     if ranks:
         _show_ranks(layout)
+
+
+def _draw(found: "Answer") -> None:
+    from shutil import get_terminal_size
+
+    from mtcli.core.schedule.timeline import draw as draw_timeline
+
+    typer.echo(found.drawing_title)
+    typer.echo(draw_timeline(found.drawing, min(DRAWN_WIDTH, get_terminal_size().columns)))
 
 
 def _show_ranks(layout: "ParallelLayout") -> None:
@@ -244,15 +272,21 @@ def _list_presets(json_out: str | None) -> None:
 
 
 def _table(title: str, columns: "list[str] | tuple[str, ...]", rows: object) -> None:
+    """A column whose cells are longer than PROSE wraps where the terminal is narrow."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_header=any(columns), box=None)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = Table(
+        title=title, title_justify="left", show_header=any(columns), box=None, pad_edge=False
+    )
     assert isinstance(rows, list)
+    for place, column in enumerate(columns):
+        longest = max((len(row[place]) for row in rows), default=0)
+        table.add_column(column, overflow="fold", no_wrap=longest <= PROSE)
     for row in rows:
         table.add_row(*row)
     console = Console()
-    console.width = console.width if console.is_terminal else PIPED_WIDTH
+    width = console.width if console.is_terminal else PIPED_WIDTH
+    least = console.measure(table, options=console.options.update(max_width=MAX_WIDTH)).minimum
+    console.width = max(width, least)  # a terminal wraps what is wider; figures are never cut off
     console.print(table)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -109,6 +110,34 @@ def test_a_search_says_why_the_best_layouts_neighbours_fall_short(capsys):
 def test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide(capsys):
     code, _, err = run(capsys, "gpt3-175b", "--gpus", "10", "--device", "a100-40gb")
     assert code == 1 and "layouts fits" in err and "such as --global-batch 1540" in err
+    code, _, err = run(capsys, "gpt3-175b", "--gpus", "4", "--device", "a100-40gb")
+    assert code == 1 and "layouts fits; more ranks\n" in err  # 4 ranks divide its own batch
+
+
+def test_a_search_names_a_batch_that_more_layouts_divide_where_that_is_quicker(capsys):
+    arguments = ("llama-3.1-8b", "--gpus", "100", "--device", "h100", "--top", "1")
+    _, out, _ = run(capsys, *arguments, "--json", "-")
+    data = json.loads(out)
+    other = data["neighbours"][0]
+    assert (other["field"], other["value"], other["fits"]) == ("global-batch", 1100, True)
+    _, out, _ = run(capsys, *arguments, "--global-batch", "1100", "--json", "-")
+    best = json.loads(out)
+    assert other["step_seconds"] == pytest.approx(best["step_seconds"])
+    gain = best["tokens_per_second_per_gpu"] / data["tokens_per_second_per_gpu"] - 1
+    assert gain > 1 and other["reason"].startswith(f"{gain:+.1%} tokens/s")
+    assert all(one["field"] != "global-batch" for one in best["neighbours"])
+
+
+def test_a_terminal_of_80_columns_holds_the_tables_and_breaks_no_word(capsys, monkeypatch):
+    for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+    arguments = ("mixtral-8x22b", "--gpus", "128", "--device", "h100", "--ranks", "--draw")
+    _, out, _ = run(capsys, *arguments)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert max(map(len, lines)) == 80
+    words = {word for line in lines for word in line.split()}
+    assert words >= {"gradients", "activations", "communication", "schedule=zero_bubble"}
+    assert "drawn with 16 of its 32 micro-batches" in lines
 
 
 def test_published_runs_are_scored_counted_and_drawn(capsys, tmp_path):
@@ -311,3 +340,10 @@ def test_the_plan_names_the_fullest_rank_and_what_each_pipeline_rank_holds(capsy
 def test_a_rank_without_a_dry_run_is_refused(capsys):
     code, _, err = run(capsys, "tiny", "--rank", "0")
     assert code == 2 and "add --dry-run" in err
+
+
+def test_what_plans_nothing_refuses_the_flags_of_a_plan(capsys):
+    code, out, err = run(capsys, "--presets", "--gpus", "4", "--ranks")
+    assert (code, out) == (2, "") and "has no use for --gpus, --ranks" in err
+    code, out, err = run(capsys, "tiny", "--validate", "runs.json", "--rank", "0")
+    assert (code, out) == (2, "") and "has no use for CONFIG, --rank" in err

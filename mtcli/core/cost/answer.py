@@ -19,6 +19,7 @@ from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.outputs import aside
 
 DEFAULT_TOP = 5
+WORTH_SAYING = 0.02  # more tokens a second, for which another global batch is named
 DRAWN_MICRO_BATCHES = 2  # times pp: what a drawing shows of a longer step
 
 
@@ -41,14 +42,20 @@ class Answer:
 
     @property
     def drawing(self) -> Timeline:
-        """The simulated timeline, of the step's first micro-batches where it has many."""
-        few = min(self.prediction.work.num_micro_batches, self.shown_micro_batches)
-        return self.prediction.timeline(few)
+        """The simulated timeline, of a step of fewer micro-batches where it has many."""
+        return self.prediction.timeline(self._drawn)
 
     @property
-    def shown_micro_batches(self) -> int:
-        """The most micro-batches that a drawing shows."""
-        return DRAWN_MICRO_BATCHES * self.prediction.work.layout.pp
+    def drawing_title(self) -> str:
+        """`title`, and how much of the step `drawing` shows."""
+        all_of_them = self.prediction.work.num_micro_batches
+        few = f"\ndrawn with {self._drawn} of its {all_of_them:,} micro-batches"
+        return self.title + (few if self._drawn < all_of_them else "")
+
+    @property
+    def _drawn(self) -> int:
+        work = self.prediction.work
+        return min(work.num_micro_batches, DRAWN_MICRO_BATCHES * work.layout.pp)
 
     def as_json(self) -> Json:
         """The JSON contract of `mtcli plan --json`."""
@@ -115,9 +122,10 @@ class Answer:
             whole = gib(p.device.memory_bytes)
             hint = "raise tp or pp, shard with zero, recompute, or cut the micro-batch; or --top 5"
             if self.tried:
+                hint = f"none of {self.tried:,} layouts fits; more ranks"
                 batch = round_batch(p.work.global_batch_size, p.work.layout.world)
-                hint = f"none of {self.tried:,} layouts fits; more ranks, or a global batch that "
-                hint += f"more layouts divide, such as --global-batch {batch}"
+                if batch != p.work.global_batch_size:
+                    hint += f", or a batch that more layouts divide, such as --global-batch {batch}"
             raise failed(
                 f"a rank needs {need} and can use {have} of {p.device.name}'s {whole}", hint
             )
@@ -161,12 +169,29 @@ def _with_batch(config: RunConfig, sequences: int) -> RunConfig:
     return config.model_copy(update={"batch": batch})
 
 
+def _other_batch(config: RunConfig, request: Request, best: Prediction) -> list[Neighbour]:
+    """The best layout of a global batch that more layouts divide, where its tokens pass quicker."""
+    near = round_batch(config.batch.global_batch_size, request.world)
+    if near == config.batch.global_batch_size:
+        return []
+    found = [one.prediction for one in _search(_with_batch(config, near), request, 1).best]
+    gains = [one.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1 for one in found]
+    return [
+        Neighbour("global-batch", near, one, f"{gain:+.1%} tokens/s, as more layouts divide it")
+        for one, gain in zip(found, gains, strict=True)
+        if gain > WORTH_SAYING
+    ]
+
+
 def _best(config: RunConfig, request: Request, found: Found, why: str = "") -> Answer:
     if found.best:
         predictions = tuple(candidate.prediction for candidate in found.best)
         title = f"Best {len(predictions)} of {found.tried:,} layouts{why}"
         title += f", {found.too_large:,} faster ones do not fit" if found.too_large else ""
-        others = tuple(neighbours(predictions, found.works))
+        others = (
+            *_other_batch(config, request, predictions[0]),
+            *neighbours(predictions, found.works),
+        )
         return Answer(found.best[0].config, predictions[0], predictions, title, others)
     if found.nearest:  # legal, and too large: say by how much
         prediction = predict_workload(found.nearest, request.device)

@@ -147,9 +147,12 @@ def device_named(text: str) -> Device:
 
 def _joined(device: Device, text: str, changes: list[str]) -> Device:
     joined: dict[str, Link | int] = {}
-    problems = []
+    problems, fields = [], set[str]()
     for change in changes:
         field, _, value = change.partition("=")
+        if field in fields:
+            problems.append(Problem(f"{field} is said twice", "once", "--device"))
+        fields.add(field)
         if field in ("network", "link") and (found := read_link(value)):
             joined[field] = found
         elif field == "node" and value.isdecimal() and int(value) > 0:

@@ -133,7 +133,10 @@ def _named(p: Prediction) -> str:
 
 
 def stage_table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:
-    """(headings, a row per pipeline rank): micro-batches in flight and bytes by kind."""
+    """(headings, a row per pipeline rank): micro-batches in flight and bytes by kind.
+
+    The fullest rank has a star. 80 columns hold the table.
+    """
     stages = _memory_by_stage(prediction)
     fullest = max(stages, key=lambda stage: stage["total"])
     kinds = [name for name in stages[0] if name not in ("pp_rank", "in_flight")]
@@ -142,10 +145,10 @@ def stage_table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:
         place, end = stage["pp_rank"], min(stage["pp_rank"], len(stages) - 1 - stage["pp_rank"])
         if len(stages) > SHOWN_STAGES and end >= SHOWN_STAGES // 4 and stage is not fullest:
             continue
-        most = " (fullest)" if stage is fullest else ""
+        most = "*" if stage is fullest else ""
         sizes = [gib(stage[kind]) for kind in kinds]
-        rows.append([f"{place}{most}", f"{stage['in_flight']:g}", *sizes])
-    return ["pp rank", "in flight", *kinds], rows
+        rows.append([f"{place}{most}", f"{stage['in_flight']:.4g}", *sizes])
+    return ["pp\nrank", "in\nflight", *kinds], rows
 
 
 def _memory_by_stage(p: Prediction) -> list[Json]:

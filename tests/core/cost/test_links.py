@@ -32,6 +32,8 @@ def test_everything_wrong_with_a_device_is_said_at_once():
     said = [problem.message for problem in error.value.problems]
     changes = ["'nodes=4' changes no link", "'node=0' changes no link"]
     assert said == ["'wifi-3' is no link", *changes]
+    with pytest.raises(MtcliError, match="link is said twice"):
+        device_named("h100,link=pcie-512,node=4,link=pcie-256")
     with pytest.raises(MtcliError, match="there is no device named 'h10'"):
         device_named("h10,network=roce-200")
     with pytest.raises(MtcliError, match="the links of this machine are measured"):
