@@ -26,6 +26,7 @@ def facts(row):
     return SimpleNamespace(
         m=m, p=p, b=config.batch, dp=dp, world=row.world,
         moe=m.num_experts > 0, dropout=m.attention_dropout > 0,
+        lamb=config.optimizer.name == "lamb",
         no_sp=p.tp > 1 and not p.sequence_parallel, sp=p.tp > 1 and p.sequence_parallel,
     )  # fmt: skip
 
@@ -128,6 +129,9 @@ FAULTS = [
         "return mine and not self.is_second_copy(name)",
         "return mine",
         lambda f: f.p.pp > 1 and f.m.tie_embeddings),
+    Fault("missing reduction: LAMB's norms of a rank's own parts", "parallel/whole.py",
+        "return all_reduce(every, self.world)[self.rows]", "return every[self.rows]",
+        lambda f: f.lamb and (f.p.tp * f.p.ep * f.p.etp > 1 or f.dp > 1 and f.p.zero)),
     Fault("wrong hop: every tp rank sends the first part", "parallel/pp.py",
         "part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]", "part = flat[:size]",
         lambda f: f.no_sp and f.p.pp > 1),

@@ -14,6 +14,7 @@ from mtcli.core.trainer import Trainer
 
 STEPS = 20  # of the curve
 TWO_LAYERS = {"num_layers": 2}
+LAMB = {"name": "lamb", "lr": 0.1}  # of which a trust ratio near 0.04 is left
 
 MODELS = {
     "gpt": GPT | TWO_LAYERS,
@@ -34,6 +35,9 @@ MODELS = {
     | {"num_kv_heads": 4, "num_experts": 8, "router_groups": 4, "router_top_groups": 2}
     | {"router_score": "sigmoid", "shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True},
     "moe biased": BIASED,
+    "gpt lamb": GPT | DROPPING | TWO_LAYERS,
+    "llama lamb": LLAMA | TWO_LAYERS,
+    "moe lamb": MOE,
 }
 
 
@@ -53,6 +57,7 @@ class Row(NamedTuple):
         train = {"precision": precision, "steps": steps, "matmul": "strict"}
         sections = {"parallel": self.parallel, "batch": self.batch, "train": train}
         sections["data"] = DOCUMENTS if self.model.endswith("documents") else {}
+        sections["optimizer"] = LAMB if self.model.endswith("lamb") else {}
         return run_config(MODELS[self.model], **sections)
 
 

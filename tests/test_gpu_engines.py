@@ -54,6 +54,7 @@ RUNS = {  # name: (model, sections)
     "llama with split backwards": (LLAMA, {"parallel": {"schedule": "zero_bubble"}}),
     "llama with cut optimizer": (LLAMA, {"parallel": {"zero": 1}}),
     "llama with cut parameters": (LLAMA, {"parallel": {"zero": 3}}),
+    "gpt by lamb": (GPT, {"optimizer": {"name": "lamb", "lr": 0.1}}),
     "llama in small buckets": (LLAMA, {"parallel": {"bucket_mib": 0.001}}),
     "mixtral": (MOE, {}),
     "mixtral by all-gather": (MOE, {"parallel": {"dispatcher": "all_gather"}}),

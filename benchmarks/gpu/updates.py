@@ -4,7 +4,13 @@ import torch
 from harness import Entry, seeded
 
 from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
-from mtcli.kernels.lamb import LambUpdate, lamb_, lamb_reference_
+from mtcli.kernels.lamb import (
+    lamb_moments_,
+    lamb_moments_reference_,
+    lamb_step_,
+    lamb_step_reference_,
+    trust_ratios,
+)
 from mtcli.kernels.onebit import (
     compress_,
     compress_reference_,
@@ -14,7 +20,7 @@ from mtcli.kernels.onebit import (
 from mtcli.kernels.packed import pack
 
 UPDATE = Update(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
-LAMB = LambUpdate(1e-4, (0.9, 0.95), 1e-8, 0.1, (0.01, 10.0))
+BOUNDS = (0.01, 10.0)  # of LAMB's trust ratios
 
 
 def optimizers(device, dtype, tensors, numel):
@@ -59,11 +65,15 @@ def by_torch(ours, packed, theirs, plain, gradients):
 
 
 def lamb(ours, packed, theirs, plain, gradients):
-    return [lamb_(packed, ours, gradients, LAMB), *ours.masters]
+    ratios = trust_ratios(lamb_moments_(packed, ours, gradients, UPDATE), BOUNDS)
+    lamb_step_(packed, ours, ratios, UPDATE)
+    return [ratios, *ours.masters]
 
 
 def torch_lamb(ours, packed, theirs, plain, gradients):
-    return [lamb_reference_(theirs, gradients, LAMB), *theirs.masters]
+    ratios = trust_ratios(lamb_moments_reference_(theirs, gradients, UPDATE), BOUNDS)
+    lamb_step_reference_(theirs, ratios, UPDATE)
+    return [ratios.float(), *theirs.masters]
 
 
 def momentum(device, dtype, size):

@@ -138,7 +138,9 @@ def run_config(facts: Facts, shape: Shape) -> RunConfig:
     sizes["global_batch_size"] = shape.sequences
     train = {"precision": facts["precision"], "loss_scale": 1.0, "steps": WARMUP + STEPS}
     train |= {name: facts[name] for name in ("fp8_scaling",) if name in facts}
-    return RunConfig.model_validate({"model": model, "batch": sizes, "train": train})
+    rule = {"name": facts.get("optimizer", "adamw")}
+    table = {"model": model, "batch": sizes, "optimizer": rule, "train": train}
+    return RunConfig.model_validate(table)
 
 
 def _train(config: RunConfig, timer: Watch) -> list[Timed]:

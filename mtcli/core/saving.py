@@ -89,7 +89,7 @@ def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
         share = Held(tensor, trainer.ownership.rows(name))
         for box, view in share.blocks(trainer.table[name], trainer.groups):
             view.copy_(checkpoint.read(stored, box))
-    trainer.optimizer.set_updates(checkpoint.step if done.updates is None else done.updates)
+    trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
     trainer.loss_scale.load(done.loss_scale)
 
 

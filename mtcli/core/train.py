@@ -23,8 +23,9 @@ from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
 from mtcli.core.trainer import Step, Trainer
 
-# Fields that a resumed run keeps, besides those of [model]: they decide weights and batches.
-FIXED = ("seed", "batch.seq_len", "batch.global_batch_size")
+# Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
+# the optimizer's state means.
+FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("data.document_mask", "data.document_positions")
 
 
@@ -107,7 +108,7 @@ def _skip(trainer: Trainer, step: Step, where: str) -> None:
 
 
 def _require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """A resumed run may change its layout, precision and length, not its model or data.
+    """A resumed run may change its layout, precision and length, not its model, data or rule.
 
     The rate of the routers' biases may change, not whether there are any.
     """

@@ -19,9 +19,9 @@ from mtcli.core.model.balance import Balance
 from mtcli.core.model.compiling import compile_blocks, compiler_errors
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.optim.adamw import AdamW
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr import learning_rate
+from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.dp import Gradients, Reduction, square_sum
 from mtcli.core.parallel.groups import make_groups
@@ -81,7 +81,8 @@ class Trainer:
         if config.train.compile:
             compile_blocks(self.stages.values(), config.data.document_mask)
         self.gradients = self._reduction()
-        self.optimizer = AdamW(self.gradients.owned(), self.table, config.optimizer, self.dtype)
+        owned = self.gradients.owned()
+        self.optimizer = Optimizer(owned, self.ownership, config.optimizer, self.dtype)
         self.balance = Balance(
             self.stages.values(),
             config.model.router_bias_update_rate,
@@ -228,7 +229,7 @@ class Trainer:
     def _update(self, norm: float, scale: float, lr: float) -> None:
         clip = self.config.optimizer.clip
         factor = (clip / norm if clip and norm > clip else 1.0) / scale
-        if factor != 1.0 and not self.optimizer.in_one_launch:
+        if factor != 1.0 and not self.optimizer.by_kernels:
             self.gradients.scale_(factor)
             factor = 1.0
         self.optimizer.step(self.gradients.views, lr, factor)

@@ -1,18 +1,19 @@
-"""LAMB (arXiv:1904.00962) of all parameters in two launches, with the norms of its trust ratio.
+"""LAMB (arXiv:1904.00962) of all parameters in two passes, with a reduction of norms between them.
 
 m and v are AdamW's without bias correction, u = m / (sqrt(v) + eps) + decay * x, and each tensor x
-loses lr * c * u, where c = |x| / |u| within bounds, and 1 where a norm is 0.
+loses lr * c * u, where c = |x| / |u| within bounds, and 1 where a norm is 0. The first pass gives
+the squares of both norms, which a caller whose tensors are parts of larger ones sums over these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.adamw import Parts
+from mtcli.kernels.adamw import Parts, Update
 from mtcli.kernels.launch import kernel, operator
 from mtcli.kernels.packed import CHUNK, Packed, fill_, pointers_at
 
@@ -22,33 +23,48 @@ if TYPE_CHECKING:
 TILES = tuple({"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8)))
 
 
-class LambUpdate(NamedTuple):
-    """An update's numbers; gradients are multiplied by `factor` first."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    decay: float
-    bounds: tuple[float, float]  # of the trust ratio
-    factor: float = 1.0
+PIECE = 2**16  # elements that the references take at once, and make two more tensors of
 
 
-def lamb_reference_(parts: Parts, gradients: Sequence[Tensor], update: LambUpdate) -> Tensor:
-    """One update in place; returns the trust ratios, float32 [tensors]."""
-    beta1, beta2 = update.betas
-    ratios = []
-    for master, m, v, weight, decays, gradient in zip(*parts, gradients, strict=True):
-        g = gradient.to(master.dtype) * update.factor
-        m.lerp_(g, 1.0 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-        u = m / (v.sqrt() + update.eps) + update.decay * decays * master
-        of_x, of_u = master.norm(), u.norm()
-        ratio = (of_x / of_u).clamp(*update.bounds)
-        ratios.append(torch.where((of_x > 0) & (of_u > 0), ratio, torch.ones_like(ratio)))
-        master.sub_(update.lr * ratios[-1] * u)
-        if weight.data_ptr() != master.data_ptr():
+def lamb_moments_reference_(parts: Parts, gradients: Sequence[Tensor], update: Update) -> Tensor:
+    """Updates the moments; returns |x|^2 and |u|^2 of every tensor, float64 [tensors, 2]."""
+    (beta1, beta2), squares = update.betas, []
+    for master, exp_avg, exp_avg_sq, _, decays, gradient in zip(*parts, gradients, strict=True):
+        norms = []
+        for x, m, v, g in _pieces(master, exp_avg, exp_avg_sq, gradient):
+            g = g.to(x.dtype) * update.factor
+            m.lerp_(g, 1.0 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+            u = _direction_reference(x, m, v, update.decay * decays, update.eps)
+            norms.append(torch.stack([x.norm(), u.norm()]))
+        squares.append(torch.stack(norms).double().square().sum(0))
+    return torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64)
+
+
+def trust_ratios(squares: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """|x| / |u| within bounds, and 1 where either is 0: of squares [tensors, 2], in their dtype."""
+    of_x, of_u = squares.sqrt().unbind(1)
+    ratios = (of_x / of_u).clamp(*bounds)
+    return torch.where((of_x > 0) & (of_u > 0), ratios, torch.ones_like(ratios))
+
+
+def lamb_step_reference_(parts: Parts, ratios: Tensor, update: Update) -> None:
+    """Takes every tensor's step, times its ratio [tensors], and rounds the weights."""
+    for master, exp_avg, exp_avg_sq, weight, decays, ratio in zip(*parts, ratios, strict=True):
+        for x, m, v in _pieces(master, exp_avg, exp_avg_sq):
+            u = _direction_reference(x, m, v, update.decay * decays, update.eps)
+            x.sub_(u.mul_(update.lr * ratio))
+        if weight.dtype != master.dtype:
             weight.copy_(master)
-    return torch.stack(ratios).float()
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(x.view(-1).split(PIECE) for x in tensors), strict=True)
+
+
+def _direction_reference(x: Tensor, m: Tensor, v: Tensor, decay: float, eps: float) -> Tensor:
+    root = v.sqrt().add_(eps)
+    return torch.div(m, root, out=root).add_(x, alpha=decay)
 
 
 @kernel()
@@ -91,26 +107,31 @@ def _moments(
     tl.store(squares_ptr + tl.program_id(0) * 2 + 1, tl.sum(of_u, 0))
 
 
-@kernel(TILES)
-def _step(
-    table_ptr, chunks_ptr, squares_ptr, ratios_ptr, weight_like, lr, eps, decay, lowest, highest,
-    ALIGNED: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # every program sums its tensor's squares, in one order
+@kernel()
+def _totals(table_ptr, chunks_ptr, squares_ptr, totals_ptr, CHUNK: tl.constexpr):
+    """A tensor's squares, summed in one order by the program of its first chunk."""
     tensor = tl.load(chunks_ptr + tl.program_id(0) * 2)
     chunk = tl.load(chunks_ptr + tl.program_id(0) * 2 + 1)
-    row, start = table_ptr + tensor * 8, chunk * CHUNK
-    numel, decays = tl.load(row), tl.load(row + 1)
-    count, lane = (numel + CHUNK - 1) // CHUNK, tl.arange(0, 256)
-    squares_ptr += (tl.program_id(0) - chunk) * 2
+    count = tl.where(chunk == 0, (tl.load(table_ptr + tensor * 8) + CHUNK - 1) // CHUNK, 0)
+    squares_ptr, lane = squares_ptr + tl.program_id(0) * 2, tl.arange(0, 256)
     of_x, of_u = tl.zeros((256,), tl.float32), tl.zeros((256,), tl.float32)
     for first in range(0, count, 256):
         of_x += tl.load(squares_ptr + (first + lane) * 2, mask=first + lane < count, other=0.0)
         of_u += tl.load(squares_ptr + (first + lane) * 2 + 1, mask=first + lane < count, other=0.0)
-    x, u = tl.sqrt(tl.sum(of_x, 0)), tl.sqrt(tl.sum(of_u, 0))
-    some = (x > 0.0) & (u > 0.0)
-    ratio = tl.minimum(tl.maximum(x / tl.where(some, u, 1.0), lowest), highest)
-    ratio = tl.where(some, ratio, 1.0)
-    tl.store(ratios_ptr + tensor, ratio, mask=chunk == 0)
+    tl.store(totals_ptr + tensor * 2, tl.sum(of_x, 0), mask=chunk == 0)
+    tl.store(totals_ptr + tensor * 2 + 1, tl.sum(of_u, 0), mask=chunk == 0)
+
+
+@kernel(TILES)
+def _step(
+    table_ptr, chunks_ptr, ratios_ptr, weight_like, lr, eps, decay,
+    ALIGNED: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tensor = tl.load(chunks_ptr + tl.program_id(0) * 2)
+    start = tl.load(chunks_ptr + tl.program_id(0) * 2 + 1) * CHUNK
+    row = table_ptr + tensor * 8
+    numel, decays = tl.load(row), tl.load(row + 1)
+    length = lr * tl.load(ratios_ptr + tensor)
     float_ptr = tl.pointer_type(tl.float32)
     master_at, m_at = tl.load(row + 2).to(float_ptr), tl.load(row + 3).to(float_ptr)
     v_at = tl.load(row + 4).to(float_ptr)
@@ -122,46 +143,72 @@ def _step(
         m = tl.load(pointers_at(m_at, at, ALIGNED), mask=inside, other=0.0)
         v = tl.load(pointers_at(v_at, at, ALIGNED), mask=inside, other=0.0)
         master = tl.load(pointers_at(master_at, at, ALIGNED), mask=inside, other=0.0)
-        master -= lr * ratio * _direction(master, m, v, decay, eps)
+        master -= length * _direction(master, m, v, decay, eps)
         tl.store(pointers_at(master_at, at, ALIGNED), master, mask=inside)
         if ROUNDS:
             tl.store(pointers_at(weight_at, at, ALIGNED), master, mask=inside)
 
 
-def lamb_(packed: Packed, parts: Parts, gradients: Sequence[Tensor], update: LambUpdate) -> Tensor:
-    """`lamb_reference_` in two launches; `packed` is for tensors as the masters.
+def lamb_moments_(
+    packed: Packed, parts: Parts, gradients: Sequence[Tensor], update: Update
+) -> Tensor:
+    """`lamb_moments_reference_` in one launch and a small one, in float32 [tensors, 2].
 
-    Bytes moved per element: 36 of masters and moments, the gradient, and the weight if it is not
-    its own master.
+    `packed` is for tensors as the masters. Bytes moved per element: 20, and the gradient.
     """
     assert len({x.dtype for x in gradients}) == 1, "gradients of one launch share a dtype"
-    numbers = [update.lr, *update.betas, update.eps, update.decay, *update.bounds, update.factor]
-    return _op(*packed, *(list(part) for part in parts), list(gradients), numbers)
+    numbers = [*update.betas, update.eps, update.decay, update.factor]
+    return _moments_op(*packed, *(list(part) for part in parts), list(gradients), numbers)
 
 
-def _run(
+def lamb_step_(packed: Packed, parts: Parts, ratios: Tensor, update: Update) -> None:
+    """`lamb_step_reference_` in one launch, after `lamb_moments_` of the same.
+
+    Bytes moved per element: 16, and the weight if it is not its own master.
+    """
+    numbers = [update.lr, update.eps, update.decay]
+    _step_op(*packed, *(list(part) for part in parts[:4]), ratios.float(), numbers)
+
+
+def _run_moments(
     host: Tensor, table: Tensor, chunks: Tensor, masters: list[Tensor], exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor], weights: list[Tensor], decays: list[bool],
     gradients: list[Tensor], numbers: list[float],
 ) -> Tensor:  # fmt: skip
     kinds = (masters, exp_avgs, exp_avg_sqs, weights, gradients)
     aligned = fill_(Packed(host, table, chunks), kinds, decays)
-    lr, beta1, beta2, eps, decay, *bounds, factor = numbers
+    beta1, beta2, eps, decay, factor = numbers
     squares = masters[0].new_empty(len(chunks), 2)
-    ratios = masters[0].new_ones(len(masters))  # a tensor of no elements has no program
-    shared = {"ALIGNED": aligned, "CHUNK": CHUNK}
-    betas = (1.0 - beta1, beta2, 1.0 - beta2)
-    pointers, grid = (table, chunks, squares), (len(chunks),)
-    _moments[grid](*pointers, gradients[0], *betas, eps, decay, factor, **shared)
-    shared["ROUNDS"] = weights[0].dtype != torch.float32
-    _step[grid](*pointers, ratios, weights[0], lr, eps, decay, *bounds, **shared)
-    return ratios
+    totals = masters[0].new_zeros(len(masters), 2)  # a tensor of no elements has no program
+    betas, grid = (1.0 - beta1, beta2, 1.0 - beta2), (len(chunks),)
+    _moments[grid](
+        table, chunks, squares, gradients[0], *betas, eps, decay, factor,
+        ALIGNED=aligned, CHUNK=CHUNK,
+    )  # fmt: skip
+    _totals[grid](table, chunks, squares, totals, CHUNK=CHUNK)
+    return totals
 
 
-_op = operator(
-    "lamb_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor(c!)[] masters,"
-    " Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, Tensor(f!)[] weights, bool[] decays,"
+def _run_step(
+    host: Tensor, table: Tensor, chunks: Tensor, masters: list[Tensor], exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor], weights: list[Tensor], ratios: Tensor, numbers: list[float],
+) -> None:  # fmt: skip
+    assert host[0, 2] == masters[0].data_ptr(), "the table has what the moments were updated of"
+    aligned, rounds = not (host[:, 2:] % 16).any(), weights[0].dtype != torch.float32
+    flags = {"ALIGNED": aligned, "ROUNDS": rounds, "CHUNK": CHUNK}
+    _step[(len(chunks),)](table, chunks, ratios, weights[0], *numbers, **flags)
+
+
+_moments_op = operator(
+    "lamb_moments_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor[] masters,"
+    " Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor[] weights, bool[] decays,"
     " Tensor[] gradients, float[] numbers) -> Tensor",
-    _run,
-    lambda host, table, chunks, masters, *others: masters[0].new_empty(len(masters)),
+    _run_moments,
+    lambda host, table, chunks, masters, *others: masters[0].new_empty(len(masters), 2),
+)
+_step_op = operator(
+    "lamb_step_(Tensor host, Tensor table, Tensor chunks, Tensor(a!)[] masters, Tensor[] exp_avgs,"
+    " Tensor[] exp_avg_sqs, Tensor(b!)[] weights, Tensor ratios, float[] numbers) -> ()",
+    _run_step,
+    lambda *arguments: None,
 )

@@ -51,6 +51,12 @@ def test_a_measured_model_is_of_the_kind_and_shape_asked_for(preset, shape):
     assert model.num_experts == (shape.experts if wanted.num_experts else 0)
 
 
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_a_measured_model_is_updated_as_the_run_is(rule):
+    facts = facts_of(load_config("tiny", [f"optimizer.name={rule}"]), 1)
+    assert run_config(facts, SHAPES[0]).optimizer.name == rule
+
+
 def test_two_ranks_measure_every_number_of_a_mixture():
     for found in run_ranks(2, _calibrate):
         assert Calibration.of(json.loads(json.dumps(found))).ranks == 2

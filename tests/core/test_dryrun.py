@@ -40,8 +40,9 @@ CUT = {"pp": 2, "vpp": 2, "schedule": "interleaved"}
 UNEVEN = CUT | {"stage_layers": (1, 1, 3, 1)}
 EIGHT = {**GPT, "num_layers": 8}
 SIDED = {"causal": False}
-MASKED = {"document_mask": True}
-ROWS = {  # world, model, parallel, precision, rank, and data
+MASKED = {"data": {"document_mask": True}}
+LAMB = {"optimizer": {"name": "lamb"}}
+ROWS = {  # world, model, parallel, precision, rank, and other sections
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
     "dropout": (1, GPT | DROPPING, {}, "fp16", None),
@@ -76,6 +77,8 @@ ROWS = {  # world, model, parallel, precision, rank, and data
     "uneven chunks": (2, DEEP | {"num_layers": 6}, UNEVEN, "bf16", LAST),
     "logits in chunks": (1, LLAMA | CHUNKED, {}, "bf16", None),
     "documents": (1, LLAMA, {}, "fp32", None, MASKED),
+    "lamb": (4, MOE, {"pp": 2, "ep": 2, "zero": 1}, "bf16", LAST, LAMB),
+    "lamb, zero=3": (2, LLAMA, {"zero": 3}, "bf16", LAST, LAMB),
     "zero=3, biases of routers": (2, MOE | BIASES, {"zero": 3}, "bf16", None),
     "zero=3 in a pipeline": (4, EIGHT, CUT | {"zero": 3, "recompute": "full"}, "fp32", None),
 }
@@ -83,20 +86,23 @@ CPU_ROWS = {
     "a ring on CPU": (2, GPT | SIDED, {"cp": 2}, "fp32", None),
     "dropout on CPU": (1, LLAMA | DROPPING, {}, "fp32", None),
     "attention again on CPU": (2, DEEP, SPLIT | {"recompute": "selective"}, "bf16", LAST),
+    "lamb on CPU": (2, GPT, {"tp": 2}, "bf16", None, LAMB),
 }
 # fmt: on
 
 
-def config_of(world, model, parallel, precision, sequences=2, data=None):
+def config_of(world, model, parallel, precision, sequences=2, others=None):
     batch = {"micro_batch_size": sequences, "global_batch_size": sequences * world}
     train = {"precision": precision}
-    sections = {"parallel": parallel, "batch": batch | {"seq_len": 256}, "data": data or {}}
+    sections = {"parallel": parallel, "batch": batch | {"seq_len": 256}} | (others or {})
     return run_config(model, train=train, **sections)
 
 
-def dry(world, model, parallel, precision, rank, data=None, device=H100):
+def dry(world, model, parallel, precision, rank, others=None, device=H100):
     number = world - 1 if rank == LAST else rank
-    return dry_run(config_of(world, model, parallel, precision, data=data), world, device, number)
+    return dry_run(
+        config_of(world, model, parallel, precision, others=others), world, device, number
+    )
 
 
 def _dry_all(runtime):
@@ -152,8 +158,17 @@ def _measure(runtime, row):
         (1, GPT | {"vocab_size": 4096}, {"recompute": "full"}, "fp32"),
         (1, GPT | {"vocab_size": 128, "num_layers": 8}, {}, "fp32", 1),
         (1, MOE, {}, "bf16", 1),
+        (1, GPT | {"vocab_size": 4096}, {"recompute": "full"}, "fp32", 1, LAMB),
     ],
-    ids=["float32", "bfloat16", "full recompute", "a tied table", "one sequence", "few rows"],
+    ids=[
+        "float32",
+        "bfloat16",
+        "full recompute",
+        "a tied table",
+        "one sequence",
+        "few rows",
+        "lamb",
+    ],
 )
 def test_a_real_step_on_cpu_holds_what_the_plan_says(row):
     work = Workload.of(config_of(*row), 1)

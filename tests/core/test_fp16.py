@@ -83,11 +83,16 @@ def test_a_run_is_the_plain_float16_loop_on_transformers_model(gpt2, scale):
         assert step.grad_norm == pytest.approx(norm, rel=3e-3)  # 6 of them
 
 
-@pytest.mark.parametrize("model", [GPT | {"dropout": 0.1}, MOE], ids=["gpt", "moe"])
-def test_a_scale_that_is_a_power_of_two_changes_no_bit_of_a_float32_run(model):
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [(GPT | {"dropout": 0.1}, "adamw"), (MOE, "adamw"), (GPT, "lamb")],
+    ids=["gpt", "moe", "lamb"],
+)
+def test_a_scale_that_is_a_power_of_two_changes_no_bit_of_a_float32_run(model, rule):
     runs = []
     for scale in (1.0, 2.0**12):
-        config = run_config(model, optimizer={"clip": 0.5}, train={"matmul": "strict"})
+        optimizer = {"name": rule, "clip": 0.5}
+        config = run_config(model, optimizer=optimizer, train={"matmul": "strict"})
         trainer, feed = started(config)
         trainer.loss_scale = LossScale(scale)
         done = steps_of(trainer, feed, 5)
@@ -110,8 +115,10 @@ def test_gradients_reach_the_optimizer_clipped_and_without_the_scale(precision, 
     assert math.sqrt(squares) == pytest.approx(expected, rel=1e-5)
 
 
-def test_an_overflow_halves_the_scale_passes_the_batch_over_and_updates_nothing():
-    config = run_config(train=half(initial_loss_scale=2.0**36, loss_scale_window=3))
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_an_overflow_halves_the_scale_passes_the_batch_over_and_updates_nothing(rule):
+    settings = half(initial_loss_scale=2.0**36, loss_scale_window=3)
+    config = run_config(optimizer={"name": rule}, train=settings)
     trainer, feed = started(config)
     before = {key: tensor.clone() for key, tensor in trainer.optimizer.state().items()}
     first = trainer.train_step(feed)

@@ -9,10 +9,10 @@ import torch
 from mtcli.core import measure as measuring
 from mtcli.core.cost.memory import state_bytes
 from mtcli.core.measure import Counter, board_name, measure, peak_flops
+from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.report.figures import Profile
 from mtcli.core.runtime import Runtime
 from mtcli.core.spec.load import config_of
-from mtcli.core.trainer import Trainer
 
 RUNTIME = Runtime(0, 1, 0, 1, torch.device("cpu"))
 TABLE = {
@@ -89,13 +89,13 @@ def test_slow_data_is_seen_as_waiting_for_data(monkeypatch):
 
 
 def test_a_slow_optimizer_is_seen_in_the_optimizer(monkeypatch):
-    step = Trainer.train_step.__globals__["AdamW"].step
+    step = Optimizer.step
 
     def slow(self, *arguments):
         sleep(0.2)
         step(self, *arguments)
 
-    monkeypatch.setattr(Trainer.train_step.__globals__["AdamW"], "step", slow)
+    monkeypatch.setattr(Optimizer, "step", slow)
     found = measure(config_of(TABLE), RUNTIME, warmup=0, steps=2)
     shares = Profile(config_of(TABLE), 1, found.device, found.records).shares_by_rank[0]
     steps = found.records[0].steps  # shares are of their mean, whatever each of them took

@@ -192,6 +192,10 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
     ("change", "message"),
     [
         ({"seed": 8}, "seed: it is 8, and the run was trained with 7"),
+        (
+            {"optimizer": {"name": "lamb"}},
+            "optimizer.name: it is lamb, and the run was trained with adamw",
+        ),
         ({"batch": {"seq_len": 4}}, "batch.seq_len: it is 4, and the run was trained with 8"),
         (
             {"batch": {"global_batch_size": 8}},

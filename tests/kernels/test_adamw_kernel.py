@@ -4,8 +4,11 @@ import pytest
 import torch
 from exact import TOLERANCE, distance, seeded
 
-from mtcli.core.optim.adamw import AdamW
+from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.spec.config import OptimizerConfig
+from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.sharding import Parameter
 from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
 from mtcli.kernels.packed import CHUNK, pack
@@ -89,22 +92,24 @@ def test_what_lies_between_the_tensors_is_left_alone(device):
     assert (untouched == 7.0).all() and all((x != 7.0).all() for x in mine)
 
 
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_optimizer_makes_the_updates_that_it_makes_on_a_cpu(device, dtype):
+def test_the_optimizer_makes_the_updates_that_it_makes_on_a_cpu(device, dtype, rule):
     table = {
         "a.weight": Parameter("a.weight", (6, 5), (None, None), "normal", 0),
         "a.bias": Parameter("a.bias", (6,), (None,), "zeros", 0),
     }
-    config = OptimizerConfig(lr=1e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3)
+    config = OptimizerConfig(name=rule, lr=1e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3)
 
     def made(on):
         named = {name: seeded(*p.shape, seed=3).to(dtype).to(on) for name, p in table.items()}
-        return AdamW(named, table, config, dtype)
+        groups = make_groups(ParallelLayout(1), 0, torch.device(on))
+        return Optimizer(named, Ownership(groups, table, False, False), config, dtype)
 
     ours = made(device)
-    assert ours.in_one_launch
+    assert ours.by_kernels
     theirs = Context().run(made, "cpu")  # outside the interpreter
-    assert not theirs.in_one_launch
+    assert not theirs.by_kernels
     for step in range(3):
         gradients = {name: seeded(*p.shape, seed=step) for name, p in table.items()}
         ours.step({n: g.float().to(device) for n, g in gradients.items()}, 1e-2, 0.5)

@@ -2,15 +2,24 @@ import pytest
 import torch
 from exact import TOLERANCE, distance, seeded
 
-from mtcli.kernels.adamw import Parts
-from mtcli.kernels.lamb import LambUpdate, lamb_, lamb_reference_
+from mtcli.kernels import lamb
+from mtcli.kernels.adamw import Parts, Update
+from mtcli.kernels.lamb import (
+    lamb_moments_,
+    lamb_moments_reference_,
+    lamb_step_,
+    lamb_step_reference_,
+    trust_ratios,
+)
 from mtcli.kernels.packed import CHUNK, pack
 
 SIZES = [5, CHUNK + 130, 21, 0, 16]  # the last is zeros and has no gradient
 DECAYS = [True, True, False, True, False]
 UPDATES = [
-    LambUpdate(0.03, (0.8, 0.97), 1e-6, 0.3, (0.01, 10.0), factor) for factor in (1.0, 0.25, 1.0)
+    Update(0.03, (0.8, 0.97), 1e-6, 0.3, count, factor)
+    for count, factor in enumerate((1.0, 0.25, 1.0), start=1)
 ]
+BOUNDS = (0.01, 10.0)
 
 
 def made(seed, scales=(0.001, 1.0, 50.0, 1.0, 0.0)):
@@ -51,22 +60,29 @@ def parts_on(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_launches_update_every_tensor_as_the_paper_does(device, dtype):
+def test_every_tensor_is_updated_as_the_paper_does(device, dtype):
     parts, (weights, ratios) = parts_on(device, dtype), exact()
     packed = pack(parts.masters)
     for step, update in enumerate(UPDATES):
         gradients = [g.to(device) for g in gradients_of(step)]
-        assert distance(lamb_(packed, parts, gradients, update), ratios[step]) < 2e-6
+        found = trust_ratios(lamb_moments_(packed, parts, gradients, update), BOUNDS)
+        assert distance(found, ratios[step]) < 2e-6
+        lamb_step_(packed, parts, found, update)
     assert ratios.min() == pytest.approx(0.01) and ratios.max() == 10.0, "both bounds are met"
     for ours, rounded, theirs in zip(parts.masters, parts.weights, weights, strict=True):
         assert distance(ours, theirs) < 2e-6
         assert distance(rounded, theirs) < 2 * TOLERANCE[dtype]
 
 
-def test_the_reference_does_so_too():
-    parts, (weights, ratios) = parts_on("cpu", torch.float32), exact()
+@pytest.mark.parametrize("piece", [lamb.PIECE, 50], ids=["whole tensors", "in pieces"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_references_do_so_too(dtype, piece, monkeypatch):
+    monkeypatch.setattr(lamb, "PIECE", piece)
+    parts, (weights, ratios) = parts_on("cpu", dtype), exact()
     for step, update in enumerate(UPDATES):
-        found = lamb_reference_(parts, gradients_of(step), update)
+        found = trust_ratios(lamb_moments_reference_(parts, gradients_of(step), update), BOUNDS)
         assert distance(found, ratios[step]) < 2e-6
-    for ours, theirs in zip(parts.masters, weights, strict=True):
+        lamb_step_reference_(parts, found, update)
+    for ours, rounded, theirs in zip(parts.masters, parts.weights, weights, strict=True):
         assert distance(ours, theirs) < 2e-6
+        assert distance(rounded, theirs) < 2 * TOLERANCE[dtype]

@@ -2,7 +2,8 @@
 
 `mtcli.core.calibrate` trains small models of the same kind in processes of their own, as many as
 the plan has ranks and the machine cores, all busy at once. What it finds is a file in the user's
-cache folder, by all that it depends on: processor, cores, torch, ranks, precision, kind of model.
+cache folder, by all that it depends on: processor, cores, torch, ranks, precision, update rule and
+kind of model.
 """
 
 import hashlib
@@ -102,7 +103,7 @@ def facts_of(config: RunConfig, world: int) -> Facts:
     """All that the measured numbers of a config on `world` ranks depend on."""
     model = config.model
     flags = ("activation", "norm", "position", "bias", "qkv_bias", "causal", "head_dim")
-    scaled = config.train.precision == "fp8"
+    scaled, rule = config.train.precision == "fp8", config.optimizer.name
     return {
         "version": VERSION,
         "processor": _processor(),
@@ -114,6 +115,7 @@ def facts_of(config: RunConfig, world: int) -> Facts:
         "kind": {name: getattr(model, name) for name in flags}
         | {"dropout": model.dropout > 0.0, "routed": model.num_experts > 0},
         **({"fp8_scaling": config.train.fp8_scaling} if scaled else {}),
+        **({"optimizer": rule} if rule != "adamw" else {}),
     }
 
 

@@ -156,7 +156,8 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
         for rank in work.large_ranks
     )
     moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
-    agreement = 0.0 if layout.world == 1 else _link(known, "reduce", 16.0, 2)
+    sums = 2 if work.optimizer == "lamb" else 1  # the gradient norm, and then LAMB's norms
+    agreement = 0.0 if layout.world == 1 else sums * _link(known, "reduce", 16.0, 2)
     whole = replace(
         parts,
         block=parts.block + sharded,

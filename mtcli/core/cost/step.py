@@ -111,10 +111,15 @@ def _gradients(
 
 
 def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
-    """Gradients read twice (norm, update), masters and moments read and written."""
+    """Gradients read twice (norm, update), masters and moments read and written.
+
+    LAMB reads masters and moments once more: its steps' lengths are known when all have been seen.
+    """
     sizes, layout = work.sizes, work.layout
     moved = STATE_PASSES * (sizes.master + sizes.moments)
     moved += 2 * sizes.gradient + sizes.weight
+    if work.optimizer == "lamb":
+        moved += (sizes.master or sizes.weight) + sizes.moments
     shards = layout.dp * layout.cp if work.zero else 1
     elements = max(rank_elements(work, pp_rank).total for pp_rank in work.large_ranks) / shards
     return elements * moved / (device.memory_bandwidth * physics.memory)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
-from mtcli.core.spec.config import Fp8Scaling, RunConfig
+from mtcli.core.spec.config import Fp8Scaling, OptimizerName, RunConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model_config import ModelConfig
 
@@ -22,7 +22,7 @@ class Precision(NamedTuple):
     weight: int  # also of activations
     gradient: int  # flat buckets, always wide
     master: int  # a wide copy of the weights, where they are narrow
-    moments: int  # AdamW's two
+    moments: int  # the optimizer's two
     gemm: str
 
 
@@ -48,6 +48,7 @@ class Workload:
     global_batch_size: int
     precision: str = "bf16"
     fp8_scaling: Fp8Scaling = "rowwise"
+    optimizer: OptimizerName = "adamw"
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
     zero: int = 0
@@ -77,6 +78,7 @@ class Workload:
             global_batch_size=b.global_batch_size,
             precision=config.train.precision,
             fp8_scaling=config.train.fp8_scaling,
+            optimizer=config.optimizer.name,
             schedule_name=p.schedule,
             sequence_parallel=p.sequence_parallel or p.tp_mode == "2d",
             zero=p.zero,

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.config import OptimizerConfig, RunConfig
 from mtcli.core.spec.divisors import divides, divisors, listing
 from mtcli.core.spec.errors import MtcliError, Problem
 from mtcli.core.spec.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
@@ -168,6 +168,27 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
 
 
+def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
+    o = config.optimizer
+    least, largest = o.trust_bounds
+    if least > largest:
+        yield Problem(
+            f"the least trust ratio {least:g} is above the largest {largest:g}",
+            f"[{largest:g}, {least:g}]",
+            "optimizer.trust_bounds",
+        )
+
+
+def _trust_bounds_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
+    o = config.optimizer
+    if o.trust_bounds != OptimizerConfig().trust_bounds and o.name != "lamb":
+        yield Problem(
+            f"trust_bounds={list(o.trust_bounds)} with name={o.name!r}, which has no trust ratio",
+            "optimizer.name = 'lamb', or leave optimizer.trust_bounds out",
+            "optimizer.trust_bounds",
+        )
+
+
 def _loss_scale_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
     t = config.train
     if t.loss_scale and t.precision != "fp16":
@@ -253,6 +274,8 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     _sequence_fits,
     _curve_fits,
+    _trust_bounds_are_a_range,
+    _trust_bounds_are_used,
     _loss_scale_is_used,
     _weights_are_compiled,
     _graphs_are_the_same_each_time,

@@ -12,6 +12,7 @@ from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.section import Fraction, NonNegative, Positive, Section, Whole
 
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
+OptimizerName = Literal["adamw", "lamb"]
 
 
 class ParallelConfig(Section):
@@ -63,8 +64,8 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate curve, a pure function of the step."""
 
-    name: Literal["adamw"] = "adamw"
-    """update rule"""
+    name: OptimizerName = "adamw"
+    """update rule; lamb scales each parameter's step by a trust ratio, for large batches"""
     lr: NonNegative = 3e-4
     """peak learning rate"""
     min_lr: NonNegative = 0.0
@@ -75,6 +76,8 @@ class OptimizerConfig(Section):
     """added to the square root of the second moment"""
     weight_decay: NonNegative = 0.1
     """decoupled; not applied to biases, norms (tensors of one dimension)"""
+    trust_bounds: tuple[NonNegative, NonNegative] = (0.01, 10.0)
+    """lamb: the least and the largest trust ratio, of a parameter's norm to its step's"""
     clip: NonNegative = 1.0
     """largest global gradient norm; 0 does not clip"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

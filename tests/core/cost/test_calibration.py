@@ -109,7 +109,8 @@ def test_numbers_are_kept_apart_by_what_they_depend_on():
     alone = facts_of(tiny, 1)
     assert alone["torch"].startswith("2.") and alone["ranks"] == 1
     assert facts_of(tiny, 10**6)["ranks"] == alone["cores"]
-    for name in ("train.precision=bf16", "model.activation=gelu", "model.dropout=0.1"):
+    others = ("train.precision=bf16", "model.activation=gelu", "model.dropout=0.1")
+    for name in (*others, "optimizer.name=lamb"):
         assert facts_of(load_config("tiny", [name]), 1) != alone, name
     fp8 = facts_of(load_config("tiny", ["train.precision=fp8"]), 1)
     blocks = ["train.precision=fp8", "train.fp8_scaling=blockwise"]

@@ -176,6 +176,13 @@ def test_the_update_costs_blocks_and_elements_and_zero_cuts_these():
     assert cut == pytest.approx(passes + L + 1e-6 * elements / 2 + 0.125)
 
 
+def test_lamb_sums_its_norms_over_the_ranks_once_more():
+    known = replace(priced(launches=1.0), links=FREE.links | {"reduce": (0.5, 0.0)})
+    plain, lamb = (step(known, world=2, optimizer=name).step_seconds for name in ("adamw", "lamb"))
+    assert lamb - plain == pytest.approx(0.5)
+    assert step(known, optimizer="lamb").step_seconds == step(known).step_seconds, "nobody to ask"
+
+
 def test_ranks_beyond_those_measured_take_turns():
     known = replace(MADE_UP, ranks=2)
     alone, crowd = step(known, world=2, tp=2), step(replace(known, ranks=1), world=2, tp=2)

@@ -26,6 +26,8 @@ ROWS = {
     "biases of experts, zero=3": (4, BIASED, {"ep": 2, "zero": 3}, "bf16"),
     "biases of experts": (2, BIASED, {"ep": 2}, "fp64"),
     "folded": (4, MOE, {"tp": 2, "ep": 2, "etp": 2}, "fp32"),
+    "lamb, zero=1, masters": (4, GPT, {"pp": 2, "zero": 1}, "bf16"),
+    "lamb, zero=3 of experts": (4, MOE, {"ep": 2, "zero": 3}, "bf16"),
 }
 
 
@@ -37,7 +39,8 @@ def _allocated(runtime, config):
 @pytest.mark.parametrize("row", ROWS)
 def test_the_planned_state_bytes_are_those_that_the_fullest_rank_allocates(row):
     world, model, parallel, precision = ROWS[row]
-    config = run_config(model, parallel=parallel, train={"precision": precision})
+    rule = {"name": "lamb" if row.startswith("lamb") else "adamw"}
+    config = run_config(model, parallel=parallel, optimizer=rule, train={"precision": precision})
     work = Workload.of(config, world)
     found = run_ranks(world, _allocated, config)
     for pp_rank in range(work.layout.pp):

@@ -116,3 +116,18 @@ def test_the_optimizer_moves_gradients_states_and_weights_once_or_twice():
     assert whole == pytest.approx(elements * (2 * 4 + 2 * 12 + 2) / 3352e9, rel=0.01)
     cut = step_costs(step(ParallelLayout(4), zero=1), H100, replace(PHYSICS, memory=1.0))
     assert cut.optimizer == pytest.approx(whole / 4)
+
+
+def test_lamb_reads_masters_and_moments_once_more():
+    """4 B of master, or of a float32 weight, and 8 B of moments."""
+    elements = 8 * 12 * 4096**2 + (32000 + 8192) * 4096
+    for precision in ("bf16", "fp32"):
+        plain, lamb = (
+            step_costs(
+                step(ParallelLayout(1), precision=precision, optimizer=name),
+                H100,
+                replace(PHYSICS, memory=1.0),
+            ).optimizer
+            for name in ("adamw", "lamb")
+        )
+        assert lamb - plain == pytest.approx(elements * 12 / 3352e9, rel=0.01)

@@ -77,6 +77,13 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_curve_fits": (
         ["optimizer.lr=1e-4", "optimizer.min_lr=1e-3"], 1, "optimizer.min_lr",
         "min_lr=0.001 is above lr=0.0001", "0 to 0.0001"),
+    "_trust_bounds_are_a_range": (
+        ["optimizer.name=lamb", "optimizer.trust_bounds=[0.3, 0.01]"], 1, "optimizer.trust_bounds",
+        "the least trust ratio 0.3 is above the largest 0.01", "[0.01, 0.3]"),
+    "_trust_bounds_are_used": (
+        ["optimizer.trust_bounds=[0.01, 0.3]"], 1, "optimizer.trust_bounds",
+        "trust_bounds=[0.01, 0.3] with name='adamw', which has no trust ratio",
+        "optimizer.name = 'lamb', or leave optimizer.trust_bounds out"),
     "_loss_scale_is_used": (
         ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
         "loss_scale=128 with precision='bf16', whose loss is not scaled",

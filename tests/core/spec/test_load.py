@@ -117,8 +117,8 @@ def test_a_config_without_a_model_is_not_one(config_file):
 def test_an_unknown_key_is_answered_with_the_closest_one(config_file):
     assert _message(config_file(MODEL + "[optimizer]\nlearning_rte = 1\n")) == (
         "error: optimizer.learning_rte: unknown key 'learning_rte' in [optimizer]\n\n"
-        "hint: known: name, lr, min_lr, betas, eps, weight_decay, clip, schedule, warmup_steps, "
-        "decay_steps"
+        "hint: known: name, lr, min_lr, betas, eps, weight_decay, trust_bounds, clip, schedule, "
+        "warmup_steps, decay_steps"
     )
     assert _message(config_file(MODEL + "[optimizer]\nweigth_decay = 1\n")) == (
         "error: optimizer.weigth_decay: unknown key 'weigth_decay' in [optimizer]\n\n"

@@ -1,0 +1,44 @@
+"""LAMB (arXiv:1904.00962, algorithm 2): each parameter's step is as long as its weights allow.
+
+Moments are AdamW's without bias correction, as in arXiv:2104.06069. The step of a parameter x,
+u = m / (sqrt(v) + eps) + decay * x, is made |x| / |u| times as long, within bounds. Both norms are
+those of the whole parameter of the table (`spec/model.py`), whatever part of it is here: so query,
+key and value share one ratio, gate and up another, and so do all experts of a layer, on any layout.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from mtcli.core.parallel.ownership import Ownership
+from mtcli.core.parallel.whole import WholeSums
+from mtcli.kernels.adamw import Parts, Update
+from mtcli.kernels.lamb import (
+    lamb_moments_,
+    lamb_moments_reference_,
+    lamb_step_,
+    lamb_step_reference_,
+    trust_ratios,
+)
+from mtcli.kernels.packed import Packed
+
+
+class Lamb:
+    """The rule for a rank's parts of parameters. Calling it is collective: every rank does."""
+
+    def __init__(
+        self, names: Iterable[str], ownership: Ownership, bounds: tuple[float, float]
+    ) -> None:
+        """`bounds` are the least and the largest trust ratio of norms that are not 0."""
+        self.whole, self.bounds = WholeSums(names, ownership), bounds
+
+    def __call__(
+        self, parts: Parts, gradients: Sequence[Tensor], update: Update, packed: Packed | None
+    ) -> None:
+        """One update in place, by our kernels where `packed` is given."""
+        if packed is None:
+            squares = self.whole(lamb_moments_reference_(parts, gradients, update))
+            lamb_step_reference_(parts, trust_ratios(squares, self.bounds), update)
+        else:
+            squares = self.whole(lamb_moments_(packed, parts, gradients, update))
+            lamb_step_(packed, parts, trust_ratios(squares, self.bounds), update)

@@ -1,0 +1,99 @@
+"""Runs by LAMB: one rank against a plain loop of the paper's, and layouts that take over a run."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import GPT, MOE, Samples, run_config
+from trained import checkpoint_of, train_and_save
+
+from mtcli.core.feed import Feed
+from mtcli.core.runtime import Runtime
+from mtcli.core.trainer import Trainer
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+STEPS, STOP = 8, 4
+BOUNDS = (0.12, 0.3)
+SETTINGS = {"name": "lamb", "lr": 0.1, "weight_decay": 0.2}
+
+
+def plain_loop(model, config):
+    """([(loss, norm)], {trust ratio}) of arXiv:1904.00962's algorithm 2, a parameter at a time."""
+    o, kept = config.optimizer, {p: [torch.zeros_like(p)] * 2 for p in model.parameters()}
+    done, ratios = [], []
+    for step in range(STEPS):
+        rows = torch.from_numpy(Samples(config).batch(4 * step, 4))
+        logits = model(rows[:, :-1]).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        norm = sum(float((x.grad**2).sum()) for x in kept) ** 0.5
+        done.append((loss.item(), norm))
+        for x, (m, v) in kept.items():
+            g = x.grad * min(1.0, o.clip / norm)
+            m = o.betas[0] * m + (1 - o.betas[0]) * g
+            v = o.betas[1] * v + (1 - o.betas[1]) * g**2
+            u = m / (v**0.5 + o.eps) + o.weight_decay * (x.dim() > 1) * x.data
+            r = float((x.data**2).sum() / (u**2).sum()) ** 0.5
+            ratios.append(min(max(r, o.trust_bounds[0]), o.trust_bounds[1]) if r else 1.0)
+            x.data -= o.lr * ratios[-1] * u
+            kept[x] = [m, v]
+    return done, set(ratios)
+
+
+def test_a_run_is_the_paper_s_loop_on_transformers_model(gpt2):
+    model, checkpoint = gpt2
+    fields = checkpoint.model.model_dump(exclude_none=True)
+    settings = SETTINGS | {"clip": 0.5, "trust_bounds": BOUNDS}
+    settings |= {"warmup_steps": 0, "schedule": "constant"}
+    config = run_config(fields, optimizer=settings, train={"precision": "fp64", "steps": STEPS})
+    trainer = Trainer(config, ALONE)
+    trainer.load_weights(checkpoint)
+    feed = Feed(Samples(config), config, trainer.groups)
+    found = [trainer.train_step(feed) for _ in range(STEPS)]
+    feed.close()
+    expected, ratios = plain_loop(model.double(), config)
+    assert {*BOUNDS, 1.0} < ratios, "both bounds are met, norms of 0, and what lies between"
+    assert expected[0][1] > 0.5, "clipping is at work"
+    for step, (loss, norm) in zip(found, expected, strict=True):
+        assert step.loss == pytest.approx(loss, rel=1e-10)
+        assert step.grad_norm == pytest.approx(norm, rel=1e-10)
+
+
+def config_of(model, parallel, batch, precision):
+    train = {"steps": STEPS, "precision": precision, "matmul": "strict"}
+    return run_config(model, parallel=parallel, batch=batch, optimizer=SETTINGS, train=train)
+
+
+def losses(*arguments):
+    return [step.loss for step in train_and_save(*arguments)]
+
+
+TALL = {"micro_batch_size": 2}
+CUTS = [
+    (GPT, [(2, {"tp": 2}, TALL), (4, {"pp": 2, "zero": 1}, {}), (2, {"zero": 3}, {}), (1, {}, {})]),
+    (MOE, [(2, {"ep": 2}, {}), (4, {"tp": 2, "etp": 2, "zero": 3}, TALL)]),
+]
+
+
+@pytest.mark.parametrize(("precision", "rel"), [("fp64", 1e-10), ("bf16", 5e-3)])
+@pytest.mark.parametrize(("model", "layouts"), CUTS, ids=["gpt", "moe"])
+def test_a_run_goes_on_with_the_same_curve_on_any_layout(model, layouts, precision, rel, tmp_path):
+    whole = run_ranks(1, losses, config_of(model, {}, {}, precision), None, 0, STEPS)[0]
+    (world, *first), *others = layouts
+    config = config_of(model, *first, precision)
+    assert run_ranks(world, losses, config, tmp_path, 0, STOP)[0] == pytest.approx(
+        whole[:STOP], rel=rel
+    )
+    for world, *cut in others:
+        config = config_of(model, *cut, precision)
+        again = run_ranks(world, resumed, config, tmp_path)[0]
+        assert again == pytest.approx(whole[STOP:], rel=rel)
+
+
+def resumed(runtime, config, folder):
+    trainer = Trainer(config, runtime)
+    trainer.resume(checkpoint_of(folder, STOP))
+    feed = Feed(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(feed).loss for _ in range(STEPS - STOP)]
+    feed.close()
+    return done
