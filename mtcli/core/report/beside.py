@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from mtcli.core.cost.memory import memory_by_stage
 from mtcli.core.cost.predict import Prediction
 from mtcli.core.report.attribution import hop_seconds
 from mtcli.core.report.records import RankRecord
@@ -30,7 +31,7 @@ UNITS = {"step_seconds": "s", "tokens_per_second": "tokens/s"}
 
 def figures(data: Mapping[str, Any], plan: Prediction | None) -> Json:
     """{figure: {measured, planned, unit}} of the figures that both have."""
-    said = planned(plan, data["world"]) if plan else {}
+    said = planned(plan, data["world"], fullest_stage(data)) if plan else {}
     found = {"step_seconds": data["step_seconds"]["median"]}
     found |= {name: data[name] for name in ("tokens_per_second", "mfu", "hfu")}
     found["bubble_fraction"] = data["bubble_fraction"]["measured"]
@@ -50,19 +51,24 @@ def unit_of(figure: str) -> str:
     return {"memory": "bytes", "communication": "s", **UNITS}.get(part, "share")
 
 
+def fullest_stage(data: Mapping[str, Any]) -> int:
+    """The pipeline rank whose memory the figures tell, measured and planned."""
+    return int(data["rank_map"][data["fullest_rank"]]["attention"]["pp"])
+
+
 def planned_memory(figures: Mapping[str, Any]) -> dict[str, int]:
     """Plan's bytes by the kinds of `memory_bytes`, which are measured; empty where it has none."""
     rows = {name: row["planned"] for name, row in figures.items() if name.startswith("memory.")}
     return {name.partition(".")[2]: held for name, held in rows.items() if held is not None}
 
 
-def planned(plan: Prediction, world: int) -> Json:
-    """Plan's figures, by the names of the measured ones.
+def planned(plan: Prediction, world: int, pp_rank: int) -> Json:
+    """Plan's figures, by the names of the measured ones; memory is that of a pipeline rank.
 
     As measured, `activations` is all that a step allocates: what plan says that forwards keep, and
     what it counts under `other` for a moment.
     """
-    memory = plan.memory
+    memory = memory_by_stage(plan.work, plan.device)[pp_rank]
     held = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
     held |= {"activations": memory.besides_state, "peak": memory.total}
     return {

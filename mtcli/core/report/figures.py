@@ -120,6 +120,7 @@ class Profile:
             "parameters": count_parameters(self.config.model),
             "active_parameters": count_active(self.config.model),
             "memory_bytes": memory_of(fullest),
+            "fullest_rank": fullest.rank,
             "memory_by_rank": [
                 {"rank": r.rank, "pp_rank": r.pp_rank, **memory_of(r)} for r in self._speakers
             ],
@@ -157,8 +158,8 @@ class Profile:
 
     @property
     def fullest(self) -> RankRecord:
-        """The rank whose weights, gradients and optimizer take most."""
-        return max(self.records, key=lambda record: sum(record.state_bytes.values()))
+        """The rank whose state and activations take most."""
+        return max(self.records, key=lambda record: sum(_told(record).values()))
 
     def _communication(self) -> Json:
         """Collectives of the profiled step on rank 0: seconds by name, and what is hidden."""
@@ -185,8 +186,12 @@ class Profile:
 
 def memory_of(record: RankRecord) -> dict[str, int]:
     """A rank's bytes by kind; `activations` is the most that the profiled step added."""
+    return {**_told(record), "peak": record.peak_bytes}
+
+
+def _told(record: RankRecord) -> dict[str, int]:
     held = max((held.total for held in record.profiled.memory), default=0)
-    return {**record.state_bytes, "activations": held, "peak": record.peak_bytes}
+    return {**record.state_bytes, "activations": held}
 
 
 def memory_over_time(record: RankRecord) -> Json:

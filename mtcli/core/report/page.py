@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from mtcli.core.report.beside import planned_memory
+from mtcli.core.report.beside import fullest_stage, planned_memory
 from mtcli.core.report.colors import GRID
 from mtcli.core.report.figures import Profile
 from mtcli.core.report.tables import summary_rows
@@ -109,12 +109,13 @@ def _memory(profile: Profile, data: Data) -> list[Section]:
 
     plan = planned_memory(data["figures"])
     limit = data["device_bytes"] or 0
-    note = "Of the fullest rank; other is what is left up to the peak, on CPU the process itself."
+    note = f"Of rank {data['fullest_rank']}, the fullest; other is what is left up to the peak, on "
+    note += "CPU the process itself."
     note += f" Usable memory of the device: {limit / 2**30:,.1f} GiB." if limit else ""
     figure = charts.waterfall(data["memory_bytes"], plan, limit)
     rows = [{"label": f"pipeline rank {row['pp_rank']}", **row} for row in data["memory_by_rank"]]
     if plan:
-        rows.append({"label": "planned, fullest", **plan})
+        rows.append({"label": f"pipeline rank {fullest_stage(data)}, planned", **plan})
     curve = data["memory_by_kind_over_time"]
     lives = f"Of rank {curve['rank']}. Activations outlive the op that makes them; temporary is "
     lives += "what is gone by its end."

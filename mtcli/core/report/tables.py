@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from mtcli.core.report.beside import planned_memory
+from mtcli.core.report.beside import fullest_stage, planned_memory
 from mtcli.core.report.figures import Json, Profile
 from mtcli.core.schedule.timeline import draw
 
@@ -60,9 +60,13 @@ def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
 
 
 def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
-    """A column per pipeline rank, in MiB, and what plan says of the fullest."""
+    """A column per pipeline rank, in MiB, and what plan says of the one that was fullest."""
     ranks, plan = data["memory_by_rank"], planned_memory(data["figures"])
-    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks), "planned (fullest)"]
+    columns = [
+        "",
+        *(f"rank {row['pp_rank']}" for row in ranks),
+        f"rank {fullest_stage(data)} planned",
+    ]
     rows = [
         [
             kind,

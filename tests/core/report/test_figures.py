@@ -5,9 +5,10 @@ import json
 import pytest
 from handmade import config_table, record_of
 
+from mtcli.core.cost.memory import memory_by_stage
 from mtcli.core.report.figures import Profile
 from mtcli.core.report.records import Waiting
-from mtcli.core.report.tables import show_profile
+from mtcli.core.report.tables import memory_rows, show_profile
 from mtcli.core.spec.load import config_of
 
 # GPT of 2 layers of 16, vocabulary 64, 8 tokens: weights of matrices 12 * 16 * 16 a layer and the
@@ -72,17 +73,34 @@ def test_each_figure_has_the_planned_one_beside_it(records):
         "unit": "s",
     }
     assert found["mfu"]["measured"] == data["mfu"] and found["mfu"]["planned"] == plan["mfu"]
-    weights = {"measured": 4000, "planned": plan["memory_bytes"]["weights"], "unit": "bytes"}
-    assert found["memory.weights"] == weights
-    assert found["memory.peak"]["planned"] == plan["memory_bytes"]["total"]
-    said = plan["memory_bytes"]
-    device = 0.25 * 2**30  # of `other`, what is not a step's
-    assert found["memory.activations"]["planned"] == pytest.approx(
-        said["activations"] + said["other"] - device, abs=1
-    )
     shares = [row for name, row in found.items() if name.startswith("share.")]
     for column in ("measured", "planned"):
         assert sum(row[column] for row in shares) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fullest", "elements"),
+    [
+        # 12 h^2 + 13 h in a block: tokens, padded to 128, and positions before it; a norm and the
+        # head after it.
+        (0, 128 * 16 + 8 * 16 + 12 * 16**2 + 13 * 16),
+        (1, 12 * 16**2 + 13 * 16 + 2 * 16 + 128 * 16),
+    ],
+)
+def test_measured_and_planned_memory_are_of_the_same_rank(records, fullest, elements):
+    records[fullest] = records[fullest]._replace(state_bytes={"weights": 10**7})
+    profile = Profile(config_of(config_table()), 2, "cpu", records)
+    data = profile.as_json()
+    assert data["fullest_rank"] == fullest
+    found = data["figures"]
+    weights = {"measured": 10**7, "planned": 4 * elements, "unit": "bytes"}
+    assert found["memory.weights"] == weights
+    of_rank = memory_by_stage(profile.prediction.work, profile.prediction.device)[fullest]
+    device = 0.25 * 2**30  # of `other`, what is not a step's
+    step = of_rank.activations + of_rank.other - device
+    assert found["memory.activations"]["planned"] == pytest.approx(step, abs=1)
+    assert found["memory.peak"]["planned"] == round(of_rank.total)
+    assert memory_rows(data)[0][-1] == f"rank {fullest} planned"
 
 
 def test_a_device_that_plan_does_not_know_has_nothing_planned(profile):
