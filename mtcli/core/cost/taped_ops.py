@@ -38,6 +38,11 @@ class Kit:
         return self.cpu and self.work.precision == "fp16"
 
     @property
+    def by_torch(self) -> bool:
+        """Whether torch's functions run where a GPU has kernels of ours: on CPU, and in float64."""
+        return self.cpu or self.work.sizes.weight > 4
+
+    @property
     def sequence(self) -> bool:
         """Whether tokens are cut between tensor parallel regions."""
         return self.work.sequence_parallel
@@ -105,7 +110,7 @@ def linear(
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
     if kit.slow:
-        return _widened(kit, x, table, (given, whole, out))
+        return _widened(kit, x, table, (given, whole, out), weight is None)
     scaling = kit.work.fp8_scaling
     fp8 = kit.work.sizes.gemm == "fp8" and not plain
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
@@ -162,9 +167,9 @@ def activated_linear(
 
 
 def remakes(kit: Kit) -> bool:
-    """Whether activations are made again in the backward: by a GPU's kernel, which float64 has not,
-    but in a block that is computed again, which has them by then."""
-    return not kit.cpu and kit.work.sizes.weight <= 4 and kit.work.recompute != "full"
+    """Whether activations are made again in the backward: by a GPU's kernel, but in a block that is
+    computed again, which has them by then."""
+    return not kit.by_torch and kit.work.recompute != "full"
 
 
 def gates(kit: Kit) -> int:
@@ -172,13 +177,20 @@ def gates(kit: Kit) -> int:
     return 2 if kit.work.model.activation == "swiglu" else 1
 
 
-def _widened(kit: Kit, x: Value, table: Value, sizes: tuple[float, float, float]) -> Value:
+def _widened(
+    kit: Kit, x: Value, table: Value, sizes: tuple[float, float, float], can_split: bool
+) -> Value:
     """The same in float32: copies of x and of the weight are kept."""
     tape, (given, whole, out) = kit.tape, sizes
     wide_x, wide_w = moved(kit, x, 2 * given, given), moved(kit, table, 2 * whole, whole)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(2 * given), tape.new(2 * whole)]
+        found = tape.new(2 * given)
+        if tape.splits and can_split:
+            wide_x.storage.holders += 1
+            same(grads[0])
+            return [found, None]
+        return [found, tape.new(2 * whole)]
 
     taken = [wide_x, wide_w]
     wide = tape.op(taken, [2 * out], back, kept=taken)[0]

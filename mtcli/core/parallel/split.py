@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.products import PLAIN, Products
@@ -45,13 +46,14 @@ class WeightWork:
         """
         return _ActivatedLinear.apply(x, bias, weight, activation, self)
 
-    def weight_half(self, leaf: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-        """The weight's gradient, or None where it is left for later, for `leaf` with its graph:
-        from a view, such as a flattened weight, to the parameter."""
+    def weight_half(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+        """The weight's gradient, or None where it is left for later. It then goes from the weight's
+        place in autograd's graph, which keeps no copy that was made of it, to the parameter."""
         of_weight = self.products.of_weight
         if self.pending is None:
             return of_weight(grad, x)
-        self.pending.append(lambda: torch.autograd.backward(leaf, of_weight(grad, x)))
+        edge = get_gradient_edge(weight)
+        self.pending.append(lambda: torch.autograd.backward(edge, of_weight(grad, x)))
         return None
 
 
@@ -61,7 +63,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightWork
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.work, ctx.weight = bias is not None, work, weight
+        ctx.has_bias, ctx.work = bias is not None, work
         return work.products.forward(x, weight, bias)
 
     @staticmethod
@@ -69,7 +71,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_bias = grad.sum(0) if ctx.has_bias else None
         of_x = ctx.work.products.of_x(grad, weight)
-        return of_x, ctx.work.weight_half(ctx.weight, grad, x), of_bias, None
+        return of_x, ctx.work.weight_half(weight, grad, x), of_bias, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -83,7 +85,7 @@ class _ActivatedLinear(torch.autograd.Function):
         work: WeightWork,
     ) -> Tensor:
         ctx.save_for_backward(x, bias, weight)
-        ctx.activation, ctx.work, ctx.weight = activation, work, weight
+        ctx.activation, ctx.work = activation, work
         return work.products.forward(activation.forward(x, bias), weight, None)
 
     @staticmethod
@@ -91,4 +93,4 @@ class _ActivatedLinear(torch.autograd.Function):
         x, bias, weight = ctx.saved_tensors
         of_y = ctx.work.products.of_x(grad, weight)
         of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)
-        return of_x, of_bias, ctx.work.weight_half(ctx.weight, grad, y), None, None
+        return of_x, of_bias, ctx.work.weight_half(weight, grad, y), None, None

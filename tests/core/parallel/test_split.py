@@ -1,10 +1,13 @@
 """An activation and the linear layer after it as one function, beside the two in float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from mtcli.core.live import Live
 from mtcli.core.parallel.split import WeightWork
 from mtcli.kernels.activation import ACTIVATIONS
 
@@ -65,3 +68,19 @@ def test_a_linear_layer_of_an_activation_has_its_gradients_and_keeps_no_product(
     for mine, theirs in zip((out, x.grad, bias.grad, weight.grad), exact, strict=True):
         if mine is not None:
             torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_wide_copy_of_a_weight_is_made_again_and_never_waits():
+    with Live() as live:
+        x, _, weight, grad = made(gated=False)
+        x, weight, work = x.requires_grad_(), weight.float().requires_grad_(), WeightWork()
+        leaves = live.bytes
+        again = partial(checkpoint, use_reentrant=False)
+        out = again(lambda x: work.linear(x, weight.double()), x)
+        assert live.bytes == leaves + out.nbytes
+        with work.collecting() as pending:
+            out.backward(grad)
+        assert live.bytes == leaves + out.nbytes + x.grad.nbytes
+    for half in pending:
+        half()
+    torch.testing.assert_close(weight.grad, (grad.T @ x).float())
