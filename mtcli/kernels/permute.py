@@ -6,12 +6,18 @@ and within one by token. With a `capacity` above 0 every expert has that many ro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from mtcli.kernels.copies import Copies
 from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.permute_by_torch import (
+    permute_by_torch,
+    reorder_by_torch,
+    unpermute_by_torch,
+)
 from mtcli.kernels.tiles import over_columns
 
 if TYPE_CHECKING:
@@ -23,21 +29,6 @@ TILES = (
     {"COLUMNS": 512, "num_warps": 4},
     {"COLUMNS": 2048, "num_warps": 8},
 )
-
-
-class Copies(NamedTuple):
-    """How copies are sorted: `order` is for torch's functions, `places` for our kernels."""
-
-    counts: Tensor  # [E] int64: the kept copies of each expert
-    top_k: int
-    capacity: int
-    order: Tensor | None  # [sum of counts] the copies, of T * k, in the order of their rows
-    places: Tensor | None  # [T, k] the row of each copy, -1 of a dropped one
-
-    @property
-    def rows(self) -> Tensor:
-        """[E] int64: the rows of each expert, with those of zeros."""
-        return torch.full_like(self.counts, self.capacity) if self.capacity else self.counts
 
 
 def sort_copies(
@@ -61,27 +52,18 @@ def permute_reference(x_TD: Tensor, copies: Copies) -> Tensor:
     if not copies.capacity:
         return rows
     padded = rows.new_zeros(len(copies.counts) * copies.capacity, rows.shape[1])
-    return padded.index_copy(0, _padded_places(copies), rows)
+    return padded.index_copy(0, copies.padded_places, rows)
 
 
 def unpermute_reference(rows_ND: Tensor, weights_Tk: Tensor, copies: Copies) -> Tensor:
     """The sum of each token's rows, times their weights: [N, D], [T, k] -> [T, D]."""
     assert copies.order is not None, "sorted for our kernels"
     if copies.capacity:
-        rows_ND = rows_ND[_padded_places(copies)]
+        rows_ND = rows_ND[copies.padded_places]
     token, slot = copies.order // copies.top_k, copies.order % copies.top_k
     weights = weights_Tk[token, slot].to(rows_ND.dtype)
     empty = rows_ND.new_zeros(len(weights_Tk), rows_ND.shape[1])
     return empty.index_add(0, token, rows_ND * weights[:, None])
-
-
-def _padded_places(copies: Copies) -> Tensor:
-    counts, capacity = copies.counts, copies.capacity
-    assert int(counts.max()) <= capacity, f"{int(counts.max())} rows in a capacity of {capacity}"
-    starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    within = torch.arange(int(counts.sum()), device=counts.device) - starts
-    experts = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    return experts * capacity + within
 
 
 @kernel()
@@ -168,7 +150,7 @@ def permute(x_TD: Tensor, copies: Copies, num_rows: int) -> Tensor:
     Bytes moved: (1 + k) * T * D * itemsize, forward and backward.
     """
     if copies.places is None:
-        return permute_reference(x_TD, copies)
+        return permute_by_torch(x_TD, copies, num_rows)
     return _spread(x_TD, copies.places, num_rows, copies.capacity == 0)
 
 
@@ -178,7 +160,7 @@ def unpermute(rows_ND: Tensor, weights_Tk: Tensor, copies: Copies) -> Tensor:
     Bytes moved: (k + 1) * T * D * itemsize forward, (2 k + 1) backward.
     """
     if copies.places is None:
-        return unpermute_reference(rows_ND, weights_Tk, copies)
+        return unpermute_by_torch(rows_ND, weights_Tk, copies)
     return _sum(rows_ND, copies.places, weights_Tk, copies.capacity == 0)
 
 
@@ -187,7 +169,7 @@ def reorder(rows_ND: Tensor, order_N: Tensor | None) -> Tensor:
     if order_N is None:
         return rows_ND
     if not runs_triton(rows_ND):
-        return rows_ND[order_N]
+        return reorder_by_torch(rows_ND, order_N)
     return _sum(rows_ND, order_N[:, None], None, True)
 
 

@@ -29,8 +29,9 @@ def masked_softmax_reference(scores: Tensor, mask: Tensor | None, scale: float) 
     wide = wide if scale == 1.0 else wide * scale
     if mask is None:
         return wide.softmax(-1).to(scores.dtype)
-    seen = wide.masked_fill(~mask, float("-inf")).softmax(-1)
-    return seen.masked_fill(~mask, 0.0).to(scores.dtype)
+    unseen = ~mask  # once, as both keep it for the backward
+    p = wide.masked_fill(unseen, float("-inf")).softmax(-1)
+    return p.masked_fill(unseen, 0.0).to(scores.dtype)
 
 
 _tile = partial(whole_rows, elements=1024)

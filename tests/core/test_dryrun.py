@@ -30,11 +30,16 @@ MOE = {**LLAMA, "architecture": "mixtral", "num_experts": 8, "top_k": 2, "moe_ff
 QWEN = {**MOE, "architecture": "qwen2-moe", "shared_expert_ffn_hidden_size": 512}
 BIASES = {"router_bias_update_rate": 0.01, "router_score": "sigmoid"}
 PADDED = {"capacity_factor": 1.25, "pad_to_capacity": True}
+FULL = {"capacity_factor": 2.0, "pad_to_capacity": True}
+NARROW = {"num_layers": 4, "moe_ffn_hidden_size": 64}
 DROPPING = {"dropout": 0.1, "attention_dropout": 0.1}
 ONE = {"num_layers": 1}
 LAST = -1
 ALL = {"dispatcher": "all_gather"}
+GATHERED = {"cp": 2, "cp_mode": "all_gather"}
 SPLIT = {"pp": 2, "schedule": "zero_bubble"}
+WIDE = {"hidden_size": 512, "vocab_size": 256}
+HEADLESS = {"stage_layers": (4, 0)}  # all of a stage is the head
 CHUNKED = {"vocab_size": 3 * 2**17, "hidden_size": 64}  # of 512 tokens in 16 bits 384 MiB of logits
 CUT = {"pp": 2, "vpp": 2, "schedule": "interleaved"}
 UNEVEN = CUT | {"stage_layers": (1, 1, 3, 1)}
@@ -80,6 +85,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "lamb": (4, MOE, {"pp": 2, "ep": 2, "zero": 1}, "bf16", LAST, LAMB),
     "lamb, zero=3": (2, LLAMA, {"zero": 3}, "bf16", LAST, LAMB),
     "zero=3, biases of routers": (2, MOE | BIASES, {"zero": 3}, "bf16", None),
+    "experts in float64": (1, MOE, {"recompute": "full"}, "fp64", None),
     "zero=3 in a pipeline": (4, EIGHT, CUT | {"zero": 3, "recompute": "full"}, "fp32", None),
 }
 CPU_ROWS = {
@@ -87,6 +93,12 @@ CPU_ROWS = {
     "dropout on CPU": (1, LLAMA | DROPPING, {}, "fp32", None),
     "attention again on CPU": (2, DEEP, SPLIT | {"recompute": "selective"}, "bf16", LAST),
     "lamb on CPU": (2, GPT, {"tp": 2}, "bf16", None, LAMB),
+    "padded on CPU": (2, MOE | PADDED, GATHERED | {"recompute": "selective"}, "bf16", None),
+    "padded twice on CPU": (2, MOE | FULL | {"num_layers": 4}, SPLIT, "fp32", None),
+    "padded on CPU, etp": (2, MOE | FULL | NARROW, {"etp": 2}, "fp8", None),
+    "halves in float16 on CPU": (2, DEEP, SPLIT, "fp16", None),
+    "copies of weights on CPU": (2, DEEP, SPLIT | {"recompute": "full"}, "fp16", LAST),
+    "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }
 # fmt: on
 

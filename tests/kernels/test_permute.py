@@ -2,7 +2,14 @@ import pytest
 import torch
 from exact import check, seeded
 
-from mtcli.kernels.permute import permute, permute_reference, reorder, sort_copies, unpermute
+from mtcli.kernels.permute import (
+    permute,
+    permute_reference,
+    reorder,
+    sort_copies,
+    unpermute,
+    unpermute_reference,
+)
 
 T, K, E = 70, 3, 5  # 210 copies: three whole blocks and a part
 GENERATOR = torch.Generator().manual_seed(3)
@@ -90,8 +97,30 @@ def test_no_tokens_make_no_rows(device):
 
 
 @pytest.mark.parametrize("capacity", [0, CAPACITY])
-def test_torch_on_a_cpu_makes_the_same_rows(capacity):
+def test_torch_on_a_cpu_makes_the_same_rows_and_gradients(capacity):
     copies = copies_on("cpu", capacity)
     x, rows = seeded(T, 9), expected_rows(capacity)
     found = permute_reference(x, copies)
     assert torch.equal(found, torch.stack([x[c[0]] if c else x.new_zeros(9) for c in rows]))
+    check(
+        lambda x: permute(x, copies, len(rows)),
+        lambda x: permute_reference(x, copies),
+        [x],
+        torch.bfloat16,
+    )
+    check(
+        lambda x, w: unpermute(x, w, copies),
+        lambda x, w: unpermute_reference(x, w, copies),
+        [seeded(len(rows), 9), seeded(T, K, seed=1)],
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize("capacity", [0, CAPACITY])
+def test_torch_on_a_cpu_keeps_no_rows_but_those_that_are_weighed(capacity):
+    copies, kept = copies_on("cpu", capacity), []
+    x, weights = seeded(T, 9).requires_grad_(), seeded(T, K, seed=1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        rows = permute(x, copies, len(expected_rows(capacity)))
+        unpermute(rows, weights, copies)
+    assert [t.shape for t in kept if t.is_floating_point() and t.dim() == 2] == [rows.shape]

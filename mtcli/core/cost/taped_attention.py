@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value
 from mtcli.core.cost.taped_context import by_heads, gathered, in_order, ring
 from mtcli.core.cost.taped_ops import Kit, column_linear, moved, row_linear, then
-from mtcli.core.cost.taped_scores import QKV, Heads, copied, product, softmax, whole
+from mtcli.core.cost.taped_scores import QKV, Heads, copied, mask_numel, product, softmax, whole
 
 DRAWN = 3  # 64-bit numbers of each probability at once, while its mask is hashed
 
@@ -47,12 +47,12 @@ def _mix(kit: Kit, qkv: Value) -> Value:
 
 
 def _turned(kit: Kit, q: Value, k: Value, heads: Heads) -> tuple[Value, Value]:
-    """Rotated queries and keys: by one kernel, or on CPU op by op."""
+    """Rotated queries and keys: by one kernel, or op by op."""
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         return [tape.new(heads.q), tape.new(heads.k)]
 
-    if not kit.cpu:
+    if not kit.by_torch:
         turned = kit.tape.op([q, k], [heads.q, heads.k], back)
         kit.tape.free(q, k)
         return turned[0], turned[1]
@@ -68,6 +68,7 @@ def _dropped(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     tape, (q, *kv), size = kit.tape, qkv, kit.t.size
     whole = kit.work.layout.cp * heads.q
     k, v = (_per_head(kit, x, heads, whole) for x in kv)
+    seen = tape.new(mask_numel(kit))
     scaled = moved(kit, q, heads.q, heads.q, heads.q)
     scores = product(kit, (scaled, k), heads.scores * size)
     tape.free(scaled, k)
@@ -80,7 +81,7 @@ def _dropped(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 
     left = tape.op([chances], [chances.size], masked, more=chances.size)[0]
     mixed = product(kit, (left, v), heads.q)
-    tape.free(chances, left, v)
+    tape.free(chances, left, v, seen)
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 

@@ -12,6 +12,7 @@ from mtcli.core.cost.taped_scores import (
     blocks_bytes,
     copied,
     fused,
+    mask_numel,
     plain,
     whole,
 )
@@ -21,6 +22,7 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     """Keys and values go round; sums over the ring are in float32."""
     tape, (q, k, v), wide = kit.tape, qkv, kit.t.wide / kit.t.size
     both, rows, in_blocks = 2 * heads.k, kit.work.seq_len // kit.work.layout.cp, 0.0
+    passing = min(2, kit.work.layout.cp - 1) * both  # a block that has come, and one on its way
     if kit.cpu and heads.size >= 4 and rows * heads.size <= CPU_ROW_BYTES:
         copies = (kit.work.micro_batch_size > 1) + 2 * heads.grouped  # of queries; keys and values
         in_blocks = (copies + 3) * heads.q + blocks_bytes(kit, heads, rows)[1]
@@ -30,15 +32,15 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         grad, sums = tape.new(heads.q), (tape.new(wide * heads.q), tape.new(wide * both))
-        tape.moment(2 * both + heads.q + 2 * both)
-        tape.moment(both + in_blocks)
-        tape.moment(2 * both + wide * both)
+        tape.moment(passing + heads.q + 2 * both)
+        tape.moment(passing + in_blocks)
+        tape.moment(passing + wide * both)
         found = [tape.new(heads.q), tape.new(both)]
         tape.free(grad, *sums)
         return found
 
     kv = tape.op([k, v], [both], apart)[0]
-    tape.moment(2 * both + (wide + 1) * heads.q)
+    tape.moment(passing + (wide + 1) * heads.q)
     taken = [q, kv]
     mixed = tape.op(taken, [heads.q], back, kept=taken, keeps_results=[0], more=heads.lse)[0]
     tape.free(kv)
@@ -60,13 +62,7 @@ def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 
 def _seen(kit: Kit, heads: Heads) -> float:
     """What says which keys queries see: spans, or on CPU a mask, a number each."""
-    work, rows = kit.work, kit.t.tokens
-    if not kit.cpu:
-        return SPAN * rows
-    if not (work.model.causal or work.document_mask):
-        return 0.0
-    rows /= 1 if work.document_mask else work.micro_batch_size
-    return rows * work.seq_len * heads.size
+    return mask_numel(kit) * heads.size if kit.cpu else SPAN * kit.t.tokens
 
 
 def in_order(kit: Kit, x: Value, heads: Heads) -> Value:

@@ -7,7 +7,7 @@ from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
 from mtcli.core.cost.taped_layers import dropout, norm
 from mtcli.core.cost.taped_ops import ENDS, Kit, add, enter, leave, linear, same
 
-CPU_LOSS_BYTES = 2**20  # logits that the loss on CPU takes at once
+TORCH_LOSS_BYTES = 2**20  # logits that torch's functions take at once
 
 
 def embedded(kit: Kit, weight: Value) -> Value:
@@ -50,7 +50,7 @@ def head(kit: Kit, x: Value, weight: Value) -> Value:
         wide = table / kit.t.size * kit.t.wide
         normed = _marked(kit, normed, lambda: gathering.reduced(kit.groups[ENDS], wide, table))
     gathered = enter(kit, normed)
-    loss = (_loss_on_cpu if kit.cpu else _loss_in_chunks)(kit, gathered, weight)
+    loss = (_loss_by_torch if kit.by_torch else _loss_in_chunks)(kit, gathered, weight)
     tape.free(gathered, normed)
     return loss if gathering is None else _marked(kit, loss, lambda: tape.waiting.append([]))
 
@@ -99,11 +99,11 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
     return tape.op([x, weight], [0.0], back, more=x.size + summed)[0]
 
 
-def _loss_on_cpu(kit: Kit, x: Value, weight: Value) -> Value:
+def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
     """Exponentials in the place of the logits, and then their gradient."""
     tape, t, columns = kit.tape, kit.t, logits_bytes(kit.work) / kit.t.tokens / kit.t.size
     logits = linear(kit, x, (columns, t.hidden), weight=weight, plain=True)
-    copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_LOSS_BYTES) / t.size * t.wide
+    copy = 0.0 if t.size >= 4 else min(logits.size, 2 * TORCH_LOSS_BYTES) / t.size * t.wide
     kept = t.tokens * (INDEX + 1 + 2 * t.wide)
     tape.moment(kept + copy)
 

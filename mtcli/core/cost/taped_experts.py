@@ -1,9 +1,10 @@
-"""A mixture of experts on a tape: router, the way to the experts and back, and the shared one."""
+"""A mixture of experts on a tape: router, experts, and the shared one."""
 
 from collections.abc import Sequence
 
 from mtcli.core.cost.shapes import INDEX
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
+from mtcli.core.cost.taped_dispatch import dispatched
 from mtcli.core.cost.taped_layers import mlp
 from mtcli.core.cost.taped_ops import (
     EXPERTS,
@@ -13,7 +14,6 @@ from mtcli.core.cost.taped_ops import (
     gates,
     kept_by,
     linear,
-    moved,
     remakes,
     resized,
     same,
@@ -27,7 +27,7 @@ def mixture(kit: Kit, x: Value) -> Value:
     tape, m = kit.tape, kit.work.model
     routed = _routed(kit, x)
     weights = routed[1]
-    y = _dispatched(kit, routed[0], weights)
+    y = dispatched(kit, routed[0], weights, _grouped)
     tape.free(weights)
     if m.shared_expert_ffn_hidden_size:
         shared = mlp(kit, routed[0], m.shared_expert_ffn_hidden_size / kit.work.layout.tp)
@@ -70,7 +70,7 @@ def _routed(kit: Kit, x: Value) -> tuple[Value, Value]:
     logits = tape.op([wide], [table], of_logits, kept=[wide])[0]
     if wide is not x:
         tape.free(wide)
-    tape.moment(2 * table * (1 + kit.cpu))
+    tape.moment(2 * table * (1 + kit.by_torch))
     kept = table + chosen * (t.wide + INDEX)
     if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
         kept += table
@@ -83,98 +83,6 @@ def _routed(kit: Kit, x: Value) -> tuple[Value, Value]:
     return same_x, weights
 
 
-def _dispatched(kit: Kit, x: Value, weights: Value) -> Value:
-    """The experts' results summed by token."""
-    ways = {"all_to_all": _to_each, "all_gather": _to_all}
-    return ways[kit.work.dispatcher](kit, x, weights)
-
-
-def _to_each(kit: Kit, x: Value, weights: Value) -> Value:
-    """Copies travel to their experts' ranks."""
-    tape, work = kit.tape, kit.work
-    layout, row = work.layout, kit.t.hidden * kit.t.size
-    here, sent = work.expert_rows * row, work.sent_rows * row
-    rows = _spread(kit, x, sent)
-    if layout.ep > 1:
-        rows = then(kit, rows, moved(kit, rows, sent, sent))
-    if layout.etp > 1:
-        rows = then(kit, rows, moved(kit, rows, here, sent, here))
-    travels = layout.ep * layout.etp > 1
-    order = [tape.new(2 * INDEX * work.expert_rows)] if travels else []
-    sorted_rows = moved(kit, rows, here, here) if travels else rows
-    results = _grouped(kit, sorted_rows)
-    if travels:
-        tape.free(sorted_rows)
-        results = then(kit, results, moved(kit, results, here, here))
-        tape.free(*order)
-    if layout.etp > 1:
-        results = then(kit, results, moved(kit, results, sent, here, here))
-    if layout.ep > 1:
-        results = then(kit, results, moved(kit, results, sent, sent))
-    y = _summed(kit, results, weights, x.size, 2 * INDEX * work.expert_rows * travels)
-    tape.free(results, rows)
-    return y
-
-
-def _to_all(kit: Kit, x: Value, weights: Value) -> Value:
-    """Every rank of an expert group sees all its tokens."""
-    tape, work = kit.tape, kit.work
-    ranks = work.layout.ep * work.layout.etp
-    here = work.expert_rows * kit.t.hidden * kit.t.size
-    everyone = moved(kit, x, ranks * x.size, x.size) if ranks > 1 else x
-    rows = _spread(kit, everyone, here)
-    results = _grouped(kit, rows)
-    tape.free(rows)
-    whole = _summed(kit, results, weights, everyone.size, 0.0)
-    tape.free(results)
-    if ranks == 1:
-        return whole
-    y = moved(kit, whole, x.size, whole.size)
-    tape.free(whole, everyone)
-    return y
-
-
-def _spread(kit: Kit, x: Value, size: float) -> Value:
-    """Copies of tokens, sorted by expert."""
-    copies = size / (kit.t.hidden * kit.t.size)
-    if not kit.cpu:
-        return kit.tape.op(
-            [x], [size], lambda tape, grads: [tape.new(x.size)], more=copies * INDEX
-        )[0]
-    padded = kit.work.model.pad_to_capacity
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(x.size + padded * size)
-        return [tape.new(x.size)]
-
-    kit.tape.moment(size * (1 + 2 * padded))
-    return kit.tape.op([x], [size], back, more=copies * INDEX * (2 + padded))[0]
-
-
-def _summed(kit: Kit, rows: Value, weights: Value, size: float, index: float) -> Value:
-    """Rows times their weights, summed by token."""
-    tape, work = kit.tape, kit.work
-    copies = rows.size / (kit.t.hidden * kit.t.size)
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(rows.size), tape.new(weights.size)]
-
-    if not kit.cpu:
-        return tape.op([rows, weights], [size], back, kept=[rows], more=index)[0]
-
-    def on_cpu(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        taken = tape.new(rows.size)
-        found = [tape.new(rows.size), tape.new(weights.size)]
-        tape.moment(rows.size)
-        tape.free(taken)
-        return found
-
-    padded = rows.size * work.model.pad_to_capacity
-    tape.moment(rows.size + padded + size)
-    more = padded + rows.size + 3 * copies * INDEX
-    return tape.op([rows, weights], [size], on_cpu, kept=[rows], more=more)[0]
-
-
 def _grouped(kit: Kit, x: Value) -> Value:
     if kit.gathering is None:
         return _experts(kit, x)
@@ -183,13 +91,13 @@ def _grouped(kit: Kit, x: Value) -> Value:
 
 
 def _experts(kit: Kit, x: Value) -> Value:
-    """This rank's experts: one after another on CPU and in float8, all at once on a GPU."""
+    """This rank's experts: all at once by a GPU's kernels, one after another without and in fp8."""
     m, work = kit.work.model, kit.work
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
     gated, number = gates(kit), m.num_experts // work.layout.ep
     down = number * hidden * width * kit.t.size
     tables = [_table(kit, gated * down, number * gated * width), _table(kit, down, number * hidden)]
-    if kit.cpu or work.sizes.gemm == "fp8":
+    if kit.by_torch or work.sizes.gemm == "fp8":
         return _one_by_one(kit, x, tables, number)
     inner = _batched(kit, x, tables[0], gated * width / hidden, gated * down)
     if remakes(kit):

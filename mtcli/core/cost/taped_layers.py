@@ -32,9 +32,9 @@ def norm(kit: Kit, x: Value) -> Value:
 
 
 def add_norm(kit: Kit, x: Value, y: Value) -> tuple[Value, Value]:
-    """(x + y, its norm), in one kernel on a GPU."""
+    """(x + y, its norm), in one kernel where there is one."""
     t = kit.t
-    if kit.cpu:
+    if kit.by_torch:
         total = add(kit, x, y)
         return total, norm(kit, total)
 
@@ -87,12 +87,12 @@ def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:
 
 
 def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
-    """`onto` + y with elements dropped; on CPU the mask is kept, a GPU draws it again."""
+    """`onto` + y with elements dropped; torch keeps the mask, a GPU's kernel draws it again."""
     tape, drop = kit.tape, kit.work.model.dropout
     if not drop:
         assert onto is not None, "nothing to do"
         return add(kit, onto, y)
-    if not kit.cpu:
+    if not kit.by_torch:
         taken = [y] if onto is None else [y, onto]
 
         def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:

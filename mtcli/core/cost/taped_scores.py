@@ -118,14 +118,23 @@ def softmax(kit: Kit, scores: Value, numel: float) -> Value:
 
     if not kit.cpu:
         return kit.tape.op([scores], [scores.size], back, keeps_results=[0])[0]
+    unseen = Value(kit.tape.new(mask_numel(kit)))
     filled = moved(kit, scores, wide, scores.size, wide)
-    chances = kit.tape.op([filled], [wide], back, keeps_results=[0])[0]
-    kit.tape.free(filled)
-    if kit.work.model.causal or kit.work.document_mask:  # what sees nothing gets zeros
+    chances = kit.tape.op([filled], [wide], back, kept=[unseen], keeps_results=[0])[0]
+    kit.tape.free(filled, unseen)
+    if unseen.size:  # what sees nothing gets zeros
         chances = then(kit, chances, moved(kit, chances, wide, wide))
     return (
         chances if wide == scores.size else then(kit, chances, resized(kit, chances, scores.size))
     )
+
+
+def mask_numel(kit: Kit) -> float:
+    """Elements of a mask of a row's queries and keys, of documents each row's, or none."""
+    work = kit.work
+    if not (work.model.causal or work.document_mask):
+        return 0.0
+    return kit.t.tokens * work.seq_len / (1 if work.document_mask else work.micro_batch_size)
 
 
 def product(kit: Kit, factors: tuple[Value, Value], size: float) -> Value:

@@ -12,7 +12,7 @@ from mtcli.core.cost.taped_attention import attention
 from mtcli.core.cost.taped_ends import embedded, head, out_of_stage, vocabulary_table
 from mtcli.core.cost.taped_experts import mixture
 from mtcli.core.cost.taped_layers import add_norm, dropout, mlp, norm
-from mtcli.core.cost.taped_ops import BLOCK, ENDS, EXPERTS, Kit
+from mtcli.core.cost.taped_ops import BLOCK, ENDS, EXPERTS, Kit, same
 from mtcli.core.cost.taped_sharding import Gathering, Group, after, before
 from mtcli.core.cost.workload import Workload
 
@@ -106,7 +106,7 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
     table = vocabulary_table(kit, first and last)
     if kit.gathering is not None:
         kit.gathering.forward(kit.groups[ENDS])
-    x = embedded(kit, table) if first else Value(tape.new(stream))
+    x = embedded(kit, table) if first else _received(kit, hands_on=not (layers or last))
     start, alone = len(tape.nodes), tape.live - x.size
     x, blocks = _through(kit, x, layers, known)
     end = len(tape.nodes)
@@ -117,12 +117,15 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
         y = out_of_stage(kit, x)
     kept, forward, tape.peak = tape.live, tape.peak, tape.live
 
-    pending: Pending = {y.made_by: {y.place: tape.new(0.0 if last else stream)}}
+    given = tape.new(stream * (not last))
+    pending: Pending = {y.made_by: {y.place: same(given)}}  # which the pipeline names as well
     tape.backward(tape.nodes[end:], pending)
     most, tape.peak = tape.peak, tape.live
     tape.backward(tape.nodes[start:end], pending)
     tape.free(blocks.others)
-    half = (tape.live - alone - stream * (2 - last)) * splits(kit.work) * bool(layers)
+    # Beside what waits there are x and its gradient, the result, and maybe the result's gradient.
+    named = stream * (1 + (not first) + (not last)) + given.size * (given.holders == 1)
+    half = (tape.live - alone - named) * splits(kit.work) * bool(layers)
     # When the block that is run goes back, the others may have done so, and wait with their halves.
     tape.peak = max(most, tape.peak + max(0.0, blocks.number * (half - blocks.each)))
     tape.new(blocks.number * half)
@@ -131,6 +134,18 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
         rest = kit.groups[ENDS]
         kit.gathering.reduced(rest, rest.wide, rest.last)
     return Passed(blocks.each, kept, half * layers, forward, tape.peak)
+
+
+def _received(kit: Kit, hands_on: bool) -> Value:
+    """A stage's input, which the pipeline names until its backward is done. A gradient that is
+    handed on as it came is copied for x."""
+    tape, stream = kit.tape, kit.t.stream
+    x = Value(tape.new(stream))
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(stream) if hands_on else same(grads[0])]
+
+    return tape.op([x], [x], back)[0]
 
 
 class _Blocks(NamedTuple):

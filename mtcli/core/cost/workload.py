@@ -118,28 +118,38 @@ class Workload:
         return self.layout.tp if self.sequence_parallel else 1
 
     @property
+    def expert_copies(self) -> float:
+        """Copies of tokens that the busiest rank's experts get, up to their capacity."""
+        return self._copies(self.imbalance) * self.layout.etp
+
+    @property
+    def sent_copies(self) -> float:
+        """Copies of its own tokens that a rank sends to experts."""
+        return self._copies(1.0)
+
+    @property
     def expert_rows(self) -> float:
-        """Rows that the busiest rank's experts compute on; as many as their capacity at most."""
-        return self._rows(self.imbalance) * self.layout.etp
+        """Rows that the busiest rank's experts compute on: `expert_copies`, or padded ones."""
+        padded = self.model.pad_to_capacity
+        return self._padded_rows * self.layout.etp if padded else self.expert_copies
 
     @property
     def sent_rows(self) -> float:
-        """Copies of its own tokens that a rank sends to experts."""
-        return self._rows(1.0)
+        """Rows that a rank sends to experts: `sent_copies`, or padded ones."""
+        return self._padded_rows if self.model.pad_to_capacity else self.sent_copies
 
-    def _rows(self, load: float) -> float:
-        m, tokens = self.model, self.tokens / self.sequence_cut
-        if m.pad_to_capacity:
-            return m.num_experts * self._capacity(tokens)
-        return tokens * m.top_k * min(load, m.capacity_factor or load)
-
-    def _capacity(self, tokens: float) -> float:
-        """Rows of an expert that is padded: a whole sequence's may all be on one rank."""
+    def _copies(self, load: float) -> float:
         m = self.model
+        return self.tokens / self.sequence_cut * m.top_k * min(load, m.capacity_factor or load)
+
+    @property
+    def _padded_rows(self) -> float:
+        """Rows of all experts that are padded: a whole sequence's may all be on one rank."""
+        m, tokens = self.model, self.tokens / self.sequence_cut
         each = m.top_k * m.capacity_factor / m.num_experts
         if m.drop_scope == "sub_sequence":
-            return ceil(tokens * each)
-        return min(tokens, self.micro_batch_size * ceil(self.seq_len * each))
+            return m.num_experts * ceil(tokens * each)
+        return m.num_experts * min(tokens, self.micro_batch_size * ceil(self.seq_len * each))
 
     @cached_property
     def layers_of_stage(self) -> tuple[int, ...]:

@@ -74,6 +74,7 @@ class Attention(nn.Module):
         probabilities = masked_softmax(matmul(q, k.transpose(-1, -2)), mask)
         heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]
         rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]
-        index = rows[..., None] * s + keys
-        keep = keep_mask(self.drop_key, index, self.drop).to(v.dtype).div_(1.0 - self.drop)
+        # the 64-bit numbers of probabilities have no name: they would be there beside the product
+        keep = keep_mask(self.drop_key, rows[..., None] * s + keys, self.drop)
+        keep = keep.to(v.dtype).div_(1.0 - self.drop)
         return matmul(probabilities * keep, v)

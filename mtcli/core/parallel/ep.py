@@ -63,12 +63,11 @@ def _all_to_all(
     here = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
     received = here[:, etp.rank].sum(-1).tolist()
     shared = here.sum((0, 2)).tolist()
-    rows = permute(x_TD, copies, sum(sent))
-    rows = all_gather_v(all_to_all_v(rows, sent, received, ep), shared, etp)
     segments = here.transpose(0, 1)  # rows lie by (etp sender, ep sender, expert)
-    order, back = _by_expert(segments, rows.device)
-    results = experts(reorder(rows, order), segments.sum((0, 1)).tolist())
-    results = reorder(results, back)
+    order, back = _by_expert(segments, x_TD.device)
+    rows = all_to_all_v(permute(x_TD, copies, sum(sent)), sent, received, ep)
+    rows = reorder(all_gather_v(rows, shared, etp), order)
+    results = reorder(experts(rows, segments.sum((0, 1)).tolist()), back)
     results = all_to_all_v(reduce_scatter_v(results, shared, etp), received, sent, ep)
     return unpermute(results, routing.weights, copies)
 

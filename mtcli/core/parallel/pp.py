@@ -214,11 +214,12 @@ class _Hops:
             return
         part = self._my_part(x)
         pending = start_send(part, self.axes[op.kind], peer, str(op))
-        self.sending = [(p, kept) for p, kept in self.sending if not p.is_completed()]
+        self._forget_sent()
         self.sending.append((pending, part))
 
     def receive(self, op: Op, tokens: int) -> Tensor:
         """The result of an op, once it is there."""
+        self._forget_sent()
         sender = self.schedule.rank_of_stage[op.stage]
         if sender != self.me and not self.expected.get((op.kind, sender)):
             self.expected[op.kind, sender] = deque(self._sent_by(sender, op.kind))
@@ -226,6 +227,10 @@ class _Hops:
             next_op = self.expected[op.kind, sender].popleft()
             self.arrived[next_op] = self._receive(next_op, sender, tokens)
         return self.arrived.pop(op)
+
+    def _forget_sent(self) -> None:
+        """Lets go of what has left."""
+        self.sending = [(pending, x) for pending, x in self.sending if not pending.is_completed()]
 
     def wait(self) -> None:
         """Returns when everything sent has left."""

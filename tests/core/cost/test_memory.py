@@ -18,6 +18,7 @@ from mtcli.core.spec.model import stage_layers as even_stages
 from mtcli.core.spec.model_config import ModelConfig
 
 H100 = GPUS["h100"]
+BETWEEN = (False, False)  # of a stage between two others
 
 
 def gpt(**fields):
@@ -277,3 +278,12 @@ def test_each_block_keeps_a_mask_of_gathered_keys_on_a_cpu():
     both = replace(one, model=gpt(causal=False))
     causal, free = (passed(work, True, (False, False), 1).each for work in (one, both))
     assert causal - free == 2 * 16 * 32  # of 32 keys for a rank's 16 queries, in 16 bits
+
+
+def test_a_ring_of_two_ranks_has_one_block_of_keys_on_its_way_and_a_longer_one_two():
+    one = step(gpt(num_layers=1, ffn_hidden_size=64, max_seq_len=128), recompute="selective")
+    peaks = [
+        passed(replace(one, layout=ParallelLayout(cp, cp=cp), seq_len=32 * cp), False, BETWEEN, 1)
+        for cp in (2, 4)
+    ]
+    assert peaks[1].backward - peaks[0].backward == 2 * 64 * 64 * 2  # of 64 tokens, in 16 bits
