@@ -98,7 +98,10 @@ def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, b = config.parallel, config.batch
     if p.sequence_parallel and p.tp_mode == "1d":
         tokens = b.micro_batch_size * b.seq_len // p.cp
-        yield from divides("parallel.tp", p.tp, "the tokens of a micro-batch", tokens)
+        of = "the tokens of a micro-batch"
+        whole = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"
+        for problem in divides("parallel.tp", p.tp, of, tokens):
+            yield problem._replace(hint=problem.hint + whole)
 
 
 def _context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
