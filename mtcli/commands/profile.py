@@ -44,12 +44,13 @@ def profile(
 
     _require_outputs(trace, report, plot)
     if is_run(config):
-        if trace or overrides:
-            from mtcli.core.spec.errors import wrong
+        flags = [flag for flag, given in (("--trace", trace), ("--set", overrides)) if given]
+        if flags:
+            from mtcli.core.spec.errors import MtcliError, Problem
 
-            flag = "--trace" if trace else "--set"
-            message = f"{flag} needs steps to run, and {config} is a run that is finished"
-            raise wrong(message, f"mtcli profile {config}/config.toml {flag} ...", flag)
+            why = f"needs steps to run, and {config} is a run that is finished"
+            hint = f"mtcli profile {config}/config.toml {' ... '.join(flags)} ..."
+            raise MtcliError(*(Problem(f"{flag} {why}", hint, flag) for flag in flags))
         _show_run(config, report, plot, json_out)
         return
     from mtcli.core.runtime import bring_up, environment_world, launch

@@ -18,9 +18,23 @@ PROCESS = 10**9  # above any process id, so that our tracks have a process of th
 
 def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord]) -> None:
     """Writes {"traceEvents": [...]}: the profiler's events and a track per pipeline rank."""
-    events = [*trace["traceEvents"], *op_events(trace, records)]
+    events = [part for event in trace["traceEvents"] for part in _apart(event)]
+    events += op_events(trace, records)
     with aside(target) as path, path.open("w", encoding="utf-8") as file:
         json.dump({**trace, "traceEvents": events}, file)
+
+
+def _apart(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The event; one of gloo's as the two ends of an asynchronous slice.
+
+    It begins inside the operator that starts it and ends long after, and slices of one thread nest.
+    """
+    if event.get("ph") != "X" or not event["name"].startswith("gloo:"):
+        return [event]
+    around = {key: value for key, value in event.items() if key != "dur"}
+    around |= {"id": f"{event['tid']}:{event['ts']}", "cat": "gloo"}
+    end = {"ph": "e", "ts": event["ts"] + event["dur"]}
+    return [around | {"ph": "b"}, around | end]
 
 
 def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[dict[str, Any]]:

@@ -27,3 +27,19 @@ def test_the_file_holds_the_profilers_events_and_a_named_track_per_rank(records,
     names = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"]
     assert names == ["pipeline rank 0", "pipeline rank 1"]
     assert all({"name", "ph", "pid", "tid"} <= set(event) for event in data["traceEvents"])
+
+
+def test_what_gloo_carries_on_with_is_no_slice_of_the_thread_that_began_it(records, tmp_path):
+    where = {"pid": 1, "tid": 1}
+    began = {"ph": "X", "name": "c10d::recv_", "ts": 6e6, "dur": 40.0, **where}
+    carried = {"ph": "X", "name": "gloo:recv", "ts": 6e6 + 30, "dur": 500.0, **where}
+    trace = {"traceEvents": [*TRACE["traceEvents"], began, carried]}
+    write_trace(str(tmp_path / "trace.json"), trace, records)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["name"] for e in found if e["ph"] == "X" and e["tid"] == 1][:2] == [
+        STEP,
+        began["name"],
+    ]
+    begin, end = (e for e in found if e["name"] == "gloo:recv")
+    assert (begin["ph"], begin["ts"], end["ph"], end["ts"]) == ("b", 6e6 + 30, "e", 6e6 + 530)
+    assert begin["id"] == end["id"] and begin["cat"] == end["cat"] and "dur" not in begin
