@@ -206,15 +206,19 @@ def _device(name: str, local_rank: int) -> "torch.device":
 
 
 def set_matmul(matmul: str) -> None:
-    """Takes the quicker fp32 product on CPU where it is as accurate as fp32.
+    """Takes the quickest products on CPU that are as accurate: of bfloat16 those that `products.py`
+    chooses, of float32 oneDNN's.
 
     torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
     MKL's speed on AMD; with AMX it may round to bfloat16. So the error decides, not the name.
     """
     import torch
 
+    from mtcli.kernels.products import choose_products
+
     if matmul == "strict":
         return
+    choose_products()
     torch.set_float32_matmul_precision("medium")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(192, 192, generator=generator) for _ in range(2))

@@ -23,7 +23,7 @@ from mtcli.kernels.flash_parts import Spans
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.library_attention import library_for
 from mtcli.kernels.merge import finite
-from mtcli.kernels.products import is_slow
+from mtcli.kernels.products import is_slow, product_dtype
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -77,6 +77,9 @@ def attention(
     assert not isinstance(mask, Spans), "spans are for our kernels"
     if q.device.type != "cpu":
         return attention_reference(q, k, v, causal, mask)
+    if is_slow(q):
+        out, lse = attention(q.float(), k.float(), v.float(), causal, mask)
+        return out.to(q.dtype), lse
     heads = _per_head(k, q), _per_head(v, q)
     if mask is None and _fits(k, PART_ROW_BYTES):
         return forward_in_blocks(q, *heads, causal)
@@ -102,6 +105,10 @@ def attention_backward(
     assert not isinstance(mask, Spans), "spans are for our kernels"
     if q.device.type != "cpu":
         return attention_backward_reference(grad, saved, lse, causal, mask)
+    if is_slow(q):
+        wide = tuple(x.float() for x in saved)
+        dq, dk, dv = attention_backward(grad.float(), wide, lse, causal, mask)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
     heads = _per_head(k, q), _per_head(v, q)
     if mask is None and _fits(k, WHOLE_ROW_BYTES):
         dq, dk, dv = backward_in_blocks(grad, (q, *heads, out), lse, causal)
@@ -146,13 +153,13 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
     q [b, h, n, d], k and v [b, g, n, d] -> [b, h, n, d].
     """
-    if is_slow(q):
-        return whole_attention(q.float(), k.float(), v.float(), causal).to(q.dtype)
-    short = q.shape[2] * q.element_size() <= WHOLE_ROW_BYTES
-    if q.device.type != "cpu" or not short or not torch.is_grad_enabled():
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-    return attention_in_blocks(q, _per_head(k, q), _per_head(v, q), causal)
+    wide = product_dtype(q)
+    short = q.shape[2] * wide.itemsize <= WHOLE_ROW_BYTES
+    if q.device.type == "cpu" and short and torch.is_grad_enabled():
+        return attention_in_blocks(q, _per_head(k, q), _per_head(v, q), causal)
+    grouped, (wide_q, k, v) = q.shape[1] != k.shape[1], (x.to(wide) for x in (q, k, v))
+    mixed = F.scaled_dot_product_attention(wide_q, k, v, is_causal=causal, enable_gqa=grouped)
+    return mixed.to(q.dtype)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:

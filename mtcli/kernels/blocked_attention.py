@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.launch import operator
+from mtcli.kernels.products import product_dtype
 
 WHOLE_ROW_BYTES = 2048  # longer rows of scores fall out of the cache
 PART_ROW_BYTES = 512  # in a forward pass with a log-sum-exp, which takes two more passes
@@ -24,7 +25,7 @@ Heads = slice
 class BlockedAttention(torch.autograd.Function):
     """softmax(q k^T / sqrt(d)) v for [b, h, n, d] each; keeps no probabilities.
 
-    Scores and probabilities are rounded to q's dtype, whose products are the fast ones.
+    Scores and probabilities are in the dtype that products are made in.
     """
 
     @staticmethod
@@ -84,7 +85,8 @@ def backward_in_blocks(
 def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, causal: bool) -> Tensor:
     out, unseen = torch.empty_like(q_hnd), _unseen(q_hnd, k_hmd, causal)
     for heads in _blocks(q_hnd, k_hmd):
-        torch.bmm(_softmax(q_hnd[heads], k_hmd[heads], unseen), v_hmd[heads], out=out[heads])
+        values = v_hmd[heads].to(unseen.dtype)
+        _bmm(_softmax(q_hnd[heads], k_hmd[heads], unseen), values, out[heads])
     return out
 
 
@@ -102,15 +104,24 @@ def _gradients(
     """FlashAttention's backward (arXiv:2205.14135, appendix B.4), a block of heads at a time."""
     q, k, v, out = saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = (grad * out).sum(-1, keepdim=True)
+    wide = product_dtype(q)
     for heads in _blocks(q, k):
         p = probabilities(heads)
-        torch.bmm(p.transpose(1, 2), grad[heads], out=dv[heads])
-        ds = torch.bmm(grad[heads], v[heads].transpose(1, 2))
-        ds.sub_(delta[heads]).mul_(p).mul_(q.shape[-1] ** -0.5)
-        torch.bmm(ds, k[heads], out=dq[heads])
-        torch.bmm(ds.transpose(1, 2), q[heads], out=dk[heads])
+        g, mixed, values = (x[heads].to(wide) for x in (grad, out, v))
+        _bmm(p.transpose(1, 2), g, dv[heads])
+        ds = torch.bmm(g, values.transpose(1, 2))
+        ds.sub_((g * mixed).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
+        _bmm(ds, k[heads].to(wide), dq[heads])
+        _bmm(ds.transpose(1, 2), q[heads].to(wide), dk[heads])
     return dq, dk, dv
+
+
+def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a b of each head, rounded where `out` is narrower."""
+    if a.dtype == out.dtype:
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
 
 
 def _softmax(q_hnd: Tensor, k_hmd: Tensor, unseen: Tensor) -> Tensor:
@@ -119,14 +130,17 @@ def _softmax(q_hnd: Tensor, k_hmd: Tensor, unseen: Tensor) -> Tensor:
 
 
 def _scores(q_hnd: Tensor, k_hmd: Tensor, unseen: Tensor) -> Tensor:
-    return torch.baddbmm(unseen, q_hnd, k_hmd.transpose(1, 2), alpha=q_hnd.shape[-1] ** -0.5)
+    q, k = q_hnd.to(unseen.dtype), k_hmd.to(unseen.dtype)
+    return torch.baddbmm(unseen, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
 
 
 def _unseen(q_hnd: Tensor, k_hmd: Tensor, causal: bool) -> Tensor:
-    """[n, m] or [1, 1]: -inf where a key comes after the query, else 0."""
+    """[n, m] or [1, 1]: -inf where a key comes after the query, else 0, in the scores' dtype."""
+    wide = product_dtype(q_hnd)
     if not causal:
-        return q_hnd.new_zeros(1, 1)
-    return q_hnd.new_full((q_hnd.shape[1], k_hmd.shape[1]), float("-inf")).triu(1)
+        return q_hnd.new_zeros(1, 1, dtype=wide)
+    shape = q_hnd.shape[1], k_hmd.shape[1]
+    return q_hnd.new_full(shape, float("-inf"), dtype=wide).triu(1)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -135,7 +149,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
     """Blocks of heads whose [n, m] scores fill about a MiB, an L2 cache."""
-    score_bytes = q_hnd.shape[1] * k_hmd.shape[1] * q_hnd.element_size()
+    score_bytes = q_hnd.shape[1] * k_hmd.shape[1] * product_dtype(q_hnd).itemsize
     step = max(1, 2**20 // max(1, score_bytes))
     return [slice(i, i + step) for i in range(0, len(q_hnd), step)]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.launch import beats_torch, cdiv, kernel, operator, power_of_two, runs_triton
-from mtcli.kernels.products import Products, float32_precision, linear
+from mtcli.kernels.products import LinearBy, Products, float32_precision, linear
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -127,7 +127,7 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tenso
     """
     if not runs_triton(x_ND):
         return grouped_linear_reference(x_ND, weight_EFD, counts)
-    return _Grouped.apply(x_ND, weight_EFD, grouped_products(x_ND, weight_EFD, counts))
+    return LinearBy.apply(x_ND, weight_EFD, None, grouped_products(x_ND, weight_EFD, counts))
 
 
 def grouped_products(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Products:
@@ -171,23 +171,6 @@ def _by_torch(ends: Tensor) -> Products:
         lambda grad, weight: multiply(grad, weight, offs=ends),
         lambda grad, x: multiply(grad.transpose(0, 1), x, offs=ends),
     )
-
-
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, products: Products) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.products = products
-        return products.forward(x, weight, None)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), (of_x, of_weight, _) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            ctx.products.of_x(grad, weight) if of_x else None,
-            ctx.products.of_weight(grad, x) if of_weight else None,
-            None,
-        )
 
 
 def grouped_linear_by_torch(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:

@@ -1,15 +1,18 @@
-"""Matrix products, which on CPU are made in float32 where the operands are float16.
+"""Matrix products, which some CPUs make sooner in float32 than in 16 bits.
 
-torch has no fast float16 product for most CPUs: [1024, 1024] by [1024, 1024] took 1.8 s on one core
-of an EPYC with AVX-512, and 0.02 s in float32. The sums are in float32 either way.
+No CPU has float16's: [1024, 1024] by [1024, 1024] took 1.8 s on one core of an EPYC with AVX-512,
+and 0.02 s in float32. Of bfloat16's see `choose_products` and benchmarks/bench_products.py. The
+sums are in float32 either way, and tensors stay in 16 bits between products.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_IN_FLOAT32 = {torch.float16}  # on a CPU
 
 
 class Products(NamedTuple):
@@ -20,32 +23,95 @@ class Products(NamedTuple):
     of_weight: Callable[[Tensor, Tensor], Tensor]  # (gradient, x) -> [F, D]
 
 
-PLAIN = Products(F.linear, lambda grad, weight: grad @ weight, lambda grad, x: grad.T @ x)
+def choose_products() -> None:
+    """Makes bfloat16's products in float32 from now on, where this CPU is better at those.
+
+    AMX and AMD's AVX-512 multiply bfloat16 at twice float32's rate and more, Intel's AVX-512 at
+    half of it; CPUs without instructions for it at a fifth (AVX-512) or a twelfth (AVX2).
+    """
+    can = torch.cpu.get_capabilities()
+    quick = ("amx_bf16", "bf16", "sve_bf16")  # the latter two are ARM's
+    of_amd = can.get("avx512_bf16") and "Intel" not in can.get("cpu_name", "")
+    if of_amd or any(can.get(name) for name in quick):
+        _IN_FLOAT32.discard(torch.bfloat16)
+    else:
+        _IN_FLOAT32.add(torch.bfloat16)
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
-) -> Tensor:
-    """x weight^T + bias: [..., D] and [F, D] -> [..., F]; `product` is F.linear or like it."""
-    if not is_slow(x):
-        return product(x, weight, bias)
-    wide = None if bias is None else bias.float()
-    return product(x.float(), weight.float(), wide).to(x.dtype)
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; in float32 where the operands are float16 on a CPU, rounded to float16."""
-    return (a.float() @ b.float()).to(a.dtype) if is_slow(a) else a @ b
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What products of such tensors are made in: their own dtype, or float32."""
+    return torch.float32 if x.device.type == "cpu" and x.dtype in _IN_FLOAT32 else x.dtype
 
 
 def is_slow(x: Tensor) -> bool:
     """Whether products of such tensors are better made in float32."""
-    return x.dtype == torch.float16 and x.device.type == "cpu"
+    return product_dtype(x) != x.dtype
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias: [..., D] and [F, D] -> [..., F]."""
+    if not is_slow(x):
+        return F.linear(x, weight, bias)
+    y = LinearBy.apply(x.reshape(-1, x.shape[-1]), weight, bias, PLAIN)
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, rounded to a's dtype once."""
+    return _Matmul.apply(a, b) if is_slow(a) and torch.is_grad_enabled() else _product(a, b)
 
 
 def float32_precision() -> str:
     """Triton's name of the precision in which torch multiplies float32: "tf32" or "ieee"."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = product_dtype(x)
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(
+        x.dtype
+    )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    wide = product_dtype(a)
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
+PLAIN = Products(_forward, _product, lambda grad, x: _product(grad.T, x))
+
+
+class LinearBy(torch.autograd.Function):
+    """A linear layer by given products, which keeps its operands as they are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products
+    ) -> Tensor:
+        """x [T, D], weight [F, D] (or what `products` takes) -> [T, F]."""
+        ctx.save_for_backward(x, weight)
+        ctx.products = products
+        return products.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of x, weight and bias, where they are wanted."""
+        (x, weight), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            ctx.products.of_x(grad, weight) if of_x else None,
+            ctx.products.of_weight(grad, x) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+            None,
+        )
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _product(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _product(grad, b.mT), _product(a.mT, grad)

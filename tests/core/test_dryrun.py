@@ -47,6 +47,9 @@ EIGHT = {**GPT, "num_layers": 8}
 SIDED = {"causal": False}
 MASKED = {"data": {"document_mask": True}}
 LAMB = {"optimizer": {"name": "lamb"}}
+SLIM = {"ffn_hidden_size": 128, "max_seq_len": 4096, "vocab_size": 100}
+AGAIN = {"cp": 2, "recompute": "full"}
+LONG = {"batch": {"seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 1}}
 ROWS = {  # world, model, parallel, precision, rank, and other sections
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
@@ -98,6 +101,8 @@ CPU_ROWS = {
     "padded on CPU, etp": (2, MOE | FULL | NARROW, {"etp": 2}, "fp8", None),
     "halves in float16 on CPU": (2, DEEP, SPLIT, "fp16", None),
     "copies of weights on CPU": (2, DEEP, SPLIT | {"recompute": "full"}, "fp16", LAST),
+    "products in float32 on CPU": (1, GPT | ONE | {"vocab_size": 8192}, {}, "fp16", None),
+    "a long ring in float32 on CPU": (2, LLAMA | SLIM, AGAIN, "fp16", None, LONG),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }
 # fmt: on

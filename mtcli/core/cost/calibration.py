@@ -23,7 +23,7 @@ from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.machine import ALLOCATOR, cores
 from mtcli.core.spec.outputs import whole
 
-VERSION = 3  # of the file and of what its numbers multiply
+VERSION = 4  # of the file, of what its numbers multiply, and of how steps are made
 LIMIT = 180.0  # seconds after which measuring is given up
 FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
 

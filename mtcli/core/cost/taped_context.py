@@ -12,6 +12,7 @@ from mtcli.core.cost.taped_scores import (
     blocks_bytes,
     copied,
     fused,
+    made_in,
     mask_numel,
     plain,
     whole,
@@ -21,11 +22,8 @@ from mtcli.core.cost.taped_scores import (
 def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     """Keys and values go round; sums over the ring are in float32."""
     tape, (q, k, v), wide = kit.tape, qkv, kit.t.wide / kit.t.size
-    both, rows, in_blocks = 2 * heads.k, kit.work.seq_len // kit.work.layout.cp, 0.0
+    both, going_back = 2 * heads.k, _going_back(kit, heads)
     passing = min(2, kit.work.layout.cp - 1) * both  # a block that has come, and one on its way
-    if kit.cpu and heads.size >= 4 and rows * heads.size <= CPU_ROW_BYTES:
-        copies = (kit.work.micro_batch_size > 1) + 2 * heads.grouped  # of queries; keys and values
-        in_blocks = (copies + 3) * heads.q + blocks_bytes(kit, heads, rows)[1]
 
     def apart(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         return [same(grads[0]), same(grads[0])]
@@ -33,7 +31,7 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         grad, sums = tape.new(heads.q), (tape.new(wide * heads.q), tape.new(wide * both))
         tape.moment(passing + heads.q + 2 * both)
-        tape.moment(passing + in_blocks)
+        tape.moment(passing + going_back)
         tape.moment(passing + wide * both)
         found = [tape.new(heads.q), tape.new(both)]
         tape.free(grad, *sums)
@@ -45,6 +43,18 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     mixed = tape.op(taken, [heads.q], back, kept=taken, keeps_results=[0], more=heads.lse)[0]
     tape.free(kv)
     return then(kit, mixed, copied(kit, mixed, heads.q))
+
+
+def _going_back(kit: Kit, heads: Heads) -> float:
+    """Bytes at once beside a ring's own while gradients of one block of keys are made on CPU."""
+    rows, size = kit.work.seq_len // kit.work.layout.cp, made_in(kit, heads.size)
+    q, both = heads.q / heads.size * size, 2 * heads.k / heads.size * size
+    per_head = 2 * heads.grouped * q  # keys and values for each head
+    if kit.cpu and size >= 4 and rows * size <= CPU_ROW_BYTES:
+        copies = (kit.work.micro_batch_size > 1) * q + per_head
+        return copies + 3 * q + blocks_bytes(kit, heads, rows)[1]
+    copies = 3 * q + both + per_head
+    return kit.slow * (copies + q + (per_head or both))
 
 
 def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:

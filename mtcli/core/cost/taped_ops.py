@@ -109,25 +109,35 @@ def linear(
     out, whole = given / inner * width, width * inner * size
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
-    if kit.slow:
-        return _widened(kit, x, table, (given, whole, out), weight is None)
     scaling = kit.work.fp8_scaling
     fp8 = kit.work.sizes.gemm == "fp8" and not plain
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
-    of_x, of_w, of_y = (narrow * full / size for full in (given, whole, out))
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(of_y + of_w + of_input)
+        tape.moment(while_made(kit, of_y + of_w, of_input))
         found = tape.new(of_input)
         if tape.splits and weight is None:
             x.storage.holders += 1
             same(grads[0])
             return [found, None]
-        tape.moment(of_y + of_x + whole)
+        tape.moment(while_made(kit, of_y + of_x, whole))
         return [found, tape.new(whole)]
 
-    kit.tape.moment(of_x + of_w)
+    kit.tape.moment(while_made(kit, of_x + of_w, out))
     return kit.tape.op([x, table], [out], back, kept=[x])[0]
+
+
+def _copied(kit: Kit, size: float, narrow: bool) -> float:
+    """Bytes of the copy of an operand that is multiplied in float8, or on CPU in float32."""
+    if kit.slow:
+        return 2 * size
+    return narrow * size / kit.work.sizes.weight
+
+
+def while_made(kit: Kit, operands: float, result: float) -> float:
+    """Bytes at once while a product is made of copies of its operands."""
+    return 2 * result + max(operands, result) if kit.slow else operands + result
 
 
 Multiply = Callable[[Kit, Value, tuple[float, float]], Value]
@@ -147,7 +157,7 @@ def activated_linear(
     narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
         kit.work.fp8_scaling, round(width), round(inner)
     )
-    of_x, of_w, of_y = (narrow * full / size for full in (given, whole, out))
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(of_y + of_w + given)
@@ -175,29 +185,6 @@ def remakes(kit: Kit) -> bool:
 def gates(kit: Kit) -> int:
     """Columns of the first product for one of the second: SwiGLU has a gate beside each."""
     return 2 if kit.work.model.activation == "swiglu" else 1
-
-
-def _widened(
-    kit: Kit, x: Value, table: Value, sizes: tuple[float, float, float], can_split: bool
-) -> Value:
-    """The same in float32: copies of x and of the weight are kept."""
-    tape, (given, whole, out) = kit.tape, sizes
-    wide_x, wide_w = moved(kit, x, 2 * given, given), moved(kit, table, 2 * whole, whole)
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        found = tape.new(2 * given)
-        if tape.splits and can_split:
-            wide_x.storage.holders += 1
-            same(grads[0])
-            return [found, None]
-        return [found, tape.new(2 * whole)]
-
-    taken = [wide_x, wide_w]
-    wide = tape.op(taken, [2 * out], back, kept=taken)[0]
-    tape.free(*taken)
-    y = resized(kit, wide, out)
-    tape.free(wide)
-    return y
 
 
 def enter(kit: Kit, x: Value) -> Value:

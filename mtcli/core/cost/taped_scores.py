@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value
-from mtcli.core.cost.taped_ops import Kit, moved, resized, same, then
+from mtcli.core.cost.taped_ops import Kit, moved, resized, same, then, while_made
 
 CPU_ROW_BYTES = 2048  # whole_attention on CPU takes rows up to this long in blocks of heads
 BLOCK_BYTES = 2**20  # of scores in such a block
@@ -32,25 +32,26 @@ def copied(kit: Kit, x: Value, size: float) -> Value:
 
 def whole(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     """Attention of whole rows, by the kernel that is chosen for them."""
-    if not kit.slow:
-        return _fitting(kit, qkv, heads)
-    wide = Heads(kit, 4)
-    sizes = ((heads.q, wide.q), (heads.k, wide.k), (heads.k, wide.k))
-    q, k, v = (moved(kit, x, to, of) for x, (of, to) in zip(qkv, sizes, strict=True))
-    mixed = _fitting(kit, (q, k, v), wide)
-    kit.tape.free(q, k, v)
-    return then(kit, mixed, resized(kit, mixed, heads.q))
-
-
-def _fitting(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    if kit.cpu and kit.work.seq_len * heads.size <= CPU_ROW_BYTES:
+    if kit.cpu and kit.work.seq_len * made_in(kit, heads.size) <= CPU_ROW_BYTES:
         return _in_blocks(kit, qkv, heads)
+    if kit.slow:
+        wide = Heads(kit, 4)
+        sizes = ((heads.q, wide.q), (heads.k, wide.k), (heads.k, wide.k))
+        q, k, v = (moved(kit, x, to, of) for x, (of, to) in zip(qkv, sizes, strict=True))
+        mixed = fused(kit, (q, k, v), wide, wide.k)
+        kit.tape.free(q, k, v)
+        return then(kit, mixed, resized(kit, mixed, heads.q))
     if not kit.cpu and kit.work.document_mask:
         places = kit.work.micro_batch_size * kit.work.seq_len
         return fused(kit, qkv, heads, heads.k, SPAN * places)
     if not kit.cpu and (heads.size > 4 or (heads.grouped and heads.size == 4)):
         return plain(kit, qkv, heads)
     return fused(kit, qkv, heads, heads.k)
+
+
+def made_in(kit: Kit, size: float) -> float:
+    """Bytes of an element of `size` where it is multiplied."""
+    return 2 * size if kit.slow else size
 
 
 def fused(kit: Kit, qkv: QKV, heads: Heads, keys: float, spans: float = 0.0) -> Value:
@@ -73,7 +74,7 @@ def _in_blocks(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         laid = [tape.new(heads.q)] if copies else []
         found = [tape.new(heads.q) for _ in qkv]
-        tape.moment(max(heads.q, backward))
+        tape.moment(backward)
         tape.free(*laid)
         if heads.grouped:
             summed = [tape.new(heads.k), tape.new(heads.k)]
@@ -88,10 +89,14 @@ def _in_blocks(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 
 def blocks_bytes(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
     """Bytes at once of blocks of heads' scores [rows, rows], on the way there and back."""
-    one, scores = rows**2 * heads.size, kit.t.tokens * kit.t.heads * rows * heads.size
+    size = made_in(kit, heads.size)
+    one, scores = rows**2 * size, kit.t.tokens * kit.t.heads * rows * size
     block, unseen = min(scores, max(BLOCK_BYTES // one, 1) * one), one * kit.work.model.causal
+    part = block / scores * heads.q / heads.size * size  # a block's queries
+    there, back = (3, 5) if kit.slow else (0, 1)  # copies of them, and products
     # Going back, a block's probabilities and their gradient are there when the next one's are made.
-    return unseen + max(block, unseen), unseen + (2 if block == scores else 3) * block
+    backward = (2 if block == scores else 3) * block + back * part
+    return unseen + max(block + there * part, unseen), unseen + backward
 
 
 def plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:
@@ -139,16 +144,15 @@ def mask_numel(kit: Kit) -> float:
 
 def product(kit: Kit, factors: tuple[Value, Value], size: float) -> Value:
     """A batched product, which on CPU is made in float32 of float16."""
-    if kit.slow:
-        first, second = (moved(kit, x, 2 * x.size, x.size) for x in factors)
-        factors = first, second
     first, second = factors
+    copies = 2 * kit.slow
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(first.size), tape.new(second.size)]
+        found = []
+        for mine, other in ((first, second), (second, first)):
+            tape.moment(while_made(kit, copies * (size + other.size), mine.size))
+            found.append(tape.new(mine.size))
+        return found
 
-    out = kit.tape.op(factors, [(1 + kit.slow) * size], back, kept=factors)[0]
-    if not kit.slow:
-        return out
-    kit.tape.free(*factors)
-    return then(kit, out, resized(kit, out, size))
+    kit.tape.moment(while_made(kit, copies * (first.size + second.size), size))
+    return kit.tape.op(factors, [size], back, kept=factors)[0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ class Build:
         """As F.linear, with weight gradients that can wait where the schedule splits."""
         if self.weight_work is None and self.products is None:
             return linear
-        return partial(linear, product=self._work.linear)
+        return self._work.linear
 
     def activated_linear(
         self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor

@@ -125,7 +125,7 @@ class TrainConfig(Section):
     loss_scale_hysteresis: Positive = 2
     """fp16: overflows since it last doubled from which on each halves the loss scale"""
     matmul: Literal["fast", "strict"] = "fast"
-    """fast lets fp32 products use a quicker routine that has passed a start-up accuracy check"""
+    """fast, on CPU: quicker products as accurate as torch's own; strict: torch's own"""
     compile: bool = False
     """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
     cuda_graphs: bool = False
