@@ -107,6 +107,23 @@ def test_a_search_says_why_the_best_layouts_neighbours_fall_short(capsys):
     assert all(one["step_seconds"] > 0 for one in told.values())
 
 
+def test_no_neighbour_of_the_best_layout_is_quicker_than_it(capsys):
+    arguments = ("gpt2-1.5b", "--gpus", "2048", "--device", "rtx-5000", "--top", "1", "--json", "-")
+    data = json.loads(run(capsys, *arguments)[1])
+    fitting = [one for one in data["neighbours"] if one["fits"] and one["field"] != "global-batch"]
+    assert fitting and all(one["step_seconds"] >= data["step_seconds"] for one in fitting)
+
+
+def test_the_config_of_uneven_chunks_is_planned_as_it_was_found(capsys, tmp_path):
+    where = ("--gpus", "512", "--device", "gb200", "--json", "-")
+    wanted = ("--fix", "parallel.vpp=2", "--top", "1", "--output", str(tmp_path / "run.toml"))
+    found = json.loads(run(capsys, "mt-nlg-530b", *where, *wanted)[1])
+    again = json.loads(run(capsys, str(tmp_path / "run.toml"), *where)[1])
+    assert len(set(found["layout"]["stage_layers"])) == 2
+    assert again["step_seconds"] == found["step_seconds"]
+    assert again["memory_bytes"] == found["memory_bytes"]
+
+
 def test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide(capsys):
     code, _, err = run(capsys, "gpt3-175b", "--gpus", "10", "--device", "a100-40gb")
     assert code == 1 and "layouts fits" in err and "such as --global-batch 1540" in err

@@ -34,7 +34,7 @@ PRECISIONS = {
     "fp8": Precision(2, 4, 4, 8, "fp8"),
     "nvfp4": Precision(2, 4, 4, 8, "nvfp4"),
 }
-GIVEN_ROUNDS = 8  # of pp micro-batches, in which stages of any sizes find their pace: 0.1 % off
+UNEVEN_ROUNDS = 8  # of pp micro-batches, in which stages of any sizes find their pace: 0.1 % off
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ class Workload:
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
         """The step of a run config on `world` ranks."""
-        p, b = config.parallel, config.batch
+        p, b, layout = config.parallel, config.batch, ParallelLayout.of(config.parallel, world)
+        even = spread(config.model.num_layers, layout.num_stages)
         return cls(
             model=config.model,
-            layout=ParallelLayout.of(p, world),
+            layout=layout,
             seq_len=b.seq_len,
             micro_batch_size=b.micro_batch_size,
             global_batch_size=b.global_batch_size,
@@ -83,7 +84,7 @@ class Workload:
             sequence_parallel=p.sequence_parallel or p.tp_mode == "2d",
             zero=p.zero,
             recompute=p.recompute,
-            stage_sizes=p.stage_layers,
+            stage_sizes=() if p.stage_layers == even else p.stage_layers,
             tp_mode=p.tp_mode,
             cp_mode=p.cp_mode,
             dispatcher=p.dispatcher,
@@ -175,8 +176,9 @@ class Workload:
     def representative(self) -> int:
         """Micro-batches beyond which the pipeline only repeats itself, every pp of them."""
         pp, m = self.layout.pp, self.num_micro_batches
-        rounds = 3 if self.layout.vpp > 1 else 2  # chunks of unequal stages settle later
-        rounds = GIVEN_ROUNDS if self.stage_sizes else rounds
+        rounds = 3 if self.layout.vpp > 1 else 2
+        uneven = self.layout.vpp > 1 and len(set(self.layers_of_stage)) > 1
+        rounds = UNEVEN_ROUNDS if self.stage_sizes or uneven else rounds
         return m if m < (rounds + 1) * pp else rounds * pp + m % pp
 
 

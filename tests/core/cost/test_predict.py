@@ -219,11 +219,14 @@ def test_continuing_a_repeating_pipeline_equals_simulating_all_of_it(name, micro
     assert bubble == pytest.approx(whole.bubble_fraction, abs=3e-3)
 
 
-def test_stages_of_any_sizes_find_their_pace_before_the_pipeline_is_continued():
-    layers = (1, 5, 1, 0, 1, 2, 1, 2)
-    small = LARGE.model_copy(update={"hidden_size": 1024, "head_dim": 16})
-    sizes = {"global_batch_size": 160, "seq_len": 512, "stage_sizes": layers}
-    work = step(ParallelLayout(8, pp=8), small, **sizes)
+@pytest.mark.parametrize(
+    ("vpp", "layers"), [(1, (1, 5, 1, 0, 1, 2, 1, 2)), (2, ())], ids=["given", "25 over 16 chunks"]
+)
+def test_stages_of_any_sizes_find_their_pace_before_the_pipeline_is_continued(vpp, layers):
+    model = LARGE.model_copy(update={"num_layers": sum(layers) or 25})
+    name = "interleaved" if vpp > 1 else "1f1b"
+    sizes = {"global_batch_size": 160, "schedule_name": name, "stage_sizes": layers}
+    work = step(ParallelLayout(8, pp=8, vpp=vpp), model, **sizes)
     costs = step_costs(work, H100, PHYSICS)
     seconds, bubble = pipeline_seconds(work, costs)
     whole = simulated(work, costs, 160)
