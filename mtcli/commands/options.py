@@ -8,6 +8,8 @@ list. With `--json -` stdout holds the JSON and nothing else.
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
@@ -76,3 +78,18 @@ def _finite(data: object) -> object:
     if isinstance(data, list | tuple):
         return [_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+@contextmanager
+def refusing(json_out: str | None) -> Iterator[None]:
+    """Writes what is wrong with the user's input as JSON too, where that was asked for."""
+    from mtcli.core.spec.errors import MtcliError
+
+    try:
+        yield
+    except MtcliError as error:
+        if json_out:
+            from mtcli.core.cost.report import refusal
+
+            write_json(refusal(error.problems), json_out)
+        raise

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, Overrides, write_json
+from mtcli.commands.options import JsonOut, Overrides, refusing, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,37 +96,25 @@ def plan(
     Exit codes: 2 where the config is illegal, with every problem; 1 where it does not fit, or where
     a dry run holds other bytes than were predicted.
     """
-    from mtcli.core.spec.errors import MtcliError, wrong
-
-    _require_outputs(plot, output)
     planned = {"CONFIG": config, "--set": overrides, "--fix": fixed, "--gpus": gpus}
     planned |= {"--device": device, "--top": top, "--global-batch": global_batch, "--seq": seq}
     planned |= {"--ranks": ranks, "--draw": draw, "--output": output, "--dry-run": dry_run}
     planned |= {"--rank": rank}
-    if presets:
-        _require_none("--presets", planned | {"--plot": plot, "--validate": validate})
-        return _list_presets(json_out)
-    if validate:
-        _require_none("--validate", planned)
-        return _validate(validate, json_out, plot)
-    if rank is not None and not dry_run:
-        raise wrong(f"--rank {rank} names the rank of a dry run", "add --dry-run", "--rank")
-    if config is None:
-        raise wrong("CONFIG is missing", "a TOML file or a preset; --presets lists them", "CONFIG")
-    sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
-    wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-    try:
+    with refusing(json_out):
+        _require_outputs(plot, output)
+        if presets:
+            _require_none("--presets", planned | {"--plot": plot, "--validate": validate})
+            return _list_presets(json_out)
+        if validate:
+            _require_none("--validate", planned)
+            return _validate(validate, json_out, plot)
         from mtcli.core.cost.answer import answer
         from mtcli.core.cost.request import read_request
 
-        request = read_request(config, wanted, fixed, gpus, device)
-        found = answer(request, top)
-    except MtcliError as error:
-        if json_out:
-            from mtcli.core.cost.report import refusal
-
-            write_json(refusal(error.problems), json_out)
-        raise
+        source = _source(config, rank, dry_run)
+        sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
+        wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
+        found = answer(read_request(source, wanted, fixed, gpus, device), top)
     counted = _dry_run(found, rank) if dry_run else None
     _show(found, json_out, ranks, draw, counted)
     if plot:
@@ -140,6 +128,23 @@ def plan(
     if counted:
         counted.require_agreement()
     found.require_fit()
+
+
+def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
+    """What is to be planned. Raises MtcliError where that, or what a flag is for, is missing."""
+    from mtcli.core.spec.errors import MtcliError, Problem
+
+    problems = []
+    if rank is not None and not dry_run:
+        said = f"--rank {rank} names the rank of a dry run"
+        problems.append(Problem(said, "add --dry-run", "--rank"))
+    if config is None:
+        hint = "a TOML file or a preset; --presets lists them"
+        problems.append(Problem("CONFIG is missing", hint, "CONFIG"))
+    if problems:
+        raise MtcliError(*problems)
+    assert config is not None
+    return config
 
 
 def _require_outputs(plot: str | None, output: str | None) -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from mtcli.core.report.figures import Profile
     from mtcli.core.spec.config import RunConfig
 
+OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace"}
+
 Steps = Annotated[int, typer.Option("--steps", min=1, help="timed steps")]
 Warmup = Annotated[int, typer.Option("--warmup", min=0, help="steps before those")]
 Trace = Annotated[
@@ -26,6 +28,7 @@ Plot = Annotated[
 
 
 def profile(
+    context: typer.Context,
     config: ConfigFile,
     overrides: Overrides,
     steps: Steps = 10,
@@ -44,13 +47,7 @@ def profile(
 
     _require_outputs(trace, report, plot)
     if is_run(config):
-        flags = [flag for flag, given in (("--trace", trace), ("--set", overrides)) if given]
-        if flags:
-            from mtcli.core.spec.errors import MtcliError, Problem
-
-            why = f"needs steps to run, and {config} is a run that is finished"
-            hint = f"mtcli profile {config}/config.toml {' ... '.join(flags)} ..."
-            raise MtcliError(*(Problem(f"{flag} {why}", hint, flag) for flag in flags))
+        _require_no_steps(context, config)
         _show_run(config, report, plot, json_out)
         return
     from mtcli.core.runtime import bring_up, environment_world, launch
@@ -82,6 +79,19 @@ def profile(
         _show_profile(found, report, plot, json_out)
         for path in filter(None, (trace, report, plot)):
             typer.echo(f"wrote {path}", err=True)
+
+
+def _require_no_steps(context: typer.Context, run: str) -> None:
+    """Raises MtcliError where a flag says how to take steps, beside a run that is only read."""
+    from mtcli.core.spec.errors import MtcliError, Problem
+
+    names = {p.name: p.opts[0] for p in context.command.params if p.name in OF_STEPS}
+    sources = ((flag, context.get_parameter_source(name)) for name, flag in names.items())
+    flags = [flag for flag, source in sources if source and source.name == "COMMANDLINE"]
+    if flags:
+        why = f"needs steps to run, and {run} is a run that is finished"
+        hint = f"mtcli profile {run}/config.toml {' ... '.join(flags)} ..."
+        raise MtcliError(*(Problem(f"{flag} {why}", hint, flag) for flag in flags))
 
 
 def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:

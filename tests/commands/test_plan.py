@@ -284,8 +284,11 @@ def test_presets_are_listed_with_their_parameters(capsys):
 
 
 def test_a_missing_config_an_unknown_device_and_a_bad_set_are_refused(capsys):
-    code, _, err = run(capsys)
+    code, out, err = run(capsys, "--rank", "3", "--json", "-")
     assert code == 2 and "CONFIG is missing" in err
+    assert [one["field"] for one in json.loads(out)["problems"]] == ["--rank", "CONFIG"]
+    code, out, err = run(capsys, "tiny", "--device", "h100", "--output", "-")
+    assert code == 2 and "- is stdout" in err and not out
     code, _, err = run(capsys, "tiny", "--device", "h1000", "--json", "-")
     assert code == 2 and "there is no device named 'h1000'" in err
     code, out, _ = run(capsys, "no-such-preset", "--json", "-")

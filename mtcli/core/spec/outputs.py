@@ -12,6 +12,8 @@ from mtcli.core.spec.errors import failed, wrong
 def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> None:
     """Raises MtcliError where a flag's file could not be written, before any work is done."""
     path = Path(target)
+    if target == "-":
+        raise wrong("- is stdout, and this is written to a file", "name a file", flag)
     if suffixes and path.suffix not in suffixes:
         message = f"it does not write {path.suffix or 'files without a suffix'}"
         raise wrong(message, f"a name that ends in {' or '.join(suffixes)}", flag)
