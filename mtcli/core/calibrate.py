@@ -34,6 +34,7 @@ from mtcli.core.runtime import Runtime, set_matmul
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.trainer import Phases, Trainer
+from mtcli.kernels.products import is_slow
 
 ROUNDS, STEPS, WARMUP = 2, 2, 1  # rounds, so that no slow moment of the machine is in all
 NO_LINKS = dict.fromkeys(("gather", "scatter", "reduce", "exchange", "hop"), (0.0, 0.0))
@@ -174,6 +175,7 @@ def _without_passes(facts: Facts, rank: int, timer: Watch) -> Calibration:
         axis = make_groups(ParallelLayout(ranks), rank, torch.device("cpu")).world
     return Calibration(
         ranks=ranks,
+        widens=is_slow(torch.empty(0, dtype=torch.bfloat16)),
         flops=product_rate(precision, timer),
         memory_bandwidth=copy_rate(timer),
         forward=Amounts(),

@@ -5,7 +5,8 @@ them under a count of live bytes. So what is counted is what the code allocates,
 closed forms, which share no code with it, are held against that.
 """
 
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -25,6 +26,7 @@ from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import failed, wrong
 from mtcli.core.trainer import Trainer
+from mtcli.kernels.products import widen_bfloat16
 
 KINDS = ("weights", "gradients", "optimizer")
 TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
@@ -99,6 +101,15 @@ class DryRun:
         return {kind: round(getattr(self.predicted, kind)) for kind in KINDS}
 
 
+@contextmanager
+def _products_as_on(device: Device) -> Iterator[None]:
+    before = widen_bfloat16(device.widens)
+    try:
+        yield
+    finally:
+        widen_bfloat16(before)
+
+
 def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> DryRun:
     """One step of a rank (of the fullest one where None) of a config on `world` devices.
 
@@ -113,8 +124,9 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     start, config = perf_counter(), _as_written(shortened(config, work))
     where = torch.device("cpu" if device.name == "cpu" else "meta")  # which takes a GPU's paths
     cut = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
+    products = _products_as_on(device)
     live, trainers = Live(where.type, lambda: _moment(trainers)), []
-    with cut, fake_world(rank, world, config.model, live, where.type == "meta"):
+    with cut, products, fake_world(rank, world, config.model, live, where.type == "meta"):
         trainer = Trainer(config, Runtime(rank, world, rank, world, where))
         trainers.append(trainer)
         state = trainer.state_bytes_by_kind()

@@ -32,10 +32,14 @@ def choose_products() -> None:
     can = torch.cpu.get_capabilities()
     quick = ("amx_bf16", "bf16", "sve_bf16")  # the latter two are ARM's
     of_amd = can.get("avx512_bf16") and "Intel" not in can.get("cpu_name", "")
-    if of_amd or any(can.get(name) for name in quick):
-        _IN_FLOAT32.discard(torch.bfloat16)
-    else:
-        _IN_FLOAT32.add(torch.bfloat16)
+    widen_bfloat16(not (of_amd or any(can.get(name) for name in quick)))
+
+
+def widen_bfloat16(yes: bool) -> bool:
+    """Has bfloat16's products made in float32 on CPU, or not; returns what was so before."""
+    before = torch.bfloat16 in _IN_FLOAT32
+    (_IN_FLOAT32.add if yes else _IN_FLOAT32.discard)(torch.bfloat16)
+    return before
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

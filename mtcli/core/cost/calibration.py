@@ -64,6 +64,7 @@ class Calibration:
     """Seconds per unit of what a rank does, with `ranks` of them busy on this machine."""
 
     ranks: int
+    widens: bool  # makes bfloat16's products in float32
     flops: float  # FLOP/s of a large product on one rank, by which MFU divides
     memory_bandwidth: float  # bytes/s of a copy on one rank
     forward: tuple[float, ...]  # seconds per unit of each of Amounts
@@ -94,7 +95,8 @@ class Calibration:
         if not rows or kept["ranks"] < 1 or counts != {len(Amounts._fields)}:
             raise ValueError("a count has no cost")
         return cls(
-            int(kept["ranks"]), float(kept["flops"]), float(kept["memory_bandwidth"]),
+            int(kept["ranks"]), bool(kept["widens"]),
+            float(kept["flops"]), float(kept["memory_bandwidth"]),
             forward, backward, rows, (per_block, per_element), float(kept["overhead"]), links,
         )  # fmt: skip
 

@@ -36,6 +36,7 @@ class Device:
     reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
     source: str = ""
     calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
+    widens: bool = False  # a CPU that makes bfloat16's products in float32
 
     @property
     def usable_bytes(self) -> float:
@@ -197,6 +198,7 @@ def _measured(known: Calibration, config: RunConfig, world: int) -> Device:
         memory_bandwidth=known.memory_bandwidth / crowd,
         source="measured here, by steps of small models",
         calibration=known,
+        widens=known.widens,
     )
 
 

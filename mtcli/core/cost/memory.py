@@ -15,6 +15,7 @@ from mtcli.core.cost.given_back import given_back
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.in_flight import Counts, Moments, moments
 from mtcli.core.cost.shapes import turning_bytes
+from mtcli.core.cost.taped_ops import Kernels
 from mtcli.core.cost.taped_sharding import Group
 from mtcli.core.cost.taped_stage import Passed, passed
 from mtcli.core.cost.workload import Precision, Workload
@@ -131,12 +132,12 @@ def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
 
 def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
     """`memory_by_stage`, each counted as it is asked for."""
-    cpu = device.name == "cpu"
+    kernels = Kernels.of(device)
     for pp_rank in range(work.layout.pp):
-        kept, peak = _in_flight(_runs(work, cpu, pp_rank), moments(work, pp_rank))
+        kept, peak = _in_flight(_runs(work, kernels, pp_rank), moments(work, pp_rank))
         working = max(peak, given_back(work, pp_rank)) - kept
         state, host = state_bytes(work, pp_rank), copied_bytes(work, pp_rank) * work.async_save
-        yield Memory(*state, kept, working, device.reserved_bytes + host * cpu, host)
+        yield Memory(*state, kept, working, device.reserved_bytes + host * kernels.cpu, host)
 
 
 def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
@@ -155,11 +156,11 @@ def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
     return kept, max(kept, *within)
 
 
-def _runs(work: Workload, cpu: bool, pp_rank: int) -> list[Passed]:
+def _runs(work: Workload, kernels: Kernels, pp_rank: int) -> list[Passed]:
     """Each of a pipeline rank's stages; the first one's positions serve them all."""
     last, groups = work.layout.num_stages - 1, _groups(work, pp_rank)
     first, *others = (
-        passed(work, cpu, (stage == 0, stage == last), work.layers_of_stage[stage], groups)
+        passed(work, kernels, (stage == 0, stage == last), work.layers_of_stage[stage], groups)
         for stage in work.layout.stages(pp_rank)
     )
     return [first.beside(turning_bytes(work)), *others]

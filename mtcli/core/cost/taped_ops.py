@@ -7,7 +7,9 @@ parallel rank, R those between the tensor parallel regions (T/tp under sequence 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.shapes import Shapes
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
 from mtcli.core.cost.taped_sharding import Gathering, Group
@@ -17,13 +19,25 @@ from mtcli.core.spec.fp8 import is_narrow
 BLOCK, EXPERTS, ENDS = range(3)  # groups of parameters that zero=3 gathers together
 
 
+class Kernels(NamedTuple):
+    """Whose kernels run."""
+
+    cpu: bool
+    widens: bool = False  # makes bfloat16's products in float32, as it does float16's
+
+    @classmethod
+    def of(cls, device: Device) -> "Kernels":
+        """A device's."""
+        return cls(device.name == "cpu", device.widens)
+
+
 @dataclass(frozen=True)
 class Kit:
     """What a recipe is written with: the tape, the step, and whose kernels run."""
 
     tape: Tape
     work: Workload
-    cpu: bool
+    kernels: Kernels
     gathering: Gathering | None = None  # of weights cut over data ranks
     groups: tuple[Group, ...] = ()  # a block, its experts, the ends
 
@@ -33,9 +47,15 @@ class Kit:
         return Shapes.of(self.work)
 
     @property
+    def cpu(self) -> bool:
+        """Whether a CPU's kernels run."""
+        return self.kernels.cpu
+
+    @property
     def slow(self) -> bool:
-        """Whether products of float16 are made in float32, as on CPU."""
-        return self.cpu and self.work.precision == "fp16"
+        """Whether products of 16 bits are made in float32, as CPUs make all of float16's."""
+        narrow = self.work.sizes.weight == 2
+        return self.cpu and narrow and (self.kernels.widens or self.work.precision == "fp16")
 
     @property
     def by_torch(self) -> bool:
@@ -115,29 +135,31 @@ def linear(
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(while_made(kit, of_y + of_w, of_input))
+        tape.moment(while_made(kit, of_y + of_w, of_input, narrow))
         found = tape.new(of_input)
         if tape.splits and weight is None:
             x.storage.holders += 1
             same(grads[0])
             return [found, None]
-        tape.moment(while_made(kit, of_y + of_x, whole))
+        tape.moment(while_made(kit, of_y + of_x, whole, narrow))
         return [found, tape.new(whole)]
 
-    kit.tape.moment(while_made(kit, of_x + of_w, out))
+    kit.tape.moment(while_made(kit, of_x + of_w, out, narrow))
     return kit.tape.op([x, table], [out], back, kept=[x])[0]
 
 
 def _copied(kit: Kit, size: float, narrow: bool) -> float:
     """Bytes of the copy of an operand that is multiplied in float8, or on CPU in float32."""
-    if kit.slow:
-        return 2 * size
-    return narrow * size / kit.work.sizes.weight
+    if narrow:
+        return size / kit.work.sizes.weight
+    return 2 * size if kit.slow else 0.0
 
 
-def while_made(kit: Kit, operands: float, result: float) -> float:
+def while_made(kit: Kit, operands: float, result: float, narrow: bool = False) -> float:
     """Bytes at once while a product is made of copies of its operands."""
-    return 2 * result + max(operands, result) if kit.slow else operands + result
+    if narrow or not kit.slow:
+        return operands + result
+    return 2 * result + max(operands, result)
 
 
 Multiply = Callable[[Kit, Value, tuple[float, float]], Value]

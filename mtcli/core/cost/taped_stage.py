@@ -12,7 +12,7 @@ from mtcli.core.cost.taped_attention import attention
 from mtcli.core.cost.taped_ends import embedded, head, out_of_stage, vocabulary_table
 from mtcli.core.cost.taped_experts import mixture
 from mtcli.core.cost.taped_layers import add_norm, dropout, mlp, norm
-from mtcli.core.cost.taped_ops import BLOCK, ENDS, EXPERTS, Kit, same
+from mtcli.core.cost.taped_ops import BLOCK, ENDS, EXPERTS, Kernels, Kit, same
 from mtcli.core.cost.taped_sharding import Gathering, Group, after, before
 from mtcli.core.cost.workload import Workload
 
@@ -85,18 +85,22 @@ def _block(kit: Kit, x: Value) -> Value:
 
 @lru_cache(maxsize=4096)
 def passed(
-    work: Workload, cpu: bool, ends: tuple[bool, bool], layers: int, groups: tuple[Group, ...] = ()
+    work: Workload,
+    kernels: Kernels,
+    ends: tuple[bool, bool],
+    layers: int,
+    groups: tuple[Group, ...] = (),
 ) -> Passed:
     """One micro-batch's way through a stage and back, the first one, the last, or one between.
 
     All blocks are alike: the last is run (of those whose weights are gathered the last three), the
     others' bytes are there from the forward on until the backward reaches the embedding.
     """
-    plain = _passed(Kit(Tape(_owners(work), splits(work)), work, cpu), ends, layers)
+    plain = _passed(Kit(Tape(_owners(work), splits(work)), work, kernels), ends, layers)
     if not groups:
         return plain
     tape = Tape()
-    kit = Kit(tape, work, cpu, Gathering(tape), groups)
+    kit = Kit(tape, work, kernels, Gathering(tape), groups)
     cut = _passed(kit, ends, layers, plain.each)
     return plain._replace(forward=cut.forward, backward=cut.backward)
 
