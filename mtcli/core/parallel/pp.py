@@ -190,6 +190,15 @@ class _Step(Generic[Given]):
         return self.loaded[micro_batch]
 
 
+class _Sent(NamedTuple):
+    """What is on its way to a pipeline rank, whose op number `taker` takes it."""
+
+    pending: Pending
+    part: Tensor
+    peer: int
+    taker: int
+
+
 class _Hops:
     """Results that travel between stages: handed over on this rank, or sent and received.
 
@@ -203,7 +212,8 @@ class _Hops:
         self.axes = {"F": groups.axes["pp_forward"], "B": back, "I": back}
         self.me, self.device = groups.pp_rank, groups.device
         self.arrived: dict[Op, Tensor] = {}
-        self.sending: list[tuple[Pending, Tensor]] = []
+        self.sending: list[_Sent] = []
+        self.places = [{op: place for place, op in enumerate(ops)} for ops in schedule.ops]
         self.expected: dict[tuple[str, int], deque[Op]] = {}
 
     def send(self, op: Op, x: Tensor) -> None:
@@ -214,28 +224,35 @@ class _Hops:
             return
         part = self._my_part(x)
         pending = start_send(part, self.axes[op.kind], peer, str(op))
-        self._forget_sent()
-        self.sending.append((pending, part))
+        taker = op._replace(stage=self._next_stage(op))
+        self.sending.append(_Sent(pending, part, peer, self.places[peer][taker]))
 
     def receive(self, op: Op, tokens: int) -> Tensor:
         """The result of an op, once it is there."""
-        self._forget_sent()
         sender = self.schedule.rank_of_stage[op.stage]
         if sender != self.me and not self.expected.get((op.kind, sender)):
             self.expected[op.kind, sender] = deque(self._sent_by(sender, op.kind))
         while op not in self.arrived:
             next_op = self.expected[op.kind, sender].popleft()
             self.arrived[next_op] = self._receive(next_op, sender, tokens)
+        self._forget_sent(sender, self.places[sender][op])
         return self.arrived.pop(op)
 
-    def _forget_sent(self) -> None:
-        """Lets go of what has left."""
-        self.sending = [(pending, x) for pending, x in self.sending if not pending.is_completed()]
+    def _forget_sent(self, peer: int, place: int) -> None:
+        """Lets go of what has left: all that ops of a peer before that place have taken, and what
+        the backend says (gloo says nothing before it is waited for)."""
+        left = []
+        for one in self.sending:
+            if one.peer == peer and one.taker < place:
+                one.pending.wait()
+            elif not one.pending.is_completed():
+                left.append(one)
+        self.sending = left
 
     def wait(self) -> None:
         """Returns when everything sent has left."""
-        for pending, _ in self.sending:
-            pending.wait()
+        for one in self.sending:
+            one.pending.wait()
         self.sending = []
         assert not self.arrived, f"results nobody took: {[str(op) for op in self.arrived]}"
 
@@ -258,7 +275,10 @@ class _Hops:
         return torch.nn.functional.pad(part, (0, size - len(part))).contiguous()
 
     def _receiver(self, op: Op) -> int:
-        return self.schedule.rank_of_stage[op.stage + (1 if op.kind == "F" else -1)]
+        return self.schedule.rank_of_stage[self._next_stage(op)]
+
+    def _next_stage(self, op: Op) -> int:
+        return op.stage + (1 if op.kind == "F" else -1)
 
     def _sent_by(self, sender: int, kind: str) -> list[Op]:
         end = len(self.schedule.rank_of_stage) - 1 if kind == "F" else 0

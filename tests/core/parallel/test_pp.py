@@ -1,5 +1,7 @@
 """The executor of schedules on stages that multiply, so that values and gradients are products."""
 
+import weakref
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -109,3 +111,29 @@ def test_a_hop_of_equal_activations_sends_each_element_once():
     assert [loss for loss, *_ in answers] == [0.0, 0.0, 6 * inputs, 6 * inputs]
     assert [grad for _, grad, _ in answers] == [3 * inputs, 3 * inputs, 2 * inputs, 2 * inputs]
     assert all(sent == [TOKENS * COLUMNS // 2] * 2 for *_, sent in answers)
+
+
+def most_kept(runtime, name, vpp):
+    """Of 16 micro-batches, how many results that were sent are there at once, on each rank."""
+    _, pipe = pipeline(runtime, schedule_for(name, runtime.world, vpp, 16), vpp)
+    sent, alive, send = [], [], torch.distributed.isend
+
+    def counted(x, *args, **kwargs):
+        sent.append(weakref.ref(x))
+        alive.append(sum(one() is not None for one in sent))
+        return send(x, *args, **kwargs)
+
+    torch.distributed.isend = counted
+    pipe.train_step(load, TOKENS, 1.0, lambda stage: None)
+    return len(sent), max(alive)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "vpp"), [("1f1b", 2, 1), ("1f1b", 3, 1), ("interleaved", 2, 2)]
+)
+def test_what_was_sent_goes_when_the_next_stage_has_it_and_not_at_the_end_of_the_step(
+    name, pp, vpp
+):
+    answers = run_ranks(pp, most_kept, name, vpp)
+    for sent, kept in answers:
+        assert sent >= 16 and kept <= 2 * pp * vpp
