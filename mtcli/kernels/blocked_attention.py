@@ -113,6 +113,7 @@ def _gradients(
         ds.sub_((g * mixed).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
         _bmm(ds, k[heads].to(wide), dq[heads])
         _bmm(ds.transpose(1, 2), q[heads].to(wide), dk[heads])
+        del p, ds  # before the next block's are there
     return dq, dk, dv
 
 

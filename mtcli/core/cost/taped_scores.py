@@ -94,9 +94,8 @@ def blocks_bytes(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
     block, unseen = min(scores, max(BLOCK_BYTES // one, 1) * one), one * kit.work.model.causal
     part = block / scores * heads.q / heads.size * size  # a block's queries
     there, back = (3, 5) if kit.slow else (0, 1)  # copies of them, and products
-    # Going back, a block's probabilities and their gradient are there when the next one's are made.
-    backward = (2 if block == scores else 3) * block + back * part
-    return unseen + max(block + there * part, unseen), unseen + backward
+    # Going back, probabilities and their gradient are there.
+    return unseen + max(block + there * part, unseen), unseen + 2 * block + back * part
 
 
 def plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:

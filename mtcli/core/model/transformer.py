@@ -49,8 +49,8 @@ class Block(nn.Module):
         y_TD = self._attention(self.attention_norm(x_TD), inputs)
         if self.attention_dropout.drop > 0.0:
             x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
-        x_TD, normed_TD = self.mlp_norm(x_TD, y_TD)
-        return self.mlp_dropout(self.mlp(normed_TD, inputs), numbers_T, x_TD)
+        x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # lets go of attention's result
+        return self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD)
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """With recompute = "selective" scores and probabilities are computed twice."""

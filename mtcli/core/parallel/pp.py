@@ -272,7 +272,9 @@ class _Hops:
             return x.contiguous()
         flat, size = x.flatten(), -(-x.numel() // self.tp.size)
         part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]
-        return torch.nn.functional.pad(part, (0, size - len(part))).contiguous()
+        if len(part) == size:  # to pad by nothing would copy
+            return part
+        return torch.nn.functional.pad(part, (0, size - len(part)))
 
     def _receiver(self, op: Op) -> int:
         return self.schedule.rank_of_stage[self._next_stage(op)]
