@@ -40,6 +40,7 @@ GATHERED = {"cp": 2, "cp_mode": "all_gather"}
 SPLIT = {"pp": 2, "schedule": "zero_bubble"}
 WIDE = {"hidden_size": 512, "vocab_size": 256}
 HEADLESS = {"stage_layers": (4, 0)}  # all of a stage is the head
+BIG = {"vocab_size": 8192}
 CHUNKED = {"vocab_size": 3 * 2**17, "hidden_size": 64}  # of 512 tokens in 16 bits 384 MiB of logits
 CUT = {"pp": 2, "vpp": 2, "schedule": "interleaved"}
 UNEVEN = CUT | {"stage_layers": (1, 1, 3, 1)}
@@ -48,8 +49,17 @@ SIDED = {"causal": False}
 MASKED = {"data": {"document_mask": True}}
 LAMB = {"optimizer": {"name": "lamb"}}
 SLIM = {"ffn_hidden_size": 128, "max_seq_len": 4096, "vocab_size": 100}
+AGAIN_TP = {"tp": 4, "recompute": "full"}
 AGAIN = {"cp": 2, "recompute": "full"}
 LONG = {"batch": {"seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 1}}
+FEW = {"batch": {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 4}}
+CHUNKS = {"vpp": 3, "schedule": "interleaved", "stage_layers": (0, 2, 0)}  # of one rank
+EACH = CHUNKS | {"stage_layers": (1, 1, 2), "recompute": "full"}
+PLACES = {"max_seq_len": 8192, "vocab_size": 512}
+HALVES = {"pp": 2, "zero": 3, "ep": 2}
+RING = {"cp": 2, "pp": 2, "stage_layers": (1, 0), "recompute": "selective"}
+PASSING = {"pp": 3, "schedule": "gpipe", "stage_layers": (1, 0, 1)}  # a stage without layers
+BROAD = {"hidden_size": 1024, "causal": False}
 ROWS = {  # world, model, parallel, precision, rank, and other sections
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
@@ -89,6 +99,15 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "lamb, zero=3": (2, LLAMA, {"zero": 3}, "bf16", LAST, LAMB),
     "zero=3, biases of routers": (2, MOE | BIASES, {"zero": 3}, "bf16", None),
     "experts in float64": (1, MOE, {"recompute": "full"}, "fp64", None),
+    "zero=3, positions reduced last": (4, GPT | PLACES, {"pp": 2, "zero": 3}, "bf16", None, FEW),
+    "zero=3, experts of few tokens": (8, MOE, HALVES, "fp32", None, FEW),
+    "a product that is not made again": (4, LLAMA | SLIM | ONE, AGAIN_TP, "bf16", None, LONG),
+    "zero=3, data ranks of few experts": (2, MOE, {"zero": 3, "tp": 2}, "fp32", None, FEW),
+    "zero=3, ends of chunks": (2, LLAMA | BIG, CHUNKS | {"zero": 3}, "bf16", None, FEW),
+    "chunks of one rank": (1, DEEP, EACH, "bf16", None),
+    "zero=1's update of chunks": (4, GPT | BIG, CHUNKS | {"zero": 1}, "bf16", None, FEW),
+    "nothing but passed on": (3, LLAMA | BROAD, PASSING, "fp32", 1),
+    "passed on whole": (3, LLAMA | BROAD, PASSING | {"sequence_parallel": False}, "fp32", 1),
     "zero=3 in a pipeline": (4, EIGHT, CUT | {"zero": 3, "recompute": "full"}, "fp32", None),
 }
 CPU_ROWS = {
@@ -103,6 +122,8 @@ CPU_ROWS = {
     "copies of weights on CPU": (2, DEEP, SPLIT | {"recompute": "full"}, "fp16", LAST),
     "products in float32 on CPU": (1, GPT | ONE | {"vocab_size": 8192}, {}, "fp16", None),
     "a long ring in float32 on CPU": (2, LLAMA | SLIM, AGAIN, "fp16", None, LONG),
+    "documents round a ring on CPU": (4, LLAMA | SLIM | ONE, RING, "bf16", None, MASKED),
+    "blocks of heads on CPU": (1, LLAMA | SLIM | ONE, {"recompute": "full"}, "fp32", None),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }
 SLOW_CPU_ROWS = {  # whose products of bfloat16 are made in float32

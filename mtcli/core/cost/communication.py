@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from math import ceil, log2
 
 from mtcli.core.cost.costs import Pass
+from mtcli.core.cost.elements import Held
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.kernels import dense_products
-from mtcli.core.cost.memory import Held
 from mtcli.core.cost.physics import Physics
 from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.layout import ParallelLayout

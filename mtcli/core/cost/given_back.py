@@ -49,7 +49,8 @@ def _padded_sizes(
     by the axes over which gradients are summed, which buckets do not mix."""
     layout, sequence_parallel = cut
     found: dict[tuple[str, ...], tuple[int, list[tuple[int, int]]]] = {}
-    for parameter in _in_order(model, layers, *ends):
+    copied = model.tie_embeddings and layout.pp > 1  # on one rank both ends have one table
+    for parameter in _in_order(model, layers, *ends, copied):
         axes = parameter.gradient_axes(layout, sequence_parallel)
         ranks = prod(layout.size(axis) for axis in owner_axes(parameter, layout, sequence_parallel))
         rows, *columns = parameter.stored_shape(layout)
@@ -58,16 +59,17 @@ def _padded_sizes(
     return tuple(found.values())
 
 
-def _in_order(model: ModelConfig, layers: int, first: bool, last: bool) -> Iterator[Parameter]:
+def _in_order(
+    model: ModelConfig, layers: int, first: bool, last: bool, copied: bool
+) -> Iterator[Parameter]:
     trained = [
         parameter
         for parameter in parameters(model.model_copy(update={"num_layers": 1})).values()
         if parameter.trained
     ]
     block = [p for p in trained if p.owner not in ("first", "last")]
-    tied = model.tie_embeddings
     for p in trained:
-        if p.owner == "first" and (first or (last and tied and p.name == "embedding.weight")):
+        if p.owner == "first" and (first or (last and copied and p.name == "embedding.weight")):
             yield p
     for _ in range(layers):
         yield from block

@@ -12,8 +12,8 @@ from math import log
 
 from mtcli.core.cost.calibration import Amounts, Calibration, Row
 from mtcli.core.cost.costs import Costs, Pass
+from mtcli.core.cost.elements import Held, block_elements, rank_elements
 from mtcli.core.cost.kernels import dense_products
-from mtcli.core.cost.memory import Held, block_elements, rank_elements
 from mtcli.core.cost.workload import Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import chain
 from operator import ge
 from typing import NamedTuple
 
 from mtcli.core.cost.workload import Workload, schedule_of
 from mtcli.core.schedule.ops import Op
 
-# Of each of a rank's chunks, micro-batches between F and B; of split backwards those between F and
-# I, and then those between I and W.
+# Of each of a rank's chunks, micro-batches between F and B or I; then of each, those between I and
+# W; then of each, 1 where its last op was an F, after which zero=3 keeps its ends gathered.
 Counts = tuple[int, ...]
 
 
@@ -25,7 +24,9 @@ class Moments(NamedTuple):
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     """Micro-batches in flight, times vpp, on each pipeline rank."""
     ranks = range(work.layout.pp)
-    return tuple(max(map(sum, moments(work, pp_rank).between)) for pp_rank in ranks)
+    chunks = 2 * work.layout.vpp
+    between = (moments(work, pp_rank).between for pp_rank in ranks)
+    return tuple(max(sum(counts[:chunks]) for counts in most) for most in between)
 
 
 def splits(work: Workload) -> bool:
@@ -37,8 +38,8 @@ def moments(work: Workload, pp_rank: int) -> Moments:
     """What a pipeline rank holds at most, between ops and within one."""
     pp, vpp = work.layout.pp, work.layout.vpp
     if work.schedule_name == "gpipe" and pp > 1:
-        everyone = [(work.num_micro_batches,) * vpp]
-        return Moments(everyone, [everyone] * vpp, [everyone] * vpp)
+        everyone: list[Counts] = [(work.num_micro_batches, 0, 0)]
+        return Moments(everyone, [everyone], [everyone])
     return _moments(work.schedule_name, pp, vpp, _filling(work), pp_rank)
 
 
@@ -60,26 +61,27 @@ def _moments(name: str, pp: int, vpp: int, num_micro_batches: int, pp_rank: int)
 
 
 def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
-    held = [0] * (2 * vpp if ops[-1].kind == "W" else vpp)
+    held, halves, gathered = [0] * 3 * vpp, vpp, 2 * vpp
     forward: list[set[Counts]] = [set() for _ in range(vpp)]
     backward: list[set[Counts]] = [set() for _ in range(vpp)]
-    waiting: set[Counts] = set()
+    between: set[Counts] = set()
     for op in ops:
         chunk = op.stage // pp
+        if op.kind == "W":
+            held[halves + chunk] -= 1
+            continue
+        held[gathered + chunk] = 0  # its own ends are on the op's tape
         if op.kind == "F":
             held[chunk] += 1
             forward[chunk].add(tuple(held))
-        elif op.kind == "W":
-            held[vpp + chunk] -= 1
+            held[gathered + chunk] = 1
         else:
             backward[chunk].add(tuple(held))
             held[chunk] -= 1
-        if op.kind == "I":
-            held[vpp + chunk] += 1
-            waiting.add(tuple(held))
-    fronts = [_most(found) for found in forward]
-    between = _most([*chain(*fronts), *waiting])
-    return Moments(between, fronts, [_most(found) for found in backward])
+            held[halves + chunk] += op.kind == "I"
+        between.add(tuple(held))
+    fronts, backs = ([_most(found) for found in kinds] for kinds in (forward, backward))
+    return Moments(_most(between), fronts, backs)
 
 
 def _most(found: Iterable[Counts]) -> list[Counts]:

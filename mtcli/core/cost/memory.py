@@ -4,26 +4,26 @@ Weights, gradients and optimizer state are counted from `Parameter.local_shape`,
 training allocates; all else of a step is counted on a tape (`taped_stage.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from math import prod
+from itertools import chain
 from operator import mul
-from typing import NamedTuple
 
+from mtcli.core.cost.elements import (
+    FIRST,
+    Owner,
+    gathered_groups,
+    is_sharded,
+    owner_of,
+    rank_elements,
+)
 from mtcli.core.cost.given_back import given_back
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.in_flight import Counts, Moments, moments
-from mtcli.core.cost.shapes import turning_bytes
+from mtcli.core.cost.shapes import Shapes, turning_bytes
 from mtcli.core.cost.taped_ops import Kernels
-from mtcli.core.cost.taped_sharding import Group
 from mtcli.core.cost.taped_stage import Passed, passed
-from mtcli.core.cost.workload import Precision, Workload
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.model import parameters
-from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.owning import cuts_parameters
-from mtcli.core.spec.sharding import Parameter
+from mtcli.core.cost.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -60,37 +60,6 @@ class Memory:
         return found | {"total": sum(found.values())}
 
 
-class Owner(NamedTuple):
-    """Which of the data ranks a rank is: of those that share attention, and an expert."""
-
-    data: int = 0
-    edp: int = 0
-
-
-FIRST = Owner()
-
-
-class Held(NamedTuple):
-    """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
-
-    `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
-    all of them take when each has as many as that. `untrained` come on top: they have no gradient
-    and are never cut.
-    """
-
-    attention: int = 0
-    experts: int = 0
-    shard: int = 0
-    padded: int = 0
-    padded_experts: int = 0
-    untrained: int = 0
-
-    @property
-    def total(self) -> int:
-        """Trained elements of both grids."""
-        return self.attention + self.experts
-
-
 def memory(work: Workload, device: Device) -> Memory:
     """The bytes of the rank that holds most."""
     return max(memory_by_stage(work, device), key=lambda m: m.total)
@@ -108,7 +77,7 @@ def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
     weights, gradients, optimizer = state_bytes(work, place["pp"], owner_of(work, rank))
     stage = memory_by_stage(work, device)[place["pp"]]
     working = stage.working
-    if _is_sharded(work):  # FSDP2 keeps as many rows of each parameter as the first rank has
+    if is_sharded(work):  # FSDP2 keeps as many rows of each parameter as the first rank has
         width = work.sizes.master or work.sizes.weight
         shares = [
             rank_elements(work, place["pp"], owner).shard for owner in (FIRST, owner_of(work, rank))
@@ -117,12 +86,6 @@ def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
     return replace(
         stage, weights=weights, gradients=gradients, optimizer=optimizer, working=working
     )
-
-
-def owner_of(work: Workload, rank: int) -> Owner:
-    """Which of the ranks that share a parameter's rows a rank is."""
-    place = work.layout.place(rank)
-    return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
 
 
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
@@ -142,7 +105,7 @@ def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
 
 def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
     """(what a rank keeps between ops, and within one, at most) of its stages' micro-batches."""
-    sizes = [*(run.kept for run in runs), *(run.left for run in runs)]
+    sizes = [*chain(*zip(*((run.kept, run.left, run.gathered) for run in runs), strict=True))]
 
     def level(held: Sequence[Counts]) -> float:
         return max((sum(map(mul, counts, sizes)) for counts in held), default=0.0)
@@ -158,12 +121,18 @@ def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
 
 def _runs(work: Workload, kernels: Kernels, pp_rank: int) -> list[Passed]:
     """Each of a pipeline rank's stages; the first one's positions serve them all."""
-    last, groups = work.layout.num_stages - 1, _groups(work, pp_rank)
-    first, *others = (
-        passed(work, kernels, (stage == 0, stage == last), work.layers_of_stage[stage], groups)
-        for stage in work.layout.stages(pp_rank)
-    )
+    first, *others = (_run(work, kernels, stage) for stage in work.layout.stages(pp_rank))
+    if not work.layers_of_rank(pp_rank):  # no backward reads positions
+        return [first, *others]
     return [first.beside(turning_bytes(work)), *others]
+
+
+def _run(work: Workload, kernels: Kernels, stage: int) -> Passed:
+    ends = (stage == 0, stage == work.layout.num_stages - 1)
+    run = passed(work, kernels, ends, work.layers_of_stage[stage], gathered_groups(work, ends))
+    if stage and work.layout.pp == 1:  # its input is what the stage before it keeps as its result
+        return run.beside(-Shapes.of(work).stream)
+    return run
 
 
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
@@ -175,7 +144,7 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     """
     held, sizes = rank_elements(work, pp_rank, owner), work.sizes
     untrained = held.untrained * sizes.gradient
-    if _is_sharded(work):
+    if is_sharded(work):
         kept, width = held.shard, sizes.master or sizes.weight
         return kept * width + untrained, kept * sizes.gradient, kept * sizes.moments
     state = held.shard if work.zero else held.total
@@ -191,95 +160,5 @@ def copied_bytes(work: Workload, pp_rank: int) -> int:
     """Bytes that a pipeline rank's first data rank saves: weights as they compute, and the
     optimizer's masters and moments."""
     weights, _, optimizer = state_bytes(work, pp_rank)
-    again = work.sizes.weight if _is_sharded(work) and work.sizes.master else 0  # from masters
+    again = work.sizes.weight if is_sharded(work) and work.sizes.master else 0  # from masters
     return weights + optimizer + rank_elements(work, pp_rank).shard * again
-
-
-def _is_sharded(work: Workload) -> bool:
-    return cuts_parameters(work.zero, work.layout, work.model)
-
-
-def _groups(work: Workload, pp_rank: int) -> tuple[Group, ...]:
-    """What zero=3 gathers together: a block, its experts, and a rank's ends. The head's gradient is
-    reduced by itself."""
-    if not _is_sharded(work):
-        return ()
-    sizes, layout = work.sizes, work.layout
-    block, rank = block_elements(work), rank_elements(work, pp_rank)
-    ends = rank.padded - work.layers_of_rank(pp_rank) * block.padded
-    head = parameters(work.model)["embedding.weight"].local_shape(layout)
-    reduced = ends - prod(head) * (pp_rank == layout.pp - 1 and not _ties(work))
-    data = layout.dp * layout.cp
-    last = {  # in the order of the modules
-        parameter.is_expert: prod(parameter.local_shape(layout))
-        for parameter, times in _parts(work.model, 1, (False, False))
-        if times and parameter.trained
-    }
-    return (
-        _group(sizes, block.padded - block.padded_experts, data, last[False]),
-        _group(sizes, block.padded_experts, layout.edp, last.get(True, 0)),
-        Group("ends", ends * sizes.weight, reduced * sizes.gradient, data),
-    )
-
-
-def _group(sizes: Precision, elements: int, ranks: int, last: int) -> Group:
-    weights, wide = elements * sizes.weight, elements * sizes.gradient
-    return Group("", weights, wide, ranks, last * sizes.weight)
-
-
-def _ties(work: Workload) -> bool:
-    """Whether one rank has both ends of one table."""
-    return work.layout.num_stages == 1 and work.model.tie_embeddings
-
-
-def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> Held:
-    """Elements of the weights that a rank of this pipeline rank holds, padding included."""
-    layers = work.layers_of_rank(pp_rank)
-    ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
-    return _elements(work.model, work.layout, layers, ends, owner)
-
-
-def block_elements(work: Workload) -> Held:
-    """Elements of one block on a rank."""
-    return _elements(work.model, work.layout, 1, (False, False), FIRST)
-
-
-@cache
-def _elements(
-    model: ModelConfig,
-    layout: ParallelLayout,
-    layers: int,
-    ends: tuple[bool, bool],
-    owner: Owner,
-) -> Held:
-    attention = experts = shard = padded = of_experts = untrained = 0
-    for parameter, times in _parts(model, layers, ends):
-        local = parameter.local_shape(layout)
-        if not parameter.trained:
-            untrained += times * prod(local)
-            continue
-        ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
-        rows, *columns = parameter.stored_shape(layout)
-        each = -(-rows // ranks)
-        first = (owner.edp if parameter.is_expert else owner.data) * each
-        shard += times * max(0, min(each, rows - first)) * prod(columns)
-        padded += times * ranks * each * prod(columns)
-        if parameter.is_expert:
-            experts += times * prod(local)
-            of_experts += times * ranks * each * prod(columns)
-        else:
-            attention += times * prod(local)
-    return Held(attention, experts, shard, padded, of_experts, untrained)
-
-
-def _parts(
-    model: ModelConfig, layers: int, ends: tuple[bool, bool]
-) -> Iterable[tuple[Parameter, int]]:
-    """Each parameter of a pipeline rank and how often it holds one; all blocks are alike."""
-    first, last = ends
-    for parameter in parameters(model.model_copy(update={"num_layers": 1})).values():
-        if parameter.owner == "first":
-            tied = last and model.tie_embeddings and parameter.name == "embedding.weight"
-            yield parameter, int(first or tied)
-        else:
-            yield parameter, int(last) if parameter.owner == "last" else layers

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from mtcli.core.cost.elements import rank_elements
 from mtcli.core.cost.in_flight import in_flight_chunks
-from mtcli.core.cost.memory import fullest_rank, memory_by_stage, rank_elements
+from mtcli.core.cost.memory import fullest_rank, memory_by_stage
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.errors import Problem

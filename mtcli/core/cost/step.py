@@ -12,6 +12,7 @@ from mtcli.core.cost.communication import (
     tensor_parallel,
 )
 from mtcli.core.cost.costs import Costs, Pass
+from mtcli.core.cost.elements import block_elements, rank_elements
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.host import host_block, host_step
 from mtcli.core.cost.kernels import (
@@ -20,7 +21,6 @@ from mtcli.core.cost.kernels import (
     embedding_seconds,
     head_seconds,
 )
-from mtcli.core.cost.memory import block_elements, rank_elements
 from mtcli.core.cost.physics import Physics
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline, simulate

@@ -35,7 +35,7 @@ class Value:
 
 
 Gradients = Sequence[Storage | None]
-Back = Callable[["Tape", Sequence[Storage]], Gradients]  # of results -> of what the op took
+Back = Callable[["Tape", list[Storage]], Gradients]  # of results -> of what the op took
 Pending = dict["Node | None", dict[int, Storage]]  # gradients that wait for their op
 
 
@@ -126,6 +126,11 @@ class Tape:
             raise _Enough
         return [Value(storage, node, place) for place, storage in enumerate(storages)]
 
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next op is the last that is computed again."""
+        return len(self.nodes) + 1 == self.enough
+
     def again(self, forward: Callable[[Value], Value], x: Value) -> Value:
         """The result of `forward`, of which x alone is kept until the backward runs it again."""
         outside, self.nodes, self.keeps = self.nodes, [], False
@@ -133,9 +138,8 @@ class Tape:
         inner, self.nodes, self.keeps = self.nodes, outside, True
         last = max((index for index, node in enumerate(inner) if node.wants), default=-1)
 
-        def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-            grads[0].holders += 1
-            pending: Pending = {y.made_by: {y.place: grads[0]}}
+        def back(tape: Tape, grads: list[Storage]) -> Gradients:
+            pending: Pending = {y.made_by: {y.place: grads.pop()}}  # which is named no more
             for index in range(len(inner) - 1, -1, -1):
                 if index == last:
                     tape._run_again(forward, x, inner[: last + 1])

@@ -47,14 +47,18 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 
 def _going_back(kit: Kit, heads: Heads) -> float:
     """Bytes at once beside a ring's own while gradients of one block of keys are made on CPU."""
-    rows, size = kit.work.seq_len // kit.work.layout.cp, made_in(kit, heads.size)
-    q, both = heads.q / heads.size * size, 2 * heads.k / heads.size * size
+    if not kit.cpu:
+        return 0.0
+    work, size = kit.work, made_in(kit, heads.size)
+    rows, times = work.seq_len // work.layout.cp, size / heads.size
+    q, both = times * heads.q, times * 2 * heads.k
     per_head = 2 * heads.grouped * q  # keys and values for each head
-    if kit.cpu and size >= 4 and rows * size <= CPU_ROW_BYTES:
-        copies = (kit.work.micro_batch_size > 1) * q + per_head
+    if size >= 4 and rows * size <= CPU_ROW_BYTES and not work.document_mask:
+        copies = (work.micro_batch_size > 1) * q + per_head
         return copies + 3 * q + blocks_bytes(kit, heads, rows)[1]
-    copies = 3 * q + both + per_head
-    return kit.slow * (copies + q + (per_head or both))
+    copies = kit.slow * (3 * q + both) + per_head
+    mask = work.document_mask * kit.t.tokens * rows * (1 + size)  # and what it adds to scores
+    return copies + mask + q + per_head + both
 
 
 def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:

@@ -96,7 +96,7 @@ def _experts(kit: Kit, x: Value) -> Value:
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
     gated, number = gates(kit), m.num_experts // work.layout.ep
     down = number * hidden * width * kit.t.size
-    tables = [_table(kit, gated * down, number * gated * width), _table(kit, down, number * hidden)]
+    tables = [_table(kit, number * gated * width), _table(kit, number * hidden)]
     if kit.by_torch or work.sizes.gemm == "fp8":
         return _one_by_one(kit, x, tables, number)
     inner = _batched(kit, x, tables[0], gated * width / hidden, gated * down)
@@ -106,14 +106,9 @@ def _experts(kit: Kit, x: Value) -> Value:
     return then(kit, active, _batched(kit, active, tables[1], hidden / width, down))
 
 
-def _table(kit: Kit, size: float, rows: float) -> Value:
-    """All experts' weights of a kind, as [experts, rows, columns]: the gradient of a batched
-    product's is laid out anew."""
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(size)]
-
-    return kit.tape.op([leaf(rows)], [0.0], back)[0]
+def _table(kit: Kit, rows: float) -> Value:
+    """All experts' weights of a kind, seen as [experts, rows, columns]."""
+    return kit.tape.op([leaf(rows)], [0.0], lambda tape, grads: [same(grads[0])])[0]
 
 
 def _batched(kit: Kit, x: Value, table: Value, times: float, size: float) -> Value:

@@ -144,8 +144,12 @@ def linear(
         tape.moment(while_made(kit, of_y + of_x, whole, narrow))
         return [found, tape.new(whole)]
 
-    kit.tape.moment(while_made(kit, of_x + of_w, out, narrow))
-    return kit.tape.op([x, table], [out], back, kept=[x])[0]
+    copies = of_x + of_w
+    if copies:
+        kit.tape.moment(while_made(kit, copies, out, narrow))
+    by_torch = not copies and not (kit.tape.splits and weight is None)
+    made = 0.0 if by_torch and kit.tape.ends_next else out  # torch's keeps x before it runs
+    return kit.tape.op([x, table], [made], back, kept=[x])[0]
 
 
 def _copied(kit: Kit, size: float, narrow: bool) -> float:

@@ -39,9 +39,8 @@ class Gathering:
             return
         buffer = self._gather(group)
         self.whole[group.name] = self.tape.hold(group.weights)
-        if buffer is not None:
-            self.settle()
-            self.deferred = buffer
+        self.settle()
+        self.deferred = buffer
 
     def forward_done(self, group: Group) -> None:
         """After it."""

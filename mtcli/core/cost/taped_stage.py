@@ -25,6 +25,7 @@ class Passed(NamedTuple):
     left: float  # when its backward is done, until the rest of a split one is
     forward: float  # at most, until it is done
     backward: float  # at most, from there on
+    gathered: float = 0.0  # weights of ends that are there when its forward is done
 
     def beside(self, size: float) -> "Passed":
         """The same where `size` bytes are there from the forward to the backward."""
@@ -102,7 +103,8 @@ def passed(
     tape = Tape()
     kit = Kit(tape, work, kernels, Gathering(tape), groups)
     cut = _passed(kit, ends, layers, plain.each)
-    return plain._replace(forward=cut.forward, backward=cut.backward)
+    gathered = groups[ENDS].weights
+    return plain._replace(forward=cut.forward, backward=cut.backward, gathered=gathered)
 
 
 def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> Passed:

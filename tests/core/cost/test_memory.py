@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtcli.core.cost.elements import rank_elements
 from mtcli.core.cost.hardware import GPUS
-from mtcli.core.cost.memory import memory, memory_by_stage, rank_elements, state_bytes
+from mtcli.core.cost.memory import memory, memory_by_stage, state_bytes
 from mtcli.core.cost.taped_ops import Kernels
 from mtcli.core.cost.taped_stage import passed
 from mtcli.core.cost.workload import Workload, spread

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from mtcli.core.cost import communication as sent
+from mtcli.core.cost.elements import Held
 from mtcli.core.cost.hardware import GPUS, NAMES, device_named, shared
 from mtcli.core.cost.kernels import attention_seconds, block_seconds, product_seconds
 from mtcli.core.cost.links import Link
-from mtcli.core.cost.memory import Held
 from mtcli.core.cost.physics import PHYSICS
 from mtcli.core.cost.predict import predict, predict_workload, recomputed_share
 from mtcli.core.cost.report import summary

@@ -66,7 +66,7 @@ def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
 
 
 def block():
-    from mtcli.core.cost.memory import block_elements
+    from mtcli.core.cost.elements import block_elements
 
     return block_elements(step(ParallelLayout(4)))
 
