@@ -116,6 +116,11 @@ def test_torch_on_a_cpu_makes_the_same_rows_and_gradients(capacity):
     )
 
 
+def test_torch_on_a_cpu_reorders_and_its_gradient_is_the_inverse():
+    order = torch.randperm(37, generator=GENERATOR)
+    check(lambda x: reorder(x, order), lambda x: x[order], [seeded(37, 130)], torch.bfloat16)
+
+
 @pytest.mark.parametrize("capacity", [0, CAPACITY])
 def test_torch_on_a_cpu_keeps_no_rows_but_those_that_are_weighed(capacity):
     copies, kept = copies_on("cpu", capacity), []
