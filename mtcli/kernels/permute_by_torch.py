@@ -2,8 +2,7 @@
 
 So they are on a CPU, and in float64. Left to autograd, `index_copy` and `index_add` keep the rows
 that they copy or add, which no gradient reads: C * D numbers each. Here indices are kept, and the
-rows that weights multiply. On a busy core, 2048 tokens of 512 and top-2, forward and backward took
-0.8 of the references' time in float32 and 0.7 in bfloat16. T tokens of D; C copies in N rows.
+rows that weights multiply. T tokens of D; C copies in N rows.
 """
 
 from typing import Any, cast

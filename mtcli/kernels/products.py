@@ -1,8 +1,8 @@
 """Matrix products, which some CPUs make sooner in float32 than in 16 bits.
 
-No CPU has float16's: [1024, 1024] by [1024, 1024] took 1.8 s on one core of an EPYC with AVX-512,
-and 0.02 s in float32. Of bfloat16's see `choose_products` and benchmarks/bench_products.py. The
-sums are in float32 either way, and tensors stay in 16 bits between products.
+Few CPUs are quick at float16, and none much quicker than at float32; `choose_products` tells those
+that are quick at bfloat16 (benchmarks/bench_products.py measures both). The sums are in float32
+either way, and tensors stay in 16 bits between products.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ class Products(NamedTuple):
 def choose_products() -> None:
     """Makes bfloat16's products in float32 from now on, where this CPU is better at those.
 
-    AMX and AMD's AVX-512 multiply bfloat16 at twice float32's rate and more, Intel's AVX-512 at
-    half of it; CPUs without instructions for it at a fifth (AVX-512) or a twelfth (AVX2).
+    AMX and AMD's AVX-512 multiply bfloat16 quicker than float32, Intel's AVX-512 at half of its
+    rate, CPUs without instructions for it at a fifth (AVX-512) or a twelfth (AVX2).
     """
     can = torch.cpu.get_capabilities()
     quick = ("amx_bf16", "bf16", "sve_bf16")  # the latter two are ARM's
