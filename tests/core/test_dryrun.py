@@ -1,12 +1,15 @@
 """A rank that is dry-run holds the bytes that the plan says, whatever rank of whatever world."""
 
 import gc
+import json
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from mtcli.core.cost.calibration import Calibration
 from mtcli.core.cost.hardware import GPUS
 from mtcli.core.cost.memory import rank_memory
 from mtcli.core.cost.workload import Workload
@@ -21,6 +24,7 @@ from tests.tiny import Samples, run_config
 
 H100 = GPUS["h100"]
 CPU = replace(H100, name="cpu")
+MADE_UP = Calibration.of(json.loads((Path(__file__).parents[1] / "calibration.json").read_text()))
 # fmt: off
 SHAPE = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "vocab_size": 1024}
 GPT = {**SHAPE, "architecture": "gpt", "max_seq_len": 256}
@@ -150,7 +154,7 @@ def dry(world, model, parallel, precision, rank, others=None, device=H100):
 def _dry_all(runtime):
     found = {row: dry(*arguments) for row, arguments in ROWS.items()}
     by_cpu = {row: dry(*arguments, device=CPU) for row, arguments in CPU_ROWS.items()}
-    slow = replace(CPU, widens=True)
+    slow = replace(CPU, calibration=replace(MADE_UP, widens=True))
     widened = {row: dry(*arguments, device=slow) for row, arguments in SLOW_CPU_ROWS.items()}
     return found | by_cpu | widened
 
@@ -166,6 +170,12 @@ def found():
 def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent(found, row):
     assert found[row].problems == []
     assert found[row].activation_peak > 4 * 2**20  # of 256 * 2 tokens and more
+
+
+def test_a_cpu_that_is_slow_at_bfloat16_holds_float32_copies_of_operands(found):
+    row = "bfloat16 in float32"
+    quick = dry(*SLOW_CPU_ROWS[row], device=CPU)
+    assert found[row].activation_peak > 1.1 * quick.activation_peak
 
 
 def test_zero_3_without_data_ranks_takes_no_more_than_without_zero(found):

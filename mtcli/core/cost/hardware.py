@@ -36,12 +36,16 @@ class Device:
     reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
     source: str = ""
     calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
-    widens: bool = False  # a CPU that makes bfloat16's products in float32
 
     @property
     def usable_bytes(self) -> float:
         """Memory that a plan may fill: USABLE of it."""
         return USABLE * self.memory_bytes
+
+    @property
+    def widens(self) -> bool:
+        """Whether it is a CPU that was seen to make bfloat16's products in float32."""
+        return self.calibration is not None and self.calibration.widens
 
     def peak(self, precision: str) -> float:
         """Matrix FLOP/s in a precision; one the device lacks runs in the next wider it has."""
@@ -198,7 +202,6 @@ def _measured(known: Calibration, config: RunConfig, world: int) -> Device:
         memory_bandwidth=known.memory_bandwidth / crowd,
         source="measured here, by steps of small models",
         calibration=known,
-        widens=known.widens,
     )
 
 
