@@ -124,7 +124,7 @@ def _layout(p: Table, m: Table, world: int | None) -> ParallelLayout:
     for used in (tp * cp * pp, ep * etp * pp if m.get("experts") else 1):
         if world % used:
             raise ValueError(f"a layout of {used} ranks does not divide {world} GPUs")
-    if p.get("dp") and tp * cp * pp * p["dp"] != world:
+    if p.get("dp") and world not in (tp * cp * pp * p["dp"], tp * pp * p["dp"]):  # dp may count cp
         raise ValueError(f"tp*cp*pp*dp={tp * cp * pp * p['dp']} is not n_gpus={world}")
     vpp, width = _chunks(p, m["layers"]), min(m["hidden"], m.get("ffn_hidden") or m["hidden"])
     if pp * vpp > m["layers"] + ENDS:

@@ -78,6 +78,12 @@ def test_a_pipeline_without_printed_chunks_is_as_interleaved_as_its_layers_allow
     assert read_record(row(parallel={"pp": 8, "dp": 1, "vpp": 1})).work.schedule_name == "1f1b"
 
 
+def test_dp_may_count_the_ranks_of_a_context():
+    for dp in (2, 4):  # 16 GPUs: tp=4 cp=2 dp=2
+        layout = read_record(row({}, {"tp": 4, "cp": 2, "dp": dp}, n_gpus=16)).work.layout
+        assert (layout.dp, layout.cp) == (2, 2)
+
+
 @pytest.mark.parametrize(("layers", "vpp", "first", "last"), [(126, 8, 0, 0), (127, 8, 0, 1)])
 def test_the_ends_of_a_pipeline_may_stand_where_a_layer_would(layers, vpp, first, last):
     """Llama 3 405B has 126 layers on 16 ranks, one less on the first and the last (3.3.2)."""
