@@ -1,6 +1,7 @@
 """What every test shares: one thread, no network, and properties that are the same each run."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores are shared with the ranks
@@ -16,6 +17,17 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile("mtcli", deadline=None, derandomize=True, database=None)
 settings.load_profile("mtcli")
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_comes():
+    """What a command sets for its process (threads, how products are made) ends with the test."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_float32_matmul_precision("highest")
+    if products := sys.modules.get("mtcli.kernels.products"):
+        products.widen_bfloat16(False)
 
 
 def pytest_configure(config):

@@ -16,15 +16,6 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 
 
-@pytest.fixture(autouse=True)
-def as_before():
-    """What bring-up sets for the process is put back."""
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    yield
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
-
-
 @pytest.mark.parametrize(
     ("environ", "world"),
     [

@@ -20,14 +20,6 @@ SHAPES = {  # b, h, g, n, m, d
 DOCUMENTS = [[40, 1, 1, 70, 21], [3, 130]]  # of 133 tokens
 
 
-@pytest.fixture(autouse=True)
-def strict():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def made(shape, device, queries=1.0):
     b, h, g, n, m, d = shape
     q = queries * seeded(b, h, n, d, device=device)

@@ -110,7 +110,8 @@ def test_attention_is_made_in_float32_and_rounded_once(on, dtype, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_other_dtypes_are_left_to_torch(dtype):
+def test_other_dtypes_are_left_to_torch(on, dtype):
+    on(XEON | {"amx_bf16": True})
     x, weight = made(7, 50).to(dtype), made(33, 50, seed=1).to(dtype)
     assert not is_slow(x)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
