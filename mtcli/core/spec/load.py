@@ -18,6 +18,7 @@ from mtcli.core.spec.section import LARGEST
 
 Table = dict[str, Any]
 MAX_PROBLEMS = 100
+USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
 
 
 def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -69,7 +70,10 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
         if len(found) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
             return None, [*problems, Problem(f"{len(found) - MAX_PROBLEMS} more fields are wrong")]
         for detail in found:
-            rest = _without(rest, [str(key) for key in detail["loc"]])
+            keys = [str(key) for key in detail["loc"]]
+            rest = _without(rest, keys)
+            if _no_whole_heads(detail):
+                rest = _with(rest, keys, USUAL_HEAD_DIM)
     try:
         return RunConfig.model_validate(rest), problems
     except ValidationError:
@@ -164,9 +168,7 @@ def _problem(detail: ErrorDetails) -> Problem:
         )
     if detail["type"] == "missing":
         add = f"add {path[-1]} to [{path[0]}] or name a preset"
-        return _no_whole_heads(field, detail["input"]) or Problem(
-            "this field is missing", add, field
-        )
+        return _no_whole_heads(detail) or Problem("this field is missing", add, field)
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
         value = shown(detail["input"])
         return Problem(f"{value} should be a list", f"{path[-1]} = [{value}]", field)
@@ -174,11 +176,11 @@ def _problem(detail: ErrorDetails) -> Problem:
     return Problem(message[0].lower() + message[1:], "see docs/config.md", field)
 
 
-def _no_whole_heads(field: str, section: Table) -> Problem | None:
+def _no_whole_heads(detail: ErrorDetails) -> Problem | None:
     """What is wrong where a head's width is missing because the heads do not divide the width."""
-    if field != "model.head_dim":
+    if detail["type"] != "missing" or detail["loc"] != ("model", "head_dim"):
         return None
-    heads, hidden = section.get("num_heads"), section.get("hidden_size")
+    heads, hidden = detail["input"].get("num_heads"), detail["input"].get("hidden_size")
     if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0 < hidden <= LARGEST):
         return None
     (problem,) = divides("model.num_heads", heads, "hidden_size", hidden)

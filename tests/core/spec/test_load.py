@@ -4,6 +4,7 @@ import tomllib
 
 import pytest
 
+from mtcli.core.spec import check
 from mtcli.core.spec.errors import Exit, MtcliError
 from mtcli.core.spec.load import (
     closest,
@@ -157,6 +158,10 @@ def test_heads_that_do_not_divide_the_width_are_what_is_wrong_where_head_dim_is_
         "error: model.num_heads: num_heads=7 does not divide hidden_size=48\n\n"
         "hint: 1, 2, 3, 4, 6, 8, 12, 16 or 24, or set model.head_dim"
     )
+    sets = ["model.num_heads=7", "parallel.pp=4"]
+    config, problems = read_config(str(config_file(MODEL)), sets)
+    rules = [problem.field for problem in problems + check.problems(config, 4)]
+    assert rules == ["model.num_heads", "parallel.pp"]
     for sizes in (["model.num_heads=0"], ["model.num_heads='x'"], [f"model.hidden_size={10**40}"]):
         assert "does not divide" not in _message(config_file(MODEL), *sizes)
 
