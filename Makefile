@@ -11,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: .venv/installed-test
 	$(BIN)/ruff check

@@ -32,14 +32,22 @@ def _torch_as_it_comes():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, and is skipped without one")
-    config.addinivalue_line("markers", "xdist_group(name): tests for one process of several")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests share its fixtures, and so a process; pages and rows of parity share none."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneProcessPerFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path, *_ = nodeid.split("::")
+            return nodeid if path.endswith(("/test_docs.py", "/test_parity.py")) else path
+
+    return OneProcessPerFile(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    for item in items:  # a file's tests share its fixtures, and so a process; a page has its own
-        if item.path.name != "test_docs.py":
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
