@@ -18,8 +18,9 @@ def connect(
     """The shared memory of the ranks called `names`, of which this one is number `rank`.
 
     None where they are not all on one Linux machine. `gather` gives every rank's value to every
-    rank, which waits for another for `timeout` seconds at most. The memory has no name in any file
-    system and goes when its ranks do.
+    rank. The memory has no name in any file system and goes when its ranks do.
+
+    Raises RuntimeError where a rank does not answer within `timeout` seconds, now or later.
     """
     listener, mine = _listener(), _memory()
     able = listener is not None and mine is not None
@@ -31,13 +32,16 @@ def connect(
         if mine is not None:
             os.close(mine)
         return None
-    files = {rank: mine}
-    peers = dict(_connections(rank, listener, addresses))
-    for connection in peers.values():
-        connection.settimeout(timeout)
-        socket.send_fds(connection, [b"\0"], [mine])
-    for peer, connection in peers.items():
-        _, (files[peer],), _, _ = socket.recv_fds(connection, 1, 1)
+    files, peers = {rank: mine}, {}
+    try:
+        for peer, connection in _connections(rank, listener, addresses, timeout):
+            peers[peer] = connection
+            socket.send_fds(connection, [b"\0"], [mine])
+        for peer, connection in peers.items():
+            _, (files[peer],), _, _ = socket.recv_fds(connection, 1, 1)
+    except (OSError, ValueError):  # no answer in time, nobody there, or one who left: no file
+        away = ", ".join(str(name) for i, name in enumerate(names) if i not in files)
+        raise RuntimeError(f"rank {away} has gone, or has not come in {timeout} s") from None
     memory = [mmap.mmap(files[i], SLOTS * SLOT_BYTES) for i in range(len(names))]
     for file in files.values():
         os.close(file)
@@ -74,15 +78,18 @@ def _listener() -> socket.socket | None:
 
 
 def _connections(
-    rank: int, listener: socket.socket, addresses: list[bytes]
+    rank: int, listener: socket.socket, addresses: list[bytes], timeout: float
 ) -> Iterator[tuple[int, socket.socket]]:
     """Calls the ranks before this one and is called by those after it, who say who they are."""
     for peer in range(rank):
         connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout)
         connection.connect(addresses[peer])
         connection.send(rank.to_bytes(4, "little"))
         yield peer, connection
+    listener.settimeout(timeout)
     for _ in range(rank + 1, len(addresses)):
         connection, _ = listener.accept()
+        connection.settimeout(timeout)
         yield int.from_bytes(connection.recv(4), "little"), connection
     listener.close()

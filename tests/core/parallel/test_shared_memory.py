@@ -40,9 +40,14 @@ def values(rank, count, dtype=torch.float64, salt=0):
     return torch.randint(-4, 5, (count,), generator=generator).to(dtype)
 
 
-def every_kind(runtime, count, dtype, slot_bytes):
-    """Each collective on `count` elements a rank; asserts what it gave."""
-    memory, n, me = connected(runtime, slot_bytes), runtime.world, runtime.rank
+def every_kind(runtime, counts, dtype, slot_bytes):
+    """Each collective on each count of elements a rank; asserts what it gave."""
+    memory = connected(runtime, slot_bytes)
+    for count in counts:
+        _every_kind(memory, runtime.world, runtime.rank, count, dtype)
+
+
+def _every_kind(memory, n, me, count, dtype):
     mine, everyone = values(me, count, dtype), [values(r, count, dtype) for r in range(n)]
     for _ in range(3):  # slots come round again
         out = mine.new_empty(n, count)
@@ -66,14 +71,12 @@ def every_kind(runtime, count, dtype, slot_bytes):
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 def test_collectives_give_what_is_written_out_by_hand(world, dtype):
-    for count in (0, *SIZES):
-        run_ranks(world, every_kind, count, dtype, shared_memory.SLOT_BYTES)
+    run_ranks(world, every_kind, (0, *SIZES), dtype, shared_memory.SLOT_BYTES)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_does_not_fit_a_slot_goes_in_rounds(world):
-    for count in (100_000, 130_001):
-        run_ranks(world, every_kind, count, torch.float32, 2**16)
+    run_ranks(world, every_kind, (100_000, 130_001), torch.float32, 2**16)
 
 
 def exchange(runtime, table, slot_bytes):
@@ -151,6 +154,22 @@ def elsewhere(runtime):
 
 def test_ranks_of_several_machines_share_nothing():
     assert run_ranks(2, elsewhere) == [None, None]
+
+
+def not_there(runtime, late):
+    """A rank that says where it is, and is not there."""
+    if runtime.rank == late:
+        return gather((neighbours._machine(), b"\0nobody"))
+    try:
+        connect(runtime.rank, range(runtime.world), gather, timeout=0.5)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_peer_that_does_not_come_is_said_in_time(late):
+    said = run_ranks(2, not_there, late)[1 - late]
+    assert said == f"rank {late} has gone, or has not come in 0.5 s"
 
 
 def forbidden(runtime):
