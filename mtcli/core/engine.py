@@ -27,6 +27,7 @@ from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Problem, wrong
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.layout_rules import experts_see_tokens_once
 from mtcli.core.spec.load import config_of
 from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
@@ -144,22 +145,23 @@ class Engine:
     def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
         """(log-probability of each target [N] float32, whether it is the argmax [N] bool).
 
-        Data parallel ranks score different rows of the batch.
+        Data parallel ranks score different rows of the batch. All compute equally many, since they
+        may hold one another's experts: where rows are too few, the last one again.
         """
         b, s = batch.tokens.shape
-        dp, dp_rank = self.groups.layout.dp, self.groups.dp_rank
-        mine = torch.arange(b).tensor_split(dp)[dp_rank]
+        share = -(-b // self.groups.layout.dp)
+        first = self.groups.dp_rank * share
+        mine = torch.arange(first, first + share).clamp(max=b - 1)
+        owned = batch.rows // s // share == self.groups.dp_rank
+        part = ScoreBatch(
+            batch.tokens[mine],
+            batch.positions[mine],
+            None if batch.mask is None else batch.mask[mine],
+            batch.rows[owned] - first * s,
+            batch.targets[owned],
+        )
         found = torch.zeros(2, len(batch.rows), device=self.groups.device)
-        if len(mine):
-            owned = (batch.rows // s >= mine[0]) & (batch.rows // s <= mine[-1])
-            share = ScoreBatch(
-                batch.tokens[mine],
-                batch.positions[mine],
-                None if batch.mask is None else batch.mask[mine],
-                batch.rows[owned] - mine[0] * s,
-                batch.targets[owned],
-            )
-            found[:, owned] = self._score(share)
+        found[:, owned] = self._score(part)
         found = all_reduce(found, self.groups.world).cpu()
         return found[0], found[1] > 0.5
 
@@ -250,7 +252,13 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
 def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime) -> Engine:
     """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
     config = evaluation_config(checkpoint.model, overrides, runtime.world)
-    check.require(config, runtime.world, *check.ENGINE_RULES, _whole_sequences)
+    check.require(
+        config,
+        runtime.world,
+        *check.ENGINE_RULES,
+        _whole_sequences,
+        without=(experts_see_tokens_once,),  # tp ranks ask alike and are answered alike
+    )
     layout = ParallelLayout.of(config.parallel, runtime.world)
     place, timeout = (runtime.rank, runtime.device), config.train.timeout
     groups = make_groups(layout, *place, timeout, runtime.ledger)
@@ -265,6 +273,9 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.parallel.cp > 1:
         message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
         yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
+    if config.parallel.sequence_parallel:
+        message = "sequence_parallel=true: evaluation and generation hold whole sequences"
+        yield Problem(message, "leave it out", "parallel.sequence_parallel")
 
 
 def evaluation_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:

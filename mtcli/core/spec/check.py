@@ -6,7 +6,7 @@ The rules of settings that no layout changes are here, those of layouts in `layo
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from mtcli.core.spec.config import OptimizerConfig, RunConfig
 from mtcli.core.spec.divisors import divides, divisors, listing
@@ -43,14 +43,19 @@ def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig
     return config
 
 
-def require(config: RunConfig, world: int, *more: Rule) -> None:
+def require(config: RunConfig, world: int, *more: Rule, without: Collection[Rule] = ()) -> None:
     """Raises MtcliError with every rule that `config` breaks on `world` ranks, `more` included."""
-    if broken := problems(config, world) + _broken(more, config, world):
-        raise refusal(config, world, broken, *more)
+    rules = [rule for rule in (*RULES, *more) if rule not in without]
+    if broken := _broken(rules, config, world):
+        raise refusal(config, world, broken, *more, without=without)
 
 
 def refusal(
-    config: RunConfig, world: int | None, found: Sequence[Problem], *more: Rule
+    config: RunConfig,
+    world: int | None,
+    found: Sequence[Problem],
+    *more: Rule,
+    without: Collection[Rule] = (),
 ) -> MtcliError:
     """The error of what was found to be wrong. Where another layout would cure some of it, the last
     words are the nearest legal ones on `world` ranks; on as many as each needs where that is None.
@@ -63,7 +68,8 @@ def refusal(
         return MtcliError(*found)
 
     def legal(candidate: RunConfig, world: int) -> bool:
-        broken = (problem for rule in (*RULES, *more) for problem in rule(candidate, world))
+        rules = (rule for rule in (*RULES, *more) if rule not in without)
+        broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
     return MtcliError(*found, hint=nearest_hint(config, world, legal))

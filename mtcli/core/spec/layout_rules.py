@@ -121,7 +121,8 @@ def _context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
-def _experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
+def experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Else gradients of experts would count each token tp times; a forward pass is not changed."""
     p = config.parallel
     if config.model.num_experts and p.tp > 1 and not p.sequence_parallel:
         yield Problem(
@@ -208,7 +209,7 @@ def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
-    _experts_see_tokens_once,
+    experts_see_tokens_once,
     _world_divides,
     _experts_fit,
     _square_divides,

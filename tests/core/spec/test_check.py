@@ -27,7 +27,7 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_experts_are_whole": (
         ["model.num_experts=4", "model.top_k=5"], 1, "model.top_k",
         "top_k=5 of num_experts=4 experts", "1 to 4"),
-    "_experts_see_tokens_once": (
+    "experts_see_tokens_once": (
         [*MOE, "parallel.tp=2", "parallel.sequence_parallel=false"], 2,
         "parallel.sequence_parallel",
         "with tp=2 and sequence_parallel=false experts would see tokens 2 times",
