@@ -1,7 +1,6 @@
 """Boxes of C-ordered tensors in files: only the bytes that are needed are read."""
 
 import os
-from collections.abc import Iterator
 from io import FileIO
 from itertools import product
 from math import prod
@@ -20,7 +19,6 @@ from mtcli.core.spec.sharding import Rectangle
 RUN_BYTES = 256 << 10
 GAP_RATIO = 16
 WINDOW_BYTES = 1 << 20
-SLAB_BYTES = 32 << 20  # of a tensor, that are held at a time where all of it is gone through
 
 # Elements are moved as integers of their size, by numpy: it knows no bfloat16, and torch's copies
 # wake OpenMP threads that spin.
@@ -34,24 +32,6 @@ def intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
     ends = [min(p + n, q + m) for p, n, q, m in zip(a.start, a.size, b.start, b.size, strict=True)]
     size = tuple(end - at for end, at in zip(ends, start, strict=True))
     return Rectangle(start, size) if all(n > 0 for n in size) else None
-
-
-def slabs(size: tuple[int, ...], most: int) -> Iterator[Rectangle]:
-    """Rectangles that cut a tensor of a size into consecutive runs of its elements, in order, each
-    of at most `most` elements; none where it is empty."""
-    if prod(size) <= most or not size:
-        if prod(size):
-            yield Rectangle((0,) * len(size), size)
-        return
-    inner = prod(size[1:])
-    rows = most // inner
-    for first in range(0, size[0], max(1, rows)):
-        if rows:
-            count = min(rows, size[0] - first)
-            yield Rectangle((first, *(0 for _ in size[1:])), (count, *size[1:]))
-        else:
-            for start, part in slabs(size[1:], most):
-                yield Rectangle((first, *start), (1, *part))
 
 
 def read_box(

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.boxes import SLAB_BYTES, slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.describe import tensor_bytes
 from mtcli.core.checkpoint.dtypes import dtype_name
 from mtcli.core.checkpoint.names import is_optimizer
 from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
+from mtcli.core.spec.sharding import SLAB_BYTES, slabs
 
 
 class Difference(NamedTuple):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.aside import written_aside
-from mtcli.core.checkpoint.boxes import SLAB_BYTES, slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.cuts import Cut, cuts_of
 from mtcli.core.checkpoint.hf import GENERATION, TOKENIZER_FILES
@@ -25,6 +24,7 @@ from mtcli.core.checkpoint.store import About, Outline, Written, commit, write_o
 from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 from mtcli.core.spec.config import ParallelConfig
 from mtcli.core.spec.load import dump_toml
+from mtcli.core.spec.sharding import SLAB_BYTES, slabs
 
 
 class Options(NamedTuple):

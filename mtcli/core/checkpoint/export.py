@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.aside import written_aside
-from mtcli.core.checkpoint.boxes import SLAB_BYTES, slabs
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.convert import Options, original_config, tokenizer_files
 from mtcli.core.checkpoint.dtypes import CODE_BYTES, code_of, dtype_name
@@ -24,6 +23,7 @@ from mtcli.core.checkpoint.tensorfile import Planned
 from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.model import parameters
+from mtcli.core.spec.sharding import SLAB_BYTES, slabs
 
 
 class Export(NamedTuple):

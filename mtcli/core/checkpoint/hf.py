@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.boxes import SLAB_BYTES, read_box, slabs
+from mtcli.core.checkpoint.boxes import read_box
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.families.family import Family, Part
@@ -16,7 +16,7 @@ from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.foreign import is_text, listed, shown
 from mtcli.core.spec.model import parameters
-from mtcli.core.spec.sharding import Parameter, Rectangle
+from mtcli.core.spec.sharding import SLAB_BYTES, Parameter, Rectangle, slabs
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

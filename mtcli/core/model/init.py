@@ -11,7 +11,7 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Held
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import Parameter, Rectangle
+from mtcli.core.spec.sharding import SLAB_BYTES, Parameter, Rectangle, slabs
 from mtcli.kernels.random import BLOCK, normal, stream_key
 
 CPU = torch.device("cpu")
@@ -21,13 +21,18 @@ CPU = torch.device("cpu")
 def initialise(
     held: Mapping[str, Held], model: ModelConfig, groups: Groups, seed: int, dtype: torch.dtype
 ) -> None:
-    """Fills parameters with this rank's slice of the initial weights, rounded to `dtype`."""
+    """Fills parameters with this rank's slice of the initial weights, rounded to `dtype`.
+
+    Takes a few times SLAB_BYTES besides.
+    """
     table = parameters(model)
     for name, here in held.items():
         here.tensor.zero_()  # rows that pad the vocabulary stay zero
         for box, view in here.blocks(table[name], groups):
             on = view.device if view.is_cuda else CPU
-            view.copy_(initial_values(table[name], model, box, seed, on).to(dtype))
+            for slab in slabs(box.size, SLAB_BYTES // 4):
+                values = initial_values(table[name], model, slab.moved(box.start), seed, on)
+                view[slab.slices] = values.to(dtype)
 
 
 def initial_values(

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from mtcli.core.spec.layout import ParallelLayout
 
 VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
+SLAB_BYTES = 32 << 20  # of a tensor, that are held at a time where all of it is gone through
 
 Init = Literal["normal", "residual", "ones", "zeros"]
 
@@ -37,6 +38,24 @@ class Rectangle(NamedTuple):
     def inside(self) -> tuple[slice, ...]:
         """The part of a local tensor that is the block; the rest is padding."""
         return tuple(slice(n) for n in self.size)
+
+
+def slabs(size: tuple[int, ...], most: int) -> Iterator[Rectangle]:
+    """Rectangles that cut a tensor of a size into consecutive runs of its elements, in order, each
+    of at most `most` elements; none where it is empty."""
+    if prod(size) <= most or not size:
+        if prod(size):
+            yield Rectangle((0,) * len(size), size)
+        return
+    inner = prod(size[1:])
+    rows = most // inner
+    for first in range(0, size[0], max(1, rows)):
+        if rows:
+            count = min(rows, size[0] - first)
+            yield Rectangle((first, *(0 for _ in size[1:])), (count, *size[1:]))
+        else:
+            for start, part in slabs(size[1:], most):
+                yield Rectangle((first, *start), (1, *part))
 
 
 class Block(NamedTuple):

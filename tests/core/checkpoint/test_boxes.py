@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtcli.core.checkpoint import boxes
-from mtcli.core.checkpoint.boxes import intersection, read_box, slabs
+from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.openfiles import open_file
 from mtcli.core.spec.errors import MtcliError
-from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.sharding import Rectangle, slabs
 
 PREFIX = 24  # bytes before the tensor
 

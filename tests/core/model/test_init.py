@@ -6,10 +6,14 @@ import torch
 from hypothesis import given, settings
 from tiny import GPT, LLAMA, run_config
 
+from mtcli.core.live import Live
+from mtcli.core.model import init
 from mtcli.core.model.init import initial_values
+from mtcli.core.runtime import Runtime
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter, Rectangle
+from mtcli.core.trainer import Trainer
 from mtcli.kernels.random import BLOCK
 
 MODEL = run_config(GPT).model
@@ -62,3 +66,18 @@ def test_weights_differ_by_seed_and_by_name():
     )
     assert not torch.equal(whole(a, seed=7), whole(a, seed=8))
     assert not torch.equal(whole(a), whole(b))
+
+
+def test_a_large_table_is_filled_slab_by_slab(monkeypatch):
+    config = run_config(GPT | {"vocab_size": 2**15, "hidden_size": 64, "num_layers": 1})
+    monkeypatch.setattr(init, "SLAB_BYTES", 2**18)
+    trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
+    with Live() as live:
+        trainer.initialise()
+    weights = trainer.gradients.held
+    held_bytes = sum(held.tensor.nbytes for held in weights.values())
+    assert live.peak < held_bytes + 2**21  # of a table of 2**23
+    for name, held in weights.items():
+        described = parameters(config.model)[name]
+        expected = whole(described, config.model, config.seed)
+        assert torch.equal(held.tensor.view(expected.shape), expected), name
