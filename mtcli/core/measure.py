@@ -103,6 +103,7 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     for _ in range(steps):
         timed.append(timed_step(trainer, feed, clock, offset))
         bar.update()
+    allocated, process = _allocated_bytes(runtime.device), _process_bytes(runtime.device)
     profiled, trace = profiled_step(trainer, feed, clock, offset)
     bar.update()
     bar.close()
@@ -114,7 +115,8 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
         steps=timed,
         profiled=profiled,
         state_bytes=trainer.state_bytes_by_kind(),
-        peak_bytes=_peak_bytes(runtime.device),
+        allocated_bytes=allocated,
+        process_bytes=process,
         peak_flops=peak,
     )
     records = gather_objects(record, trainer.groups.world)
@@ -211,9 +213,14 @@ def _is_first_replica(groups: Groups) -> bool:
     return all(place[axis] == 0 for axis in place if axis != "pp")
 
 
-def _peak_bytes(device: torch.device) -> int:
-    """The most that the process held (CPU), or that the allocator gave out on the device."""
+def _allocated_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _process_bytes(device: torch.device) -> int:
+    """The most that this process had resident so far (CPU), or what is taken of the device now."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -52,6 +52,16 @@ def test_it_says_first_what_it_will_do_and_last_what_it_wrote(profiled):
     assert lines[-3:] == ["wrote t.json", "wrote r.html", "wrote p.png"]
 
 
+def test_memory_at_its_peak_is_what_plan_says(tmp_path):
+    sizes = ["--set", "batch.micro_batch_size=2", "--set", "batch.global_batch_size=4"]
+    steps = ["--steps", 1, "--warmup", 0, "--json", "p.json"]
+    profile("tiny", *sizes, *steps, "--set", "batch.seq_len=256", cwd=tmp_path)
+    figures = json.loads((tmp_path / "p.json").read_text())["figures"]
+    peak, process = figures["memory.peak"], figures["memory.process"]
+    assert peak["planned"] == pytest.approx(peak["measured"], rel=0.05)
+    assert process["planned"] > peak["planned"] and process["measured"] > peak["measured"]
+
+
 def test_tables_and_both_timelines_are_on_stdout(profiled):
     for words in ("step time", "MFU", "bubble", "optimizer", "Measured timeline", "Planned"):
         assert words in profiled.stdout

@@ -70,7 +70,8 @@ def planned(plan: Prediction, world: int, pp_rank: int) -> Json:
     """
     memory = memory_by_stage(plan.work, plan.device)[pp_rank]
     held = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
-    held |= {"activations": memory.besides_state, "peak": memory.total}
+    peak = sum(held.values()) + memory.besides_state
+    held |= {"activations": memory.besides_state, "peak": peak, "process": memory.total}
     return {
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second_per_gpu * world,

@@ -185,8 +185,11 @@ class Profile:
 
 
 def memory_of(record: RankRecord) -> dict[str, int]:
-    """A rank's bytes by kind; `activations` is the most that the profiled step added."""
-    return {**_told(record), "peak": record.peak_bytes}
+    """A rank's bytes by kind; `activations` is the most that the profiled step added, `peak` the
+    most that its tensors took, and `process` all that it took, with its libraries."""
+    told = _told(record)
+    peak = record.allocated_bytes or sum(told.values())
+    return {**told, "peak": peak, "process": record.process_bytes}
 
 
 def _told(record: RankRecord) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Interactive charts of where memory goes: to its peak, over a step, and rank by rank."""
+"""Interactive charts of where memory goes: to the process, over a step, and rank by rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from mtcli.core.report.colors import BLUE, DARK, MEMORY, ORANGE
 MIB = 2**20
 STATE = ("weights", "gradients", "optimizer")
 KINDS = (*STATE, "activations")
-NEAR = 2.0  # times the peak: a limit beyond that is told in words, not drawn
+NEAR = 2.0  # times the process: a limit beyond that is told in words, not drawn
 
 Row = Mapping[str, Any]
 
 
 def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> go.Figure:
-    """Bytes by kind, one on top of the other, up to the peak; a limit of 0 is unknown.
+    """Bytes by kind, one on top of the other, up to the process; a limit of 0 is unknown.
 
-    Of each, what KINDS does not name is `other`: the difference to its peak.
+    Of each, what KINDS does not name is `other`: the difference to its process.
     """
     figure = go.Figure()
     for name, color, found in (("measured", BLUE, measured), ("planned", ORANGE, planned)):
@@ -26,8 +26,8 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
             figure.add_trace(_steps(name, color, found))
     figure.update_layout(waterfallmode="group", height=400)
     figure.update_yaxes(title="MiB", rangemode="tozero")
-    peak = max(found["peak"] for found in (measured, planned) if found)
-    if 0 < limit <= NEAR * peak:
+    most = max(found["process"] for found in (measured, planned) if found)
+    if 0 < limit <= NEAR * most:
         note = f"usable {limit / MIB:,.0f} MiB"
         figure.add_hline(limit / MIB, line={"color": "#d55e00", "dash": "dash"})
         figure.add_annotation(x=0, xref="paper", y=limit / MIB, text=note, showarrow=False)
@@ -36,9 +36,9 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
 
 def _steps(name: str, color: str, found: Mapping[str, int]) -> go.Waterfall:
     kinds = [found[kind] for kind in KINDS]
-    heights = [*kinds, found["peak"] - sum(kinds), found["peak"]]
+    heights = [*kinds, found["process"] - sum(kinds), found["process"]]
     return go.Waterfall(
-        x=[*KINDS, "other", "peak"],
+        x=[*KINDS, "other", "process"],
         y=[height / MIB for height in heights],
         measure=["relative"] * 5 + ["total"],
         name=name,

@@ -109,8 +109,8 @@ def _memory(profile: Profile, data: Data) -> list[Section]:
 
     plan = planned_memory(data["figures"])
     limit = data["device_bytes"] or 0
-    note = f"Of rank {data['fullest_rank']}, the fullest; other is what is left up to the peak, on "
-    note += "CPU the process itself."
+    note = f"Of rank {data['fullest_rank']}, the fullest; other is what is left up to all that the "
+    note += "process takes: its libraries, and what the allocator keeps."
     note += f" Usable memory of the device: {limit / 2**30:,.1f} GiB." if limit else ""
     figure = charts.waterfall(data["memory_bytes"], plan, limit)
     rows = [{"label": f"pipeline rank {row['pp_rank']}", **row} for row in data["memory_by_rank"]]
@@ -120,7 +120,7 @@ def _memory(profile: Profile, data: Data) -> list[Section]:
     lives = f"Of rank {curve['rank']}. Activations outlive the op that makes them; temporary is "
     lives += "what is gone by its end."
     return [
-        chart("memory", "Memory up to the peak", note, figure),
+        chart("memory", "Memory of a process", note, figure),
         chart("memory-over-time", "Memory over the step", lives, charts.over_time(curve)),
         chart("memory-by-rank", "Memory by rank", "", charts.by_rank(rows, charts.KINDS)),
     ]

@@ -85,7 +85,8 @@ class RankRecord(NamedTuple):
     steps: list[StepRecord]
     profiled: Profiled
     state_bytes: dict[str, int]  # weights, gradients, optimizer
-    peak_bytes: int  # of the process (CPU: resident) or of the device's allocator
+    allocated_bytes: int | None  # the most that the device's allocator gave out; None on CPU
+    process_bytes: int  # the most that was resident (CPU), or what is taken of the device
     peak_flops: float
 
     def exchanging(self, step: StepRecord, kind: str) -> float:

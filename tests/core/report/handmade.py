@@ -57,7 +57,8 @@ def record_of(rank, exchanging=None, steps=None):
         steps=steps or [step_of(rank), step_of(rank), step_of(rank)],
         profiled=profiled,
         state_bytes={"weights": 4000, "gradients": 4000, "optimizer": 8000 + rank},
-        peak_bytes=2**30,
+        allocated_bytes=None,
+        process_bytes=2**30,
         peak_flops=1e9,
     )
 

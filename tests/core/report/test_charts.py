@@ -47,12 +47,12 @@ def test_bars_hold_the_shares_and_bytes_they_are_given(profile):
     assert [trace.y[0] for trace in memory.data] == [3.0, 0.0]
 
 
-def test_the_waterfall_rises_kind_by_kind_to_the_peak():
+def test_the_waterfall_rises_kind_by_kind_to_the_process():
     def mib(found):
         return {kind: held * MIB for kind, held in found.items()}
 
-    measured = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 10, "peak": 30}
-    planned = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 9, "peak": 26}
+    measured = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 10, "process": 30}
+    planned = {"weights": 4, "gradients": 4, "optimizer": 8, "activations": 9, "process": 26}
     figure = memory_charts.waterfall(mib(measured), mib(planned), 32 * MIB)
     assert list(figure.data[0].y) == [4, 4, 8, 10, 4, 30]
     assert list(figure.data[1].y) == [4, 4, 8, 9, 1, 26]

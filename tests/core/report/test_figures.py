@@ -99,7 +99,8 @@ def test_measured_and_planned_memory_are_of_the_same_rank(records, fullest, elem
     device = 0.25 * 2**30  # of `other`, what is not a step's
     step = of_rank.activations + of_rank.other - device
     assert found["memory.activations"]["planned"] == pytest.approx(step, abs=1)
-    assert found["memory.peak"]["planned"] == round(of_rank.total)
+    assert found["memory.peak"]["planned"] == round(of_rank.total - device)
+    assert found["memory.process"]["planned"] == round(of_rank.total)
     assert memory_rows(data)[0][-1] == f"rank {fullest} planned"
 
 
@@ -166,7 +167,8 @@ def test_memory_is_that_of_the_fullest_rank(profile):
         "gradients": 4000,
         "optimizer": 8001,
         "activations": 3 * 2**20,
-        "peak": 2**30,
+        "peak": 16001 + 3 * 2**20,
+        "process": 2**30,
     }
 
 
