@@ -5,6 +5,7 @@ import json
 import pytest
 from handmade import config_table, record_of
 
+from mtcli.core.cost.hardware import HERE
 from mtcli.core.cost.memory import memory_by_stage
 from mtcli.core.report.figures import Profile
 from mtcli.core.report.records import Waiting
@@ -96,7 +97,7 @@ def test_measured_and_planned_memory_are_of_the_same_rank(records, fullest, elem
     weights = {"measured": 10**7, "planned": 4 * elements, "unit": "bytes"}
     assert found["memory.weights"] == weights
     of_rank = memory_by_stage(profile.prediction.work, profile.prediction.device)[fullest]
-    device = 0.25 * 2**30  # of `other`, what is not a step's
+    device = HERE.reserved_bytes  # of `other`, what is not a step's
     step = of_rank.activations + of_rank.other - device
     assert found["memory.activations"]["planned"] == pytest.approx(step, abs=1)
     assert found["memory.peak"]["planned"] == round(of_rank.total - device)
