@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, write_json
+from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, answering, write_answer
 from mtcli.core.spec.errors import wrong
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ TokenizerName = Annotated[
 ]
 
 
+@answering
 def eval(
     checkpoint: Source,
     tasks: Tasks,
@@ -67,12 +68,17 @@ def eval(
     """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE or tasks of lm-evaluation-harness."""
     from mtcli.core.evaluate.tasks import parse_tasks
     from mtcli.core.runtime import bring_up, environment_world, launch
+    from mtcli.core.spec.errors import every
     from mtcli.core.spec.load import train_settings
 
-    specs = parse_tasks(tasks)
-    if environment_world() is None:
+    world = environment_world()
+    specs, train = every(
+        lambda: parse_tasks(tasks),
+        lambda: train_settings(overrides, device=device),
+        otherwise=lambda: _require_model(checkpoint, overrides, world or nproc),
+    )
+    if world is None:
         return launch(nproc, sys.argv[1:])
-    train = train_settings(overrides, device=device)
     with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
         from mtcli.core.engine import open_model
         from mtcli.core.evaluate.jobs import make_jobs
@@ -90,6 +96,12 @@ def eval(
         results, seconds = _run(jobs, quiet=not speaks)
     if speaks:
         _print(summary | {"tasks": results, "seconds": seconds}, json_out)
+
+
+def _require_model(checkpoint: str, overrides: list[str], world: int) -> None:
+    from mtcli.core.engine import require_model  # imports torch
+
+    require_model(checkpoint, overrides, world)
 
 
 def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
@@ -155,7 +167,7 @@ def _run(jobs: "list[Job]", quiet: bool) -> "tuple[dict[str, Report], float]":
 
 def _print(result: dict, json_out: str | None) -> None:
     if json_out is not None:
-        write_json(result, json_out)
+        write_answer(result, json_out)
     if json_out != "-":
         _print_table(result["tasks"])
         typer.echo(f"{result['seconds']:.1f} s", err=True)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, write_json
+from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, answering, write_answer
 
 Source = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="ours, a run folder, or a Hugging Face one")
@@ -22,6 +22,7 @@ TopP = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the sampling")]
 
 
+@answering
 def generate(
     checkpoint: Source,
     overrides: Overrides,
@@ -37,15 +38,18 @@ def generate(
 ) -> None:
     """Sample text from a checkpoint, on any layout."""
     from mtcli.core.runtime import bring_up, environment_world, launch
-    from mtcli.core.spec.errors import wrong
+    from mtcli.core.spec.errors import every
     from mtcli.core.spec.load import train_settings
 
-    if top_p == 0.0:
-        raise wrong("top_p=0 keeps no token", "above 0 and at most 1; 1 cuts nothing", "--top-p")
-    if environment_world() is None:
+    world = environment_world()
+    _, train = every(
+        lambda: _require_top_p(top_p),
+        lambda: train_settings(overrides, device=device),
+        otherwise=lambda: _require_model(checkpoint, overrides, world or nproc),
+    )
+    if world is None:
         launch(nproc, sys.argv[1:])
         return
-    train = train_settings(overrides, device=device)
     with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
         from mtcli.core.engine import open_model
         from mtcli.core.generate import Sampling
@@ -60,7 +64,20 @@ def generate(
             new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, tokenizer.eod_id))
             found.append({"prompt": text, "text": tokenizer.decode(new), "num_tokens": len(new)})
         if runtime.rank == 0 and json_out:
-            write_json({"checkpoint": checkpoint, "generated": found}, json_out)
+            write_answer({"checkpoint": checkpoint, "generated": found}, json_out)
         elif runtime.rank == 0:
             for one in found:
                 typer.echo(f"{one['prompt']}{one['text']}")
+
+
+def _require_top_p(top_p: float) -> None:
+    from mtcli.core.spec.errors import wrong
+
+    if top_p == 0.0:
+        raise wrong("top_p=0 keeps no token", "above 0 and at most 1; 1 cuts nothing", "--top-p")
+
+
+def _require_model(checkpoint: str, overrides: list[str], world: int) -> None:
+    from mtcli.core.engine import require_model  # imports torch
+
+    require_model(checkpoint, overrides, world)

@@ -7,12 +7,16 @@ list. With `--json -` stdout holds the JSON and nothing else.
 
 import json
 import math
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from functools import wraps
+from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
+
+P = ParamSpec("P")
 
 ConfigFile = Annotated[
     str,
@@ -80,16 +84,35 @@ def _finite(data: object) -> object:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
+def write_answer(data: dict[str, Any], target: str) -> None:
+    """As `write_json`, of what a command has done: beside it that nothing is wrong."""
+    write_json({"ok": True, "problems": []} | data, target)
+
+
 @contextmanager
-def refusing(json_out: str | None) -> Iterator[None]:
-    """Writes what is wrong with the user's input as JSON too, where that was asked for."""
-    from mtcli.core.spec.errors import MtcliError
+def refusing(json_out: str | None, **others: object) -> Iterator[None]:
+    """Writes what is wrong as JSON too, where that was asked for; `others` are further keys.
+
+    Of several ranks the first writes.
+    """
+    from mtcli.core.spec.errors import MtcliError, refusal
 
     try:
         yield
     except MtcliError as error:
-        if json_out:
-            from mtcli.core.cost.report import refusal
-
-            write_json(refusal(error.problems), json_out)
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        if json_out and rank == "0":
+            write_json(refusal(error.problems) | others, json_out)
         raise
+
+
+def answering(command: Callable[P, None]) -> Callable[P, None]:
+    """A command with --json that answers in JSON too where it fails; see `refusing`."""
+
+    @wraps(command)
+    def answered(*arguments: P.args, **options: P.kwargs) -> None:
+        target = options.get("json_out")
+        with refusing(target if isinstance(target, str) else None):
+            command(*arguments, **options)
+
+    return answered

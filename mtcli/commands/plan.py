@@ -100,7 +100,9 @@ def plan(
     planned |= {"--device": device, "--top": top, "--global-batch": global_batch, "--seq": seq}
     planned |= {"--ranks": ranks, "--draw": draw, "--output": output, "--dry-run": dry_run}
     planned |= {"--rank": rank}
-    with refusing(json_out):
+    from mtcli.core.cost.report import NOTHING
+
+    with refusing(json_out, **NOTHING):
         _require_outputs(plot, output)
         if presets:
             _require_none("--presets", planned | {"--plot": plot, "--validate": validate})

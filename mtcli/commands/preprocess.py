@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, write_json
+from mtcli.commands.options import JsonOut, answering, write_answer
 
 Inputs = Annotated[
     list[str],
@@ -50,6 +50,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupt
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 
 
+@answering
 def preprocess(
     inputs: Inputs,
     output: Output,
@@ -87,7 +88,7 @@ def preprocess(
 def _show(report: dict[str, object], json_out: str | None) -> None:
     """The report as JSON where asked for, and as a table; last the names of what was written."""
     if json_out is not None:
-        write_json(report, json_out)
+        write_answer(report, json_out)
     if json_out == "-":
         return
     from rich.console import Console

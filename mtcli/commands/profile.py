@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ConfigFile, JsonOut, Nproc, Overrides, write_json
+from mtcli.commands.options import ConfigFile, JsonOut, Nproc, Overrides, answering, write_answer
 
 if TYPE_CHECKING:
     from mtcli.core.report.figures import Profile
@@ -27,6 +27,7 @@ Plot = Annotated[
 ]
 
 
+@answering
 def profile(
     context: typer.Context,
     config: ConfigFile,
@@ -131,7 +132,7 @@ def _show_profile(
     from mtcli.core.report.tables import show_profile
 
     if json_out:
-        write_json(found.as_json(), json_out)
+        write_answer(found.as_json(), json_out)
     if json_out != "-":
         show_profile(found, Console())
     if report:
@@ -153,7 +154,7 @@ def _show_run(folder: str, report: str | None, plot: str | None, json_out: str |
     run = read_run(folder)
     data = summary_of(run)
     if json_out:
-        write_json(data, json_out)
+        write_answer(data, json_out)
     if json_out != "-":
         show_run(run.rows, Console(), data)
     if report:

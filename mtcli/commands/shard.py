@@ -2,19 +2,22 @@
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Nproc, Overrides, write_json
-from mtcli.core.spec.errors import wrong
+from mtcli.commands.options import JsonOut, Nproc, Overrides, answering, write_answer
+from mtcli.core.spec.errors import MtcliError, Problem, every, wrong
 
 if TYPE_CHECKING:
     from mtcli.core.checkpoint.checkpoint import Checkpoint
     from mtcli.core.checkpoint.conversion import Plan
+    from mtcli.core.spec.model_config import ModelConfig
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+COUNTS = {"inspect": 2, "verify": 3}  # words of what reads checkpoints and writes none
 
 Words = Annotated[
     list[str],
@@ -65,6 +68,7 @@ Verify = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="replace a checkpoint that has the name DST")]
 
 
+@answering
 def shard(
     words: Words,
     overrides: Overrides,
@@ -84,38 +88,56 @@ def shard(
     from mtcli.core.checkpoint.dtypes import parse_dtype
     from mtcli.core.checkpoint.layouts import parse_layout
     from mtcli.core.checkpoint.opening import open_checkpoint
-    from mtcli.core.spec.load import load_config
     from mtcli.core.spec.upcycle import recipe_of
 
-    cast = None if dtype is None else parse_dtype(dtype)
+    given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
+    cast, model, size, where, verb = every(
+        lambda: None if dtype is None else parse_dtype(dtype),
+        lambda: _model(config, overrides),
+        lambda: _size(max_shard_size or "5GB"),
+        lambda: parse_layout(layout or ""),
+        lambda: _verb(words, given | {"--max-shard-size": max_shard_size}),
+        otherwise=lambda: every(*(partial(open_checkpoint, Path(word)) for word in _read(words))),
+    )
+    if verb == "inspect":
+        _inspect(open_checkpoint(Path(words[1]), model), json_out)
+    elif verb == "verify":
+        a, b = every(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
+        _finish(compare(a, b, cast, verify, nproc), json_out)
+    else:
+        source = open_checkpoint(Path(words[0]), model)
+        recipe = None if upcycle is None else recipe_of(upcycle, source.model)
+        chosen = _target(source, to or ("mtcli" if recipe else None), layout, max_shard_size)
+        plan = Plan(chosen, where, cast, size, verify, force, recipe, nproc)
+        _convert(source, Path(words[1]), plan, layout or "", json_out)
+
+
+def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":
+    from mtcli.core.spec.load import load_config
+
     if overrides and config is None:
         raise wrong(
             f"--set {overrides[0]} without --config", "it sets a field of --config", "--set"
         )
-    model = None if config is None else load_config(config, overrides).model
-    if words[0] in ("inspect", "verify"):
-        _refuse_writing(words[0], {"--to": to, "--layout": layout, "--upcycle": upcycle})
-    if words[0] == "inspect" and len(words) == 2:
-        _inspect(open_checkpoint(Path(words[1]), model), json_out)
-    elif words[0] == "verify" and len(words) == 3:
-        a, b = (open_checkpoint(Path(word), model) for word in words[1:])
-        _finish(compare(a, b, cast, verify, nproc), json_out)
-    elif len(words) == 2:
-        source = open_checkpoint(Path(words[0]), model)
-        recipe = None if upcycle is None else recipe_of(upcycle, source.model)
-        chosen = _target(source, to or ("mtcli" if recipe else None), layout, max_shard_size)
-        size, where = _size(max_shard_size or "5GB"), parse_layout(layout or "")
-        plan = Plan(chosen, where, cast, size, verify, force, recipe, nproc)
-        _convert(source, Path(words[1]), plan, layout or "", json_out)
-    else:
-        given = " ".join(words)
-        raise wrong(f"{given!r} is not SRC DST", "SRC DST, or inspect SRC, or verify A B")
+    return None if config is None else load_config(config, overrides).model
 
 
-def _refuse_writing(word: str, flags: dict[str, str | None]) -> None:
-    for flag, value in flags.items():
-        if value is not None:
-            raise wrong(f"{flag} with {word}", "it goes with SRC DST")
+def _read(words: list[str]) -> list[str]:
+    """The checkpoints among the words that are there before."""
+    return words[1:] if words[0] in COUNTS else words[:1]
+
+
+def _verb(words: list[str], given: dict[str, object]) -> str:
+    """What to do: convert, or `inspect` or `verify` what is there, for which no flag says how."""
+    verb = words[0] if words[0] in COUNTS else "convert"
+    flags = [flag for flag, value in given.items() if value is not None]
+    if verb != "convert" and flags:
+        problems = (Problem(f"{flag} with {verb}", "it goes with SRC DST") for flag in flags)
+        raise MtcliError(*problems)
+    if len(words) != COUNTS.get(verb, 2):
+        said = " ".join(words)
+        raise wrong(f"{said!r} is not SRC DST", "SRC DST, or inspect SRC, or verify A B")
+    return verb
 
 
 def _inspect(source: "Checkpoint", json_out: str | None) -> None:
@@ -123,7 +145,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
 
     facts = describe(source)
     if json_out is not None:
-        write_json(facts, json_out)
+        write_answer(facts, json_out)
     if json_out == "-":
         return
     layout = ", ".join(f"{axis}={size}" for axis, size in facts["layout"].items())
@@ -217,7 +239,7 @@ def _size(text: str) -> int:
 
 def _finish(facts: dict[str, Any], json_out: str | None) -> None:
     if json_out is not None:
-        write_json(facts, json_out)
+        write_answer(facts, json_out)
     if json_out != "-":
         _print_table({name: _show(value) for name, value in facts.items()})
 

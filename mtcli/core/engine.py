@@ -28,7 +28,7 @@ from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Problem, wrong
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.layout_rules import experts_see_tokens_once
-from mtcli.core.spec.load import config_of
+from mtcli.core.spec.load import validate, with_overrides
 from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.products import PLAIN, Products
@@ -237,11 +237,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     bytes that do not have their hashes, and for a model that is not causal: what a token tells of
     the next one is then no prediction.
     """
-    checkpoint = open_checkpoint(Path(path))
-    if not checkpoint.model.causal:
-        message = f"{path} has causal=false: its tokens see the ones they would predict"
-        hint = "generate and eval take models trained with model.causal=true"
-        raise wrong(message, hint, "model.causal")
+    checkpoint = _open_causal(path)
     checkpoint.verify_weights(runtime.rank, runtime.world)
     engine = open_engine(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
@@ -249,16 +245,14 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     return OpenModel(engine, tokenizer, checkpoint)
 
 
+def require_model(path: str, overrides: Sequence[str], world: int) -> None:
+    """What `open_model` would raise on `world` ranks, but for damaged bytes; opens no weights."""
+    _legal_config(_open_causal(path).model, overrides, world)
+
+
 def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime) -> Engine:
     """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
-    config = evaluation_config(checkpoint.model, overrides, runtime.world)
-    check.require(
-        config,
-        runtime.world,
-        *check.ENGINE_RULES,
-        _whole_sequences,
-        without=(experts_see_tokens_once,),  # tp ranks ask alike and are answered alike
-    )
+    config = _legal_config(checkpoint.model, overrides, runtime.world)
     layout = ParallelLayout.of(config.parallel, runtime.world)
     place, timeout = (runtime.rank, runtime.device), config.train.timeout
     groups = make_groups(layout, *place, timeout, runtime.ledger)
@@ -269,6 +263,28 @@ def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runti
     return Engine(config, groups, stages)
 
 
+def _open_causal(path: str) -> Checkpoint:
+    checkpoint = open_checkpoint(Path(path))
+    if not checkpoint.model.causal:
+        message = f"{path} has causal=false: its tokens see the ones they would predict"
+        hint = "generate and eval take models trained with model.causal=true"
+        raise wrong(message, hint, "model.causal")
+    return checkpoint
+
+
+def _legal_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
+    """Of forward passes of any shape: no sequence parallelism, one sequence a rank."""
+    base = {
+        "model": model.model_dump(exclude_none=True),
+        "parallel": {"sequence_parallel": False},
+        "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
+    }
+    config, found = validate(with_overrides(base, overrides))
+    more = (*check.ENGINE_RULES, _whole_sequences)
+    # tp ranks ask the experts alike, and are answered alike
+    return check.require(config, world, *more, without=(experts_see_tokens_once,), found=found)
+
+
 def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.parallel.cp > 1:
         message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
@@ -276,13 +292,3 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.parallel.sequence_parallel:
         message = "sequence_parallel=true: evaluation and generation hold whole sequences"
         yield Problem(message, "leave it out", "parallel.sequence_parallel")
-
-
-def evaluation_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
-    """A config for forward passes of any shape: no sequence parallelism, one sequence a rank."""
-    base = {
-        "model": model.model_dump(exclude_none=True),
-        "parallel": {"sequence_parallel": False},
-        "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
-    }
-    return config_of(base, overrides)

@@ -255,6 +255,16 @@ def test_wrong_input_is_refused_without_a_traceback(folder, flags, message):
     assert "Traceback" not in done.stderr
 
 
+def test_all_that_is_wrong_is_told_at_once_and_as_json(folder, tmp_path):
+    target = tmp_path / "answer.json"
+    flags = ["--task", "lambda=x", "--set", "train.steps=-1", "--set", "parallel.pp=3"]
+    done = mtcli("eval", folder / "model", *flags, "--json", target)
+    told = json.loads(target.read_text())
+    assert (done.returncode, told["ok"]) == (2, False)
+    fields = [problem["field"] for problem in told["problems"]]
+    assert fields[:2] == ["--task", "train.steps"] and "parallel.pp" in fields[2:]
+
+
 def test_workers_refuse_a_layout_once_and_name_the_nearest_legal_ones(folder):
     flags = ["--nproc", 2, "--device", "cpu", "--set", "parallel.cp=2", "--set", "parallel.pp=2"]
     done = launched("eval", folder / "model", "--task", tasks_of(folder)[0], *flags)

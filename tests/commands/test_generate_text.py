@@ -37,7 +37,7 @@ def test_greedy_text_is_transformers_on_any_layout_and_for_every_prompt(model, f
     done = generate(folder, *prompts, *flags)
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)
-    assert table["checkpoint"] == str(folder)
+    assert (table["ok"], table["problems"], table["checkpoint"]) == (True, [], str(folder))
     assert [one["prompt"] for one in table["generated"]] == ["The cat", "one"]
     expected = bytes(greedy).decode(errors="replace")
     assert table["generated"][0] == {"prompt": "The cat", "text": expected, "num_tokens": 9}
@@ -72,3 +72,20 @@ def test_a_folder_without_a_tokenizer_is_refused(model, tmp_path):
     done = generate(tmp_path, "--prompt", "a")
     assert done.returncode == 2
     assert f"error: {tmp_path} holds no tokenizer" in done.stderr
+
+
+def test_all_that_is_wrong_is_told_at_once_and_as_json(model):
+    wrong = ["--top-p", "0", "--set", "parallel.tp=3", "--set", "train.precision=fp7"]
+    done = generate(model[0], "--prompt", "a", "--json", "-", *wrong)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["ok"]) == (2, False)
+    fields = ["--top-p", "train.precision", "parallel", "parallel.tp", "parallel.tp"]
+    assert [problem["field"] for problem in told["problems"]] == fields
+    assert all(problem["message"] in done.stderr for problem in told["problems"])
+
+
+def test_ranks_that_fail_together_answer_once_in_json(model):
+    flags = ["--nproc", "2", "--set", "parallel.tp=2", "--json", "-"]
+    done = generate(model[0], "--prompt", "x" * 33, *flags)
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert problem["message"] == "the prompt has 33 tokens and the model takes 1 to 32"

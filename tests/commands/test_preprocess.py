@@ -64,6 +64,15 @@ def test_wrong_input_exits_2_with_file_line_and_hint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_what_is_wrong_is_told_as_json_too(tmp_path):
+    flags = ("--output", tmp_path / "x", "--tokenizer", "bytes", "--json", "-")
+    code, out, errors = preprocess(tmp_path / "gone.txt", *flags)
+    told = json.loads(out)
+    assert (code, told["ok"]) == (2, False)
+    assert [problem["message"] for problem in told["problems"]] == [f"no input {tmp_path}/gone.txt"]
+    assert "error: no input" in errors
+
+
 def test_help_imports_neither_numpy_nor_torch():
     program = (
         "import sys; from mtcli.__main__ import run; code = run(['preprocess', '--help']); "

@@ -217,6 +217,7 @@ def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["one"], "'one' is not SRC DST"),
+        (["verify", "SRC"], "is not SRC DST"),
         (["SRC", "DST", "--layout", "tp=3"], "tp=3 does not divide num_kv_heads=4"),
         (["inspect", "SRC", "--layout", "tp=3"], "--layout with inspect"),
         (["verify", "SRC", "SRC", "--to", "hf"], "--to with verify"),
@@ -244,6 +245,18 @@ def test_wrong_input_is_refused_before_a_word_and_nothing_is_written(
     assert error.value.code == Exit.WRONG_INPUT
     assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.iterdir())
+
+
+def test_all_that_is_wrong_is_told_at_once_and_as_json(tmp_path):
+    flags = ["--dtype", "int8", "--layout", "zz=3", "--max-shard-size", "big"]
+    with pytest.raises(MtcliError) as error:
+        run("gone", tmp_path / "x", *flags, "--json", tmp_path / "answer.json")
+    assert len(error.value.problems) == 4
+    told = json.loads((tmp_path / "answer.json").read_text())
+    assert told["ok"] is False
+    assert [told["message"] for told in told["problems"]] == [
+        p.message for p in error.value.problems
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from mtcli.core.cost.in_flight import in_flight_chunks
 from mtcli.core.cost.memory import fullest_rank, memory_by_stage
 from mtcli.core.cost.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.cost.workload import Workload
-from mtcli.core.spec.errors import Problem
 from mtcli.core.spec.model import count_active, count_parameters
 
 Json = dict[str, Any]
@@ -33,12 +32,7 @@ KEYS = (
     "bubble_fraction",
     "communication_seconds",
 )
-
-
-def refusal(problems: Sequence[Problem]) -> Json:
-    """The JSON of a request that is wrong: every problem, and null for what cannot be told."""
-    told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in problems]
-    return {"ok": False, "problems": told, **dict.fromkeys(KEYS), "candidates": []}
+NOTHING: Json = dict.fromkeys(KEYS) | {"candidates": []}  # what a plan that is refused tells
 
 
 def as_json(prediction: Prediction, candidates: Sequence[Prediction] = ()) -> Json:

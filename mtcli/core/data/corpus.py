@@ -8,10 +8,12 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import every, wrong
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 ACCEPTED = ".txt, .jsonl (either plain or .gz .zst .xz .bz2) and .parquet"
@@ -58,17 +60,7 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
 
     Raises MtcliError for an input that is not there, holds nothing readable or has another ending.
     """
-    found: list[Source] = []
-    for name in inputs:
-        if name == STDLIB:
-            found += _stdlib()
-        elif os.path.isdir(name):
-            found += _folder(Path(name))
-        elif os.path.isfile(name):
-            found.append(_source(Path(name)))
-        else:
-            found += _matches(name)
-    return found
+    return list(chain(*every(*(partial(_named, name) for name in inputs))))
 
 
 def cut(sources: Iterable[Source], blank: bool, size: int = BLOCK_BYTES) -> Iterator[Block]:
@@ -87,6 +79,14 @@ def cut(sources: Iterable[Source], blank: bool, size: int = BLOCK_BYTES) -> Iter
             filled += piece.stop - piece.start
     if pieces:
         yield Block(number, tuple(pieces))
+
+
+def _named(name: str) -> list[Source]:
+    if name == STDLIB:
+        return _stdlib()
+    if os.path.isdir(name):
+        return _folder(Path(name))
+    return [_source(Path(name))] if os.path.isfile(name) else _matches(name)
 
 
 def _stdlib() -> list[Source]:
@@ -116,7 +116,7 @@ def _matches(pattern: str) -> list[Source]:
     files = [path for path in paths if path.is_file()]
     if not files:
         raise wrong(
-            f"no input {pattern}",
+            f"no input {pattern or repr(pattern)}",
             "inputs are files, folders, globs, - for standard input, or stdlib",
         )
     return [_source(path) for path in files]

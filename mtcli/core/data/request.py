@@ -3,14 +3,19 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Source, find_sources
 from mtcli.core.data.describe import describe
 from mtcli.core.data.indexed import with_suffix
-from mtcli.core.spec.errors import wrong
+from mtcli.core.data.tokenize import require_trainable
+from mtcli.core.spec.errors import every, wrong
+
+TRAIN = "train:"  # of a tokenizer: a new one, of as many ids as follow
 
 
 class Request(NamedTuple):
@@ -35,9 +40,9 @@ class Request(NamedTuple):
     @property
     def train_size(self) -> int | None:
         """The vocabulary of the tokenizer to train (`train:N`), or None to load one."""
-        if not self.tokenizer.startswith("train:"):
+        if not self.tokenizer.startswith(TRAIN):
             return None
-        size = self.tokenizer.removeprefix("train:")
+        size = self.tokenizer.removeprefix(TRAIN)
         if not size.isdecimal():
             raise wrong(f"tokenizer {self.tokenizer} is not train: and a number", "train:8192")
         return int(size)
@@ -45,8 +50,12 @@ class Request(NamedTuple):
 
 def named_sources(request: Request) -> list[Source]:
     """The files to read; none for standard input. Raises MtcliError for all that cannot be."""
-    if request.workers < 1:
-        raise wrong(f"{request.workers} workers cannot do anything", "give at least 1", "--workers")
+    checks = (_require_workers, _require_train_size, _require_output)
+    sources, *_ = every(partial(_sources, request), *(partial(check, request) for check in checks))
+    return sources
+
+
+def _sources(request: Request) -> list[Source]:
     if not request.inputs:
         raise wrong("no input", "give files, folders, globs, - or stdlib")
     if not request.from_stdin:
@@ -56,10 +65,28 @@ def named_sources(request: Request) -> list[Source]:
             f"standard input and {len(request.inputs) - 1} more inputs cannot be mixed",
             "give - alone, or files alone",
         )
-    if request.resume or request.train_size is not None:
+    if request.resume or request.tokenizer.startswith(TRAIN):
         what = "--resume" if request.resume else request.tokenizer
         raise wrong(f"{what} reads the input twice, and standard input comes once", "give a file")
+    if sys.stdin is None:
+        raise wrong("standard input is closed", "pipe the text in, or give files")
     return []
+
+
+def _require_workers(request: Request) -> None:
+    if request.workers < 1:
+        raise wrong(f"{request.workers} workers cannot do anything", "give at least 1", "--workers")
+
+
+def _require_train_size(request: Request) -> None:
+    if (size := request.train_size) is not None:
+        require_trainable(size)
+
+
+def _require_output(request: Request) -> None:
+    if not request.output.name:
+        hint = "data/code writes data/code.bin and its kin"
+        raise wrong(f"'{request.output}' names no file", hint, "--output")
 
 
 def fingerprint(request: Request, sources: Sequence[Source]) -> str:
@@ -75,7 +102,11 @@ def done_before(request: Request, name: str) -> dict[str, object] | None:
 
     Raises MtcliError where outputs are in the way.
     """
-    made = _existing(request.output, (".bin", ".idx", ".json"))
+    try:
+        made = _existing(request.output, (".bin", ".idx", ".json", ".tokenizer"))
+    except OSError as error:  # of a name that is too long
+        why = f"it cannot be written: {error.strerror}"
+        raise wrong(why, "another --output", "--output") from None
     if not made or request.force:
         return None
     if request.resume and with_suffix(request.output, ".idx") in made:

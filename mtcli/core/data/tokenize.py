@@ -107,17 +107,22 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(_bytes_backend())
 
 
+def require_trainable(vocab_size: int) -> None:
+    """Raises MtcliError where a vocabulary is too small to be trained."""
+    if vocab_size < 257:
+        raise wrong(
+            f"train:{vocab_size} is less than the 256 bytes and the end-of-document token = 257",
+            "train:8192 is a usual size for a small model",
+        )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` ids, with GPT-2's words, trained on `texts`.
 
     Ids 0 to 255 are bytes in the alphabet's order, the last is the end of a document. A corpus that
     is too small to fill the vocabulary gives a smaller one.
     """
-    if vocab_size < 257:
-        raise wrong(
-            f"train:{vocab_size} is less than the 256 bytes and the end-of-document token = 257",
-            "train:8192 is a usual size for a small model",
-        )
+    require_trainable(vocab_size)
     backend = HfTokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

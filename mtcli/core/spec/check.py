@@ -43,11 +43,20 @@ def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig
     return config
 
 
-def require(config: RunConfig, world: int, *more: Rule, without: Collection[Rule] = ()) -> None:
-    """Raises MtcliError with every rule that `config` breaks on `world` ranks, `more` included."""
+def require(
+    config: RunConfig | None,
+    world: int,
+    *more: Rule,
+    without: Collection[Rule] = (),
+    found: Sequence[Problem] = (),
+) -> RunConfig:
+    """The config. Raises MtcliError with all that was `found` wrong and every rule it breaks."""
+    if config is None:
+        raise MtcliError(*found)
     rules = [rule for rule in (*RULES, *more) if rule not in without]
-    if broken := _broken(rules, config, world):
+    if broken := [*found, *_broken(rules, config, world)]:
         raise refusal(config, world, broken, *more, without=without)
+    return config
 
 
 def refusal(

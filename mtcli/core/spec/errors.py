@@ -1,7 +1,8 @@
 """The one error a user sees: what is wrong with both numbers, then a hint, and an exit code."""
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Exit(IntEnum):
@@ -48,3 +49,36 @@ def wrong(message: str, hint: str = "", field: str = "") -> MtcliError:
 def failed(message: str, hint: str = "") -> MtcliError:
     """The error for work that was legal and did not succeed (exit 1)."""
     return MtcliError(Problem(message, hint), code=Exit.FAILED)
+
+
+def every(*steps: Callable[[], Any], otherwise: Callable[[], Any] | None = None) -> list[Any]:
+    """What each step returns. `otherwise` is a step that is taken only where another has failed:
+    what is checked later in any case, and is told with the rest.
+
+    Raises MtcliError with the problems of all steps that raise one, each problem once.
+    """
+    found: list[Any] = []
+    errors: list[MtcliError] = []
+    for step in steps:
+        _take(step, found, errors)
+    if errors and otherwise:
+        _take(otherwise, found, errors)
+    if errors:
+        problems = dict.fromkeys(problem for error in errors for problem in error.problems)
+        hints = dict.fromkeys(error.hint for error in errors if error.hint)
+        code = max(error.code for error in errors)
+        raise MtcliError(*problems, code=code, hint="\n\nhint: ".join(hints))
+    return found
+
+
+def _take(step: Callable[[], Any], found: list[Any], errors: list[MtcliError]) -> None:
+    try:
+        found.append(step())
+    except MtcliError as error:
+        errors.append(error)
+
+
+def refusal(problems: Sequence[Problem]) -> dict[str, Any]:
+    """What is wrong, as the JSON of any command."""
+    told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in problems]
+    return {"ok": False, "problems": told}

@@ -185,7 +185,7 @@ def test_outputs_are_not_replaced_unless_forced(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     run(tmp_path / "a.txt", tmp_path / "out")
     (tmp_path / "a.txt").write_text("other")
-    with pytest.raises(MtcliError, match="3 outputs exist: .*out.bin, .*\n\nhint: --force"):
+    with pytest.raises(MtcliError, match="4 outputs exist: .*out.bin, .*\n\nhint: --force"):
         run(tmp_path / "a.txt", tmp_path / "out")
     with pytest.raises(MtcliError, match="out was made from other inputs or options"):
         run(tmp_path / "a.txt", tmp_path / "out", resume=True)
@@ -223,6 +223,8 @@ def test_the_text_of_an_end_of_document_is_counted(tmp_path):
         ({"tokenizer": "train:many"}, "tokenizer train:many is not train: and a number"),
         ({"tokenizer": "train:12"}, "train:12 is less than the 256 bytes"),
         ({"tokenizer": "./absent"}, "tokenizer ./absent: no such file or folder"),
+        ({"output": Path("")}, "--output: '.' names no file"),
+        ({"output": Path("a" * 300)}, "--output: it cannot be written: File name too long"),
     ],
 )
 def test_requests_that_cannot_be_met_are_refused(tmp_path, options, message):
@@ -230,6 +232,29 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path, options, message):
     with pytest.raises(MtcliError, match=message):
         run(**{"inputs": tmp_path / "a.txt", "output": tmp_path / "out", **options})
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path):
+    inputs = [str(tmp_path / name) for name in ("a.csv", "absent.txt", "empty")]
+    Path(inputs[0]).touch()
+    Path(inputs[2]).mkdir()
+    with pytest.raises(MtcliError) as error:
+        run(inputs, tmp_path / "out", "train:9", workers=0)
+    told = [problem.message for problem in error.value.problems]
+    assert len(told) == 5
+    assert told[:2] == [f"{inputs[0]} is of no kind that can be read", f"no input {inputs[1]}"]
+
+
+def test_a_folder_that_has_the_tokenizer_s_name_is_not_replaced_unless_forced(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    mine = tmp_path / "out.tokenizer" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(MtcliError, match=r"1 outputs exist: .*out.tokenizer"):
+        run(tmp_path / "a.txt", tmp_path / "out")
+    assert mine.read_text() == "mine"
+    run(tmp_path / "a.txt", tmp_path / "out", force=True)
+    assert not mine.exists()
 
 
 def test_an_end_of_document_that_the_tokenizer_lacks_is_refused(tmp_path):
