@@ -139,7 +139,7 @@ FAULTS = [
         "self.hops.send(op, x.grad)", "self.hops.send(op, x.grad * 2)",
         lambda f: f.p.pp * f.p.vpp > 1),
     Fault("lost work: the split backward's weight halves", "parallel/split.py",
-        "self.pending.append(lambda: torch.autograd.backward(edge, of_weight(grad, x)))",
+        "self.pending.append(partial(left.backward, left.detach()))",
         "pass",
         lambda f: f.p.schedule == "zero_bubble"),
     Fault("wrong batch: every data rank reads the same samples", "feed.py",

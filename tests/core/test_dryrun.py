@@ -64,6 +64,8 @@ HALVES = {"pp": 2, "zero": 3, "ep": 2}
 RING = {"cp": 2, "pp": 2, "stage_layers": (1, 0), "recompute": "selective"}
 PASSING = {"pp": 3, "schedule": "gpipe", "stage_layers": (1, 0, 1)}  # a stage without layers
 BROAD = {"hidden_size": 1024, "causal": False}
+LATE = SPLIT | {"stage_layers": (0, 2)}  # a stage without blocks before another
+HEAVY = {"ffn_hidden_size": 4096}
 ROWS = {  # world, model, parallel, precision, rank, and other sections
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
@@ -113,6 +115,8 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "nothing but passed on": (3, LLAMA | BROAD, PASSING, "fp32", 1),
     "passed on whole": (3, LLAMA | BROAD, PASSING | {"sequence_parallel": False}, "fp32", 1),
     "zero=3 in a pipeline": (4, EIGHT, CUT | {"zero": 3, "recompute": "full"}, "fp32", None),
+    "halves of wide layers": (2, LLAMA | HEAVY, SPLIT, "bf16", LAST, FEW),
+    "halves that wait": (2, LLAMA | BROAD | ONE, SPLIT | {"stage_layers": (0, 1)}, "fp32", LAST),
 }
 CPU_ROWS = {
     "a ring on CPU": (2, GPT | SIDED, {"cp": 2}, "fp32", None),
@@ -128,6 +132,7 @@ CPU_ROWS = {
     "a long ring in float32 on CPU": (2, LLAMA | SLIM, AGAIN, "fp16", None, LONG),
     "documents round a ring on CPU": (4, LLAMA | SLIM | ONE, RING, "bf16", None, MASKED),
     "blocks of heads on CPU": (1, LLAMA | SLIM | ONE, {"recompute": "full"}, "fp32", None),
+    "halves of wide layers on CPU": (2, LLAMA | HEAVY, LATE, "fp32", LAST, FEW),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }
 SLOW_CPU_ROWS = {  # whose products of bfloat16 are made in float32

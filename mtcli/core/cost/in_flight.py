@@ -19,6 +19,7 @@ class Moments(NamedTuple):
     between: list[Counts]  # ops
     forward: list[list[Counts]]  # within an F of each chunk, its own micro-batch included
     backward: list[list[Counts]]  # within a B or I
+    rest: list[list[Counts]]  # within a W
 
 
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
@@ -39,7 +40,7 @@ def moments(work: Workload, pp_rank: int) -> Moments:
     pp, vpp = work.layout.pp, work.layout.vpp
     if work.schedule_name == "gpipe" and pp > 1:
         everyone: list[Counts] = [(work.num_micro_batches, 0, 0)]
-        return Moments(everyone, [everyone], [everyone])
+        return Moments(everyone, [everyone], [everyone], [[]])
     return _moments(work.schedule_name, pp, vpp, _filling(work), pp_rank)
 
 
@@ -64,10 +65,12 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
     held, halves, gathered = [0] * 3 * vpp, vpp, 2 * vpp
     forward: list[set[Counts]] = [set() for _ in range(vpp)]
     backward: list[set[Counts]] = [set() for _ in range(vpp)]
+    rest: list[set[Counts]] = [set() for _ in range(vpp)]
     between: set[Counts] = set()
     for op in ops:
         chunk = op.stage // pp
         if op.kind == "W":
+            rest[chunk].add(tuple(held))
             held[halves + chunk] -= 1
             continue
         held[gathered + chunk] = 0  # its own ends are on the op's tape
@@ -80,8 +83,8 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
             held[chunk] -= 1
             held[halves + chunk] += op.kind == "I"
         between.add(tuple(held))
-    fronts, backs = ([_most(found) for found in kinds] for kinds in (forward, backward))
-    return Moments(_most(between), fronts, backs)
+    within = ([_most(found) for found in kinds] for kinds in (forward, backward, rest))
+    return Moments(_most(between), *within)
 
 
 def _most(found: Iterable[Counts]) -> list[Counts]:

@@ -112,9 +112,9 @@ def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
 
     kept = level(most.between)
     within = [
-        level(held) - run.kept + peak
-        for run, forward, backward in zip(runs, most.forward, most.backward, strict=True)
-        for held, peak in ((forward, run.forward), (backward, run.backward))
+        level(held) - own + peak
+        for run, *moments in zip(runs, most.forward, most.backward, most.rest, strict=True)
+        for held, (own, peak) in zip(moments, run.peaks, strict=True)
     ]
     return kept, max(kept, *within)
 

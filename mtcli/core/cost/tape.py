@@ -7,6 +7,7 @@ gives the gradients of what it took. So a peak follows from which sizes meet, as
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 
 class Storage:
@@ -48,6 +49,15 @@ class Node:
         self.taken, self.kept, self.wants, self.back = taken, kept, wants, back
 
 
+class Half(NamedTuple):
+    """A weight's gradient that is made later: of so many bytes and rows, from what waits for it."""
+
+    size: float
+    rows: int
+    waits: Sequence[Storage]
+    moment: float  # bytes while it is made
+
+
 class _Enough(Exception):  # noqa: N818
     """All that a backward waits for has been computed again."""
 
@@ -64,6 +74,7 @@ class Tape:
         self.owners, self.splits = owners, splits
         self.nodes: list[Node] = []
         self.made: list[Storage] = []
+        self.halves: list[Half] = []
         self.waiting: list[list[Storage]] = []  # gradients of groups of weights, as they come
         self.keeps = True  # False inside what is computed again later
         self.enough = -1  # so many ops are computed again
@@ -201,6 +212,14 @@ class Tape:
             else:
                 slot[value.place] = grad
         self._collect(leaves)
+
+    def weights(self) -> None:
+        """Makes the weights' gradients that were left for later, one after another."""
+        for half in self.halves:
+            self.moment(half.moment)
+            self._collect([(self.new(half.size), half.rows)])
+            self.free(*half.waits)
+        self.halves = []
 
     def _collect(self, leaves: Sequence[tuple[Storage, int]]) -> None:
         for grad, rows in leaves:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from mtcli.core.cost.shapes import INDEX, chunk_rows, logits_bytes
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
 from mtcli.core.cost.taped_layers import dropout, norm
-from mtcli.core.cost.taped_ops import ENDS, Kit, add, enter, leave, linear, same
+from mtcli.core.cost.taped_ops import ENDS, Kit, add, enter, leave, linear, same, then
 
 TORCH_LOSS_BYTES = 2**20  # logits that torch's functions take at once
 
@@ -41,9 +41,10 @@ def embedded(kit: Kit, weight: Value) -> Value:
 
 
 def head(kit: Kit, x: Value, weight: Value) -> Value:
-    """The last norm and the loss. zero=3 reduces the table's gradient when the loss' is made."""
+    """The last norm, to which x is given up, and the loss. zero=3 reduces the table's gradient when
+    the loss' is made."""
     tape, gathering = kit.tape, kit.gathering
-    normed = out_of_stage(kit, norm(kit, x))
+    normed = out_of_stage(kit, then(kit, x, norm(kit, x)))
     if gathering is not None:
         table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden
         table *= weight.made_by is None  # a tied one waits for the embedding's

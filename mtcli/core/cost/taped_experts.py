@@ -11,7 +11,9 @@ from mtcli.core.cost.taped_ops import (
     Kit,
     activated_linear,
     add,
+    apart,
     gates,
+    joined,
     kept_by,
     linear,
     remakes,
@@ -138,22 +140,13 @@ def _one_by_one(kit: Kit, x: Value, tables: Sequence[Value], number: int) -> Val
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / kit.work.layout.etp
     gated, rows = gates(kit), kit.work.expert_rows / number
     one = hidden * width * size
-    split = _apart(kit, x, number, x.size)
-    ups = _apart(kit, tables[0], number, gated * one * number)
-    downs = _apart(kit, tables[1], number, one * number)
+    split = apart(kit, x, number, x.size)
+    ups = apart(kit, tables[0], number, gated * one * number)
+    downs = apart(kit, tables[1], number, one * number)
     parts = []
     for mine, up, down in zip(split, ups, downs, strict=True):
         inner = linear(kit, mine, (gated * width, hidden), rows, up)
         parts.append(then(kit, inner, activated_linear(kit, inner, (hidden, width), down)))
-    y = tape.op(parts, [x.size], lambda tape, grads: [same(grads[0]) for _ in parts])[0]
+    y = joined(kit, parts, x.size)
     tape.free(*parts, *split)
     return y
-
-
-def _apart(kit: Kit, x: Value, number: int, size: float) -> list[Value]:
-    """Views of x, whose gradients are put together again."""
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(size)]
-
-    return kit.tape.op([x], [x] * number, back)

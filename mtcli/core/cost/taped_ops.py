@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mtcli.core.cost.hardware import Device
 from mtcli.core.cost.shapes import Shapes
-from mtcli.core.cost.tape import Gradients, Storage, Tape, Value, leaf
+from mtcli.core.cost.tape import Gradients, Half, Storage, Tape, Value, leaf
 from mtcli.core.cost.taped_sharding import Gathering, Group
 from mtcli.core.cost.workload import Workload
 from mtcli.core.spec.fp8 import is_narrow
@@ -96,13 +96,18 @@ def add_bias(kit: Kit, x: Value) -> Value:
     return kit.tape.op([x], [x.size], lambda tape, grads: [same(grads[0])])[0]
 
 
-def multiply(kit: Kit, x: Value, y: Value) -> Value:
-    """x * y of one size."""
+def apart(kit: Kit, x: Value, number: int, size: float) -> list[Value]:
+    """Views of x, whose gradients are put together again in `size` bytes."""
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(x.size), tape.new(y.size)]
+        return [tape.new(size)]
 
-    return kit.tape.op([x, y], [x.size], back, kept=[x, y])[0]
+    return kit.tape.op([x], [x] * number, back)
+
+
+def joined(kit: Kit, parts: Sequence[Value], size: float) -> Value:
+    """The parts in memory of their own, whose gradients are views."""
+    return kit.tape.op(parts, [size], lambda tape, grads: [same(grads[0]) for _ in parts])[0]
 
 
 def kept_by(kit: Kit, x: Value, size: float) -> Value:
@@ -137,11 +142,12 @@ def linear(
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(while_made(kit, of_y + of_w, of_input, narrow))
         found = tape.new(of_input)
+        of_weight = while_made(kit, of_y + of_x, whole, narrow)
         if tape.splits and weight is None:
-            x.storage.holders += 1
-            same(grads[0])
+            waits = [same(x.storage), same(grads[0])]
+            tape.halves.append(Half(whole, table.rows, waits, of_weight))
             return [found, None]
-        tape.moment(while_made(kit, of_y + of_x, whole, narrow))
+        tape.moment(of_weight)
         return [found, tape.new(whole)]
 
     copies = of_x + of_w
@@ -184,21 +190,22 @@ def activated_linear(
         kit.work.fp8_scaling, round(width), round(inner)
     )
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
+    table = leaf(width) if weight is None else weight
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(of_y + of_w + given)
         result = tape.new(given)
         found = tape.new(x.size)
         if tape.splits and weight is None:
-            same(grads[0])
-            return [found, None]  # the result waits with the gradient
+            waits = [result, same(grads[0])]
+            tape.halves.append(Half(whole, table.rows, waits, of_y + of_x + whole))
+            return [found, None]
         tape.moment(of_y + of_x + whole)
         of_weight = tape.new(whole)
         tape.free(result)
         return [found, of_weight]
 
     kit.tape.moment(given + max(of_x + of_w, out))
-    table = leaf(width) if weight is None else weight
     return kit.tape.op([x, table], [out], back, kept=[x])[0]
 
 
@@ -273,7 +280,7 @@ def then(kit: Kit, old: Value, new: Value) -> Value:
     return new
 
 
-def same(grad: Storage) -> Storage:
-    """A gradient that is handed on as it is."""
-    grad.holders += 1
-    return grad
+def same(held: Storage) -> Storage:
+    """What is held once more, such as a gradient that is handed on as it is."""
+    held.holders += 1
+    return held

@@ -24,8 +24,14 @@ class Passed(NamedTuple):
     kept: float  # when its forward is done
     left: float  # when its backward is done, until the rest of a split one is
     forward: float  # at most, until it is done
-    backward: float  # at most, from there on
+    backward: float  # at most, from there on, but for the rest of a split one
+    rest: float  # at most, while that is done
     gathered: float = 0.0  # weights of ends that are there when its forward is done
+
+    @property
+    def peaks(self) -> tuple[tuple[float, float], ...]:
+        """(its own bytes that are held besides, bytes at most) within an F, a B or I, and a W."""
+        return (self.kept, self.forward), (self.kept, self.backward), (self.left, self.rest)
 
     def beside(self, size: float) -> "Passed":
         """The same where `size` bytes are there from the forward to the backward."""
@@ -116,11 +122,7 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
     start, alone = len(tape.nodes), tape.live - x.size
     x, blocks = _through(kit, x, layers, known)
     end = len(tape.nodes)
-    if last:
-        y = head(kit, x, table)
-        tape.free(x)
-    else:
-        y = out_of_stage(kit, x)
+    y = head(kit, x, table) if last else out_of_stage(kit, x)
     kept, forward, tape.peak = tape.live, tape.peak, tape.live
 
     given = tape.new(stream * (not last))
@@ -139,7 +141,9 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
     if kit.gathering is not None:
         rest = kit.groups[ENDS]
         kit.gathering.reduced(rest, rest.wide, rest.last)
-    return Passed(blocks.each, kept, half * layers, forward, tape.peak)
+    backward, left, tape.peak, begun = tape.peak, half * layers, tape.live, tape.live
+    tape.weights()
+    return Passed(blocks.each, kept, left, forward, backward, left + tape.peak - begun)
 
 
 def _received(kit: Kit, hands_on: bool) -> Value:

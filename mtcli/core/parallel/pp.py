@@ -156,8 +156,9 @@ class _Step(Generic[Given]):
     def weights(self, op: Op) -> None:
         """W: the weight gradients that I has left."""
         start = self.clock()
-        for run in self.weight_work.pop((op.micro_batch, op.stage)):
-            run()
+        work = self.weight_work.pop((op.micro_batch, op.stage))
+        while work:
+            work.pop(0)()  # which is let go of when it has run
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def infer(self, op: Op) -> Tensor | None:

@@ -5,11 +5,11 @@ Zero-bubble schedules (arXiv:2401.10241, section 2) put the weight half W where 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.products import PLAIN, Products
@@ -52,9 +52,24 @@ class WeightWork:
         of_weight = self.products.of_weight
         if self.pending is None:
             return of_weight(grad, x)
-        edge = get_gradient_edge(weight)
-        self.pending.append(lambda: torch.autograd.backward(edge, of_weight(grad, x)))
+        x = x.detach()  # whose graph leads back to the stage's input and its gradient
+        with torch.enable_grad():
+            left = _Left.apply(weight, lambda: of_weight(grad, x))
+        self.pending.append(partial(left.backward, left.detach()))
         return None
+
+
+class _Left(torch.autograd.Function):
+    """A gradient that is made on the way back: one that is given to a backward would be copied."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        ctx.make = make
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.make(), None
 
 
 class _Linear(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """A tape counts what autograd holds: results, what a backward waits for, and gradients."""
 
-from mtcli.core.cost.tape import Tape, Value, leaf
+from mtcli.core.cost.tape import Half, Tape, Value, leaf
 
 
 def input_of(tape, size):
@@ -76,3 +76,10 @@ def test_names_for_what_is_computed_again_end_with_it():
     tape.free(x)
     go_back(tape, y)
     assert tape.live == 100 + 10  # y, which the test names, and the gradient of x
+
+
+def test_gradients_that_were_left_are_made_one_by_one_and_let_go_of_what_waited_for_them():
+    tape = Tape(splits=True)
+    tape.halves = [Half(5, 1, [tape.new(10)], 6), Half(12, 1, [tape.new(20)], 0)]
+    tape.weights()
+    assert (tape.live, tape.peak) == (0, 10 + 20 + 6)

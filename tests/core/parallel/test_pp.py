@@ -1,6 +1,7 @@
 """The executor of schedules on stages that multiply, so that values and gradients are products."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from ranks import run_ranks
 from torch import nn
 
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.pp import Pipeline, Wire
+from mtcli.core.parallel.pp import Pipeline, Wire, _Step
 from mtcli.core.schedule.generators import forward_only, schedule_for
+from mtcli.core.schedule.ops import Op
 from mtcli.core.spec.layout import ParallelLayout
 
 TOKENS, COLUMNS, MICRO_BATCHES = 3, 2, 4
@@ -137,3 +139,17 @@ def test_what_was_sent_goes_when_the_next_stage_has_it_and_not_at_the_end_of_the
     answers = run_ranks(pp, most_kept, name, vpp)
     for sent, kept in answers:
         assert sent >= 16 and kept <= 2 * pp * vpp
+
+
+def test_a_weights_half_is_let_go_of_before_the_next_is_made():
+    class Half:
+        def __call__(self):
+            there.append(sum(half() is not None for half in halves))
+
+    there, work = [], [Half(), Half(), Half()]
+    halves = [weakref.ref(half) for half in work]
+    op = Op("W", 0, 0)
+    step = SimpleNamespace(weight_work={(0, 0): work}, clock=float, spans=[])
+    del work
+    _Step.weights(step, op)
+    assert there == [3, 2, 1]

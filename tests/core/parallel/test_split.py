@@ -84,3 +84,30 @@ def test_a_wide_copy_of_a_weight_is_made_again_and_never_waits():
     for half in pending:
         half()
     torch.testing.assert_close(weight.grad, (grad.T @ x).float())
+
+
+def test_a_gradient_that_waited_becomes_the_parameters_without_a_copy():
+    with Live() as live:
+        x, _, weight, grad = made(gated=False)
+        weight, work = weight.requires_grad_(), WeightWork()
+        out = work.linear(x.requires_grad_(), weight)
+        with work.collecting() as pending:
+            out.backward(grad)
+        waiting = live.bytes
+        live.begin()
+        (half,) = pending
+        half()
+    assert live.peak - waiting < 1.5 * weight.nbytes
+
+
+def test_a_half_that_waits_holds_what_it_multiplies_and_not_the_stages_input():
+    with Live() as live:
+        x, _, weight, grad = made(gated=False)
+        x, weight, work = x.requires_grad_(), weight.requires_grad_(), WeightWork()
+        kept = live.bytes
+        out = work.linear(2.0 * x, weight)
+        with work.collecting() as pending:
+            out.backward(grad)
+        del x, out
+    assert len(pending) == 1
+    assert live.bytes == kept  # 2 x, in the place of x, whose gradient is gone with it
