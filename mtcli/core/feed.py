@@ -20,6 +20,7 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.seen import restarted
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.model import stage_layers
 
 
 class Read(NamedTuple):
@@ -37,6 +38,8 @@ class Feed:
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
         self.positions = positions.to(groups.device)  # of this rank's part of each sequence
+        layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
+        self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
         self.next_step = -1
         self.reader: Prefetcher[Read] | None = None
 
@@ -104,6 +107,7 @@ class Feed:
             positions=positions,
             numbers=numbers,
             documents=documents,
+            attended=self.has_blocks,
             aux_scale=gradient_scale,
         )
 

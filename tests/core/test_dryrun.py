@@ -66,6 +66,7 @@ PASSING = {"pp": 3, "schedule": "gpipe", "stage_layers": (1, 0, 1)}  # a stage w
 BROAD = {"hidden_size": 1024, "causal": False}
 LATE = SPLIT | {"stage_layers": (0, 2)}  # a stage without blocks before another
 HEAVY = {"ffn_hidden_size": 4096}
+SMALL = {"hidden_size": 128, "num_heads": 4}
 ROWS = {  # world, model, parallel, precision, rank, and other sections
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
@@ -117,6 +118,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "zero=3 in a pipeline": (4, EIGHT, CUT | {"zero": 3, "recompute": "full"}, "fp32", None),
     "halves of wide layers": (2, LLAMA | HEAVY, SPLIT, "bf16", LAST, FEW),
     "halves that wait": (2, LLAMA | BROAD | ONE, SPLIT | {"stage_layers": (0, 1)}, "fp32", LAST),
+    "no blocks, no positions": (8, LLAMA | SLIM | SMALL, LATE | {"tp": 4}, "fp32", 0, LONG),
 }
 CPU_ROWS = {
     "a ring on CPU": (2, GPT | SIDED, {"cp": 2}, "fp32", None),

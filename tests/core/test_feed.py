@@ -198,3 +198,11 @@ def test_an_id_beyond_the_vocabulary_is_an_error_with_both_numbers(prefix, tmp_p
     assert problem.message == "the data's token id 101 is not below vocab_size=101"
     assert "model.vocab_size=102" in problem.hint and problem.field == "model.vocab_size"
     assert open_for({"train": [prefix]}, GPT | {"vocab_size": 102}).close() is None
+
+
+def test_a_rank_without_blocks_is_given_no_rotation():
+    rope = {"position": "rope", "num_layers": 2}
+    config = run_config(GPT | rope, batch=BATCH, parallel={"pp": 2, "stage_layers": (0, 2)})
+    layout = ParallelLayout(2, pp=2)
+    turns = [rows_of(config, layout, rank, 0)[0].rotation is not None for rank in range(2)]
+    assert turns == [False, True]

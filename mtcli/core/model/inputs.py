@@ -80,15 +80,18 @@ def make_inputs(
     *,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
+    attended: bool = True,
     **others: Any,
 ) -> Inputs:
     """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation.
 
-    `documents` [b, s of whole rows] keep tokens from seeing other documents than their own;
-    `others` are further fields of `Inputs`.
+    `documents` [b, s of whole rows] keep tokens from seeing other documents than their own. Where
+    nothing is `attended`, on a rank without blocks, there is no rotation. `others` are further
+    fields of `Inputs`.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    turns = rotation(model, positions, dtype) if model.position == "rope" else None
+    turned = attended and model.position == "rope"
+    turns = rotation(model, positions, dtype) if turned else None
     seen = Seen(model.causal, documents)
     return Inputs(tokens, positions, rotation=turns, seen=seen, **others)
