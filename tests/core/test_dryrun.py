@@ -67,6 +67,9 @@ BROAD = {"hidden_size": 1024, "causal": False}
 LATE = SPLIT | {"stage_layers": (0, 2)}  # a stage without blocks before another
 HEAVY = {"ffn_hidden_size": 4096}
 SMALL = {"hidden_size": 128, "num_heads": 4}
+UNGROUPED = {"num_kv_heads": 8}
+DRAWN = {"attention_dropout": 0.1}
+AGAIN_ONCE = {"recompute": "selective"}
 ROWS = {  # world, model, parallel, precision, rank, and other sections
     "one rank": (1, GPT, {}, "bf16", None),
     "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
@@ -119,6 +122,9 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "halves of wide layers": (2, LLAMA | HEAVY, SPLIT, "bf16", LAST, FEW),
     "halves that wait": (2, LLAMA | BROAD | ONE, SPLIT | {"stage_layers": (0, 1)}, "fp32", LAST),
     "no blocks, no positions": (8, LLAMA | SLIM | SMALL, LATE | {"tp": 4}, "fp32", 0, LONG),
+    "dropped in float64": (1, LLAMA | DRAWN, AGAIN_ONCE, "fp64", None),
+    "a ring in float64": (2, GPT | SIDED, {"cp": 2}, "fp64", None),
+    "documents in float64": (1, LLAMA | UNGROUPED, {}, "fp64", None, MASKED),
 }
 CPU_ROWS = {
     "a ring on CPU": (2, GPT | SIDED, {"cp": 2}, "fp32", None),
@@ -134,6 +140,8 @@ CPU_ROWS = {
     "a long ring in float32 on CPU": (2, LLAMA | SLIM, AGAIN, "fp16", None, LONG),
     "documents round a ring on CPU": (4, LLAMA | SLIM | ONE, RING, "bf16", None, MASKED),
     "blocks of heads on CPU": (1, LLAMA | SLIM | ONE, {"recompute": "full"}, "fp32", None),
+    "documents on CPU": (1, LLAMA | UNGROUPED, {}, "fp32", None, MASKED),
+    "long documents on CPU": (1, LLAMA | SLIM | UNGROUPED, {}, "fp32", None, MASKED | LONG),
     "halves of wide layers on CPU": (2, LLAMA | HEAVY, LATE, "fp32", LAST, FEW),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from mtcli.core.cost.tape import Gradients, Storage, Tape, Value
 from mtcli.core.cost.taped_context import by_heads, gathered, in_order, ring
 from mtcli.core.cost.taped_ops import Kit, column_linear, moved, row_linear, then
-from mtcli.core.cost.taped_scores import QKV, Heads, copied, mask_numel, product, softmax, whole
+from mtcli.core.cost.taped_scores import (
+    QKV,
+    Heads,
+    copied,
+    mask_numel,
+    masked_softmax,
+    product,
+    whole,
+)
 
 DRAWN = 3  # 64-bit numbers of each probability at once, while its mask is hashed
 
@@ -72,7 +80,7 @@ def _dropped(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     scaled = moved(kit, q, heads.q, heads.q, heads.q)
     scores = product(kit, (scaled, k), heads.scores * size)
     tape.free(scaled, k)
-    chances = softmax(kit, scores, heads.scores)
+    chances = masked_softmax(kit, scores, heads.scores)
     tape.free(scores)
     tape.moment(DRAWN * 8 * heads.scores)
 

@@ -38,17 +38,22 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
         return found
 
     kv = tape.op([k, v], [both], apart)[0]
-    tape.moment(passing + (wide + 1) * heads.q)
+    tape.moment(passing + wide * heads.q + max(heads.q, 3 * _scores(kit, heads)))
     taken = [q, kv]
     mixed = tape.op(taken, [heads.q], back, kept=taken, keeps_results=[0], more=heads.lse)[0]
     tape.free(kv)
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
+def _scores(kit: Kit, heads: Heads) -> float:
+    """Bytes of a block's scores where no kernel of a GPU's makes them: in float64."""
+    return heads.scores / kit.work.layout.cp * heads.size * (kit.by_torch and not kit.cpu)
+
+
 def _going_back(kit: Kit, heads: Heads) -> float:
     """Bytes at once beside a ring's own while gradients of one block of keys are made on CPU."""
     if not kit.cpu:
-        return 0.0
+        return 5 * _scores(kit, heads)
     work, size = kit.work, made_in(kit, heads.size)
     rows, times = work.seq_len // work.layout.cp, size / heads.size
     q, both = times * heads.q, times * 2 * heads.k

@@ -89,11 +89,16 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> Tensor:
     if runs_triton(q):
         places = torch.arange(q.shape[2], device=q.device)
         return flash_attention(q, k, v, seen.spans(places, places))
-    rows = []
-    for *row, lengths in zip(q, k, v, seen.lengths, strict=True):
-        documents = zip(*(x[None].split(lengths, 2) for x in row), strict=True)
-        rows.append(torch.cat([whole_attention(*x, seen.causal) for x in documents], 2))
-    return torch.cat(rows)
+    lengths = [length for row in seen.lengths for length in row]
+    tokens = (x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v))  # [n, h, d] each
+    parts = [_document(*qkv, seen.causal) for qkv in zip(*tokens, strict=True)]
+    return torch.cat(parts).unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of a document alone: q [n, h, d], k and v [n, g, d] -> [n, h, d]."""
+    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return whole_attention(*heads, causal)[0].transpose(0, 1)
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
