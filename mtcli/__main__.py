@@ -6,6 +6,7 @@ Exit codes are `spec.errors.Exit`. No traceback reaches a user who did not set M
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import typer
 
@@ -17,9 +18,13 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *rang
 
 def main() -> None:
     """Runs `mtcli` on the process's arguments and exits with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal that has no such letter gets its code
+            stream.reconfigure(errors="backslashreplace")
     code = run(sys.argv[1:])
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where it was closed, as by `>&-`
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader left, as `| head` does; nothing more can be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or Exit.FAILED

@@ -266,3 +266,16 @@ def _function(name):
 def test_a_count_that_no_machine_has_is_refused_at_once(words, capsys):
     assert run(words) == 2
     assert "hint: " in capsys.readouterr().err
+
+
+def test_a_closed_stdout_is_no_traceback():
+    program = [sys.executable, "-m", "mtcli", "--version"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *program], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_terminal_without_a_letter_gets_its_code():
+    code = "import sys; sys.argv[1:] = ['--version']; import mtcli.__main__ as m; "
+    code += "m.run = lambda arguments: print('caf\\xe9') or 0; m.main()"
+    done = python(code, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "caf\\xe9\n")

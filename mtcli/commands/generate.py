@@ -42,7 +42,8 @@ def generate(
     from mtcli.core.spec.load import train_settings
 
     world = environment_world()
-    _, train = every(
+    *_, train = every(
+        lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
         lambda: train_settings(overrides, device=device),
         otherwise=lambda: _require_model(checkpoint, overrides, world or nproc),
@@ -68,6 +69,18 @@ def generate(
         elif runtime.rank == 0:
             for one in found:
                 typer.echo(f"{one['prompt']}{one['text']}")
+
+
+def _require_text(prompts: list[str]) -> None:
+    """Bytes of the command line that are no text come as halves of surrogate pairs."""
+    from mtcli.core.spec.errors import wrong
+
+    for text in prompts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            hint = "UTF-8, and a locale that has it, such as C.UTF-8"
+            raise wrong(f"{text!r} is not text in this locale", hint, "--prompt") from None
 
 
 def _require_top_p(top_p: float) -> None:

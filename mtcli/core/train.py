@@ -21,6 +21,7 @@ from mtcli.core.saver import Saver
 from mtcli.core.saving import progress, progress_of
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
+from mtcli.core.spec.outputs import folder_of
 from mtcli.core.trainer import Step, Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
@@ -72,7 +73,8 @@ def _start(
     Returns which it was in words, and this run's own checkpoint.
     """
     output = Path(trainer.config.train.output)
-    there = bool(step_folders(output / CHECKPOINTS))
+    with folder_of("train.output", output):
+        there = bool(step_folders(output / CHECKPOINTS))
     if there and not resume:
         hint = "--resume goes on from it; or set train.output to another folder"
         raise wrong(f"{output} already holds a run", hint, "train.output")

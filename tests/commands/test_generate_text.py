@@ -56,8 +56,9 @@ def test_plain_output_is_the_prompt_and_its_text(model):
         (["--prompt", "a", "--top-p", "0"], "error: --top-p: top_p=0 keeps no token"),
         (["--prompt", "a", "--set", "parallel.tp=3"], "tp=3 does not divide num_kv_heads=2"),
         (["--prompt", "a", "--temperature", "-1"], "temperature"),
+        (["--prompt", "caf\udce9"], "--prompt: 'caf\\udce9' is not text in this locale"),
     ],
-    ids=["top-p", "layout", "temperature"],
+    ids=["top-p", "layout", "temperature", "bytes"],
 )
 def test_wrong_input_ends_with_2_and_says_what_is_right(model, flags, message):
     done = generate(model[0], *flags)

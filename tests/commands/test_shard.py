@@ -233,6 +233,7 @@ def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
         (["SRC", "DST", "--layout", "tp=2,tp=4"], "tp is given twice: 2 and 4"),
         (["gone", "DST"], "there is no folder gone"),
         (["SRC", "SRC"], "gpt2 exists"),
+        (["SRC", "d" * 300], "d cannot be written: File name too long"),
     ],
 )
 def test_wrong_input_is_refused_before_a_word_and_nothing_is_written(

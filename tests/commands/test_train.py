@@ -141,6 +141,20 @@ def test_an_output_that_holds_a_run_is_refused_by_every_worker_in_one_voice(home
     assert "hint: --resume goes on from it" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_an_output_that_cannot_be_a_folder_is_refused(home, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    for output, why in (
+        ("taken", "File exists"),
+        ("taken/x", "Not a dir"),
+        ("x" * 300, "File name"),
+    ):
+        done = train(home, to(tmp_path / output))
+        assert done.returncode == 2
+        said = f"error: train.output: {tmp_path / output} cannot be written: {why}"
+        assert said in done.stderr and "\nhint: " in done.stderr
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
 def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
     done = train(home, to(tmp_path / "tuned"), "train.steps=1", flags=["--init", str(base[0])])
     assert done.returncode == 0, done.stderr

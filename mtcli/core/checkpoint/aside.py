@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtcli.core.checkpoint import manifest, names
 from mtcli.core.spec.errors import failed, wrong
-from mtcli.core.spec.outputs import sync_folder
+from mtcli.core.spec.outputs import folder_of, sync_folder
 
 
 @contextmanager
@@ -45,8 +45,9 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 def require_free(final: Path, force: bool) -> None:
     """Raises MtcliError where something has the name already that may not be replaced."""
-    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
-        return
+    with folder_of("DST", final):
+        if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+            return
     if not force:
         raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
     if not any((final / name).is_file() for name in (manifest.NAME, "config.json")):

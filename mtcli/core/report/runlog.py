@@ -19,6 +19,7 @@ from mtcli.core.spec.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import count_parameters, forward_flops
+from mtcli.core.spec.outputs import folder_of
 
 
 class RunLog:
@@ -40,11 +41,12 @@ class RunLog:
         if not self.speaks:
             return
         config, batch = self.config, self.config.batch
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-        (self.folder / FACTS).write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
-        self.metrics = _truncated(self.folder / METRICS, self.first_step)
-        self.events = _truncated(self.folder / EVENTS, self.first_step)
+        with folder_of("train.output", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+            (self.folder / FACTS).write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
+            self.metrics = _truncated(self.folder / METRICS, self.first_step)
+            self.events = _truncated(self.folder / EVENTS, self.first_step)
         if self.first_step:
             self._event("resumed", {"step": self.first_step, "world": world})
         self.trackers = open_trackers(config)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mtcli.core.spec.errors import failed, wrong
 
@@ -17,9 +18,9 @@ def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> 
     if suffixes and path.suffix not in suffixes:
         message = f"it does not write {path.suffix or 'files without a suffix'}"
         raise wrong(message, f"a name that ends in {' or '.join(suffixes)}", flag)
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", flag)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise wrong(f"{target} is a folder", "name a file", flag)
 
 
@@ -38,12 +39,32 @@ def require_extra(module: str, flag: str) -> None:
 
 @contextmanager
 def aside(target: str | Path) -> Iterator[Path]:
-    """As `whole`, of a file that the user named. Raises MtcliError (exit 1) where it fails."""
+    """As `whole`, of a file that the user named. Raises MtcliError (exit 1) where it fails.
+
+    A link, a device or a pipe (`/dev/stdout`, `>(jq .)`) stays what it is: it is written through.
+    """
+    named = Path(target)
     try:
-        with whole(Path(target)) as path:
-            yield path
+        if named.is_symlink() or (named.exists() and not named.is_file()):
+            with TemporaryDirectory() as folder:
+                yield (made := Path(folder) / named.name)
+                with named.open("wb") as file:
+                    file.write(made.read_bytes())
+        else:
+            with whole(named) as path:
+                yield path
     except OSError as error:
         raise failed(f"{target} cannot be written: {error.strerror}", "name another file") from None
+
+
+@contextmanager
+def folder_of(field: str, folder: Path) -> Iterator[None]:
+    """Raises MtcliError (exit 2) where the system refuses a folder that the user named."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{folder} cannot be written: {error.strerror}"
+        raise wrong(message, "name another folder", field) from None
 
 
 @contextmanager

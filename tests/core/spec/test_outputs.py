@@ -1,5 +1,7 @@
 """Files of a profile: refused before the work, or whole."""
 
+import os
+
 import pytest
 
 from mtcli.core.spec.errors import MtcliError
@@ -48,3 +50,22 @@ def test_a_disk_that_refuses_is_told(tmp_path):
     with full as caught, aside(str(tmp_path / "a.json")):
         raise OSError(28, "No space left on device")
     assert caught.value.code == 1
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
+    (tmp_path / "file").write_text("before")
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "file")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for target in (link, pipe):
+        with aside(target) as path:
+            path.write_text("after")
+    assert link.is_symlink() and link.read_text() == "after"
+    assert pipe.is_fifo() and os.read(reader, 9) == b"after"
+    os.close(reader)
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(MtcliError, match="cannot be written: File name too long"), aside("a" * 300):
+        raise AssertionError("there is nothing to write to")
