@@ -279,3 +279,16 @@ def test_a_terminal_without_a_letter_gets_its_code():
     code += "m.run = lambda arguments: print('caf\\xe9') or 0; m.main()"
     done = python(code, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout) == (0, "caf\\xe9\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (["--top-p", "1.5"], "'--top-p': 1.5 should be less than or equal to 1"),
+        (["--max-tokens=0"], "'--max-tokens': 0 should be greater than or equal to 1"),
+        (["--device", "gpu"], "'--device': 'gpu' is not one of 'auto', 'cpu', 'cuda'"),
+    ],
+)
+def test_a_flag_s_value_that_is_wrong_is_told(flag, said, capsys):
+    assert run(["generate", "x", "--prompt", "a", *flag]) == 2
+    assert capsys.readouterr().err.startswith(f"error: invalid value for {said}\n\nhint: ")

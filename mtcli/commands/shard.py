@@ -91,12 +91,14 @@ def shard(
     from mtcli.core.spec.upcycle import recipe_of
 
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
+    given |= {"--max-shard-size": max_shard_size}
+    compared = {"--dtype": dtype, "--verify": verify or None}
     cast, model, size, where, verb = every(
         lambda: None if dtype is None else parse_dtype(dtype),
         lambda: _model(config, overrides),
         lambda: _size(max_shard_size or "5GB"),
         lambda: parse_layout(layout or ""),
-        lambda: _verb(words, given | {"--max-shard-size": max_shard_size}),
+        lambda: _verb(words, given, compared),
         otherwise=lambda: every(*(partial(open_checkpoint, Path(word)) for word in _read(words))),
     )
     if verb == "inspect":
@@ -127,13 +129,13 @@ def _read(words: list[str]) -> list[str]:
     return words[1:] if words[0] in COUNTS else words[:1]
 
 
-def _verb(words: list[str], given: dict[str, object]) -> str:
-    """What to do: convert, or `inspect` or `verify` what is there, for which no flag says how."""
+def _verb(words: list[str], given: dict[str, object], compared: dict[str, object]) -> str:
+    """What to do: convert, or `inspect` or `verify` what is there, for which no flag says how;
+    `compared` are flags that `verify` takes too."""
     verb = words[0] if words[0] in COUNTS else "convert"
-    flags = [flag for flag, value in given.items() if value is not None]
-    if verb != "convert" and flags:
-        problems = (Problem(f"{flag} with {verb}", "it goes with SRC DST") for flag in flags)
-        raise MtcliError(*problems)
+    others = {"convert": {}, "verify": given, "inspect": given | compared}[verb]
+    if flags := [flag for flag, value in others.items() if value is not None]:
+        raise MtcliError(*(Problem(f"{f} with {verb}", "it goes with SRC DST") for f in flags))
     if len(words) != COUNTS.get(verb, 2):
         said = " ".join(words)
         raise wrong(f"{said!r} is not SRC DST", "SRC DST, or inspect SRC, or verify A B")

@@ -221,6 +221,8 @@ def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
         (["SRC", "DST", "--layout", "tp=3"], "tp=3 does not divide num_kv_heads=4"),
         (["inspect", "SRC", "--layout", "tp=3"], "--layout with inspect"),
         (["verify", "SRC", "SRC", "--to", "hf"], "--to with verify"),
+        (["inspect", "SRC", "--dtype", "bf16"], "--dtype with inspect"),
+        (["inspect", "SRC", "--verify"], "--verify with inspect"),
         (["SRC", "DST", "--layout", "zz=3"], "'zz=3' is not a part of a layout"),
         (["SRC", "DST", "--dtype", "int8"], "there is no dtype 'int8'"),
         (["SRC", "DST", "--to", "hf", "--layout", "tp=2"], "--layout tp=2 with --to hf"),
