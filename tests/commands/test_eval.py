@@ -265,6 +265,15 @@ def test_all_that_is_wrong_is_told_at_once_and_as_json(folder, tmp_path):
     assert fields[:2] == ["--task", "train.steps"] and "parallel.pp" in fields[2:]
 
 
+def test_every_bad_file_is_told_at_once(folder, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    tasks = ["--task", f"lambada={tmp_path}/empty.jsonl", "--task", f"race={tmp_path}"]
+    done = mtcli("eval", folder / "model", *tasks)
+    assert done.returncode == 2
+    assert "empty.jsonl is empty: 0 bytes" in done.stderr
+    assert f"{tmp_path} holds 0 RACE articles" in done.stderr
+
+
 def test_workers_refuse_a_layout_once_and_name_the_nearest_legal_ones(folder):
     flags = ["--nproc", 2, "--device", "cpu", "--set", "parallel.cp=2", "--set", "parallel.pp=2"]
     done = launched("eval", folder / "model", "--task", tasks_of(folder)[0], *flags)

@@ -1,6 +1,7 @@
 """A task bound to a model: what it will compute, in numbers, and the function that computes it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from mtcli.core.evaluate.prepared import Options, Progress, Report
 from mtcli.core.evaluate.requests import Scorer
 from mtcli.core.evaluate.scoring import plan, run
 from mtcli.core.evaluate.tasks import HARNESS_PREFIX, TASKS, TaskSpec
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import every, wrong
 
 
 class Job(NamedTuple):
@@ -30,14 +31,12 @@ def make_jobs(
 ) -> list[Job]:
     """One job per task, files read and requests packed.
 
-    Raises MtcliError for a bad file, or for a task of lm-eval's where lm-eval is not installed.
+    Raises MtcliError for all bad files, and for a task of lm-eval's where it is not installed.
     """
-    return [
-        _ours(spec, scorer, encoder, options, batch_tokens)
-        if spec.path is not None
-        else _theirs(spec, scorer, encoder, options, batch_tokens)
-        for spec in specs
-    ]
+    given = scorer, encoder, options, batch_tokens
+    return every(
+        *(partial(_theirs if spec.path is None else _ours, spec, *given) for spec in specs)
+    )
 
 
 def _ours(
