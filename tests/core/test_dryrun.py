@@ -65,9 +65,14 @@ RING = {"cp": 2, "pp": 2, "stage_layers": (1, 0), "recompute": "selective"}
 PASSING = {"pp": 3, "schedule": "gpipe", "stage_layers": (1, 0, 1)}  # a stage without layers
 BROAD = {"hidden_size": 1024, "causal": False}
 LATE = SPLIT | {"stage_layers": (0, 2)}  # a stage without blocks before another
+SENT = SPLIT | {"pp": 3, "stage_layers": (0, 1, 0)}
+MIDDLE = BROAD | {"num_kv_heads": 1, "activation": "gelu", "ffn_hidden_size": 1536}
+ALONE = {"batch": {"seq_len": 256, "micro_batch_size": 1, "global_batch_size": 1}}
+LAST_ONE = SPLIT | {"stage_layers": (0, 1)}
 HEAVY = {"ffn_hidden_size": 4096}
 SMALL = {"hidden_size": 128, "num_heads": 4}
 UNGROUPED = {"num_kv_heads": 8}
+DEEPER = {"num_layers": 8, "num_kv_heads": 2}
 DRAWN = {"attention_dropout": 0.1}
 AGAIN_ONCE = {"recompute": "selective"}
 ROWS = {  # world, model, parallel, precision, rank, and other sections
@@ -120,7 +125,8 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "passed on whole": (3, LLAMA | BROAD, PASSING | {"sequence_parallel": False}, "fp32", 1),
     "zero=3 in a pipeline": (4, EIGHT, CUT | {"zero": 3, "recompute": "full"}, "fp32", None),
     "halves of wide layers": (2, LLAMA | HEAVY, SPLIT, "bf16", LAST, FEW),
-    "halves that wait": (2, LLAMA | BROAD | ONE, SPLIT | {"stage_layers": (0, 1)}, "fp32", LAST),
+    "a gradient that is sent": (3, LLAMA | ONE | MIDDLE, SENT, "bf16", 1, ALONE),
+    "halves that wait": (2, LLAMA | BROAD | ONE, LAST_ONE, "fp32", LAST),
     "no blocks, no positions": (8, LLAMA | SLIM | SMALL, LATE | {"tp": 4}, "fp32", 0, LONG),
     "dropped in float64": (1, LLAMA | DRAWN, AGAIN_ONCE, "fp64", None),
     "a ring in float64": (2, GPT | SIDED, {"cp": 2}, "fp64", None),
@@ -141,6 +147,7 @@ CPU_ROWS = {
     "documents round a ring on CPU": (4, LLAMA | SLIM | ONE, RING, "bf16", None, MASKED),
     "blocks of heads on CPU": (1, LLAMA | SLIM | ONE, {"recompute": "full"}, "fp32", None),
     "documents on CPU": (1, LLAMA | UNGROUPED, {}, "fp32", None, MASKED),
+    "wide copies of inputs on CPU": (1, LLAMA | SLIM | DEEPER, AGAIN_ONCE, "bf16", None),
     "long documents on CPU": (1, LLAMA | SLIM | UNGROUPED, {}, "fp32", None, MASKED | LONG),
     "halves of wide layers on CPU": (2, LLAMA | HEAVY, LATE, "fp32", LAST, FEW),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),

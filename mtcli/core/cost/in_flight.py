@@ -9,7 +9,8 @@ from mtcli.core.cost.workload import Workload, schedule_of
 from mtcli.core.schedule.ops import Op
 
 # Of each of a rank's chunks, micro-batches between F and B or I; then of each, those between I and
-# W; then of each, 1 where its last op was an F, after which zero=3 keeps its ends gathered.
+# W; then of each, 1 where its last op was an F, after which zero=3 keeps its ends gathered; then of
+# each, within a W, 1 where an I was before it, whose gradient is still held where it was sent.
 Counts = tuple[int, ...]
 
 
@@ -39,7 +40,7 @@ def moments(work: Workload, pp_rank: int) -> Moments:
     """What a pipeline rank holds at most, between ops and within one."""
     pp, vpp = work.layout.pp, work.layout.vpp
     if work.schedule_name == "gpipe" and pp > 1:
-        everyone: list[Counts] = [(work.num_micro_batches, 0, 0)]
+        everyone: list[Counts] = [(work.num_micro_batches, 0, 0, 0)]
         return Moments(everyone, [everyone], [everyone], [[]])
     return _moments(work.schedule_name, pp, vpp, _filling(work), pp_rank)
 
@@ -62,7 +63,7 @@ def _moments(name: str, pp: int, vpp: int, num_micro_batches: int, pp_rank: int)
 
 
 def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
-    held, halves, gathered = [0] * 3 * vpp, vpp, 2 * vpp
+    held, halves, gathered, sent = [0] * 4 * vpp, vpp, 2 * vpp, 3 * vpp
     forward: list[set[Counts]] = [set() for _ in range(vpp)]
     backward: list[set[Counts]] = [set() for _ in range(vpp)]
     rest: list[set[Counts]] = [set() for _ in range(vpp)]
@@ -74,6 +75,7 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
             held[halves + chunk] -= 1
             continue
         held[gathered + chunk] = 0  # its own ends are on the op's tape
+        held[sent:] = [0] * vpp
         if op.kind == "F":
             held[chunk] += 1
             forward[chunk].add(tuple(held))
@@ -83,6 +85,7 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
             held[chunk] -= 1
             held[halves + chunk] += op.kind == "I"
         between.add(tuple(held))
+        held[sent + chunk] = int(op.kind == "I")
     within = ([_most(found) for found in kinds] for kinds in (forward, backward, rest))
     return Moments(_most(between), *within)
 

@@ -105,7 +105,9 @@ def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
 
 def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
     """(what a rank keeps between ops, and within one, at most) of its stages' micro-batches."""
-    sizes = [*chain(*zip(*((run.kept, run.left, run.gathered) for run in runs), strict=True))]
+    sizes = [
+        *chain(*zip(*((run.kept, run.left, run.gathered, run.sent) for run in runs), strict=True))
+    ]
 
     def level(held: Sequence[Counts]) -> float:
         return max((sum(map(mul, counts, sizes)) for counts in held), default=0.0)

@@ -26,6 +26,7 @@ class Passed(NamedTuple):
     forward: float  # at most, until it is done
     backward: float  # at most, from there on, but for the rest of a split one
     rest: float  # at most, while that is done
+    sent: float  # its input's gradient, held until something else is received
     gathered: float = 0.0  # weights of ends that are there when its forward is done
 
     @property
@@ -141,9 +142,12 @@ def _passed(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) 
     if kit.gathering is not None:
         rest = kit.groups[ENDS]
         kit.gathering.reduced(rest, rest.wide, rest.last)
-    backward, left, tape.peak, begun = tape.peak, half * layers, tape.live, tape.live
+    backward, left = tape.peak, half * layers
+    tape.free(given)
+    begun = tape.peak = tape.live
     tape.weights()
-    return Passed(blocks.each, kept, left, forward, backward, left + tape.peak - begun)
+    within, sent = left + tape.peak - begun, stream * (not first)
+    return Passed(blocks.each, kept, left, forward, backward, within, sent)
 
 
 def _received(kit: Kit, hands_on: bool) -> Value:
@@ -172,10 +176,11 @@ def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blo
     tape, run = kit.tape, min(layers, 1 if kit.gathering is None else 3)
     each, number, others = known, layers - run, tape.hold(0.0)
     for place in range(run):
-        begun, most = tape.live, tape.peak
+        begun, most, named = tape.live, tape.peak, x.storage.holders
         tape.peak = begun
         y = block(kit, x, place)
-        each = known or tape.live - y.size - begun + x.size
+        keeps = x.storage.holders > named  # its input, and not a copy alone
+        each = known or tape.live - y.size - begun + x.size * keeps
         tape.free(x)
         x, before = y, number * each * (place == 0)
         tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
