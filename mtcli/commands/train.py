@@ -33,9 +33,13 @@ def train(
     """Train or fine-tune a model from a config; a run folder comes out."""
     from mtcli.core.runtime import bring_up, environment_world, launch, restarts
     from mtcli.core.spec import check
+    from mtcli.core.spec.errors import every
 
     world = environment_world()
-    run = check.load_checked(config, overrides, world or nproc)
+    (run,) = every(
+        lambda: check.load_checked(config, overrides, world or nproc),
+        otherwise=lambda: _require_data(config, overrides),
+    )
     if world is None:
         launch(nproc, sys.argv[1:], max_restarts)
         return
@@ -47,3 +51,12 @@ def train(
         finished = train_run(run, runtime, resume=resume, init=init)
     if not finished:
         raise KeyboardInterrupt
+
+
+def _require_data(source: str, overrides: list[str]) -> None:
+    from mtcli.core.data.batches import require_data
+    from mtcli.core.spec.load import read_config
+
+    config, _ = read_config(source, overrides)
+    if config is not None:
+        require_data(config.data)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.data.batches import Batches, SampleId
+from mtcli.core.data.batches import Batches, SampleId, require_data
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -142,8 +142,7 @@ def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) ->
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
     if not paths:
-        hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
-        raise wrong("there is no training data", hint, "data.train")
+        require_data(data)  # says so
     samples = steps * config.batch.global_batch_size
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed)
     largest = batches.max_token_id()

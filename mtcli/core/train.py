@@ -20,7 +20,7 @@ from mtcli.core.sample_ledger import SampleLedger
 from mtcli.core.saver import Saver
 from mtcli.core.saving import progress, progress_of
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import MtcliError, Problem, failed, wrong
+from mtcli.core.spec.errors import MtcliError, Problem, every, failed, wrong
 from mtcli.core.spec.outputs import folder_of
 from mtcli.core.trainer import Step, Trainer
 
@@ -38,8 +38,10 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
     """
     stop = StopSignal()
     trainer = Trainer(config, runtime)
-    feed = open_feed(config, trainer.groups)
-    valid = open_feed(config, trainer.groups, validation=True) if config.train.eval_every else None
+    feed, valid = every(
+        lambda: open_feed(config, trainer.groups),
+        lambda: config.train.eval_every and open_feed(config, trainer.groups, validation=True),
+    )
     samples = SampleLedger(config, feed.batches)
     source, last_good = _start(trainer, samples, resume, init)
     log = RunLog(config, runtime.rank == 0, trainer.step, peak_flops(config, runtime))

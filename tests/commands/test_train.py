@@ -261,3 +261,12 @@ def test_without_data_a_run_ends_with_2_and_writes_nothing(home, tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "error: data.train: there is no training data" in done.stderr
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=1", "parallel.tp=3"])
+def test_every_file_that_is_missing_is_named_at_once_and_with_the_layout_s_problems(home, layout):
+    absent = ['data.train=["one", "two"]', 'data.valid=["three"]', "train.eval_every=1"]
+    done = train(home, layout, *absent, flags=["--nproc", "1"])
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(done.stderr.count(f"no file {name}.idx") == 1 for name in ("one", "two", "three"))
+    assert ("tp=3 does not divide num_kv_heads=4" in done.stderr) is layout.endswith("3")

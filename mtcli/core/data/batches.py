@@ -5,6 +5,7 @@ size: a rank asks for the ids it owns. The tokens are copied from memory-mapped 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,8 @@ from mtcli.core.data.cache import cached_blend, cached_samples
 from mtcli.core.data.describe import max_token_id
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.samples import Samples
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.config import DataConfig
+from mtcli.core.spec.errors import every, wrong
 
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
 
@@ -55,6 +57,23 @@ class _Segments(NamedTuple):
     stop: list[int]
 
 
+def open_blend(words: Sequence[str]) -> tuple[Blend, list[Indexed]]:
+    """The blend that `words` name and its datasets.
+
+    Raises MtcliError with every file that is missing or wrong.
+    """
+    blend = parse_blend(words)
+    return blend, every(*(partial(Indexed, prefix) for prefix in blend.prefixes))
+
+
+def require_data(data: DataConfig) -> None:
+    """Raises MtcliError with all that is wrong with the files of a run's data."""
+    if not data.train:
+        hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
+        raise wrong("there is no training data", hint, "data.train")
+    every(*(partial(open_blend, words) for words in (data.train, data.valid) if words))
+
+
 class Batches:
     """The samples of one split of a blend, by global id in consumption order."""
 
@@ -72,9 +91,8 @@ class Batches:
         Raises MtcliError where a file is missing or wrong, or the split owns no tokens.
         """
         self.seq_len, self.num_samples = seq_len, num_samples
-        blend = parse_blend(paths)
+        blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
-        indexed = [Indexed(prefix) for prefix in blend.prefixes]
         owned = [_owned(data, split, which) for data in indexed]
         self.tokens = [
             int(data.lengths[mine.start : mine.stop].sum(dtype=np.int64))
