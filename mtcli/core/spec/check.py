@@ -33,14 +33,7 @@ def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig
     Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
     """
     config, found = read_config(source, overrides)
-    if config is not None:
-        found = found + problems(config, world)
-        found += _broken(ENGINE_RULES, config, world)
-    if config is None:
-        raise MtcliError(*found)
-    if found:
-        raise refusal(config, world, found)
-    return config
+    return require(config, world, *ENGINE_RULES, found=found)
 
 
 def require(
