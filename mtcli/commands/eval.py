@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, answering, write_answer
+from mtcli.commands.options import (
+    Device,
+    JsonOut,
+    Nproc,
+    Overrides,
+    answering,
+    require_model,
+    write_answer,
+)
 from mtcli.core.spec.errors import wrong
 
 if TYPE_CHECKING:
@@ -75,7 +83,7 @@ def eval(
     specs, train = every(
         lambda: parse_tasks(tasks),
         lambda: train_settings(overrides, device=device),
-        otherwise=lambda: _require_model(checkpoint, overrides, world or nproc),
+        otherwise=lambda: require_model(checkpoint, overrides, world or nproc),
     )
     if world is None:
         return launch(nproc, sys.argv[1:])
@@ -96,12 +104,6 @@ def eval(
         results, seconds = _run(jobs, quiet=not speaks)
     if speaks:
         _print(summary | {"tasks": results, "seconds": seconds}, json_out)
-
-
-def _require_model(checkpoint: str, overrides: list[str], world: int) -> None:
-    from mtcli.core.engine import require_model  # imports torch
-
-    require_model(checkpoint, overrides, world)
 
 
 def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":

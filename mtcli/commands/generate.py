@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from mtcli.commands.options import Device, JsonOut, Nproc, Overrides, answering, write_answer
+from mtcli.commands.options import (
+    Device,
+    JsonOut,
+    Nproc,
+    Overrides,
+    answering,
+    require_model,
+    write_answer,
+)
 
 Source = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="ours, a run folder, or a Hugging Face one")
@@ -46,7 +54,7 @@ def generate(
         lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
         lambda: train_settings(overrides, device=device),
-        otherwise=lambda: _require_model(checkpoint, overrides, world or nproc),
+        otherwise=lambda: require_model(checkpoint, overrides, world or nproc),
     )
     if world is None:
         launch(nproc, sys.argv[1:])
@@ -88,9 +96,3 @@ def _require_top_p(top_p: float) -> None:
 
     if top_p == 0.0:
         raise wrong("top_p=0 keeps no token", "above 0 and at most 1; 1 cuts nothing", "--top-p")
-
-
-def _require_model(checkpoint: str, overrides: list[str], world: int) -> None:
-    from mtcli.core.engine import require_model  # imports torch
-
-    require_model(checkpoint, overrides, world)

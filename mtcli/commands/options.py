@@ -116,3 +116,10 @@ def answering(command: Callable[P, None]) -> Callable[P, None]:
             command(*arguments, **options)
 
     return answered
+
+
+def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
+    """As `engine.require_model`, which imports torch, and so late."""
+    from mtcli.core import engine
+
+    engine.require_model(checkpoint, overrides, world)
