@@ -95,14 +95,14 @@ def refusing(json_out: str | None, **others: object) -> Iterator[None]:
 
     Of several ranks the first writes.
     """
-    from mtcli.core.spec.errors import MtcliError, refusal
+    from mtcli.core.spec.errors import MtcliError
 
     try:
         yield
     except MtcliError as error:
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
         if json_out and rank == "0":
-            write_json(refusal(error.problems) | others, json_out)
+            write_json(error.as_json() | others, json_out)
         raise
 
 

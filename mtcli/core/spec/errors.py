@@ -1,6 +1,6 @@
 """The one error a user sees: what is wrong with both numbers, then a hint, and an exit code."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -40,6 +40,11 @@ class MtcliError(Exception):
         self.hint = hint
         self.code = code
 
+    def as_json(self) -> dict[str, Any]:
+        """What is wrong, as any command answers it."""
+        told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]
+        return {"ok": False, "problems": told}
+
 
 def wrong(message: str, hint: str = "", field: str = "") -> MtcliError:
     """The error for one thing that is wrong with the user's input (exit 2)."""
@@ -76,9 +81,3 @@ def _take(step: Callable[[], Any], found: list[Any], errors: list[MtcliError]) -
         found.append(step())
     except MtcliError as error:
         errors.append(error)
-
-
-def refusal(problems: Sequence[Problem]) -> dict[str, Any]:
-    """What is wrong, as the JSON of any command."""
-    told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in problems]
-    return {"ok": False, "problems": told}
