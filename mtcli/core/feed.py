@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.data.batches import Batches, SampleId, require_data
+from mtcli.core.data.batches import Batches, SampleId, require_named
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -133,6 +133,7 @@ def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) ->
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
     data, steps = config.data, config.train.steps
+    require_named(data)
     paths, which, split = data.train, "train", data.split
     if validation:
         steps = config.train.eval_batches
@@ -141,8 +142,6 @@ def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) ->
             split = "0,1,0"
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
-    if not paths:
-        require_data(data)  # says so
     samples = steps * config.batch.global_batch_size
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed)
     largest = batches.max_token_id()

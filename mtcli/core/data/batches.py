@@ -66,11 +66,16 @@ def open_blend(words: Sequence[str]) -> tuple[Blend, list[Indexed]]:
     return blend, every(*(partial(Indexed, prefix) for prefix in blend.prefixes))
 
 
-def require_data(data: DataConfig) -> None:
-    """Raises MtcliError with all that is wrong with the files of a run's data."""
+def require_named(data: DataConfig) -> None:
+    """Raises MtcliError where a run names no data to train on."""
     if not data.train:
         hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
         raise wrong("there is no training data", hint, "data.train")
+
+
+def require_data(data: DataConfig) -> None:
+    """Raises MtcliError with all that is wrong with the files of a run's data."""
+    require_named(data)
     every(*(partial(open_blend, words) for words in (data.train, data.valid) if words))
 
 
