@@ -273,7 +273,10 @@ def _open_causal(path: str) -> Checkpoint:
 
 
 def _legal_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
-    """Of forward passes of any shape: no sequence parallelism, one sequence a rank."""
+    """The config of forward passes of any shape: no sequence parallelism, one sequence a rank.
+
+    Raises MtcliError with all that is wrong with the overrides, or with their layout.
+    """
     base = {
         "model": model.model_dump(exclude_none=True),
         "parallel": {"sequence_parallel": False},
