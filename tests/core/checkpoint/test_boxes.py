@@ -12,7 +12,7 @@ from mtcli.core.checkpoint import boxes
 from mtcli.core.checkpoint.boxes import intersection, read_box
 from mtcli.core.checkpoint.openfiles import open_file
 from mtcli.core.spec.errors import MtcliError
-from mtcli.core.spec.sharding import Rectangle, slabs
+from mtcli.core.spec.sharding import Rectangle
 
 PREFIX = 24  # bytes before the tensor
 
@@ -40,17 +40,6 @@ def test_a_box_is_the_slice_of_the_whole(tmp_path_factory, monkeypatch_module, c
     into = torch.full(box.size, -1.0)
     read_box(open_file(path), PREFIX, shape, box, into)
     assert np.array_equal(into.numpy(), whole[box.slices])
-
-
-@given(case=shapes_and_boxes(), most=st.integers(1, 60))
-def test_slabs_are_the_elements_in_order_and_none_is_larger_than_said(case, most):
-    shape = case[0]
-    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    found = [whole[slab.slices].reshape(-1) for slab in slabs(shape, most)]
-    assert np.array_equal(np.concatenate(found), whole.reshape(-1))
-    assert max(map(len, found)) <= most
-    inner = np.prod(shape[1:], dtype=int)  # rows are not torn where one fits
-    assert inner > most or len(found) == -(-len(whole.reshape(-1)) // (most // inner * inner))
 
 
 def test_a_box_fills_strided_memory(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import Parameter, Rectangle
+from mtcli.core.spec.sharding import Parameter, Rectangle, slabs
 
 GPT = ModelConfig(num_layers=1, hidden_size=32, num_heads=4, vocab_size=301, max_seq_len=8)
 LLAMA = ModelConfig(
@@ -151,3 +151,13 @@ def test_a_rectangle_is_an_index_into_the_global_tensor():
     tensor = np.arange(24).reshape(4, 6)
     block = Rectangle((1, 2), (2, 3))
     assert tensor[block.slices].tolist() == [[8, 9, 10], [14, 15, 16]]
+
+
+@given(st.lists(st.integers(1, 7), max_size=4).map(tuple), st.integers(1, 60))
+def test_slabs_are_the_elements_in_order_and_none_is_larger_than_said(shape, most):
+    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    found = [whole[slab.slices].reshape(-1) for slab in slabs(shape, most)]
+    assert np.array_equal(np.concatenate(found), whole.reshape(-1))
+    assert max(map(len, found)) <= most
+    inner = np.prod(shape[1:], dtype=int)  # rows are not torn where one fits
+    assert inner > most or len(found) == -(-len(whole.reshape(-1)) // (most // inner * inner))
