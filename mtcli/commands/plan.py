@@ -96,12 +96,12 @@ def plan(
     Exit codes: 2 where the config is illegal, with every problem; 1 where it does not fit, or where
     a dry run holds other bytes than were predicted.
     """
+    from mtcli.core.cost.report import NOTHING
+
     planned = {"CONFIG": config, "--set": overrides, "--fix": fixed, "--gpus": gpus}
     planned |= {"--device": device, "--top": top, "--global-batch": global_batch, "--seq": seq}
     planned |= {"--ranks": ranks, "--draw": draw, "--output": output, "--dry-run": dry_run}
     planned |= {"--rank": rank}
-    from mtcli.core.cost.report import NOTHING
-
     with refusing(json_out, **NOTHING):
         _require_outputs(plot, output)
         if presets:
