@@ -17,6 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
+from mtcli.core.lifeline import end_with_parent
 from mtcli.core.spec.errors import failed
 
 PRELOADED = ["mtcli.core.checkpoint.conversion"]
@@ -139,6 +140,7 @@ def _receive(connection: Connection, process: ForkServerProcess) -> tuple[str, A
 def _work(connection: Connection, work: Work[Job], part: list[Job]) -> None:
     import torch
 
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us
     torch.set_num_threads(1)
     watch, report = MemoryWatch(), _Report(connection)

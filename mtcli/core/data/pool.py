@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
+from mtcli.core.lifeline import end_with_parent
 from mtcli.core.spec.errors import Exit, MtcliError, Problem, failed
 
 Item = TypeVar("Item")
@@ -106,6 +107,7 @@ def _serve(work: Callable[[Item], Result], end: Connection, inherited: list[Conn
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()
+    end_with_parent()  # in the middle of an item too
     while True:
         try:
             item = end.recv()
