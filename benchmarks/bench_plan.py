@@ -2,7 +2,7 @@
 
 Each layout is planned and then run, `mtcli plan --device cpu` and `mtcli profile` as a user would:
 the median of the timed steps, and the bytes of the fullest rank: weights, gradients, optimizer,
-and what a step keeps on top. The first plan of a kind of run measures the machine (15 to 30 s).
+and what a step keeps on top. The first plan of a kind of run measures the machine.
 
     python benchmarks/bench_plan.py [--steps 8] [--only wide,tp] [--json FILE]
 """

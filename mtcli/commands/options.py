@@ -60,6 +60,14 @@ Device = Annotated[
 ]
 
 
+NoCalibrate = Annotated[
+    bool,
+    typer.Option(
+        "--no-calibrate", help="do not measure this CPU: plan by three quick rates, a roofline"
+    ),
+]
+
+
 def write_json(data: object, target: str) -> None:
     """Writes `data` as JSON to a file, or to stdout where target is `-`.
 

@@ -1,10 +1,11 @@
 """`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, Overrides, refusing, write_json
+from mtcli.commands.options import JsonOut, NoCalibrate, Overrides, refusing, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,6 +90,7 @@ def plan(
     rank: Rank = None,
     presets: Presets = False,
     validate: Validate = None,
+    no_calibrate: NoCalibrate = False,
     json_out: JsonOut = None,
 ) -> None:
     """Check a run config; predict its memory, step time and bubble; search better layouts.
@@ -101,7 +103,7 @@ def plan(
     planned = {"CONFIG": config, "--set": overrides, "--fix": fixed, "--gpus": gpus}
     planned |= {"--device": device, "--top": top, "--global-batch": global_batch, "--seq": seq}
     planned |= {"--ranks": ranks, "--draw": draw, "--output": output, "--dry-run": dry_run}
-    planned |= {"--rank": rank}
+    planned |= {"--rank": rank, "--no-calibrate": no_calibrate}
     with refusing(json_out, **NOTHING):
         _require_outputs(plot, output)
         if presets:
@@ -116,7 +118,8 @@ def plan(
         source = _source(config, rank, dry_run)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        found = answer(read_request(source, wanted, fixed, gpus, device), top)
+        request = read_request(source, wanted, fixed, gpus, device)
+        found = answer(replace(request, calibrates=not no_calibrate), top)
     counted = _dry_run(found, rank) if dry_run else None
     _show(found, json_out, ranks, draw, counted)
     if plot:

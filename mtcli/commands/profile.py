@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ConfigFile, JsonOut, Nproc, Overrides, answering, write_answer
+from mtcli.commands.options import (
+    ConfigFile,
+    JsonOut,
+    NoCalibrate,
+    Nproc,
+    Overrides,
+    answering,
+    write_answer,
+)
 
 if TYPE_CHECKING:
     from mtcli.core.report.figures import Profile
     from mtcli.core.spec.config import RunConfig
 
-OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace"}
+OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace", "no_calibrate"}
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="timed steps")]
 Warmup = Annotated[int, typer.Option("--warmup", min=0, help="steps before those")]
@@ -38,6 +46,7 @@ def profile(
     trace: Trace = None,
     report: Report = None,
     plot: Plot = None,
+    no_calibrate: NoCalibrate = False,
     json_out: JsonOut = None,
 ) -> None:
     """Run a few steps of a config with timers, or show what a finished run's folder measured.
@@ -72,7 +81,7 @@ def profile(
         measured = measure(run, runtime, warmup, steps)
         if runtime.rank > 0:
             return
-        found = Profile(run, runtime.world, measured.device, measured.records)
+        found = Profile(run, runtime.world, measured.device, measured.records, not no_calibrate)
         if trace:
             from mtcli.core.report.tracks import write_trace
 
@@ -127,14 +136,18 @@ def _require_outputs(trace: str | None, report: str | None, plot: str | None) ->
 def _show_profile(
     found: "Profile", report: str | None, plot: str | None, json_out: str | None
 ) -> None:
+    """Shows what was measured before it asks what is planned, for which a CPU may be calibrated."""
     from rich.console import Console
 
-    from mtcli.core.report.tables import show_profile
+    from mtcli.core.report.tables import show_measured, show_planned
 
+    console = Console()
+    if json_out != "-":
+        show_measured(found, console)
+        sys.stdout.flush()
+        show_planned(found, console)
     if json_out:
         write_answer(found.as_json(), json_out)
-    if json_out != "-":
-        show_profile(found, Console())
     if report:
         from mtcli.core.report.page import write_profile_page
 

@@ -1,30 +1,41 @@
-"""Measures this machine's processor for `mtcli plan --device cpu`: `cost/calibration.py` starts it.
+"""Measures this machine's processor for `mtcli plan --device cpu`, which starts it by
+`cost/calibration_cache.py`.
 
 One process per rank, all at the same work at once. Each trains small models of one kind, alone,
 with the trainer itself; what a forward and a backward pass cost per unit of what they count
 (`cost/host.py`) is then fitted to all of them together, by least squares of relative errors.
+
+What limits it is processor time, BUDGET seconds of all processes: what is measured does not depend
+on how much of the machine others leave to it, only how long that takes.
 """
 
 import json
+import os
+import shutil
+import signal
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from datetime import timedelta
+from multiprocessing import get_context
 from statistics import median
+from time import process_time
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtcli.core.cost.calibration import Amounts, Calibration, Facts
+from mtcli.core.cost.calibration import BUDGET, Amounts, Calibration, Facts
 from mtcli.core.cost.host import attention_seconds, stage_amounts
 from mtcli.core.cost.workload import Workload
+from mtcli.core.lifeline import end_with
 from mtcli.core.measure import counted
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.pp import OpSpan
 from mtcli.core.probes import (
+    LENGTHS,
     Watch,
-    attention_rows,
+    attention_row,
     copy_rate,
     links,
     product_rate,
@@ -37,6 +48,10 @@ from mtcli.core.trainer import Phases, Trainer
 from mtcli.kernels.products import is_slow
 
 ROUNDS, STEPS, WARMUP = 2, 2, 1  # rounds, so that no slow moment of the machine is in all
+MOST_RANKS = 4  # that measure at once: more would have too little of the budget each
+OF_ATTENTION, OF_MODELS = 0.2, 0.7  # of a rank's share, after which nothing more is begun
+LEAST_SHAPES = 8  # as many as a pass has counts (`Amounts`)
+PATIENCE = timedelta(minutes=3)  # for another rank, on a machine that has other work
 NO_LINKS = dict.fromkeys(("gather", "scatter", "reduce", "exchange", "hop"), (0.0, 0.0))
 
 
@@ -73,31 +88,82 @@ class Timed(NamedTuple):
     overhead: float
 
 
+class Budget:
+    """Processor time of this rank: its share of what all processes together may take."""
+
+    def __init__(self, seconds: float, ranks: int) -> None:
+        self.seconds, self.ranks, self.start = seconds, ranks, process_time()
+
+    def allows(self, part: float) -> bool:
+        """Whether no rank has used as much as a part of its share. Collective of several."""
+        used = torch.tensor([process_time() - self.start], dtype=torch.float64)
+        if self.ranks > 1:
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+        return used.item() < part * self.seconds
+
+
 def main() -> None:
-    """Rank 0 prints the calibration of the facts given, as JSON."""
-    facts, folder, rank = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    ranks = facts["ranks"]
-    torch.set_num_threads(max(1, facts["cores"] // ranks))
+    """Prints the calibration of the facts given, as JSON: rank 0, of which the others are forks.
+    They meet in a file of the folder given.
+
+    So torch is imported once, which takes more than a second. Nothing has computed before they
+    are forked: a fork of a process that has used OpenMP may hang.
+    """
+    facts, folder = json.loads(sys.argv[1]), sys.argv[2]
+    ranks = min(facts["ranks"], MOST_RANKS)
+    share = max(0.01, BUDGET - process_time()) / ranks
+    lifeline = os.dup(sys.stdin.fileno())  # multiprocessing closes stdin in a fork
+
+    def work(rank: int) -> Calibration:
+        end_with(lifeline, lambda: shutil.rmtree(folder, ignore_errors=True))
+        return _rank(facts, f"{folder}/store", rank, ranks, share)
+
+    others = [
+        get_context("fork").Process(target=work, args=(rank,), daemon=True)
+        for rank in range(1, ranks)
+    ]
+    for process in others:
+        process.start()
+    found = work(0)
+    for process in others:
+        process.join()
+    sys.stdout.write(json.dumps(found.as_json()))
+
+
+def _rank(facts: Facts, store: str, rank: int, ranks: int, share: float) -> Calibration:
+    """What a rank finds before its share of processor time ends it."""
+    signal.setitimer(signal.ITIMER_PROF, share)  # of processor time; its signal ends the process
+    torch.set_num_threads(max(1, facts["cores"] // facts["ranks"]))
     set_matmul(facts["matmul"])
     if ranks > 1:
-        store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    found = calibrate(facts, rank)
-    if rank == 0:
-        sys.stdout.write(json.dumps(found.as_json()))
+        where = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
+        dist.init_process_group("gloo", timeout=PATIENCE, **where)
+    found = calibrate(facts, rank, ranks, share)
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
+    return found
 
 
-def calibrate(facts: Facts, rank: int, shapes: Sequence[Shape] = SHAPES) -> Calibration:
-    """What rank `rank` of them finds. Collective where there are several."""
-    ranks = facts["ranks"]
-    timer = watch(torch.get_num_threads(), ranks)
-    known = _without_passes(facts, rank, timer)
+def calibrate(
+    facts: Facts, rank: int, ranks: int, share: float, shapes: Sequence[Shape] = SHAPES
+) -> Calibration:
+    """What rank `rank` of those that measure finds in `share` seconds of its processor time.
+
+    Collective where there are several. Raises RuntimeError where that is too little to train
+    enough models.
+    """
+    timer, budget = watch(ranks), Budget(share, ranks)
+    known = _without_passes(facts, rank, timer, budget)
     configs = [run_config(facts, shape) for shape in shapes]
-    rounds = [[_train(config, timer) for config in configs] for _ in range(ROUNDS)]
-    timed = [typical(steps, ranks) for steps in zip(*rounds, strict=True)]
+    rounds: list[list[list[Timed]]] = [[] for _ in configs]
+    for config, steps in [*zip(configs, rounds, strict=True)] * ROUNDS:
+        if budget.allows(OF_MODELS):
+            steps.append(_train(config, timer))
+    timed = [typical(steps, ranks) for steps in rounds if steps]
+    if len(timed) < min(LEAST_SHAPES, len(shapes)):
+        have = f"{len(timed)} of {len(shapes)} models"
+        raise RuntimeError(f"{BUDGET:g} s of processor time were enough for {have}")
     return _fitted(known, timed)
 
 
@@ -167,20 +233,23 @@ def _timed(work: Workload, p: Phases, spans: Iterable[OpSpan]) -> Timed:
     return Timed(work, passes["F"], passes["B"], update, overhead)
 
 
-def _without_passes(facts: Facts, rank: int, timer: Watch) -> Calibration:
+def _without_passes(facts: Facts, rank: int, timer: Watch, budget: Budget) -> Calibration:
     """All but what is fitted."""
-    ranks, precision, kind = facts["ranks"], facts["precision"], facts["kind"]
-    axis = None
-    if ranks > 1:
-        axis = make_groups(ParallelLayout(ranks), rank, torch.device("cpu")).world
+    precision, kind, axis = facts["precision"], facts["kind"], None
+    if budget.ranks > 1:
+        axis = make_groups(ParallelLayout(budget.ranks), rank, torch.device("cpu")).world
+    rows = []
+    for length in LENGTHS:
+        if not rows or budget.allows(OF_ATTENTION):
+            rows.append(attention_row(length, kind["head_dim"], kind["causal"], precision, timer))
     return Calibration(
-        ranks=ranks,
+        ranks=facts["ranks"],
         widens=is_slow(torch.empty(0, dtype=torch.bfloat16)),
         flops=product_rate(precision, timer),
         memory_bandwidth=copy_rate(timer),
         forward=Amounts(),
         backward=Amounts(),
-        attention=attention_rows(kind["head_dim"], kind["causal"], precision, timer),
+        attention=tuple(rows),
         update=(0.0, 0.0),
         overhead=0.0,
         links=links(axis, timer) if axis else NO_LINKS,

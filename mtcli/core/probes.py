@@ -24,7 +24,7 @@ from mtcli.kernels.products import matmul
 
 SIDE = 1024  # of a large product
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
-SCORES, HEADS = 2**20, 8  # of an attention, at least; of long rows fewer heads do
+SCORES, HEAD_DIM = 2**20, 32  # of an attention; of wider heads fewer scores do
 LEAST_SECONDS, LEAST_TIMES = 0.01, 3
 SMALL, LARGE = 2**12, 2**22  # bytes of a collective
 
@@ -36,23 +36,30 @@ class Watch(NamedTuple):
     clock: Callable[[], float]  # seconds
 
 
-def watch(threads: int, ranks: int) -> Watch:
-    """A rank of one thread is timed by what its thread has run, which other programs that use the
-    machine meanwhile leave as it is; several threads wait for each other, and time passes."""
-    together = dist.barrier if ranks > 1 else lambda: None
-    return Watch(together, thread_time if threads == 1 else perf_counter)
+def watch(ranks: int) -> Watch:
+    """A rank is timed by the processor time of its main thread, which other programs that use the
+    machine meanwhile leave as it is. It has its part of every parallel region; threads that wait
+    for each other sleep (OMP_WAIT_POLICY), or they would count their waiting."""
+    return Watch(dist.barrier if ranks > 1 else lambda: None, thread_time)
 
 
 def seconds_of(run: Callable[[], Any], timer: Watch) -> float:
     """Seconds that something takes, its first run aside."""
-    run()
+    return _passes_of(lambda mark: (run(), mark()), 1, timer)[0]
+
+
+def _passes_of(
+    run: Callable[[Callable[[], None]], Any], passes: int, timer: Watch
+) -> tuple[float, ...]:
+    """Seconds of each pass of something that calls `mark` after each, its first run aside."""
+    times: list[list[float]] = []
+    run(lambda: None)
     timer.together()
-    start, seconds = perf_counter(), []
-    while len(seconds) < LEAST_TIMES or perf_counter() - start < LEAST_SECONDS:
-        begin = timer.clock()
-        run()
-        seconds.append(timer.clock() - begin)
-    return median(seconds)
+    while len(times) < LEAST_TIMES or times[-1][-1] - times[0][0] < LEAST_SECONDS:
+        moments = [timer.clock()]
+        run(lambda moments=moments: moments.append(timer.clock()))
+        times.append(moments)
+    return tuple(median(one[i + 1] - one[i] for one in times) for i in range(passes))
 
 
 def product_rate(precision: str, timer: Watch) -> float:
@@ -68,13 +75,10 @@ def copy_rate(timer: Watch) -> float:
     return 2.0 * 4 * len(source) / seconds_of(lambda: target.copy_(source), timer)
 
 
-def attention_rows(head_dim: int, causal: bool, precision: str, timer: Watch) -> tuple[Row, ...]:
-    """Seconds per score, at several lengths."""
-    return tuple(_row(length, head_dim, causal, precision, timer) for length in LENGTHS)
-
-
-def _row(length: int, head_dim: int, causal: bool, precision: str, timer: Watch) -> Row:
-    heads = max(2, min(HEADS, 8 * SCORES // length**2), SCORES // length**2)
+def attention_row(length: int, head_dim: int, causal: bool, precision: str, timer: Watch) -> Row:
+    """Seconds per score of rows of a length."""
+    wanted = SCORES * HEAD_DIM // head_dim // length**2
+    heads = max(2, wanted // 2 * 2)
     projected = torch.randn(2, length, heads // 2, 3, head_dim).to(DTYPES[precision])
     q, k, v = (x.transpose(1, 2) for x in projected.unbind(3))  # strided, as a model's are
     grad, scores = torch.randn_like(q), heads * length**2
@@ -83,11 +87,15 @@ def _row(length: int, head_dim: int, causal: bool, precision: str, timer: Watch)
 
     def seconds(rank: int, ranks: int) -> tuple[float, float]:
         axis = Axis("cp", tuple(range(ranks)), rank, None, Ledger(), Still())
-        there = seconds_of(lambda: attend(*leaves, axis, seen), timer)
-        both = seconds_of(
-            lambda: torch.autograd.grad(attend(*leaves, axis, seen), leaves, grad), timer
-        )
-        return there, both - there
+
+        def there_and_back(mark: Callable[[], None]) -> None:
+            y = attend(*leaves, axis, seen)
+            mark()
+            torch.autograd.grad(y, leaves, grad)
+            mark()
+
+        forward, backward = _passes_of(there_and_back, 2, timer)
+        return forward, backward
 
     whole = seconds(0, 1)
     # The first rank of a ring computes on half of its queries, the last one on half of the keys:
@@ -141,16 +149,17 @@ def links(axis: Axis, timer: Watch) -> dict[str, tuple[float, float]]:
 
 
 def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int, timer: Watch) -> float:
-    """Seconds of a collective, as often on every rank."""
+    """Seconds of a collective, as often on every rank: the lower quartile, as ranks that other
+    programs keep from a processor let the others wait."""
     x = torch.ones(size // 4 // n * n)
-    times = 5 if size == LARGE else 50
+    times = 8 if size == LARGE else 50
     seconds = []
     timer.together()
     for _ in range(times):
         begin = perf_counter()
         run(x)
         seconds.append(perf_counter() - begin)
-    return median(seconds)
+    return sorted(seconds)[times // 4]
 
 
 def _there_and_back(x: Tensor, axis: Axis) -> None:

@@ -40,6 +40,19 @@ def test_the_json_holds_the_contract(capsys):
     assert data["bubble_fraction"] == 0.0
 
 
+@pytest.mark.parametrize("search", [(), ("--top", "2")], ids=["planned", "searched"])
+def test_without_calibration_a_roofline_is_marked_in_table_and_json(capsys, monkeypatch, search):
+    monkeypatch.setattr("mtcli.core.cost.hardware.calibrated", lambda *_: pytest.fail("measured"))
+    flags = ["--device", "cpu", "--no-calibrate", *search]
+    _, out, _ = run(capsys, "tiny", *flags)
+    assert re.search(r"^rates +a roofline, not calibrated: [\d.]+ TFLOP/s", out, re.MULTILINE)
+    data = json.loads(run(capsys, "tiny", *flags, "--json", "-")[1])
+    assert data["device_rates"] == "roofline"
+    monkeypatch.undo()
+    _, out, _ = run(capsys, "tiny", "--device", "cpu")
+    assert "roofline" not in out
+
+
 @pytest.mark.parametrize(("device", "precision"), [("h100", "bf16"), ("v100-32gb", "fp16")])
 def test_a_config_without_precision_is_planned_in_the_half_precision_of_the_gpu(
     capsys, device, precision

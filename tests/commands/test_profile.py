@@ -63,8 +63,10 @@ def test_memory_at_its_peak_is_what_plan_says(tmp_path):
 
 
 def test_tables_and_both_timelines_are_on_stdout(profiled):
-    for words in ("step time", "MFU", "bubble", "optimizer", "Measured timeline", "Planned"):
+    for words in ("step time", "MFU", "bubble", "optimizer"):
         assert words in profiled.stdout
+    order = [profiled.stdout.index(title) for title in ("Measured", "Beside the plan", "Planned")]
+    assert order == sorted(order) and "roofline" not in profiled.stdout
     assert profiled.stdout.count("\nrank 1 ") == 2
 
 
@@ -122,8 +124,9 @@ def test_real_data_and_json_on_stdout_alone(tmp_path):
     documents = [np.arange(40) % 64 for _ in range(20)]
     write_dataset(str(tmp_path / "data"), documents, np.uint16)
     flags = ["--set", 'data.train=["data"]', "--steps", 2, "--warmup", 0, "--json", "-"]
-    done = profile("tiny", *SETTINGS, *flags, cwd=tmp_path)
-    assert json.loads(done.stdout)["world"] == 1
+    done = profile("tiny", *SETTINGS, *flags, "--no-calibrate", cwd=tmp_path)
+    data = json.loads(done.stdout)
+    assert data["world"] == 1 and data["predicted"]["device_rates"] == "roofline"
 
 
 @pytest.fixture
@@ -150,8 +153,9 @@ def test_a_finished_runs_page_needs_no_step(run_folder):
 
 def test_what_needs_steps_is_refused_for_a_finished_run(run_folder):
     flags = ["--trace", "t.json", "--set", "parallel.pp=2", "--steps", 10, "--nproc", 1]
+    flags.append("--no-calibrate")
     done = profile("run", *flags, cwd=run_folder, expect=2)
-    for flag in ("--trace", "--set", "--steps", "--nproc"):
+    for flag in ("--trace", "--set", "--steps", "--nproc", "--no-calibrate"):
         assert f"{flag} needs steps to run, and run is a run that is finished" in done.stderr
     assert "hint: mtcli profile run/config.toml" in done.stderr
 

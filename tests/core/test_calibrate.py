@@ -1,6 +1,11 @@
 """Measuring a machine: what is fitted is found again, and every part of the engine answers."""
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +13,7 @@ from ranks import run_ranks
 
 from mtcli.core import probes
 from mtcli.core.calibrate import Shape, Timed, calibrate, least_squares, run_config, typical
-from mtcli.core.cost.calibration import Calibration, facts_of
+from mtcli.core.cost.calibration import BUDGET, Calibration, facts_of
 from mtcli.core.spec.load import load_config
 
 SHAPES = [Shape(64, 1, 64, 16, 2), Shape(64, 2, 128, 32, 2), Shape(128, 1, 64, 16, 4, 8)]
@@ -74,4 +79,28 @@ def _calibrate(runtime):
     probes.LENGTHS, probes.SCORES, probes.SIDE = (16, 32), 2**10, 64
     config = load_config("mixtral-8x7b", ["model.head_dim=32", "train.precision=fp32"])
     facts = facts_of(config, 2) | {"ranks": 2}
-    return calibrate(facts, runtime.rank, SHAPES).as_json()
+    return calibrate(facts, runtime.rank, 2, BUDGET, SHAPES).as_json()
+
+
+def test_nothing_more_is_begun_when_the_share_is_used():
+    facts = facts_of(load_config("tiny"), 1)
+    with pytest.raises(RuntimeError, match=r"20 s of processor time were enough for 0 of 3 models"):
+        calibrate(facts, 0, 1, 1e-6, SHAPES)
+
+
+def test_a_process_ends_when_its_processor_time_is_used(tmp_path):
+    """As the system counts it, whatever the machine does besides. No budget stops the imports."""
+    facts = json.dumps(facts_of(load_config("tiny"), 1))
+    stop = "from time import process_time; calibrate.BUDGET = process_time() + 0.2; "
+    forever = "calibrate.calibrate = lambda *_: [None for _ in iter(int, 1)]; "
+    code = f"from mtcli.core import calibrate; {stop}{forever}calibrate.main()"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    stdin, lifeline = os.pipe()
+    command = [sys.executable, "-c", code, facts, str(tmp_path)]
+    done = subprocess.run(command, stdin=stdin, capture_output=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    os.close(stdin), os.close(lifeline)
+    assert done.returncode == -signal.SIGPROF
+    imports = 4.0
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < imports + 0.2

@@ -3,6 +3,7 @@
 Each worker opens a FIFO for writing and works forever: the test reads its end when all are gone.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -58,7 +59,7 @@ def test_workers_die_with_a_parent_that_was_killed(script, tmp_path):
         parent.wait()
         assert read(reading, 1) == b"", "a worker lives"
     finally:
-        with_group(parent.pid)
+        kill_group(parent.pid)
 
 
 def read(file, count):
@@ -73,9 +74,7 @@ def read(file, count):
     return found
 
 
-def with_group(group):
+def kill_group(group):
     """Kills what a failed test has left."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

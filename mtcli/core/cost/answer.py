@@ -144,11 +144,12 @@ def answer(request: Request, top: int | None) -> Answer:
         if problems:
             raise refusal(config, request.gpus, problems)
         work = Workload.of(config, request.world)
-        device = for_run(request.device, config, request.world)
+        device = for_run(request.device, config, request.world, request.calibrates)
         return Answer(config, predict_workload(work, device))
     if request.problems or config is None:
         raise MtcliError(*request.problems)
-    request = replace(request, device=for_run(request.device, config, request.world))
+    device = for_run(request.device, config, request.world, request.calibrates)
+    request = replace(request, device=device)
     found = _search(config, request, top or DEFAULT_TOP)
     if found.tried or request.keeps_batch:
         return _best(config, request, found)

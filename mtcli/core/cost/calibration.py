@@ -1,31 +1,20 @@
-"""What this machine's processor does in a training step: measured once, kept, and read again.
+"""What this machine's processor does in a training step, and all that this depends on.
 
-`mtcli.core.calibrate` trains small models of the same kind in processes of their own, as many as
-the plan has ranks and the machine cores, all busy at once. What it finds is a file in the user's
-cache folder, by all that it depends on: processor, cores, torch, ranks, precision, update rule and
-kind of model.
+`mtcli.core.calibrate` measures it; `calibration_cache.py` has it measured once and keeps it.
 """
 
-import hashlib
-import json
-import os
 import platform
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import wrong
-from mtcli.core.spec.machine import ALLOCATOR, cores
-from mtcli.core.spec.outputs import whole
+from mtcli.core.spec.machine import cores
 
-VERSION = 4  # of the file, of what its numbers multiply, and of how steps are made
-LIMIT = 180.0  # seconds after which measuring is given up
-FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
+VERSION = 5  # of the file, of what its numbers multiply, and of how steps are made
+BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes
 
 Facts = dict[str, Any]
 LINKS = ("gather", "scatter", "reduce", "exchange", "hop")
@@ -121,92 +110,6 @@ def facts_of(config: RunConfig, world: int) -> Facts:
     }
 
 
-def calibrated(config: RunConfig, world: int) -> Calibration | None:
-    """This machine's numbers for a kind of run: those kept, or measured now, which takes seconds.
-
-    None, with a line on stderr that says why, where they cannot be measured.
-    """
-    if fixed := os.environ.get(FIXED):
-        return _named(fixed)
-    return kept_or_measured(facts_of(config, world), _folder(), _measure)
-
-
-def _named(path: str) -> Calibration:
-    try:
-        return Calibration.of(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, KeyError, TypeError, ValueError):
-        hint = "a file that plan has left in ~/.cache/mtcli; or leave it unset"
-        raise wrong(f"{path} holds no calibration", hint, FIXED) from None
-
-
-def kept_or_measured(
-    facts: Facts, folder: Path, measure: Callable[[Facts], str]
-) -> Calibration | None:
-    """As `calibrated`: the numbers in the folder, else what `measure` prints, which is kept."""
-    text = json.dumps(facts, sort_keys=True)
-    file = folder / f"cpu-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    if found := _read(file, facts):
-        return found
-    ranks = f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''}"
-    _say(f"measuring this CPU for {ranks} of {facts['precision']}, once: about 20 s")
-    try:
-        data = json.loads(measure(facts))
-        found = Calibration.of(data)
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        _say(f"this CPU could not be measured ({error}); numpy's rates are used")
-        return None
-    _keep(file, {"facts": facts, **data})
-    return found
-
-
-def _read(file: Path, facts: Facts) -> Calibration | None:
-    """What a file holds, where it is whole and of these facts."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        return Calibration.of(data) if data["facts"] == facts else None
-    except (OSError, KeyError, TypeError, ValueError):
-        return None
-
-
-def _keep(file: Path, data: dict[str, Any]) -> None:
-    """Writes a file; a folder that cannot be written is told of."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with whole(file) as path:
-            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        _say(f"what was measured is not kept: {file.parent}: {error.strerror}")
-
-
-def _measure(facts: Facts) -> str:
-    """What rank 0 of `python -m mtcli.core.calibrate` prints. Raises RuntimeError."""
-    import subprocess  # not above: a plan that reads what is kept starts sooner
-    import tempfile
-
-    ranks = facts["ranks"]
-    threads = max(1, facts["cores"] // ranks)
-    settings = ALLOCATOR | os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with tempfile.TemporaryDirectory(prefix="mtcli-cpu-") as folder:
-        command = [sys.executable, "-m", "mtcli.core.calibrate", json.dumps(facts), folder]
-        started = [
-            subprocess.Popen([*command, str(rank)], env=settings, stdout=subprocess.PIPE,
-                             stderr=subprocess.DEVNULL, text=True)
-            for rank in range(ranks)
-        ]  # fmt: skip
-        try:
-            said = [process.communicate(timeout=LIMIT)[0] for process in started]
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no answer after {LIMIT:g} s") from None
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-    codes = [process.returncode for process in started]
-    if any(codes):
-        raise RuntimeError(f"its processes ended with {codes}")
-    return said[0]
-
-
 def _torch_version() -> str:
     """As torch's own file says it: importing torch, or all packages' metadata, takes longer."""
     spec = find_spec("torch")
@@ -225,12 +128,3 @@ def _processor() -> str:
         return platform.processor()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mtcli"
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")

@@ -12,7 +12,7 @@ from mtcli.core.cost.costs import Costs, Pass
 from mtcli.core.cost.hardware import Device, device_named, for_run
 from mtcli.core.cost.memory import Memory, memory
 from mtcli.core.cost.physics import PHYSICS, Physics
-from mtcli.core.cost.step import pipeline_seconds, simulated, step_costs
+from mtcli.core.cost.step import pipeline_seconds, pipeline_timeline, step_costs
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.check import require
@@ -98,7 +98,8 @@ class Prediction:
 
     def timeline(self, num_micro_batches: int | None = None) -> Timeline:
         """The simulated pipeline of the step, or of fewer micro-batches of it."""
-        return simulated(self.work, self.costs, num_micro_batches or self.work.num_micro_batches)
+        count = num_micro_batches or self.work.num_micro_batches
+        return pipeline_timeline(self.work, self.costs, count)
 
 
 def predict(config: RunConfig, world: int, device: str) -> Prediction:

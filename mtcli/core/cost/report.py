@@ -80,6 +80,7 @@ def summary(prediction: Prediction) -> list[tuple[str, str]]:
         ("fullest rank", _named(p)),
         *_uneven_row(p),
         *_slow_precision(p),
+        *_roofline_row(p),
         *([("runs", NOT_RUN)] if work.tp_mode == "2d" else []),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
@@ -165,6 +166,15 @@ def _slow_precision(p: Prediction) -> list[tuple[str, str]]:
     return [("precision", f"{asked}, taken at the rate of fp32: {p.device.name} has {has}")]
 
 
+def _roofline_row(p: Prediction) -> list[tuple[str, str]]:
+    """A row where a device was taken for what three quick rates say of it."""
+    if p.device.rates != "roofline":
+        return []
+    flops, memory, link = p.device.peak("fp32"), p.device.memory_bandwidth, p.device.link.bandwidth
+    rates = f"{flops / 1e12:.3g} TFLOP/s, {memory / 1e9:.3g} GB/s of memory and {link / 1e9:.3g}"
+    return [("rates", f"a roofline, not calibrated: {rates} GB/s between ranks")]
+
+
 def describe(prediction: Prediction) -> str:
     """The layout in one line, axes of size 1 left out."""
     layout = layout_of(prediction.work)
@@ -226,6 +236,7 @@ def _figures(p: Prediction) -> Json:
         "bubble_fraction": p.bubble_fraction,
         "communication_seconds": p.communication_seconds,
         "device": p.device.name,
+        "device_rates": p.device.rates,
         "flop_convention": FLOP_CONVENTION,
         "flop_conventions": {
             name: {"tflops_per_gpu": rate / 1e12, "share_of_peak": rate / peak}

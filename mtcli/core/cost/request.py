@@ -26,6 +26,7 @@ class Request:
     pinned: frozenset[str]
     wants_search: bool  # a preset on some number of devices, with no layout of the user's own
     keeps_batch: bool  # the global batch is the user's, not a preset's
+    calibrates: bool = True  # this machine, where it is what is planned for
 
 
 def read_request(

@@ -133,9 +133,22 @@ def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
     if m > few:
         end += (m - few) / pp * _round_seconds(work, costs, timeline)
     busy = sum(timeline.busy_seconds) * m / few
-    if costs.crowd > 1:  # while a rank waits, others have its core
-        end = max(end / costs.crowd, busy / pp)
+    end = _shared(end, busy, work, costs)
     return end, max(0.0, end * pp / busy - 1)  # of no idle time sums differ by their rounding
+
+
+def pipeline_timeline(work: Workload, costs: Costs, num_micro_batches: int) -> Timeline:
+    """The pipeline's timeline as drawn: it ends when `pipeline_seconds` says."""
+    timeline = simulated(work, costs, num_micro_batches)
+    end = _shared(timeline.end, sum(timeline.busy_seconds), work, costs)
+    return timeline.scaled(end / timeline.end)
+
+
+def _shared(end: float, busy: float, work: Workload, costs: Costs) -> float:
+    """When a pipeline ends whose ranks share cores: while one waits, others have its core."""
+    if costs.crowd <= 1:
+        return end
+    return max(end / costs.crowd, busy / work.layout.pp)
 
 
 def _round_seconds(work: Workload, costs: Costs, timeline: Timeline) -> float:

@@ -4,7 +4,7 @@ A gap before an op whose input comes from another rank is bubble until that rank
 communication after. What follows the last op is bubble until the slowest pipeline rank is done.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
 from mtcli.core.report.records import RankRecord, StepRecord
@@ -126,17 +126,6 @@ def measured_bubble(records: Sequence[RankRecord]) -> float:
     """Idle over busy time of the pipeline: the median of the timed steps."""
     steps = range(len(speakers(records)[0].steps))
     return median(measured_timeline(records, i).bubble_fraction for i in steps)
-
-
-def mean_op_seconds(records: Sequence[RankRecord]) -> Callable[[Op], float]:
-    """An op's mean length over timed steps and micro-batches, by kind and stage."""
-    found: dict[tuple[str, int], list[float]] = {}
-    for record in speakers(records):
-        for step in record.steps:
-            for op, start, end in step.spans:
-                found.setdefault((op.kind, op.stage), []).append(end - start)
-    means = {key: mean(seconds) for key, seconds in found.items()}
-    return lambda op: means[op.kind, op.stage]
 
 
 def busy_seconds(record: RankRecord) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mtcli.core.cost.memory import memory_by_stage
 from mtcli.core.cost.predict import Prediction
+from mtcli.core.cost.step import simulated
 from mtcli.core.report.attribution import hop_seconds
 from mtcli.core.report.records import RankRecord
 from mtcli.core.schedule.ops import Schedule
@@ -86,7 +87,8 @@ def planned(plan: Prediction, world: int, pp_rank: int) -> Json:
 
 def planned_shares(plan: Prediction) -> dict[str, float]:
     """Shares of the planned step by the kinds of attribution.py: means over pipeline ranks."""
-    costs, work, timeline = plan.costs, plan.work, plan.timeline()
+    costs, work = plan.costs, plan.work
+    timeline = simulated(work, costs, work.num_micro_batches)
     ranks, blocks = work.layout.pp, work.num_micro_batches * work.model.num_layers
     seconds = {
         "forward": sum(s.end - s.start for s in timeline.spans if s.op.kind == "F") / ranks,
@@ -105,40 +107,37 @@ def planned_shares(plan: Prediction) -> dict[str, float]:
     return {kind: spent / plan.step_seconds for kind, spent in seconds.items()}
 
 
-def joined(measured: Timeline, planned: Timeline) -> list[Json]:
-    """Every op once: when it ran and when it was planned to, in seconds since the first op."""
-    when = {(span.rank, span.op): span for span in planned.spans}
-    return [
-        {
-            "rank": span.rank,
-            "op": str(span.op),
-            "planned_start": when[span.rank, span.op].start,
-            "planned_end": when[span.rank, span.op].end,
-            "start": span.start,
-            "end": span.end,
-        }
-        for span in measured.spans
-    ]
+def joined(measured: Timeline, planned: Timeline | None) -> list[Json]:
+    """Every op once: when it ran and when it was planned to (None without a plan), in seconds since
+    the first op."""
+    when = {(span.rank, span.op): span for span in planned.spans} if planned else {}
+    rows = []
+    for span in measured.spans:
+        plan = when.get((span.rank, span.op))
+        rows.append(
+            {
+                "rank": span.rank,
+                "op": str(span.op),
+                "planned_start": plan and plan.start,
+                "planned_end": plan and plan.end,
+                "start": span.start,
+                "end": span.end,
+            }
+        )
+    return rows
 
 
-def seconds_by_axis(
-    records: Sequence[RankRecord], schedule: Schedule, plan: Prediction | None
-) -> Json:
-    """{axis: {measured, planned}}: seconds of a step that a rank communicates on each axis.
+def seconds_by_axis(records: Sequence[RankRecord], schedule: Schedule) -> Json:
+    """{axis: {measured}}: seconds of a step that a rank communicates on each axis.
 
-    Measured: the mean over ranks (and timed steps) of the seconds the host waits on CPU, of NCCL's
-    kernels on GPU; on pp the seconds between an input's being made and its arrival. Planned: of the
-    rank with most layers, hidden or not.
+    The mean over ranks (and timed steps) of the seconds the host waits on CPU, of NCCL's kernels on
+    GPU; on pp the seconds between an input's being made and its arrival.
     """
-    said = plan.communication_seconds if plan else {}
     found = {}
     for axis, groups in CARRIERS.items():
         spent = [mean(_seconds(record, group) for record in records) for group in groups]
         hops = mean(hop_seconds(records, schedule)) if axis == "pp" else None
-        found[axis] = {
-            "measured": sum(spent) if hops is None else hops,
-            "planned": said.get(axis),
-        }
+        found[axis] = {"measured": sum(spent) if hops is None else hops}
     return found
 
 

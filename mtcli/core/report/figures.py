@@ -15,7 +15,7 @@ from mtcli.core.report.placing import rank_map
 from mtcli.core.report.records import RankRecord
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
-from mtcli.core.schedule.timeline import Timeline, simulate
+from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.model import count_active, count_parameters, forward_flops
 
@@ -31,6 +31,7 @@ class Profile:
     world: int
     device: str
     records: Sequence[RankRecord]
+    calibrates: bool = True  # this machine, where it is a CPU and what is planned is asked for
 
     @cached_property
     def work(self) -> Workload:
@@ -49,9 +50,9 @@ class Profile:
         return attribution.measured_timeline(self.records, attribution.middle_step(self.records))
 
     @cached_property
-    def planned(self) -> Timeline:
-        """The schedule simulated with each stage's mean measured op times, nobody late."""
-        return simulate(self.schedule, attribution.mean_op_seconds(self.records))
+    def planned(self) -> Timeline | None:
+        """The pipeline of `prediction`."""
+        return self.prediction.timeline() if self.prediction else None
 
     @cached_property
     def shares_by_rank(self) -> list[dict[str, float]]:
@@ -70,7 +71,8 @@ class Profile:
         """What plan says of this run at the rate that MFU divides by, where it knows the device."""
         if self.device not in NAMES:
             return None
-        device = for_run(device_named(self.device), self.config, self.world)
+        named = device_named(self.device)
+        device = for_run(named, self.config, self.world, self.calibrates)
         rate = self.peak_flops / device.peak(self.work.sizes.gemm)  # 1 but for a CPU
         flops = {precision: rate * flops for precision, flops in device.flops.items()}
         return predict_workload(self.work, replace(device, flops=flops))
@@ -101,11 +103,22 @@ class Profile:
         return flops / median(self.step_seconds) / (self.peak_flops * self.world)
 
     def as_json(self) -> Json:
-        """The JSON contract."""
-        data = self._measured()
-        return {"figures": beside.figures(data, self.prediction), **data}
+        """The JSON contract; to plan, it may have a CPU calibrated."""
+        p, data = self.prediction, self.measured_json()
+        for axis, row in data["communication"]["by_axis"].items():
+            row["planned"] = p.communication_seconds.get(axis) if p else None
+        data["bubble_fraction"]["planned"] = p.bubble_fraction if p else None
+        return {
+            "figures": beside.figures(data, p),
+            **data,
+            "planned_timeline": rows_of(self.planned) if self.planned else None,
+            "joined_timeline": beside.joined(self.measured, self.planned),
+            "device_bytes": p.device.usable_bytes if p else None,
+            "predicted": self._predicted(),
+        }
 
-    def _measured(self) -> Json:
+    def measured_json(self) -> Json:
+        """The part of the JSON contract that takes no plan."""
         seconds, fullest, rows = self.step_seconds, self.fullest, beside.traffic(self.records)
         return {
             "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
@@ -127,18 +140,13 @@ class Profile:
             "memory_over_time": [(held.seconds, held.total) for held in fullest.profiled.memory],
             "memory_by_kind_over_time": memory_over_time(fullest),
             "timeline": rows_of(self.measured),
-            "planned_timeline": rows_of(self.planned),
-            "joined_timeline": beside.joined(self.measured, self.planned),
             "shares": {
                 kind: mean(one[kind] for one in self.shares_by_rank) for kind in attribution.KINDS
             },
             "shares_by_rank": [
                 {"pp_rank": place, **one} for place, one in enumerate(self.shares_by_rank)
             ],
-            "bubble_fraction": {
-                "measured": attribution.measured_bubble(self.records),
-                "planned": self.planned.bubble_fraction,
-            },
+            "bubble_fraction": {"measured": attribution.measured_bubble(self.records)},
             "communication": self._communication(),
             "communication_matrix_bytes": beside.matrix(rows, self.world),
             "communication_by_axis": rows,
@@ -148,8 +156,6 @@ class Profile:
             "rank_map": rank_map(self.work),
             "world": self.world,
             "device": self.device,
-            "device_bytes": self.prediction.device.usable_bytes if self.prediction else None,
-            "predicted": self._predicted(),
         }
 
     @property
@@ -169,7 +175,7 @@ class Profile:
             "overlapped_seconds": profiled.overlapped,
             "share_of_forward": profiled.exchanging.get("F", 0.0),
             "share_of_backward": profiled.exchanging.get("B", profiled.exchanging.get("I", 0.0)),
-            "by_axis": beside.seconds_by_axis(self.records, self.schedule, self.prediction),
+            "by_axis": beside.seconds_by_axis(self.records, self.schedule),
         }
 
     def _predicted(self) -> Json | None:
@@ -181,6 +187,7 @@ class Profile:
             "hfu": p.hfu,
             "bubble_fraction": p.bubble_fraction,
             "memory_bytes": p.memory.as_dict(),
+            "device_rates": p.device.rates,
         }
 
 

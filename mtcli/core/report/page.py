@@ -80,9 +80,9 @@ def config_section(config: RunConfig) -> Section:
 def _time(profile: Profile, data: Data) -> list[Section]:
     from mtcli.core.report import charts
 
-    timelines = {"planned": profile.planned, "measured": profile.measured}
-    note = "Drag across to zoom, double-click to go back. Planned: the same schedule with each "
-    note += "stage's mean measured op times, nobody late and hops free."
+    timelines = {"planned": profile.planned} if profile.planned else {}
+    timelines["measured"] = profile.measured
+    note = "Drag across to zoom, double-click to go back. Planned: as mtcli plan simulates it."
     count = sum(len(timeline.spans) for timeline in timelines.values())
     if count > charts.MOST_SPANS:
         note += f" Drawn are the first {charts.MOST_SPANS:,} of {count:,} ops."
@@ -92,7 +92,7 @@ def _time(profile: Profile, data: Data) -> list[Section]:
         rows.append({"label": "planned, mean", **plan})
     spent = "Each second of the step under one name, per pipeline rank."
     return [
-        chart("pipeline", "Pipeline: planned over measured", note, charts.gantt(timelines)),
+        chart("pipeline", f"Pipeline: {' over '.join(timelines)}", note, charts.gantt(timelines)),
         chart(
             "shares",
             "Where the step goes",

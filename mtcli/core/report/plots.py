@@ -20,22 +20,21 @@ def save_profile(target: str, profile: Profile) -> None:
     """Writes the planned timeline above the measured one, each rank's shares, and memory."""
     from matplotlib.figure import Figure
 
+    shown = [("measured", profile.measured, profile.measured.bubble_fraction)]
+    if profile.planned and profile.prediction:
+        shown.insert(0, ("planned", profile.planned, profile.prediction.bubble_fraction))
     ranks = profile.measured.num_ranks
     row = 0.9 + 0.35 * ranks
-    figure = Figure(figsize=(11, 3 * row + 2.8), layout="constrained")
-    heights = [row, row, row, 2.4]
-    planned, measured, shared, held = figure.subplots(4, 1, height_ratios=heights)
-    end = max(profile.planned.end, profile.measured.end)
-    for axes, name, timeline in (
-        (planned, "planned", profile.planned),
-        (measured, "measured", profile.measured),
-    ):
+    heights = [row] * (len(shown) + 1) + [2.4]
+    figure = Figure(figsize=(11, sum(heights) + 0.4), layout="constrained")
+    *drawn, shared, held = figure.subplots(len(heights), 1, height_ratios=heights)
+    end = max(timeline.end for _, timeline, _ in shown)
+    for axes, (name, timeline, bubble) in zip(drawn, shown, strict=True):
         _draw(axes, timeline)
         axes.set(xlim=(0, end), ylabel="pipeline rank", yticks=range(ranks))
-        bubble = f"bubble {timeline.bubble_fraction:.1%} of busy time"
-        axes.set_title(f"{name}, {bubble}", loc="left", fontsize=10)
-    planned.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
-    measured.set_xlabel("seconds since the first op of the step")
+        axes.set_title(f"{name}, bubble {bubble:.1%} of busy time", loc="left", fontsize=10)
+    drawn[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    drawn[-1].set_xlabel("seconds since the first op of the step")
     _stack(shared, profile.shares_by_rank)
     _layers(held, memory_over_time(profile.fullest))
     _save(target, figure)

@@ -7,16 +7,16 @@ from rich.table import Table
 
 from mtcli.core.report.beside import fullest_stage, planned_memory
 from mtcli.core.report.figures import Json, Profile
-from mtcli.core.schedule.timeline import draw
+from mtcli.core.schedule.timeline import Timeline, draw
 
 MIB = 2**20
 SHOWN_KERNELS = 10
 
 
-def show_profile(profile: Profile, console: Console) -> None:
-    """Prints the figures, the shares of each pipeline rank, memory, kernels and timelines."""
-    data = profile.as_json()
-    _table(console, "", ("", "measured", "planned"), summary_rows(data))
+def show_measured(profile: Profile, console: Console) -> None:
+    """Prints what was measured: figures, shares by pipeline rank, memory, kernels, timeline."""
+    data = profile.measured_json()
+    _table(console, "", ("", "measured"), [row[:2] for row in summary_rows(data)])
     _table(console, "Share of the step", *share_rows(data))
     _table(console, "Memory (MiB)", *memory_rows(data))
     _table(console, "Longest kernels of rank 0", *kernel_rows(data))
@@ -24,31 +24,52 @@ def show_profile(profile: Profile, console: Console) -> None:
     for row in late:
         times = f"{row['times_median']:.2f} times its replicas' median"
         console.print(f"straggler: rank {row['rank']} works {row['busy_seconds']:.4g} s, {times}")
-    for title, timeline in (("Measured", profile.measured), ("Planned", profile.planned)):
-        console.print(f"\n{title} timeline")
-        console.print(draw(timeline, min(100, console.width)), markup=False, highlight=False)
+    _timeline(console, "Measured timeline", profile.measured, profile.measured.end)
+
+
+def show_planned(profile: Profile, console: Console) -> None:
+    """Prints what `mtcli plan` says beside what was measured, where it knows the device."""
+    plan = profile.prediction
+    if plan is None or profile.planned is None:
+        return
+    data = profile.as_json()
+    title = "Beside the plan" + (", a roofline" if plan.device.rates == "roofline" else "")
+    rows = [*summary_rows(data)[:-1], *planned_memory_rows(data)]
+    _table(console, title, ("", "measured", "planned"), rows)
+    end = max(profile.measured.end, profile.planned.end)
+    _timeline(console, "Planned timeline", profile.planned, end)
+
+
+def _timeline(console: Console, title: str, timeline: Timeline, end: float) -> None:
+    console.print(f"\n{title}")
+    console.print(draw(timeline, min(100, console.width), end), markup=False, highlight=False)
 
 
 def summary_rows(data: Json) -> list[list[str]]:
     """(what, measured, planned) of the headline figures."""
-    seconds, plan = data["step_seconds"], data["predicted"]
+    seconds, plan = data["step_seconds"], data.get("predicted")
     spread = f"{seconds['min']:.4g} to {seconds['max']:.4g} s"
-    bubble = data["bubble_fraction"]
     measured = [
         ("step time", f"{seconds['median']:.4g} s ({spread})"),
+        ("pipeline, as drawn", f"{_end(data['timeline']):.4g} s"),
         ("tokens/s", f"{data['tokens_per_second']:,.0f}"),
         ("MFU", f"{data['mfu']:.1%}"),
         ("HFU", f"{data['hfu']:.1%}"),
+        ("bubble / busy", f"{data['bubble_fraction']['measured']:.1%}"),
     ]
-    planned = ["", "", "", ""]
+    planned = [""] * len(measured)
     if plan:
-        planned = [f"{plan['step_seconds']:.4g} s", f"{plan['tokens_per_second']:,.0f}"]
-        planned += [f"{plan['mfu']:.1%}", f"{plan['hfu']:.1%}"]
+        planned = [f"{plan['step_seconds']:.4g} s", f"{_end(data['planned_timeline']):.4g} s"]
+        planned += [f"{plan['tokens_per_second']:,.0f}", f"{plan['mfu']:.1%}", f"{plan['hfu']:.1%}"]
+        planned += [f"{plan['bubble_fraction']:.1%}"]
     rows = [[*row, value] for row, value in zip(measured, planned, strict=True)]
-    rows.append(["bubble / busy", f"{bubble['measured']:.1%}", f"{bubble['planned']:.1%}"])
     peak = f"{data['peak_flops'] / 1e12:.4g} TFLOP/s a rank"
     rows.append(["peak", f"{peak} ({data['flop_convention']})", ""])
     return rows
+
+
+def _end(rows: Sequence[Json]) -> float:
+    return max(float(row["end"]) for row in rows)
 
 
 def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
@@ -60,22 +81,21 @@ def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
 
 
 def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
-    """A column per pipeline rank, in MiB, and what plan says of the one that was fullest."""
-    ranks, plan = data["memory_by_rank"], planned_memory(data["figures"])
-    columns = [
-        "",
-        *(f"rank {row['pp_rank']}" for row in ranks),
-        f"rank {fullest_stage(data)} planned",
-    ]
-    rows = [
-        [
-            kind,
-            *(f"{row[kind] / MIB:,.1f}" for row in ranks),
-            f"{plan[kind] / MIB:,.1f}" if kind in plan else "",
-        ]
-        for kind in data["memory_bytes"]
-    ]
+    """A column per pipeline rank, in MiB."""
+    ranks = data["memory_by_rank"]
+    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
+    rows = [[kind, *(f"{row[kind] / MIB:,.1f}" for row in ranks)] for kind in data["memory_bytes"]]
     return columns, rows
+
+
+def planned_memory_rows(data: Json) -> list[list[str]]:
+    """(what, measured, planned) of the memory of the fullest rank's stage."""
+    plan, measured = planned_memory(data["figures"]), data["memory_bytes"]
+    stage = fullest_stage(data)
+    return [
+        [f"rank {stage} {kind}", f"{measured[kind] / MIB:,.1f} MiB", f"{held / MIB:,.1f} MiB"]
+        for kind, held in plan.items()
+    ]
 
 
 def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:

@@ -49,6 +49,11 @@ class Timeline:
         busy = sum(self.busy_seconds)
         return max(0.0, self.end * self.num_ranks / busy - 1) if busy else 0.0
 
+    def scaled(self, factor: float) -> "Timeline":
+        """The same with every moment times a factor."""
+        spans = (one._replace(start=one.start * factor, end=one.end * factor) for one in self.spans)
+        return Timeline(tuple(spans), self.num_ranks)
+
 
 def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> Timeline:
     """The timeline of ranks that run their ops in order, each as soon as its needs are there.
@@ -103,8 +108,8 @@ def _arrival(
     return arrived, None
 
 
-def draw(timeline: Timeline, width: int = 100) -> str:
-    """The timeline as text, a row per rank, no line longer than `width`.
+def draw(timeline: Timeline, width: int = 100, end: float | None = None) -> str:
+    """The timeline as text, a row per rank, no line longer than `width`, up to a second `end`.
 
     A cell shows the op that fills most of it, a quarter at least: the last digit of the micro-batch
     for a forward, the letter a to j in its place for a backward, w for a weight half, a dot for
@@ -115,12 +120,12 @@ def draw(timeline: Timeline, width: int = 100) -> str:
         rows[span.rank].append(span)
     step = -(-timeline.num_ranks // DRAWN_RANKS)
     label = len(f"rank {timeline.num_ranks - 1} ")
-    cells = width - label
+    cells, end = width - label, end or timeline.end
     lines = [
-        f"{f'rank {rank}':<{label}}{_row(rows[rank], timeline.end, cells)}"
+        f"{f'rank {rank}':<{label}}{_row(rows[rank], end, cells)}"
         for rank in range(0, timeline.num_ranks, step)
     ]
-    ruler = f"{'':<{label}}0{f'{timeline.end:.4g} s':>{cells - 1}}"
+    ruler = f"{'':<{label}}0{f'{end:.4g} s':>{cells - 1}}"
     legend = "forward 0-9, backward a-j, weight gradient w, idle ."
     return "\n".join([*lines, ruler, f"{'':<{label}}{legend}"[:width]])
 

@@ -15,3 +15,9 @@ def records():
 @pytest.fixture
 def profile(records):
     return Profile(config_of(config_table()), 2, "", records)
+
+
+@pytest.fixture
+def cpu_profile(records):
+    """The same on a device that plan knows, by the made-up calibration."""
+    return Profile(config_of(config_table()), 2, "cpu", records)

@@ -73,13 +73,6 @@ def test_the_step_shown_is_the_one_of_median_length():
     assert attribution.middle_step(records) == 2
 
 
-def test_an_ops_planned_length_is_its_kinds_mean_on_its_stage():
-    records = [record_of(r, steps=[step_of(r, 1.0), step_of(r, 3.0)]) for r in (0, 1)]
-    seconds = attribution.mean_op_seconds(records)
-    assert seconds(SCHEDULE.ops[0][0]) == pytest.approx(2.0)  # F: 1 and 3 s
-    assert seconds(SCHEDULE.ops[1][1]) == pytest.approx(4.0)  # B: 2 and 6 s
-
-
 def test_a_rank_that_works_longer_than_its_replicas_is_named():
     slow = record_of(0, steps=[step_of(0, 1.5)])._replace(rank=2, speaks=False)
     quick = record_of(0)._replace(rank=1, speaks=False)

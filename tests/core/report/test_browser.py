@@ -46,14 +46,14 @@ def opened(browser, path, **options):
 
 
 @pytest.fixture
-def data(profile):
-    return json.loads(json.dumps(profile.as_json()))
+def data(cpu_profile):
+    return json.loads(json.dumps(cpu_profile.as_json()))
 
 
 @pytest.fixture
-def drawn(browser, profile, data, tmp_path):
+def drawn(browser, cpu_profile, data, tmp_path):
     path = tmp_path / "report.html"
-    write_profile_page(str(path), profile, data)
+    write_profile_page(str(path), cpu_profile, data)
     page, complaints = opened(browser, path, viewport={"width": 1200, "height": 900})
     yield page, complaints
     page.close()

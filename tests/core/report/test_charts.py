@@ -14,7 +14,9 @@ MIB = 2**20
 
 
 def test_the_gantt_has_planned_over_measured_for_each_rank(profile):
-    figure = charts.gantt({"planned": profile.planned, "measured": profile.measured})
+    seconds = {"F": 1.0, "B": 2.0}
+    planned = simulate(one_f_one_b(2, 2), seconds)
+    figure = charts.gantt({"planned": planned, "measured": profile.measured})
     rows = ["rank 0 planned", "rank 0 measured", "rank 1 planned", "rank 1 measured"]
     assert list(figure.layout.yaxis.categoryarray) == rows[::-1]
     bars = {

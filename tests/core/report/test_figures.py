@@ -1,17 +1,28 @@
 """The figures of a profile, against numbers worked out by hand for the profile of handmade.py."""
 
 import json
+from dataclasses import replace
+from io import BufferedWriter, BytesIO, StringIO, TextIOWrapper
+from pathlib import Path
 
 import pytest
 from handmade import config_table, record_of
+from rich.console import Console
 
+from mtcli.commands.profile import _show_profile
 from mtcli.core.cost.hardware import HERE
 from mtcli.core.cost.memory import memory_by_stage
 from mtcli.core.report.figures import Profile
 from mtcli.core.report.records import Waiting
-from mtcli.core.report.tables import memory_rows, show_profile
+from mtcli.core.report.tables import (
+    planned_memory_rows,
+    show_measured,
+    show_planned,
+    summary_rows,
+)
 from mtcli.core.spec.load import config_of
 
+CALIBRATION = Path(__file__).parents[2] / "calibration.json"
 # GPT of 2 layers of 16, vocabulary 64, 8 tokens: weights of matrices 12 * 16 * 16 a layer and the
 # head's 64 * 16; attention 4 * 8 * 16 a layer and token.
 FORWARD = 2 * (2 * 12 * 16 * 16 + 64 * 16) + 2 * 4 * 8 * 16
@@ -36,33 +47,77 @@ def test_hardware_flops_add_what_is_computed_again(records, recompute, again):
     assert data["hfu"] / data["mfu"] == pytest.approx((3 * FORWARD + again) / (3 * FORWARD))
 
 
-def test_the_planned_timeline_has_the_measured_op_times_and_nobody_late(profile):
+@pytest.mark.parametrize("ranks", [64, 1], ids=["a core each", "two ranks on a core"])
+def test_step_timeline_and_bubble_are_planned_once(records, ranks, tmp_path, monkeypatch):
+    """The plan's own step, by hand from a calibration in which only flops and the update cost."""
+    monkeypatch.setenv("MTCLI_CALIBRATION", calibration_of(tmp_path, ranks))
+    profile = Profile(config_of(config_table()), 2, "cpu", records)
     data = profile.as_json()
-    # 1F1B with equal stages: (m + p - 1) (t_F + t_B) = 3 * 3 s, of which 2 * 6 are busy.
-    assert max(row["end"] for row in data["planned_timeline"]) == pytest.approx(9.0)
-    assert data["bubble_fraction"]["planned"] == pytest.approx(0.5)
+    crowd = 2 / ranks if ranks < 2 else 1
+    block, head = 2 * 8 * 12 * 16 * 16 * 1e-9, 2 * 8 * 64 * 16 * 1e-9
+    # 1F1B of two micro-batches: the last stage is the slower one, F 1 and B 2 units on each.
+    alone = 2 * 3 * (block + head) + 3 * block
+    busy = 2 * 3 * (2 * block + head)
+    pipeline = max(alone, busy / 2 * crowd)
+    bubble = 2 * pipeline / (busy * crowd) - 1
+    step = pipeline + crowd * 0.25
+    ends = [row["end"] for row in data["planned_timeline"]]
+    assert max(ends) == pytest.approx(pipeline)
+    assert data["predicted"]["step_seconds"] == pytest.approx(step)
+    assert data["figures"]["step_seconds"]["planned"] == pytest.approx(step)
+    told = data["bubble_fraction"], data["predicted"], data["figures"]["bubble_fraction"]
+    assert [
+        one[key] for one, key in zip(told, ("planned", "bubble_fraction", "planned"), strict=True)
+    ] == (pytest.approx([bubble] * 3))
     assert data["bubble_fraction"]["measured"] == pytest.approx(7.0 / 12.0)
+    rows = {row[0]: row[2] for row in summary_rows(data)}
+    assert rows["step time"] == f"{step:.4g} s"
+    assert rows["pipeline, as drawn"] == f"{pipeline:.4g} s"
+    assert planned_end(profile) >= pipeline  # both timelines are drawn to one scale
 
 
-def test_measured_and_planned_ops_can_be_joined_by_rank_and_name(profile):
-    data = profile.as_json()
+def calibration_of(folder, ranks):
+    """A file of a machine on which a FLOP costs 1 ns, an update 0.25 s and all else nothing."""
+    known = json.loads(CALIBRATION.read_text())
+    nothing = [0.0] * len(known["forward"])
+    flops = [0.0, 1e-9, *nothing[2:]]
+    known |= {"ranks": ranks, "forward": flops, "backward": flops, "overhead": 0.25}
+    known |= {"attention": [[64, *[0.0] * 6]], "update": [0.0, 0.0]}
+    known["links"] = dict.fromkeys(known["links"], [0.0, 0.0])
+    file = folder / "known.json"
+    file.write_text(json.dumps(known))
+    return str(file)
+
+
+def planned_end(profile):
+    """The last moment on the ruler of the planned timeline."""
+    out = StringIO()
+    show_planned(profile, Console(file=out, width=100))
+    *_, ruler, _ = out.getvalue().splitlines()
+    return float(ruler.split()[-2])
+
+
+def test_measured_and_planned_ops_can_be_joined_by_rank_and_name(cpu_profile):
+    data = cpu_profile.as_json()
     joined = [{(r["rank"], r["op"]) for r in data[key]} for key in ("timeline", "planned_timeline")]
     assert joined[0] == joined[1]
     assert len(joined[0]) == 8
 
 
-def test_every_op_has_its_planned_times_beside_the_measured(profile):
-    data = profile.as_json()
+def test_every_op_has_its_planned_times_beside_the_measured(cpu_profile):
+    data = cpu_profile.as_json()
+    plan = {(row["rank"], row["op"]): row for row in data["planned_timeline"]}
     rows = {(row["rank"], row["op"]): row for row in data["joined_timeline"]}
     assert len(rows) == 8
     assert rows[1, "B0.1"] == {
         "rank": 1,
         "op": "B0.1",
-        "planned_start": pytest.approx(2.0),
-        "planned_end": pytest.approx(4.0),
+        "planned_start": plan[1, "B0.1"]["start"],
+        "planned_end": plan[1, "B0.1"]["end"],
         "start": pytest.approx(2.25),
         "end": pytest.approx(4.25),
     }
+    assert 0.0 < plan[1, "B0.1"]["start"] < plan[1, "B0.1"]["end"]
 
 
 def test_each_figure_has_the_planned_one_beside_it(records):
@@ -102,12 +157,38 @@ def test_measured_and_planned_memory_are_of_the_same_rank(records, fullest, elem
     assert found["memory.activations"]["planned"] == pytest.approx(step, abs=1)
     assert found["memory.peak"]["planned"] == round(of_rank.total - device)
     assert found["memory.process"]["planned"] == round(of_rank.total)
-    assert memory_rows(data)[0][-1] == f"rank {fullest} planned"
+    assert planned_memory_rows(data)[0][0] == f"rank {fullest} weights"
 
 
 def test_a_device_that_plan_does_not_know_has_nothing_planned(profile):
-    rows = profile.as_json()["figures"].values()
-    assert {row["planned"] for row in rows} == {None}
+    data, out = profile.as_json(), StringIO()
+    assert {row["planned"] for row in data["figures"].values()} == {None}
+    assert {row["planned_start"] for row in data["joined_timeline"]} == {None}
+    assert data["planned_timeline"] is data["bubble_fraction"]["planned"] is None
+    show_planned(profile, Console(file=out))
+    assert out.getvalue() == ""
+
+
+def test_what_was_measured_has_left_before_a_cpu_is_calibrated(cpu_profile, monkeypatch):
+    """Down a pipe too, where nothing leaves until it is flushed."""
+    pipe, seen = BytesIO(), []
+
+    def calibrated(config, world):
+        seen.append(pipe.getvalue().decode())
+
+    monkeypatch.setattr("mtcli.core.cost.hardware.calibrated", calibrated)
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(BufferedWriter(pipe, 2**20)))
+    _show_profile(cpu_profile, None, None, None)
+    assert "12 s (12 to 12 s)" in seen[0] and "Measured timeline" in seen[0]
+    assert "Beside the plan" not in seen[0] and len(seen) == 1
+
+
+def test_without_calibration_a_roofline_is_beside_what_was_measured(cpu_profile, monkeypatch):
+    monkeypatch.setattr("mtcli.core.cost.hardware.calibrated", lambda *_: pytest.fail("asked"))
+    profile, out = replace(cpu_profile, calibrates=False), StringIO()
+    assert profile.as_json()["predicted"]["device_rates"] == "roofline"
+    show_planned(profile, Console(file=out, width=100))
+    assert "Beside the plan, a roofline" in out.getvalue()
 
 
 def test_the_matrix_adds_up_the_axes_from_rank_to_rank(profile):
@@ -190,16 +271,13 @@ def test_a_known_device_has_the_plans_figures_at_the_measured_peak(records):
     assert data["predicted"]["memory_bytes"]["weights"] > 0
 
 
-def test_the_text_shows_shares_kernels_stragglers_and_both_timelines(profile):
-    from io import StringIO
-
-    from rich.console import Console
-
+def test_the_text_shows_shares_kernels_stragglers_and_both_timelines(profile, cpu_profile):
     out = StringIO()
     slow = record_of(0)._replace(rank=2, speaks=False)
     longer = slow._replace(steps=[s._replace(spans=_stretched(s.spans)) for s in slow.steps])
     profile = Profile(profile.config, 3, "", [*profile.records, longer])
-    show_profile(profile, Console(file=out, width=100))
+    show_measured(profile, Console(file=out, width=100))
+    show_planned(cpu_profile, Console(file=out, width=100))
     text = out.getvalue()
     assert "optimizer" in text and "10.4%" in text  # 1.25 of 12 s
     assert "aten::mm" in text and "3,000.00 ms" in text

@@ -94,9 +94,11 @@ def test_a_loss_that_is_not_a_number_is_a_gap(run, tmp_path):
     assert loss["y"] == [None, 3.0, 2.0]
 
 
-def test_pictures_are_pictures(profile, run, tmp_path):
-    save_profile(str(tmp_path / "a.png"), profile)
+def test_pictures_are_pictures(profile, cpu_profile, run, tmp_path):
+    save_profile(str(tmp_path / "unplanned.png"), profile)
+    save_profile(str(tmp_path / "a.png"), cpu_profile)
     save_run(str(tmp_path / "b.png"), summary_of(run))
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
     assert (tmp_path / "b.png").read_bytes().startswith(PNG)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "unplanned.png").read_bytes().startswith(PNG)
+    assert len(list(tmp_path.iterdir())) == 3
