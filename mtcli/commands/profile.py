@@ -144,7 +144,6 @@ def _show_profile(
     console = Console()
     if json_out != "-":
         show_measured(found, console)
-        sys.stdout.flush()
         show_planned(found, console)
     if json_out:
         write_answer(found.as_json(), json_out)
