@@ -21,7 +21,7 @@ from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.families.family import Family
 from mtcli.core.engine import DTYPES, wire_of
 from mtcli.core.model.init import initial_values
-from mtcli.core.model.inputs import make_inputs
+from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.pp import Pipeline
 from mtcli.core.report.clock import clock_for
 from mtcli.core.runtime import Runtime
@@ -65,9 +65,13 @@ def ours(config: RunConfig, device: torch.device) -> Contender:
         pipeline = Pipeline(
             trainer.stages, forward_only(1, 1), trainer.groups, wire_of(trainer.config)
         )
-        (x_TD,) = pipeline.forward(lambda _: inputs, rows.shape[1] - 1)
-        with torch.no_grad():
-            return trainer.stages[0].losses(x_TD, inputs)[:COMPARED]
+        found: list[Tensor] = []
+
+        def take(x_TD: Tensor, inputs: Inputs) -> None:
+            found.append(trainer.stages[0].losses(x_TD, inputs)[:COMPARED])
+
+        pipeline.forward(lambda _: inputs, rows.shape[1] - 1, take)
+        return found[0]
 
     def phases(rows: Tensor) -> dict[str, float]:
         """Seconds of each phase of a step, by the device's clock."""

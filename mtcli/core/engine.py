@@ -139,7 +139,9 @@ class Engine:
         schedule = forward_only(layout.pp, len(inputs), layout.vpp)
         pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(self.config))
         b, s = inputs[0].shape
-        return pipeline.forward(inputs.__getitem__, b * s)
+        outputs: list[Tensor] = []
+        pipeline.forward(inputs.__getitem__, b * s, lambda x_TD, _: outputs.append(x_TD))
+        return outputs
 
     @torch.no_grad()
     def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:

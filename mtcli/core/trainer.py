@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.engine import DTYPES, build_stages, load_weights, wire_of
@@ -237,19 +238,25 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, feed: Feed) -> float:
-        """The mean loss over train.eval_batches global batches of the validation data."""
+        """The mean loss over train.eval_batches global batches of the validation data.
+
+        The losses of a micro-batch are summed when it has passed the last stage, so the memory that
+        evaluation takes does not depend on how many there are.
+        """
         steps = self.config.train.eval_batches
         schedule = forward_only(self.layout.pp, self.micro_batches, self.layout.vpp)
         pipeline = Pipeline(self.stages, schedule, self.groups, wire_of(self.config))
-        total = 0.0
+        last = self.stages.get(self.layout.num_stages - 1)
+        total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+
+        def add(x_TD: Tensor, inputs: Inputs) -> None:
+            assert last is not None, "activations come from the last stage"
+            total.add_(last.losses(x_TD, inputs).double().sum())
+
         for step in range(steps):
             load = feed.step(step, gradient_scale=0.0)
-            outputs = pipeline.forward(load, self.micro_batch_tokens)
-            last = self.stages.get(self.layout.num_stages - 1)
-            for micro_batch, x_TD in enumerate(outputs):
-                assert last is not None, "outputs come from the last stage"
-                total += float(last.losses(x_TD, load(micro_batch)).double().sum())
-        loss, _ = self._global(total, 0.0)
+            pipeline.forward(load, self.micro_batch_tokens, add)
+        loss, _ = self._global(float(total), 0.0)
         return loss / steps
 
     def _global(self, loss_sum: float, square_sum: float) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from tiny import GPT, LLAMA, Samples, documents, run_config
 
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.feed import Feed
+from mtcli.core.live import Live
 from mtcli.core.runtime import Runtime
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.model import parameters
@@ -97,6 +98,37 @@ LAYOUTS = [
     (2, {}, {}),
     (2, {"cp": 2}, {}),
 ]
+
+
+def evaluated_bytes(runtime, config):
+    """The most that evaluation takes beside what was there, on this rank."""
+    trainer = Trainer(config, runtime)
+    trainer.initialise()
+    feed = Feed(Samples(config), config, trainer.groups)
+    with Live() as live:
+        trainer.evaluate(feed)
+    feed.close()
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(1, {}), (2, {"pp": 2}), (2, {"pp": 2, "vpp": 2, "schedule": "interleaved"})],
+)
+def test_evaluation_takes_no_more_for_more_micro_batches(world, parallel):
+    few, many = (
+        run_ranks(
+            world,
+            evaluated_bytes,
+            run_config(
+                parallel=parallel,
+                batch={"micro_batch_size": 2, "global_batch_size": 2 * count},
+                train={"eval_batches": 1},
+            ),
+        )
+        for count in (4, 24)
+    )
+    assert many == few and min(few) > 0
 
 
 @pytest.mark.parametrize(("world", "parallel", "batch"), LAYOUTS, ids=str)

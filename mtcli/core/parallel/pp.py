@@ -21,6 +21,8 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.split import Work
 from mtcli.core.schedule.ops import Op, Schedule, needs
 
+SENT_AHEAD = 1  # of a forward pass: it travels while the next micro-batch's is computed
+
 Given = TypeVar("Given")
 
 
@@ -93,13 +95,21 @@ class Pipeline(Generic[Given]):
         return run.total_loss()
 
     @torch.no_grad()
-    def forward(self, load: Callable[[int], Given], tokens: int) -> list[Tensor]:
-        """Forwards alone; the last stage's activations of each micro-batch, on its rank only."""
+    def forward(
+        self,
+        load: Callable[[int], Given],
+        tokens: int,
+        take: Callable[[Tensor, Given], object],
+    ) -> None:
+        """Forwards alone. On the last stage's rank `take` is called with the activations and inputs
+        of each micro-batch, in order; of no other micro-batch is anything alive then but what is on
+        its way to a stage.
+        """
         run = _Step(self, load, tokens, 0.0)
-        outputs = [y for op in self.ops if (y := run.infer(op)) is not None]
+        for op in self.ops:
+            run.infer(op, take)
         self.hops.wait()
         self.spans = run.spans
-        return outputs
 
 
 class _Step(Generic[Given]):
@@ -161,16 +171,17 @@ class _Step(Generic[Given]):
             work.pop(0)()  # which is let go of when it has run
         self.spans.append(OpSpan(op, start, self.clock()))
 
-    def infer(self, op: Op) -> Tensor | None:
-        """F without a backward to come; returns the last stage's activations."""
+    def infer(self, op: Op, take: Callable[[Tensor, Given], object]) -> None:
+        """F without a backward to come; `take` gets the last stage's activations and inputs."""
         x = self._activations(op)
-        start = self.clock()
-        y = self.stages[op.stage](x, self._inputs(op))
-        self.spans.append(OpSpan(op, start, self.clock()))
+        start, inputs = self.clock(), self._inputs(op)
+        y = self.stages[op.stage](x, inputs)
         if op.stage == self.last_stage:
-            return y
-        self.hops.send(op, y)
-        return None
+            take(y, inputs)
+        else:
+            self.hops.limit_sending()
+            self.hops.send(op, y)
+        self.spans.append(OpSpan(op, start, self.clock()))
 
     def total_loss(self) -> float:
         """The sum of the losses of every micro-batch, 0 on ranks without the last stage."""
@@ -249,6 +260,12 @@ class _Hops:
             elif not one.pending.is_completed():
                 left.append(one)
         self.sending = left
+
+    def limit_sending(self) -> None:
+        """Waits until SENT_AHEAD messages are on their way, the oldest first. For forwards alone:
+        no gradient comes back, by which a sender would know what its peers have taken."""
+        while len(self.sending) > SENT_AHEAD:
+            self.sending.pop(0).pending.wait()
 
     def wait(self) -> None:
         """Returns when everything sent has left."""
