@@ -105,6 +105,7 @@ def evaluated_bytes(runtime, config):
     trainer = Trainer(config, runtime)
     trainer.initialise()
     feed = Feed(Samples(config), config, trainer.groups)
+    trainer.evaluate(feed)  # sets up what ranks share
     with Live() as live:
         trainer.evaluate(feed)
     feed.close()
