@@ -42,6 +42,7 @@ class DryRun:
     state: dict[str, int]  # bytes by kind
     activation_peak: int  # bytes of everything besides the state, at most
     peak_at: str
+    evaluation_peak: int | None  # the same of an evaluation, where the config has any
     predicted: Memory
     seconds: float
 
@@ -63,6 +64,9 @@ class DryRun:
         if abs(_apart(said, held)) > TOLERANCE:
             words = f"activations: the step holds {held:,} bytes at its peak and the plan says"
             found.append(f"{words} {said:,}, {abs(_apart(said, held)):.1%} off")
+        if self.evaluation_peak is not None and self.evaluation_peak > (1 + TOLERANCE) * said:
+            words = f"evaluation: it holds {self.evaluation_peak:,} bytes at its peak"
+            found.append(f"{words} and the plan says that a step's {said:,} are enough")
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -72,6 +76,7 @@ class DryRun:
             "state_bytes": sum(self.state.values()),
             "predicted_state_bytes": sum(self._predicted_state().values()),
             "activation_peak_bytes": self.activation_peak,
+            "evaluation_peak_bytes": self.evaluation_peak,
             "predicted_activation_bytes": round(self.predicted.besides_state),
             "seconds": self.seconds,
             "state_bytes_by_kind": self.state,
@@ -86,6 +91,9 @@ class DryRun:
         said = self._predicted_state() | {"activations, peak": round(self.predicted.besides_state)}
         held = self.state | {"activations, peak": self.activation_peak}
         said["in all"], held["in all"] = sum(said.values()), sum(held.values())
+        if self.evaluation_peak is not None:  # of the activations' bytes, which it shares
+            said["evaluation, at most"] = said["activations, peak"]
+            held["evaluation, at most"] = self.evaluation_peak
         return [
             [kind, f"{held[kind]:,}", f"{said[kind]:,}", f"{_apart(said[kind], held[kind]):+.2%}"]
             for kind in held
@@ -134,13 +142,19 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
         live.begin()
         with closing(feed):
             trainer.train_step(feed)
+            step_peak, peak_at = live.peak, live.peak_at
+            live.begin()
+            if config.train.eval_every:
+                trainer.evaluate(feed)
+    held = sum(state.values())
     return DryRun(
         rank=rank,
         device="cpu" if device.name == "cpu" else "gpu",
         micro_batches=trainer.micro_batches,
         state=state,
-        activation_peak=live.peak - sum(state.values()),
-        peak_at=live.peak_at,
+        activation_peak=step_peak - held,
+        peak_at=peak_at,
+        evaluation_peak=live.peak - held if config.train.eval_every else None,
         predicted=rank_memory(work, device, rank),
         seconds=perf_counter() - start,
     )
@@ -162,7 +176,9 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
 
 def _as_written(config: RunConfig) -> RunConfig:
     """The config of a step not compiled nor recorded, which both take tensors with memory."""
-    plain = config.train.model_copy(update={"compile": False, "cuda_graphs": False})
+    plain = config.train.model_copy(
+        update={"compile": False, "cuda_graphs": False, "eval_batches": 1}
+    )
     return config.model_copy(update={"train": plain})
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,30 @@ def test_the_json_holds_the_contract(capsys):
     assert data["memory_bytes"]["weights"] == 4 * 5_322_240
     assert data["fits"] is True and data["step_seconds"] > 0
     assert data["bubble_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_evaluation_is_told_with_its_time_and_memory(capsys, monkeypatch, tmp_path, pp):
+    """A FLOP costs 1 ns and all else nothing, so forwards alone are a third of a step."""
+    known = json.loads(Path(os.environ["MTCLI_CALIBRATION"]).read_text())
+    flops = [0.0, 1e-9, *[0.0] * 6]
+    known |= {"forward": flops, "backward": flops, "overhead": 0.0, "update": [0.0, 0.0]}
+    known |= {"attention": [[64, *[0.0] * 6]], "links": dict.fromkeys(known["links"], [0.0, 0.0])}
+    (tmp_path / "known.json").write_text(json.dumps(known))
+    monkeypatch.setenv("MTCLI_CALIBRATION", str(tmp_path / "known.json"))
+    flags = ["--device", "cpu", "--set", f"parallel.pp={pp}", "--set", "train.eval_batches=3"]
+    assert json.loads(run(capsys, "tiny", *flags, "--json", "-")[1])["evaluation"] is None
+    flags += ["--set", "train.eval_every=5"]
+    data, text = (
+        json.loads(run(capsys, "tiny", *flags, "--json", "-")[1]),
+        run(capsys, "tiny", *flags)[1],
+    )
+    found = data["evaluation"]
+    assert (found["every"], found["batches"]) == (5, 3)
+    assert found["seconds"] == pytest.approx(3 * data["step_seconds"] / 3)
+    assert found["seconds_per_step"] == pytest.approx(found["seconds"] / 5)
+    assert found["memory_bytes"] == data["memory_bytes"]["total"]
+    assert re.search(r"^evaluation +[\d.]+ s every 5 steps, 20.0% more time", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("search", [(), ("--top", "2")], ids=["planned", "searched"])

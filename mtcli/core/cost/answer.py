@@ -60,6 +60,7 @@ class Answer:
     def as_json(self) -> Json:
         """The JSON contract of `mtcli plan --json`."""
         return as_json(self.prediction, self.candidates) | {
+            "evaluation": self.evaluation,
             "neighbours": [
                 {
                     "field": one.field,
@@ -69,12 +70,34 @@ class Answer:
                     "reason": one.reason,
                 }
                 for one in self.others
-            ]
+            ],
+        }
+
+    @property
+    def evaluation(self) -> Json | None:
+        """What evaluation between the steps takes, where the config asks for it: {every, batches,
+        seconds of each, seconds_per_step, memory_bytes of a rank at most}."""
+        train = self.config.train
+        if not train.eval_every:
+            return None
+        seconds = train.eval_batches * self.prediction.evaluation_seconds
+        return {
+            "every": train.eval_every,
+            "batches": train.eval_batches,
+            "seconds": seconds,
+            "seconds_per_step": seconds / train.eval_every,
+            "memory_bytes": round(self.prediction.memory.total),
         }
 
     def summary(self) -> list[list[str]]:
         """Rows of the summary table."""
-        return [list(row) for row in summary(self.prediction)]
+        rows = [list(row) for row in summary(self.prediction)]
+        if found := self.evaluation:
+            share = found["seconds_per_step"] / self.prediction.step_seconds
+            every = f"{found['seconds']:.4g} s every {found['every']:,} steps"
+            text = f"{every}, {share:.1%} more time; no more memory than a step's peak"
+            rows.append(["evaluation", text])
+        return rows
 
     def memory_table(self) -> tuple[list[str], list[list[str]]]:
         """(headings, a row per pipeline rank): what its ranks hold."""

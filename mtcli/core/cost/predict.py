@@ -12,7 +12,12 @@ from mtcli.core.cost.costs import Costs, Pass
 from mtcli.core.cost.hardware import Device, device_named, for_run
 from mtcli.core.cost.memory import Memory, memory
 from mtcli.core.cost.physics import PHYSICS, Physics
-from mtcli.core.cost.step import pipeline_seconds, pipeline_timeline, step_costs
+from mtcli.core.cost.step import (
+    evaluation_seconds,
+    pipeline_seconds,
+    pipeline_timeline,
+    step_costs,
+)
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
 from mtcli.core.spec.check import require
@@ -91,6 +96,15 @@ class Prediction:
             "pp": hops * costs.hop,
             "dp": costs.gradients + total(costs.sharded),
         }
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Seconds in which a global batch of validation data passes through the model.
+
+        Its memory is within `memory`: a forward with no backward to come keeps nothing of what a
+        step's does.
+        """
+        return evaluation_seconds(self.work, self.costs)
 
     @property
     def _forward_flops_per_second(self) -> float:

@@ -22,7 +22,7 @@ from mtcli.core.cost.kernels import (
     head_seconds,
 )
 from mtcli.core.cost.physics import Physics
-from mtcli.core.cost.workload import Workload
+from mtcli.core.cost.workload import Workload, schedule_of
 from mtcli.core.schedule.timeline import Timeline, simulate
 from mtcli.core.spec.layout import ParallelLayout
 
@@ -135,6 +135,18 @@ def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
     busy = sum(timeline.busy_seconds) * m / few
     end = _shared(end, busy, work, costs)
     return end, max(0.0, end * pp / busy - 1)  # of no idle time sums differ by their rounding
+
+
+def evaluation_seconds(work: Workload, costs: Costs) -> float:
+    """Seconds of a global batch of validation data: the pipeline's forwards alone."""
+    layout, few = work.layout, work.representative
+    stages = [stage.forward for stage in stage_seconds(work, costs)]
+    schedule = schedule_of("forward_only", layout.pp, layout.vpp, few)
+    end = simulate(schedule, lambda op: stages[op[2]], costs.hop).end
+    pace = max(sum(stages[pp_rank :: layout.pp]) for pp_rank in range(layout.pp))
+    more = work.num_micro_batches - few
+    busy = sum(stages) * work.num_micro_batches
+    return _shared(end + more * pace, busy, work, costs) + costs.overhead
 
 
 def pipeline_timeline(work: Workload, costs: Costs, num_micro_batches: int) -> Timeline:
