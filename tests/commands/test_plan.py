@@ -50,7 +50,8 @@ def test_evaluation_is_told_with_its_time_and_memory(capsys, monkeypatch, tmp_pa
     known |= {"attention": [[64, *[0.0] * 6]], "links": dict.fromkeys(known["links"], [0.0, 0.0])}
     (tmp_path / "known.json").write_text(json.dumps(known))
     monkeypatch.setenv("MTCLI_CALIBRATION", str(tmp_path / "known.json"))
-    flags = ["--device", "cpu", "--set", f"parallel.pp={pp}", "--set", "train.eval_batches=3"]
+    flags = ["--device", "cpu", "--set", f"parallel.pp={pp}", "--global-batch", "320"]
+    flags += ["--set", "train.eval_batches=3"]
     assert json.loads(run(capsys, "tiny", *flags, "--json", "-")[1])["evaluation"] is None
     flags += ["--set", "train.eval_every=5"]
     data, text = (
