@@ -89,7 +89,7 @@ def save(table: Table, device: torch.device, file: Path | None = None) -> Path:
 
 def user_file() -> Path:
     """Where choices of this user's devices are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "mtcli" / "kernels.json"
 
 

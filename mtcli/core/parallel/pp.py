@@ -176,12 +176,12 @@ class _Step(Generic[Given]):
         x = self._activations(op)
         start, inputs = self.clock(), self._inputs(op)
         y = self.stages[op.stage](x, inputs)
+        self.spans.append(OpSpan(op, start, self.clock()))
         if op.stage == self.last_stage:
             take(y, inputs)
         else:
             self.hops.limit_sending()
             self.hops.send(op, y)
-        self.spans.append(OpSpan(op, start, self.clock()))
 
     def total_loss(self) -> float:
         """The sum of the losses of every micro-batch, 0 on ranks without the last stage."""

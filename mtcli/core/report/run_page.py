@@ -45,7 +45,7 @@ def _planned(run: FinishedRun, step_seconds: float) -> Sequence[Section]:
 
     assert run.world, "what is planned depends on the ranks"
     work = Workload.of(run.config, run.world)
-    timeline = charts.gantt({"planned": planned_of(run, step_seconds)})
+    timeline = charts.gantt({"schedule": planned_of(run, step_seconds)})
     memory = [
         {
             "label": f"pipeline rank {place}",

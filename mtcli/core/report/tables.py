@@ -29,13 +29,11 @@ def show_measured(profile: Profile, console: Console) -> None:
 
 def show_planned(profile: Profile, console: Console) -> None:
     """Prints what `mtcli plan` says beside what was measured, where it knows the device."""
-    plan = profile.prediction
-    if plan is None or profile.planned is None:
+    if profile.planned is None:
         return
     data = profile.as_json()
-    title = "Beside the plan" + (", a roofline" if plan.device.rates == "roofline" else "")
     rows = [*summary_rows(data)[:-1], *planned_memory_rows(data)]
-    _table(console, title, ("", "measured", "planned"), rows)
+    _table(console, "Beside the plan", ("", "measured", "planned"), rows)
     end = max(profile.measured.end, profile.planned.end)
     _timeline(console, "Planned timeline", profile.planned, end)
 
@@ -63,6 +61,8 @@ def summary_rows(data: Json) -> list[list[str]]:
         planned += [f"{plan['tokens_per_second']:,.0f}", f"{plan['mfu']:.1%}", f"{plan['hfu']:.1%}"]
         planned += [f"{plan['bubble_fraction']:.1%}"]
     rows = [[*row, value] for row, value in zip(measured, planned, strict=True)]
+    if plan and plan["device_rates"] == "roofline":
+        rows.append(["rates", "", "a roofline, not calibrated"])
     peak = f"{data['peak_flops'] / 1e12:.4g} TFLOP/s a rank"
     rows.append(["peak", f"{peak} ({data['flop_convention']})", ""])
     return rows

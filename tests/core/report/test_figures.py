@@ -188,7 +188,7 @@ def test_without_calibration_a_roofline_is_beside_what_was_measured(cpu_profile,
     profile, out = replace(cpu_profile, calibrates=False), StringIO()
     assert profile.as_json()["predicted"]["device_rates"] == "roofline"
     show_planned(profile, Console(file=out, width=100))
-    assert "Beside the plan, a roofline" in out.getvalue()
+    assert "a roofline, not calibrated" in out.getvalue()
 
 
 def test_the_matrix_adds_up_the_axes_from_rank_to_rank(profile):
