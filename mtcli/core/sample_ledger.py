@@ -18,6 +18,7 @@ from mtcli.core.data.indexed import with_suffix
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem
 from mtcli.core.spec.section import Count, Section
+from mtcli.core.spec.untrusted import open_untrusted
 
 BLOCKS, BLOCK_BYTES = 64, 1 << 16  # that are looked at of a file: all of one up to 4 MiB
 
@@ -155,7 +156,7 @@ def sampled(prefix: str) -> str:
         size = path.stat().st_size
         hasher.update(size.to_bytes(8, "little"))
         last = max(0, size - BLOCK_BYTES)
-        with path.open("rb", buffering=0) as file:
+        with open_untrusted(path, 0) as file:
             for block in range(BLOCKS):
                 at = max(block * BLOCK_BYTES, last * block // (BLOCKS - 1))
                 hasher.update(os.pread(file.fileno(), BLOCK_BYTES, at))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
 from mtcli.core.checkpoint.tensorfile import damaged
+from mtcli.core.spec.untrusted import open_untrusted
 
 THREADS = 2  # one reads while the other computes
 HUGE_PAGE = 2 << 20
@@ -57,7 +58,7 @@ def _verify_blocks(path: Path, record: FileRecord, indices: list[int]) -> None:
     """Checks some blocks, all through one buffer."""
     block = memoryview(aligned_bytes(BLOCK_BYTES))
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_untrusted(path, 0) as file:
             for index in indices:
                 at = index * BLOCK_BYTES
                 count = _read(file.fileno(), block[: record.bytes - at], at)

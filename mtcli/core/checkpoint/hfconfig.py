@@ -11,6 +11,7 @@ from mtcli.core.checkpoint.families.unsupported import UNSUPPORTED, windowed_lay
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.foreign import parse_json, shown
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.spec.untrusted import read_untrusted
 
 NAME = "config.json"
 MAX_BYTES = 16 << 20
@@ -27,13 +28,10 @@ EXPERTS |= {"router_bias_update_rate"}
 def read_json(path: Path) -> Table:
     """The JSON object in a file; raises MtcliError where there is none."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
+        text = read_untrusted(path, MAX_BYTES)
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
     try:
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
         table = parse_json(text)
     except ValueError as error:
         raise wrong(f"{path} is not JSON: {error}", "use another copy") from None

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mtcli.core.checkpoint.tensorfile import damaged
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.untrusted import read_untrusted
 
 NAME = "manifest.json"
 VERSION = 2
@@ -92,12 +93,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_MANIFEST_BYTES + 1)
+        text = read_untrusted(path, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is it a checkpoint?") from None
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise damaged(path, f"it has more than {MAX_MANIFEST_BYTES} bytes")
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:

@@ -28,6 +28,7 @@ from mtcli.core.spec.foreign import listed
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter
+from mtcli.core.spec.untrusted import open_untrusted
 
 METADATA = "metadata.json"
 COMMON = "common.pt"
@@ -45,8 +46,8 @@ def find_megatron(path: Path) -> Path | None:
     """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
     latest = path / LATEST
     if latest.is_file():
-        with latest.open(errors="replace") as file:
-            text = file.read(MAX_LATEST).strip()
+        with open_untrusted(latest) as file:
+            text = file.read(MAX_LATEST).decode(errors="replace").strip()
         name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
         return path / name
     is_legacy = path.is_dir() and any(path.glob(LEGACY))
@@ -198,7 +199,7 @@ class _Reader:
             path = self.folder / chunk.file
             try:
                 if chunk.file not in self.opened:
-                    self.opened[chunk.file] = self.files.enter_context(path.open("rb"))
+                    self.opened[chunk.file] = self.files.enter_context(open_untrusted(path))
                 self.found[place] = find_tensor(self.opened[chunk.file], chunk.span(self.folder))
             except OSError as error:
                 raise damaged(path, f"it cannot be read ({error.strerror})") from None

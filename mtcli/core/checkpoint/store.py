@@ -37,6 +37,7 @@ from mtcli.core.checkpoint.tensorfile import Planned
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.errors import MtcliError, failed
 from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.untrusted import read_untrusted
 
 Gather = Callable[[object], list[Any]]
 
@@ -169,7 +170,7 @@ def commit(partial: Path, written: list[Written], about: About) -> None:
     files[CONFIG] = write_bytes(partial / CONFIG, about.config_toml.encode())
     for name, source in sorted(about.attached.items()):
         (partial / name).parent.mkdir(exist_ok=True)
-        files[name] = write_bytes(partial / name, source.read_bytes())
+        files[name] = write_bytes(partial / name, read_untrusted(source))
     manifest = Manifest(
         step=about.step,
         world=len(written),

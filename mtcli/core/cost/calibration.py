@@ -22,6 +22,7 @@ from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.machine import ALLOCATOR, cores
 from mtcli.core.spec.outputs import whole
+from mtcli.core.spec.untrusted import read_untrusted
 
 VERSION = 4  # of the file, of what its numbers multiply, and of how steps are made
 LIMIT = 180.0  # seconds after which measuring is given up
@@ -133,7 +134,7 @@ def calibrated(config: RunConfig, world: int) -> Calibration | None:
 
 def _named(path: str) -> Calibration:
     try:
-        return Calibration.of(json.loads(Path(path).read_text(encoding="utf-8")))
+        return Calibration.of(json.loads(read_untrusted(path)))
     except (OSError, KeyError, TypeError, ValueError):
         hint = "a file that plan has left in ~/.cache/mtcli; or leave it unset"
         raise wrong(f"{path} holds no calibration", hint, FIXED) from None
@@ -162,7 +163,7 @@ def kept_or_measured(
 def _read(file: Path, facts: Facts) -> Calibration | None:
     """What a file holds, where it is whole and of these facts."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_untrusted(file))
         return Calibration.of(data) if data["facts"] == facts else None
     except (OSError, KeyError, TypeError, ValueError):
         return None

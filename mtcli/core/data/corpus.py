@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from mtcli.core.spec.errors import every, wrong
+from mtcli.core.spec.untrusted import open_untrusted
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 ACCEPTED = ".txt, .jsonl (either plain or .gz .zst .xz .bz2) and .parquet"
@@ -146,7 +147,7 @@ def _pieces(source: Source, blank: bool, size: int) -> Iterator[Piece]:
     if source.compression or not cuttable or source.size <= size:
         yield Piece(source, 0, source.size)
         return
-    with open(source.path, "rb") as file:
+    with open_untrusted(source.path) as file:
         start = 0
         while start < source.size:
             stop = _cut(file, start + size, source, blank)

@@ -14,6 +14,7 @@ from typing import BinaryIO, NamedTuple
 from mtcli.core.data.corpus import Piece, Source
 from mtcli.core.data.zst import ZstFile
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.untrusted import open_untrusted
 
 WINDOW = 4 << 20  # bytes looked at together
 BOM = codecs.BOM_UTF8
@@ -71,7 +72,7 @@ def read_documents(piece: Piece, reading: Reading) -> Iterator[Text | Bad]:
 def lines_before(path: str, offset: int) -> int:
     """How many lines of the file end before byte `offset`."""
     lines = 0
-    with open(path, "rb") as file:
+    with open_untrusted(path) as file:
         while offset > 0 and (data := file.read(min(WINDOW, offset))):
             lines += data.count(b"\n")
             offset -= len(data)
@@ -246,8 +247,9 @@ def _first_bad_byte(source: Source) -> Bad | None:
 def _open(source: Source) -> BinaryIO:
     if source.compression == ".zst":
         return io.BufferedReader(ZstFile(source.path), WINDOW)
-    opener = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[source.compression]
-    return opener(source.path, "rb")
+    file = open_untrusted(source.path)
+    opener = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(source.compression)
+    return file if opener is None else opener(file, "rb")
 
 
 def _parquet(source: Source, key: str) -> Iterator[Text | Bad]:
@@ -259,7 +261,7 @@ def _parquet(source: Source, key: str) -> Iterator[Text | Bad]:
             f"{source.path} needs the package pyarrow", "pip install 'mtcli[data]'"
         ) from None
     try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
+        with open_untrusted(source.path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             if key not in file.schema_arrow.names:
                 known = ", ".join(file.schema_arrow.names)
                 raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")

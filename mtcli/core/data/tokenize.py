@@ -17,7 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.foreign import parse_json
+from mtcli.core.spec.untrusted import read_untrusted
 
+MAX_DEFINITION_BYTES = 256 << 20  # 262,144 ids and their merges take 35 MB
 END_OF_DOCUMENT = "<|endoftext|>"
 # What families call it, where the folder's tokenizer_config.json does not say.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
@@ -89,7 +91,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         return _from_folder(path)
-    if path.is_file():
+    if path.exists():
         return _from_file(path)
     text = str(spec)
     if text.startswith("train:"):
@@ -169,9 +171,9 @@ def _byte_letters() -> list[str]:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").exists():
         return _from_file(folder / "tokenizer.json")
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         return _from_gpt2_files(folder / "vocab.json", folder / "merges.txt")
     raise wrong(
         f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt",
@@ -191,7 +193,10 @@ def _from_file(path: Path) -> Tokenizer:
 def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     """GPT-2's byte-level BPE from OpenAI's two files (ids as transformers' GPT2Tokenizer)."""
     try:
-        backend = HfTokenizer(models.BPE.from_file(str(vocab), str(merges)))
+        table = parse_json(_read(vocab))
+        backend = HfTokenizer(models.BPE(table, _merges_of(_read(merges))))
+    except MtcliError:
+        raise
     except Exception as error:  # as in _parse
         message = f"{vocab} and {merges} are not a BPE vocabulary: {error}"
         raise wrong(message, "use another copy of both") from None
@@ -202,9 +207,15 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     return Tokenizer(backend, _config_beside(vocab))
 
 
+def _merges_of(text: str) -> list[tuple[str, ...]]:
+    """The pairs of a merges.txt, the first to be merged first."""
+    lines = text.removesuffix("\n").replace("\r\n", "\n").split("\n")
+    return [tuple(line.split(" ")) for line in lines if not line.startswith("#version")]
+
+
 def _config_beside(path: Path) -> dict[str, object]:
     config = path.with_name("tokenizer_config.json")
-    if not config.is_file():
+    if not config.exists():
         return {}
     try:
         loaded = parse_json(_read(config))
@@ -215,7 +226,7 @@ def _config_beside(path: Path) -> dict[str, object]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_untrusted(path, MAX_DEFINITION_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise wrong(f"{path} cannot be read: {error}", "use another copy") from None
 

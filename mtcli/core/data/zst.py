@@ -3,6 +3,7 @@
 import io
 
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.untrusted import open_untrusted
 
 FED_BYTES = 1 << 16  # compressed bytes decoded at a time
 
@@ -21,7 +22,7 @@ class ZstFile(io.RawIOBase):
                 f"{path} needs the package zstandard", "pip install 'mtcli[data]'"
             ) from None
         self._package = zstandard
-        self._file = open(path, "rb")  # noqa: SIM115 (close() does)
+        self._file = open_untrusted(path)
         self._frame = None
         self._fed, self._out = b"", b""
 

@@ -124,7 +124,7 @@ def _find(name: str) -> tuple[TaskManager, str]:
     """The manager that knows the task, and what it calls it."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
-        if not path.is_file():
+        if not path.exists():
             raise wrong(f"{name} does not exist", "give a task's YAML file, or its name", "--task")
         found = re.search(r"^(?:task|group):\s*['\"]?([^'\"\s#]+)", read_text(path), re.MULTILINE)
         if found is None:

@@ -13,8 +13,9 @@ from pydantic_core import ErrorDetails
 from mtcli.core.spec.config import RunConfig, TrainConfig
 from mtcli.core.spec.divisors import divides
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
-from mtcli.core.spec.foreign import parse_toml, shown
+from mtcli.core.spec.foreign import MAX_TOML_BYTES, parse_toml, shown
 from mtcli.core.spec.section import LARGEST
+from mtcli.core.spec.untrusted import read_untrusted
 
 Table = dict[str, Any]
 MAX_PROBLEMS = 100
@@ -106,7 +107,7 @@ def read_table(source: str) -> Table:
             hint = "a run folder holds one; give it, a TOML file, or a preset"
             raise wrong(f"the folder {source} has no config.toml", hint)
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode())
     except (FileNotFoundError, NotADirectoryError):
         hint = "give a TOML file, a run folder, or a preset" + closest(source, preset_names())
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None
