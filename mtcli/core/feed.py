@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.data.batches import Batches, SampleId, require_named
+from mtcli.core.data.batches import (
+    Batches,
+    SampleId,
+    require_ids,
+    require_named,
+    require_stated_ids,
+)
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -19,7 +25,6 @@ from mtcli.core.parallel.cp import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.seen import restarted
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.model import stage_layers
 
 
@@ -83,6 +88,7 @@ class Feed:
         asked = data.document_mask or data.document_positions
         documents = self.batches.documents(start, count) if asked else None
         rows = self.batches.batch(start, count)
+        require_ids(self.batches, start, rows, self.config.model.vocab_size)
         return Read(self._hosted(rows), None if documents is None else self._hosted(documents))
 
     def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
@@ -144,9 +150,5 @@ def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) ->
         split = "1,0,0"  # data.valid holds nothing back from data.train
     samples = steps * config.batch.global_batch_size
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed)
-    largest = batches.max_token_id()
-    if largest is not None and largest >= config.model.vocab_size:
-        message = f"the data's token id {largest} is not below vocab_size={config.model.vocab_size}"
-        hint = f"--set model.vocab_size={largest + 1}, or preprocess with the model's tokenizer"
-        raise wrong(message, hint, "model.vocab_size")
+    require_stated_ids(batches.prefixes, config.model.vocab_size)
     return Feed(batches, config, groups)

@@ -23,7 +23,7 @@ from mtcli.core.data.describe import max_token_id
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.samples import Samples
 from mtcli.core.spec.config import DataConfig
-from mtcli.core.spec.errors import every, wrong
+from mtcli.core.spec.errors import MtcliError, every, wrong
 
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
 
@@ -77,6 +77,47 @@ def require_data(data: DataConfig) -> None:
     """Raises MtcliError with all that is wrong with the files of a run's data."""
     require_named(data)
     every(*(partial(open_blend, words) for words in (data.train, data.valid) if words))
+
+
+def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: int) -> None:
+    """Checks every id of `rows`, which are `batches.batch(start, ...)`: int64 [count, seq_len + 1].
+
+    Raises MtcliError that names source, document and id of the first that the vocabulary lacks.
+    """
+    # As uint64 an id below 0 is above 2**62, so that one pass of 0.1 ns a token sees both ends.
+    if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
+        return
+    row, place = np.argwhere((rows < 0) | (rows >= vocab_size))[0].tolist()
+    token, sample = int(rows[row, place]), batches.sample_ids(start + row, 1)[0]
+    for sequence, offset, count in sample.spans:
+        if place < count:
+            raise _unknown_id(
+                f"{sample.prefix}: token {offset + place} of document {sequence} is id",
+                token,
+                vocab_size,
+            )
+        place -= count
+    raise AssertionError(f"a row of {sample} holds {rows.shape[1]} tokens")
+
+
+def require_stated_ids(prefixes: Sequence[str], vocab_size: int) -> None:
+    """Raises MtcliError with each dataset whose PREFIX.json says that the vocabulary lacks ids."""
+    every(*(partial(_require_stated, prefix, vocab_size) for prefix in dict.fromkeys(prefixes)))
+
+
+def _require_stated(prefix: str, vocab_size: int) -> None:
+    largest = max_token_id(prefix)
+    if largest is not None and largest >= vocab_size:
+        raise _unknown_id(f"{prefix}: the largest token id is", largest, vocab_size)
+
+
+def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
+    """The error for an id that is not in the model's vocabulary."""
+    hint = f"--set model.vocab_size={token + 1}, or preprocess with the model's tokenizer"
+    if token < 0:
+        hint = "write the data again: no tokenizer gives such an id"
+    message = f"{what} {token}, and vocab_size={vocab_size} takes 0 to {vocab_size - 1}"
+    return wrong(message, hint, "model.vocab_size")
 
 
 class Batches:
@@ -161,11 +202,6 @@ class Batches:
             return [stop - start]
         owners = self._order.owner[start:stop]
         return np.bincount(owners, minlength=len(self._datasets)).tolist()
-
-    def max_token_id(self) -> int | None:
-        """The largest id in the data, from the JSON that preprocess wrote; None where unknown."""
-        known = [max_token_id(prefix) for prefix in self.prefixes]
-        return None if None in known else max(known)
 
     def _sample_id(self, number: int) -> SampleId:
         ((window, first, last),) = self._windows(number, 1)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import mtcli.core.data.batches as batches_module
 import mtcli.core.data.cache as cache
-from mtcli.core.data.batches import Batches
-from mtcli.core.data.describe import describe, tokenizer_folder
+from mtcli.core.data.batches import Batches, require_ids, require_stated_ids
+from mtcli.core.data.describe import describe, max_token_id, tokenizer_folder
 from mtcli.core.data.indexed import Indexed, write_dataset
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.data.preprocess import preprocess
@@ -116,15 +116,45 @@ def test_the_largest_token_and_the_tokenizer_come_from_preprocess(tmp_path, make
     request = Request((str(tmp_path / "a.txt"),), tmp_path / "out", "bytes", append_eod=False)
     preprocess(request, print)
     prefix = str(tmp_path / "out")
-    assert make(prefix, 10).max_token_id() == ord("x")
+    assert max_token_id(prefix) == ord("x")
+    require_stated_ids([prefix], ord("x") + 1)
+    with pytest.raises(MtcliError, match="out: the largest token id is 120, and vocab_size=120"):
+        require_stated_ids([prefix], ord("x"))
     assert tokenizer_folder(prefix) == tmp_path / "out.tokenizer"
     foreign, _ = make_dataset("foreign")
-    assert make([prefix, foreign], 10).max_token_id() is None
+    require_stated_ids([foreign], 1)  # which says nothing: its rows are checked as they are read
+    with pytest.raises(MtcliError, match="out: the largest token id is 120"):
+        require_stated_ids([foreign, prefix], 120)
     assert (describe(foreign), tokenizer_folder(foreign)) == (None, None)
     for text, message in (("{", "out.json is not JSON"), ("[]", "out.json holds no object")):
         (tmp_path / "out.json").write_text(text)
         with pytest.raises(MtcliError, match=message):
             describe(prefix)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "<u2", "<i2", "<i4", "<i8"])
+@pytest.mark.parametrize("bad", [100, -1])
+def test_an_id_that_the_vocabulary_lacks_is_named_with_its_document(tmp_path, dtype, bad):
+    bad = int(np.array(bad).astype(dtype))  # -1 is the largest id where there are none below 0
+    documents = [np.arange(n, n + 7) for n in range(9)]
+    documents[4][5] = bad
+    write_dataset(tmp_path / "x", documents, np.dtype(dtype))
+    write_dataset(tmp_path / "y", [np.arange(99)], np.dtype("<u2"))
+    words = ["0.5", str(tmp_path / "y"), "0.5", str(tmp_path / "x")]
+    batches = Batches(words, "1", "train", 40, 6, 1)
+    told = set()
+    for start in range(0, 40, 4):
+        rows = batches.batch(start, 4)
+        if bad >= 0:
+            require_ids(batches, start, rows, bad + 1)
+        if bad in rows:
+            with pytest.raises(MtcliError) as error:
+                require_ids(batches, start, rows, 100)
+            told.add(error.value.problems[0].message)
+        else:
+            require_ids(batches, start, rows, 100)
+    x = tmp_path / "x"
+    assert told == {f"{x}: token 5 of document 4 is id {bad}, and vocab_size=100 takes 0 to 99"}
 
 
 def test_large_indices_are_built_once_and_mapped(make_dataset, monkeypatch):
