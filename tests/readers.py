@@ -220,7 +220,7 @@ def toml(folder):
 
 def _texts(folder, name, data, blank=False):
     (folder / name).write_bytes(data)
-    (source,) = find_sources([str(folder / name)])
+    (source,) = find_sources([str(folder / name)]).sources
     return list(read_documents(Piece(source, 0, source.size), Reading("text", blank, False)))
 
 

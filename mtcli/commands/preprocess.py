@@ -11,8 +11,9 @@ Inputs = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
-        help="Files, folders and globs of .txt, .jsonl (also .gz .zst .xz .bz2) and .parquet; "
-        "- for standard input; stdlib for the running Python's standard library.",
+        help="Files, folders and globs of .txt .md .tokens .jsonl .csv .tsv (also under .gz .zst "
+        ".xz .bz2) and .parquet; - for standard input; stdlib for the running Python's standard "
+        "library.",
     ),
 ]
 Output = Annotated[
@@ -26,11 +27,23 @@ TokenizerName = Annotated[
     ),
 ]
 TextKey = Annotated[
-    str, typer.Option(help="The key of JSON lines, or the column of Parquet, with the text.")
+    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
 ]
 SplitOn = Annotated[
     Literal["blank"] | None,
-    typer.Option(help="blank: a .txt holds a document per block between blank lines."),
+    typer.Option(help="blank: plain text holds a document per block between blank lines."),
+]
+Format = Annotated[
+    Literal["text", "jsonl", "csv", "tsv", "parquet"] | None,
+    typer.Option("--format", help="What all inputs are.", show_default="by their endings"),
+]
+MaxDocumentBytes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The largest document, in bytes of UTF-8.",
+        show_default="64 MiB; any size for plain text that is encoded in parts",
+    ),
 ]
 Workers = Annotated[
     int | None, typer.Option(help="Processes that encode.", show_default="one per core")
@@ -57,6 +70,8 @@ def preprocess(
     tokenizer: TokenizerName,
     text_key: TextKey = "text",
     split_on: SplitOn = None,
+    format: Format = None,
+    max_document_bytes: MaxDocumentBytes = None,
     workers: Workers = None,
     append_eod: AppendEod = None,
     skip_bad: SkipBad = False,
@@ -80,6 +95,8 @@ def preprocess(
         skip_bad=skip_bad,
         resume=resume,
         force=force,
+        format=format,
+        max_document_bytes=max_document_bytes,
     )
     report = run(request, lambda line: typer.echo(line, err=True))
     _show(report, json_out)
@@ -99,6 +116,8 @@ def _show(report: dict[str, object], json_out: str | None) -> None:
         table.add_row(name.replace("_", " "), f"{report[name]:,}")
     for kind, count in report["skipped"].items():
         table.add_row(f"skipped: {kind}", f"{count:,}")
+    for ending, count in report["left_out"].items():
+        table.add_row(f"left out: {ending}", f"{count:,}")
     table.add_row("vocabulary", f"{report['tokenizer']['vocab_size']:,}")
     table.add_row("seconds", f"{report['seconds']:.2f}")
     table.add_row("tokens/s", f"{report['tokens_per_second']:,.0f}")

@@ -55,7 +55,7 @@ def is_cuttable(tokenizer: Tokenizer) -> bool:
         and words.get("use_regex", True)
         and not words.get("add_prefix_space")
         and not any(
-            token.lstrip or token.rstrip or "\n" in token.content
+            token.lstrip or token.rstrip or any(map(str.isspace, token.content))
             for token in backend.get_added_tokens_decoder().values()
         )
     )

@@ -36,7 +36,7 @@ class Indexed:
         self.prefix = Path(prefix)
         self.idx, self.bin = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
         for path in (self.idx, self.bin):
-            _require_file(path)
+            _require_file(path, self.prefix)
         self.dtype, num_sequences, num_boundaries = self._header()
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
         lengths, pointers, documents = (
@@ -192,12 +192,14 @@ def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         return np.memmap(file, dtype, "r", offset, (count,)).view(np.ndarray)
 
 
-def _require_file(path: Path) -> None:
+def _require_file(path: Path, prefix: Path) -> None:
     """Raises MtcliError where the file of a pair is missing, or cannot be read."""
     try:
         open_untrusted(path).close()
     except FileNotFoundError:
         hint = "data paths name the prefix of a .bin and .idx pair, as preprocess writes them"
+        if prefix.suffix in (".bin", ".idx", ".json") and prefix.with_suffix(".idx").exists():
+            hint = f"name the prefix of the pair: {prefix.with_suffix('')}"
         raise wrong(f"no file {path}", hint) from None
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "use another copy") from None
