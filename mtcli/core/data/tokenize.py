@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from mtcli.core.data.definition import bounded, no_panics, require_measured, require_tokens
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.foreign import parse_json
 from mtcli.core.spec.untrusted import read_untrusted
@@ -38,9 +39,11 @@ class Tokenizer:
 
         Raises MtcliError where the text is no tokenizer.
         """
-        made = isinstance(source, HfTokenizer)
-        self.backend = source if made else _parse(source)
-        self.definition = source.to_str() if made else source  # the text of tokenizer.json
+        if isinstance(source, str):
+            self.definition, self._growth = bounded(source)  # the text of tokenizer.json
+            self.backend = _parse(self.definition)
+        else:
+            self.definition, self._growth, self.backend = source.to_str(), 1, source
         self.config = dict(config or {})  # tokenizer_config.json, where there is one
         vocab = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
@@ -54,11 +57,22 @@ class Tokenizer:
         """The ids of `text`, with no special tokens added."""
         if self.is_bytes:
             return list(text.encode())
-        return self.backend.encode(text, add_special_tokens=False).ids
+        (ids,) = self.encode_all([text])
+        return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text. Raises MtcliError for one that the tokenizer cannot take."""
+        found = []
+        with no_panics("the tokenizer fails on a text"):
+            for text in texts:
+                require_measured(self.backend.normalizer, self._growth, text)
+                found.append(self.backend.encode(text, add_special_tokens=False).ids)
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        with no_panics("the tokenizer fails on token ids"):
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> Path:
         """Write the files that `load_tokenizer(folder)` reads; returns the folder."""
@@ -140,10 +154,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _parse(definition: str) -> HfTokenizer:
-    try:
+    with no_panics("not a tokenizer definition"):
         return HfTokenizer.from_str(definition)
-    except Exception as error:  # tokenizers raises bare Exception for every malformed file
-        raise wrong(f"not a tokenizer definition: {error}", f"give {KINDS}") from None
 
 
 def _end_names(config: dict[str, object]) -> tuple[str, ...]:
@@ -192,14 +204,11 @@ def _from_file(path: Path) -> Tokenizer:
 
 def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     """GPT-2's byte-level BPE from OpenAI's two files (ids as transformers' GPT2Tokenizer)."""
-    try:
-        table = parse_json(_read(vocab))
-        backend = HfTokenizer(models.BPE(table, _merges_of(_read(merges))))
-    except MtcliError:
-        raise
-    except Exception as error:  # as in _parse
-        message = f"{vocab} and {merges} are not a BPE vocabulary: {error}"
-        raise wrong(message, "use another copy of both") from None
+    texts = _read(vocab), _read(merges)
+    with no_panics(f"{vocab} and {merges} are not a BPE vocabulary"):
+        table = parse_json(texts[0])
+        require_tokens(table)
+        backend = HfTokenizer(models.BPE(table, _merges_of(texts[1])))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if backend.token_to_id(END_OF_DOCUMENT) is not None:
