@@ -86,7 +86,7 @@ def no_panics(what: str) -> Iterator[None]:
     except MtcliError:
         raise
     except BaseException as error:
-        # A panic is no Exception, and its class cannot be imported; what else is wrong is a bare one.
+        # A panic is no Exception, and its class cannot be imported; all else is a bare Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise wrong(f"{what}: {_first_line(error)}", OTHER) from None
