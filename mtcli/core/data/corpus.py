@@ -32,11 +32,8 @@ KINDS: dict[str, Kind] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-BESIDE = {
-    ".md",
-    ".csv",
-    ".tsv",
-}  # often describe a corpus: of a folder, read only with a kind named
+# Often beside a corpus, to describe it: of a folder they are read only where a kind is named.
+BESIDE = {".md", ".csv", ".tsv"}
 ACCEPTED = f"files end in {', '.join(KINDS)}, all but the last also {' '.join(COMPRESSIONS)}; "
 ACCEPTED += f"or --format {'|'.join(dict.fromkeys(KINDS.values()))}"
 STDLIB, STDIN = "stdlib", "-"

@@ -136,9 +136,9 @@ def _encode_all(
         began, before = time.perf_counter(), space.counts.tokens
         for encoded in pool.map(remembered(), bar.update):
             block = issued.popleft()
-            space.append(*job.part(block.number), encoded.counts)
             room = EXAMPLES - len(space.counts.examples)
             space.counts.examples += [described(*bad) for bad in encoded.skipped[:room]]
+            space.append(*job.part(block.number), encoded.counts)
             if request.from_stdin:
                 _remove_read(block)
             speed = (space.counts.tokens - before) / (time.perf_counter() - began)
