@@ -24,7 +24,7 @@ PROMPT, VOCAB = [3, 14, 15, 92, 65], 97
 def make_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24, "vocab_size": VOCAB}
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 24, "vocab_size": VOCAB}
     return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3, eos_token_id=96))
 
 
@@ -78,10 +78,10 @@ def test_greedy_tokens_are_transformers(model):
     assert tokens(ALONE, folder) == without_end(theirs)
 
 
-@pytest.mark.parametrize("axes", [["tp=2"], ["pp=2"], ["tp=2", "pp=2"], []], ids=str)
+@pytest.mark.parametrize("axes", [["tp=2"], ["pp=2"], ["tp=2", "pp=2"], ["tp=4"], []], ids=str)
 def test_every_rank_of_any_layout_says_the_same(model, axes):
     theirs, folder = model
-    world = 2 ** max(1, len(axes))
+    world = 4 if axes == ["tp=4"] else 2 ** max(1, len(axes))
     overrides = [f"parallel.{axis}" for axis in axes]
     drawn = Sampling(temperature=0.8, top_k=20, seed=5)
     greedy = run_ranks(world, tokens, folder, overrides)

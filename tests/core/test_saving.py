@@ -28,6 +28,7 @@ TO = [
     (2, {"pp": 2}, {}),
     (2, {"zero": 1}, {}),
     (4, {"tp": 2, "zero": 3}, TALL),
+    (4, {"tp": 4}, TALL),  # two ranks share each of llama's key-value heads
     (4, {"tp": 2, "pp": 2, "sequence_parallel": False}, {}),
 ]
 
@@ -85,6 +86,14 @@ def test_any_layout_goes_on_with_the_same_curve(run, layout, tmp_path):
     (tmp_path / f"step-{STOP:08d}").symlink_to(folder / f"step-{STOP:08d}")
     again = run_ranks(layout[0], train, config_of(model, layout), tmp_path, STOP, STEPS)[0]
     assert again == pytest.approx(losses[STOP:], rel=1e-5)
+
+
+def test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve(run, tmp_path):
+    model, _, losses, _ = run
+    shared = config_of(model, (4, {"tp": 4, "zero": 1}, TALL))
+    begun = run_ranks(4, train, shared, tmp_path, 0, STOP)[0]
+    after = run_ranks(2, train, config_of(model, FROM), tmp_path, STOP, STEPS)[0]
+    assert begun + after == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", TO, ids=str)

@@ -22,6 +22,7 @@ from mtcli.core.spec.check import problems
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divisors
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.layout_rules import uneven_heads
 
 Choice = dict[str, Any]
 
@@ -188,9 +189,12 @@ def _grids(config: RunConfig, world: int, pinned: frozenset[str]) -> Iterator[Ch
     """tp, cp, pp and vpp that divide the model and the world."""
     m, p, b = config.model, config.parallel, config.batch
     widths = [m.shared_expert_ffn_hidden_size] if m.num_experts else [m.ffn_hidden_size]
-    tps = divisors(gcd(m.num_kv_heads, *(width for width in widths if width)))
-    if p.tp_mode == "2d":  # the side of the square divides what tp divides in one dimension
-        tps = [side * side for side in divisors(gcd(m.hidden_size, tps[-1])) if side > 1]
+    tps = divisors(gcd(m.num_heads, *(width for width in widths if width)))
+    if p.tp_mode == "2d":
+        sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
+        tps = [side * side for side in sides if side > 1]
+    else:
+        tps = [tp for tp in tps if not uneven_heads(m, tp)]
     cps = [
         c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
     ]

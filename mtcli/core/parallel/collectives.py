@@ -143,7 +143,8 @@ scatter_out = _differentiable(reduce_scatter,  all_gather)     # [T, D]   -> sum
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] on each of n ranks, part i for rank i -> [n, ...], part i from rank i.
+    """[k, ...], part i for rank i -> [k, ...], part i from rank i, of each k consecutive ranks of
+    the axis, which are all of them or fewer.
 
     Differentiable, and its own transpose.
     """
@@ -168,9 +169,10 @@ class Rotation:
 def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
-    out, ones = torch.empty_like(x, memory_format=torch.contiguous_format), [1] * axis.size
+    out, k = torch.empty_like(x, memory_format=torch.contiguous_format), len(x)
+    rows = [int(rank // k == axis.rank // k) for rank in range(axis.size)]
     with axis.ledger.call("all_to_all", axis, x):
-        axis.wire.all_to_all(out, x.contiguous(), ones, ones).wait()
+        axis.wire.all_to_all(out, x.contiguous(), rows, rows).wait()
     return out
 
 

@@ -79,7 +79,9 @@ def sent_by(call: "Call", size: int, rows: int, detail: object) -> dict[int, int
         row = size // max(1, rows)
         return {place: row * detail[0][place] for place in range(n) if place != axis.rank}
     if call.op == "all_to_all":
-        return {place: size // n for place in range(n) if place != axis.rank}
+        first = axis.rank // rows * rows  # of the ranks that exchange, a part for each
+        places = range(first, first + rows)
+        return {place: size // rows for place in places if place != axis.rank}
     if call.peer is not None:
         return {call.peer: size}
     ring = {

@@ -19,7 +19,7 @@ class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
 
     tp: Positive = 1
-    """tensor parallel size"""
+    """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a square of tp ranks, which only plan knows"""
     sequence_parallel: bool = True

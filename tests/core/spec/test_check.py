@@ -13,6 +13,7 @@ from mtcli.core.spec.errors import Exit, MtcliError
 from mtcli.core.spec.layout_rules import data_parallel_size
 from mtcli.core.spec.load import load_config
 
+LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_size=96")
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
 # fmt: off
@@ -160,6 +161,16 @@ ALSO = {  # further branches of the same rules
     "an expert's width that etp does not divide": (
         [*MOE, "parallel.etp=5"], 5, "parallel.etp",
         "etp=5 does not divide moe_ffn_hidden_size=96", "1, 2, 3, 4, 6, 8, 12 or 16"),
+    "fewer heads than ranks": (
+        ["parallel.tp=16", "batch.global_batch_size=64"], 16, "parallel.tp",
+        "tp=16 does not divide num_heads=8", "1, 2, 4 or 8"),
+    "key-value heads that ranks share unevenly": (
+        ["parallel.tp=4", *LLAMA, "model.num_kv_heads=3"], 4, "parallel.tp",
+        "tp=4 does not divide num_kv_heads=3", "1, 3, 6 or 12"),
+    "columns of a head that ranks share": (
+        ["parallel.tp=12", *LLAMA, "model.num_kv_heads=1", "model.head_dim=32"], 12, "parallel.tp",
+        "tp/num_kv_heads = 12/1 = 12 ranks share a key-value head and do not divide head_dim=32",
+        "1, 2 or 4"),
     "an MLP that tp does not divide": (
         ["parallel.tp=4", "model.ffn_hidden_size=90"], 4, "parallel.tp",
         "tp=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
