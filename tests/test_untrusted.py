@@ -167,6 +167,7 @@ PLACES = [
     ("hf/model.safetensors.index.json", ["shard", "hf", "out"]),
     ("hf/generation_config.json", ["shard", "hf", "out"]),
     ("hf/tokenizer.json", ["generate", "hf", *SAY]),
+    ("hf/generation_config.json", ["generate", "hf", *SAY]),
     ("hf/tokenizer_config.json", ["generate", "hf", *SAY]),
     ("hf/special_tokens_map.json", ["generate", "hf", *SAY]),
     ("tiny.idx", RETRAIN),

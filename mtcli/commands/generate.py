@@ -65,12 +65,12 @@ def generate(
         from mtcli.core.generate import generate as generate_tokens
 
         model = open_model(checkpoint, overrides, runtime)
-        tokenizer = model.require_tokenizer()
+        tokenizer, ends = model.require_tokenizer(), model.end_ids()
         sampling = Sampling(temperature, top_k, top_p, seed)
         found = []
         for text in prompt:
-            ids = tokenizer.encode(text)
-            new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, tokenizer.eod_id))
+            ids = tokenizer.encode_with_specials(text)
+            new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, ends))
             found.append({"prompt": text, "text": tokenizer.decode(new), "num_tokens": len(new)})
         if runtime.rank == 0 and json_out:
             write_answer({"checkpoint": checkpoint, "generated": found}, json_out)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.ends import end_ids
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.evaluate.requests import ScoreBatch
@@ -227,6 +228,14 @@ class OpenModel:
             hint = "copy its tokenizer.json there, or pass --tokenizer where the command takes it"
             raise wrong(f"{self.checkpoint.folder} holds no tokenizer", hint)
         return self.tokenizer
+
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text: those of the Hugging Face folder that the weights came in, or
+        else the tokenizer's end of document."""
+        found, tokenizer = end_ids(self.checkpoint), self.require_tokenizer()
+        if found is None:
+            return frozenset() if tokenizer.eod_id is None else frozenset([tokenizer.eod_id])
+        return found
 
 
 def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenModel:

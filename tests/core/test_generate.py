@@ -54,9 +54,9 @@ def model(request, tmp_path_factory):
     return made, str(folder)
 
 
-def tokens(runtime, folder, overrides=(), sampling=Sampling(), count=12, end=None):  # noqa: B008
+def tokens(runtime, folder, overrides=(), sampling=Sampling(), count=12, ends=()):  # noqa: B008
     engine = open_model(folder, overrides, runtime).scorer
-    return list(generate(engine, PROMPT, count, sampling, end))
+    return list(generate(engine, PROMPT, count, sampling, ends))
 
 
 def greedy_of(model, count=12):
@@ -96,7 +96,7 @@ def test_the_end_token_ends_and_is_not_given(model):
     theirs, folder = model
     greedy = without_end(theirs)
     end = greedy[3]
-    assert tokens(ALONE, folder, end=end) == greedy[: greedy.index(end)]
+    assert tokens(ALONE, folder, ends={end}) == greedy[: greedy.index(end)]
 
 
 def test_a_full_context_ends(model):
@@ -108,7 +108,7 @@ def test_a_full_context_ends(model):
 def test_a_prompt_that_does_not_fit_is_an_error_with_both_numbers(model, prompt):
     engine = open_model(model[1], (), ALONE).scorer
     with pytest.raises(MtcliError) as caught:
-        next(generate(engine, prompt, 1, Sampling(), None))
+        next(generate(engine, prompt, 1, Sampling(), ()))
     (problem,) = caught.value.problems
     assert problem.message == f"the prompt has {len(prompt)} tokens and the model takes 1 to 24"
     assert problem.field == "--prompt"

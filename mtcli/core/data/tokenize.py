@@ -54,6 +54,11 @@ class Tokenizer:
             return list(text.encode())
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def encode_with_specials(self, text: str) -> list[int]:
+        """The ids of `text` with the special tokens that tokenizer.json's template puts around it,
+        such as Llama's <s>: as transformers gives them by default."""
+        return self.encode(text) if self.is_bytes else self.backend.encode(text).ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -139,9 +144,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _parse(definition: str) -> HfTokenizer:
     try:
-        return HfTokenizer.from_str(definition)
+        backend = HfTokenizer.from_str(definition)
     except Exception as error:  # tokenizers raises bare Exception for every malformed file
         raise wrong(f"not a tokenizer definition: {error}", f"give {KINDS}") from None
+    backend.no_truncation()  # what a file was saved with in use; transformers heeds neither
+    backend.no_padding()
+    return backend
 
 
 def _end_names(config: dict[str, object]) -> tuple[str, ...]:
