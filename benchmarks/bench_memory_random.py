@@ -102,7 +102,7 @@ def draw_model(choice: Callable[[Sequence], Any], rarely: Callable[[float], bool
     model |= {"num_layers": choice([1, 2, 3, 4]), "vocab_size": choice([100, 512, 1024, 5000])}
     model["max_seq_len"] = 8192
     if kind != "gpt":
-        model["num_kv_heads"] = choice([heads, heads // 2, 2, 1])
+        model["num_kv_heads"] = choice([heads, heads // 2, 2])
         model["ffn_hidden_size"] = choice([128, 384, 640, 1024])
     elif rarely(0.2):
         model |= {"activation": choice(["gelu", "swiglu"]), "ffn_hidden_size": choice([256, 768])}

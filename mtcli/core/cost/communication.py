@@ -75,7 +75,7 @@ def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     dense = not m.num_experts or m.shared_expert_ffn_hidden_size > 0
     way = 2 * ring_seconds(moved, tp, 1, device, physics)
     once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
-    heads = float(work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim // tp)
+    heads = work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim / tp
     exchange = ring_seconds(heads * work.sizes.weight, work.kv_sharers, 1, device, physics)
     both = once * (1 + dense) + exchange
     return Pass(both, both)

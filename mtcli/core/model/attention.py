@@ -27,6 +27,7 @@ class Attention(nn.Module):
         self.out = RowLinear(f"{name}.out", build)
         self.layer, self.head_dim = layer, model.head_dim
         tp = build.groups.tp
+        # of more ranks than key-value heads each has one, with fewer of its query heads
         self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
         self.num_heads = model.num_heads
         self.drop = model.attention_dropout
