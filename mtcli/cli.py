@@ -51,7 +51,7 @@ class LazyGroup(TyperGroup):
         Raises MtcliError with the closest name where there is none (exit 2).
         """
         if cmd_name not in COMMANDS:
-            from mtcli.core.spec.load import closest  # here, not above: it imports pydantic
+            from mtcli.core.spec.synonyms import closest  # here, not above: --help needs none
 
             hint = "`mtcli --help` lists the commands" + closest(cmd_name, COMMANDS)
             raise wrong(f"there is no command {cmd_name!r}", hint)

@@ -27,7 +27,7 @@ from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Problem, wrong
 from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.layout_rules import experts_see_tokens_once
+from mtcli.core.spec.layout_rules import context_divides, experts_see_tokens_once
 from mtcli.core.spec.load import validate, with_overrides
 from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
@@ -272,6 +272,12 @@ def _open_causal(path: str) -> Checkpoint:
     return checkpoint
 
 
+# Rules of training alone. tp ranks ask the experts alike, and are answered alike; cp is refused, so
+# that no length suits it; a model that is there may have fields that it has no use for.
+OF_TRAINING = (experts_see_tokens_once, context_divides, check.next_tokens_are_hidden)
+OF_TRAINING += (check.fields_are_used, check.data_is_shared_out)
+
+
 def _legal_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
     """The config of forward passes of any shape: no sequence parallelism, one sequence a rank.
 
@@ -284,8 +290,7 @@ def _legal_config(model: ModelConfig, overrides: Sequence[str], world: int) -> R
     }
     config, found = validate(with_overrides(base, overrides))
     more = (*check.ENGINE_RULES, _whole_sequences)
-    # tp ranks ask the experts alike, and are answered alike
-    return check.require(config, world, *more, without=(experts_see_tokens_once,), found=found)
+    return check.require(config, world, *more, without=OF_TRAINING, found=found)
 
 
 def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:

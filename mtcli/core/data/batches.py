@@ -13,7 +13,6 @@ import numpy as np
 from mtcli.core.data.blend import (
     SURPLUS,
     Blend,
-    Which,
     parse_blend,
     shares_of,
     split_range,
@@ -23,6 +22,7 @@ from mtcli.core.data.describe import max_token_id
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.samples import Samples
 from mtcli.core.spec.config import DataConfig
+from mtcli.core.spec.datasets import Which
 from mtcli.core.spec.errors import every, wrong
 
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
@@ -57,12 +57,12 @@ class _Segments(NamedTuple):
     stop: list[int]
 
 
-def open_blend(words: Sequence[str]) -> tuple[Blend, list[Indexed]]:
+def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Indexed]]:
     """The blend that `words` name and its datasets.
 
     Raises MtcliError with every file that is missing or wrong.
     """
-    blend = parse_blend(words)
+    blend = parse_blend(words, field)
     return blend, every(*(partial(Indexed, prefix) for prefix in blend.prefixes))
 
 
@@ -76,7 +76,8 @@ def require_named(data: DataConfig) -> None:
 def require_data(data: DataConfig) -> None:
     """Raises MtcliError with all that is wrong with the files of a run's data."""
     require_named(data)
-    every(*(partial(open_blend, words) for words in (data.train, data.valid) if words))
+    named = {"data.train": data.train, "data.valid": data.valid}
+    every(*(partial(open_blend, words, field) for field, words in named.items() if words))
 
 
 class Batches:

@@ -16,8 +16,9 @@ from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divisors, listing
 from mtcli.core.spec.errors import MtcliError, Problem
-from mtcli.core.spec.load import closest, validate, with_overrides
+from mtcli.core.spec.load import validate, with_overrides
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.spec.synonyms import closest
 
 FLAG = "--upcycle"
 SIZES = ("num_experts", "top_k")
