@@ -48,7 +48,7 @@ def _raise(error):
 @pytest.fixture
 def probed(monkeypatch):
     """The command line with one more command, `probe`, which lives in this file."""
-    command = cli.Command(f"{__name__}:probe", inspect.getdoc(probe))
+    command = cli.Target(f"{__name__}:probe", inspect.getdoc(probe))
     monkeypatch.setitem(cli.COMMANDS, "probe", command)
 
 
@@ -173,10 +173,24 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
 # fmt: off
 @pytest.mark.parametrize("arguments, message, hint", [
     (["prob"], "there is no command 'prob'", "did you mean 'probe'?"),
-    (["probe"], "missing argument 'CONFIG'", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "--jsn", "-"], "no such option: --jsn", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "y"], "got unexpected extra argument", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "--set"], "option '--set' requires an argument", "--help` shows its usage"),
+    (["finetune"], "there is no command 'finetune'", "did you mean 'train'?"),
+    (["zzz"], "there is no command 'zzz'", "`mtcli --help` lists the commands"),
+    (["probe"], "CONFIG: it is missing", "`mtcli probe --help` shows its usage"),
+    (["probe", "x", "--jsn", "-"], "--jsn: there is no such option", "did you mean --json?"),
+    (["probe", "x", "--zzz"], "--zzz: there is no such option", "--help` shows its usage"),
+    (["probe", "x", "-z"], "-z: there is no such option", "`mtcli probe --help` shows its usage"),
+    (["probe", "x", "--gpus=2"], "--gpus: there is no such option", "did you mean --nproc?"),
+    (["probe", "x", "--lr", "1"], "--lr: there is no such option", "--set optimizer.lr=VALUE?"),
+    (["probe", "--config", "x"], "--config: there is no such option", "did you mean CONFIG?"),
+    (["probe", "x", "y"], "got unexpected extra argument 'y'", "--help` shows its usage"),
+    (["probe", "x", "--set"], "--set: option '--set' requires an argument", "` shows its usage"),
+    (["probe", "x", "--nproc=0"], "--nproc: 0 should be at least 1",
+     "a whole number from 1 to 1024, such as 1"),
+    (["probe", "x", "--nproc", "two"], "--nproc: 'two' should be a whole number",
+     "a whole number from 1 to 1024, such as 1"),
+    (["probe", "x", "--device=tpu"], "--device: 'tpu' should be 'auto', 'cpu' or 'cuda'", "'cuda'?"),
+    (["probe", "x", "--device=gpu"], "--device: 'gpu' should be 'auto', 'cpu' or 'cuda'",
+     "did you mean 'cuda'?"),
     (["--verbose"], "no such option: --verbose", "`mtcli --help` shows its usage"),
 ])
 # fmt: on
@@ -189,12 +203,35 @@ def test_a_wrong_command_line_is_an_error_in_our_words(probed, capsys, arguments
     assert last.startswith("hint: ") and last.endswith(hint)
 
 
-@pytest.mark.parametrize("flag, legal", [("--nproc=0", "1"), ("--device=tpu", "'cuda'")])
-def test_an_illegal_flag_value_names_the_flag_and_what_is_legal(probed, capsys, flag, legal):
-    assert run(["probe", "x", flag]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: invalid value for '{flag.partition('=')[0]}': ")
-    assert legal in err
+def test_all_that_is_wrong_with_a_command_line_is_told_at_once_and_as_json(probed, capsys):
+    words = ["x", "--foo", "3", "--nproc", "0", "--device", "tpu", "--json", "-"]
+    assert run(["probe", *words]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["ok"] is False
+    assert [problem["field"] for problem in told["problems"]] == ["--foo", "--nproc", "--device"]
+    assert err.count("error: ") == err.count("hint: ") == 3
+
+
+def test_json_that_cannot_be_written_is_told_beside_the_rest(probed, capsys, tmp_path):
+    words = ["x", "--nproc=0", "--json", str(tmp_path / "no" / "out.json")]
+    assert run(["probe", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--nproc: 0 should" in err and "--json: there is no folder" in err
+
+
+def test_help_beside_what_is_wrong_is_help(probed, capsys):
+    assert run(["probe", "--help", "--nproc=0"]) == 0
+    assert "Usage: mtcli probe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_number_of_a_command_line_has_a_finite_range(name):
+    for param in cli.load(name).params:
+        kind = param.type_descriptor
+        if kind.annotation in (int, float):
+            limits = kind.parameter_info
+            assert math.isfinite(limits.min) and math.isfinite(limits.max), param.name
 
 
 # The pipe may break inside the command, or at the very end, when the last output is flushed.
@@ -281,14 +318,13 @@ def test_a_terminal_without_a_letter_gets_its_code():
     assert (done.returncode, done.stdout) == (0, "caf\\xe9\n")
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        (["--top-p", "1.5"], "'--top-p': 1.5 should be less than or equal to 1"),
-        (["--max-tokens=0"], "'--max-tokens': 0 should be greater than or equal to 1"),
-        (["--device", "gpu"], "'--device': 'gpu' is not one of 'auto', 'cpu', 'cuda'"),
-    ],
-)
-def test_a_flag_s_value_that_is_wrong_is_told(flag, said, capsys):
-    assert run(["generate", "x", "--prompt", "a", *flag]) == 2
-    assert capsys.readouterr().err.startswith(f"error: invalid value for {said}\n\nhint: ")
+def test_a_flag_s_value_that_is_wrong_is_told_whatever_it_is(capsys):
+    words = ["--top-p", "1.5", "--max-tokens=0", "--temperature", "nan", "--top-k", "1" + 30 * "0"]
+    assert run(["generate", "x", "--prompt", "a", *words, "--seed", "1.5"]) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if "error" in line] == [
+        "error: --max-tokens: 0 should be at least 1",
+        "error: --temperature: nan should be a finite number",
+        f"error: --top-k: {10**30} should be at most 1000000000",
+        "error: --top-p: 1.5 should be at most 1",
+        "error: --seed: 1.5 should be a whole number",
+    ]

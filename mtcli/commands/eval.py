@@ -43,16 +43,20 @@ Tasks = Annotated[
 Limit = Annotated[
     int | None,
     typer.Option(
-        min=1, help="the first N items only: passages, articles of each level, words of wikitext103"
+        min=1,
+        max=10**9,
+        help="the first N items only: passages, articles of each level, words of wikitext103",
     ),
 ]
 Overlap = Annotated[
     int | None,
-    typer.Option(help="tokens by which wikitext103's windows advance (the paper's 32)"),
+    typer.Option(
+        min=1, max=10**9, help="tokens by which wikitext103's windows advance (the paper's 32)"
+    ),
 ]
 BatchTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="tokens per forward pass; default: what suits the device"),
+    typer.Option(min=1, max=10**9, help="tokens per forward pass; default: what suits the device"),
 ]
 TokenizerName = Annotated[
     str | None,

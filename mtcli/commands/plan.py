@@ -44,12 +44,12 @@ Device = Annotated[
     ),
 ]
 Top = Annotated[
-    int | None, typer.Option(min=1, help="search every legal layout and show the best K")
+    int | None, typer.Option(min=1, max=1000, help="search every legal layout and show the best K")
 ]
 GlobalBatch = Annotated[
-    int | None, typer.Option("--global-batch", min=1, help="sequences of a step")
+    int | None, typer.Option("--global-batch", min=1, max=10**9, help="sequences of a step")
 ]
-Seq = Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")]
+Seq = Annotated[int | None, typer.Option(min=1, max=10**9, help="tokens of a sequence")]
 Ranks = Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")]
 Draw = Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")]
 Plot = Annotated[
@@ -65,7 +65,9 @@ DryRunFlag = Annotated[
         "--dry-run", help="take a step of the real trainer on fake tensors; count its memory"
     ),
 ]
-Rank = Annotated[int | None, typer.Option(min=0, help="the rank of the dry run [the fullest]")]
+Rank = Annotated[
+    int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
+]
 Presets = Annotated[bool, typer.Option("--presets", help="list the presets")]
 Validate = Annotated[
     str | None, typer.Option(metavar="FILE", help="score the predictor on published runs")

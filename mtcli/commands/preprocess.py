@@ -33,7 +33,8 @@ SplitOn = Annotated[
     typer.Option(help="blank: a .txt holds a document per block between blank lines."),
 ]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that encode.", show_default="one per core")
+    int | None,
+    typer.Option(min=1, max=1024, help="Processes that encode.", show_default="one per core"),
 ]
 AppendEod = Annotated[
     bool | None,

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace"}
 
-Steps = Annotated[int, typer.Option("--steps", min=1, help="timed steps")]
-Warmup = Annotated[int, typer.Option("--warmup", min=0, help="steps before those")]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="timed steps")]
+Warmup = Annotated[int, typer.Option("--warmup", min=0, max=10**6, help="steps before those")]
 Trace = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
 ]

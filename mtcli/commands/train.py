@@ -17,7 +17,10 @@ Init = Annotated[
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        "--max-restarts", min=0, help="start again from the last checkpoint when a worker dies"
+        "--max-restarts",
+        min=0,
+        max=1000,
+        help="start again from the last checkpoint when a worker dies",
     ),
 ]
 

@@ -117,7 +117,7 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     MtcliError where there is no such rank.
     """
     # What a step costs is known of a model that the one head cannot train, too.
-    check.require(config, world, *check.ENGINE_RULES, without=(check.next_tokens_are_hidden,))
+    check.require(config, world, *check.ENGINE_RULES, without=check.TRAINING_RULES)
     work = Workload.of(config, world)
     rank = fullest_rank(work, device) if rank is None else rank
     if not 0 <= rank < world:

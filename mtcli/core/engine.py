@@ -273,9 +273,8 @@ def _open_causal(path: str) -> Checkpoint:
 
 
 # Rules of training alone. tp ranks ask the experts alike, and are answered alike; cp is refused, so
-# that no length suits it; a model that is there may have fields that it has no use for.
-OF_TRAINING = (experts_see_tokens_once, context_divides, check.next_tokens_are_hidden)
-OF_TRAINING += (check.fields_are_used, check.data_is_shared_out)
+# that no length suits it.
+OF_TRAINING = (*check.TRAINING_RULES, experts_see_tokens_once, context_divides)
 
 
 def _legal_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:

@@ -27,9 +27,9 @@ MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
-def problems(config: RunConfig, world: int) -> list[Problem]:
-    """Every rule that `config` breaks on `world` ranks."""
-    return _broken(RULES, config, world)
+def problems(config: RunConfig, world: int, without: Collection[Rule] = ()) -> list[Problem]:
+    """Every rule that `config` breaks on `world` ranks, but for some."""
+    return _broken([rule for rule in RULES if rule not in without], config, world)
 
 
 def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
@@ -349,6 +349,10 @@ def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
                 hint = f"{need.hint}, or leave {field} out"
                 yield Problem(f"{name}={said} with {need.lacking(config)}", hint, field)
 
+
+# Of what is trained. A model that is there may be one that no training takes, and have fields that
+# it has no use for.
+TRAINING_RULES: tuple[Rule, ...] = (next_tokens_are_hidden, fields_are_used, data_is_shared_out)
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
     _engine_cuts_in_one_dimension,

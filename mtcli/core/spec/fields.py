@@ -4,6 +4,7 @@ The one truth is the field's own type and bounds; nothing here repeats a number.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from math import isfinite
 from types import NoneType
@@ -104,14 +105,32 @@ def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
         *parents, name = parents
     section = section_at(root, parents)
     path = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "missing":
+        return Problem("this field is missing", f"add {name}", path)
     if section is None or name not in section.model_fields:
         return Problem(f"{shown(detail['input'])} is not legal here", "leave it out", path)
     field = section.model_fields[str(name)]
-    kind = field_kind(field)
+    kind, default = field_kind(field), None if field.is_required() else field.get_default()
     if items:
-        kind = kind.items[min(items[0], len(kind.items) - 1)]
-    said = f"{shown(detail['input'])} should be {_fault(kind, detail['input'])}"
-    return Problem(said, _hint(kind, path, field, detail["input"]), path)
+        kind, default = kind.items[min(items[0], len(kind.items) - 1)], None
+    return refused(path, kind, detail["input"], default)
+
+
+def refused(name: str, kind: Kind, value: Any, default: Any = None) -> Problem:
+    """What is wrong with a value of a field or flag, and one that would be right.
+
+    The words of a command line are taken for the numbers that they are.
+    """
+    number = _number(value) if name.startswith("--") and kind.base in (int, float) else value
+    said = f"{shown(number)} should be {_fault(kind, number)}"
+    return Problem(said, _hint(kind, name, value, default), name)
+
+
+def _number(word: Any) -> Any:
+    for read in (int, float):
+        with suppress(ValueError, TypeError):
+            return read(word)
+    return word
 
 
 def _fault(kind: Kind, value: Any) -> str:
@@ -133,35 +152,30 @@ def _fault(kind: Kind, value: Any) -> str:
     return f"0 or at least {SMALLEST:g}"
 
 
-def _hint(kind: Kind, path: str, field: FieldInfo, value: Any) -> str:
-    name = path.rpartition(".")[2]
+def _hint(kind: Kind, name: str, value: Any, default: Any) -> str:
     if kind.options:
-        if (near := meant_value(path, value, kind.options)) is not None:
+        if (near := meant_value(name, value, kind.options)) is not None:
             return f"did you mean {shown(near)}?"
-        return f"such as {name} = {shown(_example(kind, field))}"
+        return f"such as {_assigned(name, kind.options[0] if default is None else default)}"
     if kind.base is tuple:
         if isinstance(value, str):
-            return f"{name} = [{shown(value)}]"
-        return f"such as {name} = {_toml(field.get_default() or ['a'])}"
+            return _assigned(name, [value])
+        return f"such as {_assigned(name, list(default or ['a']))}"
     if kind.base is str:
         return "text in quotes"
     if kind.base is bool:
-        return f"{name} = true, or false"
+        return f"{_assigned(name, True)}, or false"
     if kind.range:
-        return f"{kind.words}, such as {_figure(_example(kind, field))}"
-    return f"fields of its own, as [{path}] or {path}.FIELD=VALUE"
+        return f"{kind.words}, such as {_figure(kind.low if default is None else default)}"
+    return f"fields of its own, as [{name}] or {name}.FIELD=VALUE"
 
 
-def _example(kind: Kind, field: FieldInfo) -> Any:
-    default = None if field.is_required() else field.get_default()
-    if isinstance(default, (int, float, str)) and not isinstance(default, bool):
-        return default
-    return kind.options[0] if kind.options else kind.low
+def _assigned(name: str, value: Any) -> str:
+    """How a user sets a field of the config, or a flag."""
+    if name.startswith("--"):
+        return f"{name} {value}"
+    return f"{name.rpartition('.')[2]} = {shown(value)}"
 
 
 def _figure(number: Any) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
-
-
-def _toml(values: Any) -> str:
-    return f"[{', '.join(map(shown, values))}]"

@@ -56,16 +56,14 @@ def read_config(
 def table_of(source: str, overrides: Sequence[str] = ()) -> Table:
     """The table of a TOML file, run folder or preset with overrides on top.
 
-    A preset's warm-up ends with the run where `train.steps` is set to fewer steps.
+    The warm-up ends with the run where an override makes that shorter and says nothing of it.
     """
     table = with_overrides(read_table(source), overrides)
-    own = any(item.strip().startswith("optimizer.warmup_steps") for item in overrides)
-    if source not in preset_names() or own:
-        return table
-    warmup = read_table(source).get("optimizer", {}).get("warmup_steps", 0)
-    match table:
-        case {"train": {"steps": int(steps)}, "optimizer": dict()} if 0 < steps < warmup:
-            return _with(table, ["optimizer", "warmup_steps"], steps)
+    fields = {item.partition("=")[0].strip() for item in overrides}
+    if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
+        match table:
+            case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:
+                return _with(table, ["optimizer", "warmup_steps"], n)
     return table
 
 
@@ -206,7 +204,7 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "extra_forbidden":
         return _unknown(path)
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list
-        return refused_value(RunConfig, detail | {"loc": detail["loc"][:-1]})
+        return refused_value(RunConfig, detail | {"type": "too_short", "loc": detail["loc"][:-1]})
     if detail["type"] == "missing":
         return _no_whole_heads(detail) or Problem(
             "this field is missing", _way_to_add(path), ".".join(path)
@@ -219,7 +217,7 @@ def _unknown(path: list[str]) -> Problem:
     section = ".".join(parents)
     where = f"in [{section}]" if parents else "at the top level"
     here = _fields_of(parents)
-    meant = [field.removeprefix(f"{section}.") for field in meant_fields(name, here, _all_fields())]
+    meant = [field.removeprefix(f"{section}.") for field in meant_fields(name, here, all_fields())]
     hint = f"known: {', '.join(here)}"
     if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
         hint = "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"
@@ -252,7 +250,7 @@ def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
 
 
 @cache
-def _all_fields() -> tuple[str, ...]:
+def all_fields() -> tuple[str, ...]:
     """Every field that holds a value, as section.name."""
     return tuple(_leaves(RunConfig, ""))
 

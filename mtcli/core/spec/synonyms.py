@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 NEAR = 0.6  # of difflib's ratio; with 0.5 'finetune' is near 'generate'
+ELSEWHERE = 0.75  # among the names of all sections and tools, which are many
 
 # Our fields by the names they have in Megatron-LM, torchtitan, nanotron, litgpt and transformers.
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -95,39 +96,50 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "afab": "gpipe",
         },
         "parallel.recompute": {"true": "full", "false": "none", "block": "full"},
-        "train.device": {"gpu": "cuda"},
+        **dict.fromkeys(("train.device", "--device"), {"gpu": "cuda"}),
         "train.trackers": {"tb": "tensorboard", "wb": "wandb"},
     }
 )
 
 
+def nearest(word: str, known: Iterable[str], cutoff: float = NEAR) -> str | None:
+    """The known name that is spelled most alike; None where none is near."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
+
 def closest(word: str, known: Iterable[str]) -> str:
     """A clause for a hint: the closest known name, or nothing where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=NEAR)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(word, known)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def meant_value(field: str, value: Any, options: Sequence[Any]) -> Any | None:
     """The option of a field that a wrong value most likely stands for."""
     word = str(value).lower()
     known = dict(VALUES.get(field, {})) | {str(option): str(option) for option in options}
-    near = difflib.get_close_matches(word, known, n=1, cutoff=NEAR)
-    return next((option for option in options if near and str(option) == known[near[0]]), None)
+    near = nearest(word, known)
+    return next((option for option in options if near and str(option) == known[near]), None)
+
+
+def fields_named(name: str, everywhere: Iterable[str]) -> list[str]:
+    """The fields, as section.name, that have this name in some section or another tool."""
+    word = name.lower().replace("-", "_")
+    return [field for field in everywhere if field.rpartition(".")[2] == word] or [
+        *FIELDS.get(word, ())
+    ]
 
 
 def meant_fields(name: str, here: Iterable[str], everywhere: Iterable[str]) -> list[str]:
-    """The fields that an unknown name most likely stands for, the likeliest first.
+    """The fields that an unknown name most likely stands for.
 
     `here` are the names of its section, `everywhere` are all fields as section.name. A name of
     another section, or another tool's, comes before one that is only spelled alike.
     """
-    word, fields = name.lower().replace("-", "_"), list(everywhere)
-    leaves: dict[str, list[str]] = {}
-    for field in fields:
-        leaves.setdefault(field.rpartition(".")[2], []).append(field)
-    if exact := leaves.get(word) or list(FIELDS.get(word, ())):
+    fields = list(everywhere)
+    if exact := fields_named(name, fields):
         return exact
-    if near := difflib.get_close_matches(word, list(here), n=1, cutoff=NEAR):
-        return near
-    other = difflib.get_close_matches(word, [*leaves, *FIELDS], n=1, cutoff=0.75)
-    return [*leaves.get(other[0], ()), *FIELDS.get(other[0], ())] if other else []
+    if near := nearest(name, here):
+        return [near]
+    leaves = [field.rpartition(".")[2] for field in fields]
+    other = nearest(name.lower().replace("-", "_"), [*leaves, *FIELDS], ELSEWHERE)
+    return fields_named(other, fields) if other else []

@@ -120,7 +120,7 @@ def test_all_arguments_that_we_have_no_way_of_are_named():
     found = [problem.message for problem in error.value.problems]
     assert found == [
         "x/common.pt: rotary_percent=0.5 cannot be represented",
-        "x/common.pt: qk_layernorm=True cannot be represented",
+        "x/common.pt: qk_layernorm=true cannot be represented",
     ]
 
 

@@ -42,7 +42,7 @@ def edit_manifest(folder, change):
 def test_a_config_with_an_illegal_field_is_named(run):
     path = newest(run) / "config.toml"
     path.write_text(path.read_text().replace("num_layers = 2", "num_layers = 0"))
-    with pytest.raises(MtcliError, match="config.toml: model.num_layers: 0 should be greater"):
+    with pytest.raises(MtcliError, match="config.toml: model.num_layers: 0 should be at least"):
         open_checkpoint(newest(run))
 
 

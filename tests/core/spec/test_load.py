@@ -277,7 +277,7 @@ def test_sequences_are_as_long_as_a_short_model_takes_unless_said_otherwise():
     assert [problem.field for problem in problems] == ["batch"]
 
 
-def test_a_preset_s_warm_up_ends_with_a_run_that_is_made_shorter():
+def test_a_warm_up_ends_with_a_run_that_is_made_shorter():
     shorter = load_config("gpt2-124m", ["train.steps=5"])
     assert load_config("gpt2-124m").optimizer.warmup_steps > 5
     assert (shorter.optimizer.warmup_steps, check.problems(shorter, 1)) == (5, [])
@@ -285,8 +285,10 @@ def test_a_preset_s_warm_up_ends_with_a_run_that_is_made_shorter():
     assert [problem.field for problem in check.problems(asked, 1)] == ["optimizer.warmup_steps"]
 
 
-def test_a_file_s_warm_up_is_left_as_it_is(config_file):
-    text = MODEL + "[optimizer]\nwarmup_steps = 9\n"
-    config = load_config(config_file(text), ["train.steps=5"])
+def test_a_file_s_own_warm_up_is_left_as_it_is(config_file):
+    path = config_file(MODEL + "[optimizer]\nwarmup_steps = 9\n[train]\nsteps = 5\n")
+    config = load_config(path)
     assert config.optimizer.warmup_steps == 9
     assert [problem.field for problem in check.problems(config, 1)] == ["optimizer.warmup_steps"]
+    assert load_config(path, ["train.steps=20"]).optimizer.warmup_steps == 9
+    assert load_config(path, ["train.steps=7"]).optimizer.warmup_steps == 7
