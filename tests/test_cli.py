@@ -188,7 +188,7 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
      "a whole number from 1 to 1024, such as 1"),
     (["probe", "x", "--nproc", "two"], "--nproc: 'two' should be a whole number",
      "a whole number from 1 to 1024, such as 1"),
-    (["probe", "x", "--device=tpu"], "--device: 'tpu' should be 'auto', 'cpu' or 'cuda'", "'cuda'?"),
+    (["probe", "x", "--device=tpu"], "--device: 'tpu' should be 'auto', 'cpu'", "'cuda'?"),
     (["probe", "x", "--device=gpu"], "--device: 'gpu' should be 'auto', 'cpu' or 'cuda'",
      "did you mean 'cuda'?"),
     (["--verbose"], "no such option: --verbose", "`mtcli --help` shows its usage"),

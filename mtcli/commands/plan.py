@@ -205,6 +205,8 @@ def _show(
         _table(found.search_title, found.candidate_columns(), found.candidate_rows())
         columns = ("changed", "falls short", "step", "memory", "layout")
         _table("The best with one field changed (estimated)", columns, found.other_rows())
+    if found.enough:
+        _table(found.enough_title, ("", ""), found.enough_rows())
     if draw:
         _draw(found)
     if ranks:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.config import ParallelConfig, RunConfig
 from mtcli.core.spec.datasets import read_blend, read_split
 from mtcli.core.spec.divisors import divides, divisors, listing
 from mtcli.core.spec.errors import MtcliError, Problem, every
@@ -30,6 +30,12 @@ SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts ar
 def problems(config: RunConfig, world: int, without: Collection[Rule] = ()) -> list[Problem]:
     """Every rule that `config` breaks on `world` ranks, but for some."""
     return _broken([rule for rule in RULES if rule not in without], config, world)
+
+
+def lasting_problems(config: RunConfig) -> list[Problem]:
+    """Every rule that `config` breaks on any layout."""
+    bare = config.model_copy(update={"parallel": ParallelConfig()})
+    return _broken([rule for rule in RULES if rule not in LAYOUT_RULES], bare, 1)
 
 
 def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
