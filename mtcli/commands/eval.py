@@ -84,10 +84,10 @@ def eval(
     from mtcli.core.spec.load import train_settings
 
     world = environment_world()
-    specs, train = every(
+    specs, train, _ = every(
         lambda: parse_tasks(tasks),
         lambda: train_settings(overrides, device=device),
-        otherwise=lambda: require_model(checkpoint, overrides, world or nproc),
+        lambda: require_model(checkpoint, overrides, world or nproc),
     )
     if world is None:
         return launch(nproc, sys.argv[1:])

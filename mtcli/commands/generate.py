@@ -50,11 +50,11 @@ def generate(
     from mtcli.core.spec.load import train_settings
 
     world = environment_world()
-    *_, train = every(
+    *_, train, _ = every(
         lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
         lambda: train_settings(overrides, device=device),
-        otherwise=lambda: require_model(checkpoint, overrides, world or nproc),
+        lambda: require_model(checkpoint, overrides, world or nproc),
     )
     if world is None:
         launch(nproc, sys.argv[1:])

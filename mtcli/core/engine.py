@@ -1,6 +1,6 @@
 """A model on this rank: its stages, their weights, and forward passes for evaluation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,10 @@ from mtcli.core.parallel.pp import Pipeline, Wire
 from mtcli.core.parallel.split import WeightWork
 from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
-from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import Problem, wrong
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.forward import forward_config, require_causal
 from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.layout_rules import context_divides, experts_see_tokens_once
-from mtcli.core.spec.load import validate, with_overrides
 from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.products import PLAIN, Products
@@ -245,14 +243,9 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     return OpenModel(engine, tokenizer, checkpoint)
 
 
-def require_model(path: str, overrides: Sequence[str], world: int) -> None:
-    """What `open_model` would raise on `world` ranks, but for damaged bytes; opens no weights."""
-    _legal_config(_open_causal(path).model, overrides, world)
-
-
 def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime) -> Engine:
     """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
-    config = _legal_config(checkpoint.model, overrides, runtime.world)
+    config = forward_config(checkpoint.model, overrides, runtime.world)
     layout = ParallelLayout.of(config.parallel, runtime.world)
     place, timeout = (runtime.rank, runtime.device), config.train.timeout
     groups = make_groups(layout, *place, timeout, runtime.ledger)
@@ -265,37 +258,5 @@ def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runti
 
 def _open_causal(path: str) -> Checkpoint:
     checkpoint = open_checkpoint(Path(path))
-    if not checkpoint.model.causal:
-        message = f"{path} has causal=false: its tokens see the ones they would predict"
-        hint = "generate and eval take models trained with model.causal=true"
-        raise wrong(message, hint, "model.causal")
+    require_causal(path, checkpoint.model)
     return checkpoint
-
-
-# Rules of training alone. tp ranks ask the experts alike, and are answered alike; cp is refused, so
-# that no length suits it.
-OF_TRAINING = (*check.TRAINING_RULES, experts_see_tokens_once, context_divides)
-
-
-def _legal_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
-    """The config of forward passes of any shape: no sequence parallelism, one sequence a rank.
-
-    Raises MtcliError with all that is wrong with the overrides, or with their layout.
-    """
-    base = {
-        "model": model.model_dump(exclude_none=True),
-        "parallel": {"sequence_parallel": False},
-        "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
-    }
-    config, found = validate(with_overrides(base, overrides))
-    more = (*check.ENGINE_RULES, _whole_sequences)
-    return check.require(config, world, *more, without=OF_TRAINING, found=found)
-
-
-def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
-    if config.parallel.cp > 1:
-        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
-        yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
-    if config.parallel.sequence_parallel:
-        message = "sequence_parallel=true: evaluation and generation hold whole sequences"
-        yield Problem(message, "leave it out", "parallel.sequence_parallel")

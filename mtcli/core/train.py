@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.names import CHECKPOINTS, step_folders
 from mtcli.core.checkpoint.opening import offering_earlier, open_checkpoint
 from mtcli.core.diagnose import first_nonfinite
 from mtcli.core.feed import open_feed
@@ -20,8 +19,8 @@ from mtcli.core.sample_ledger import SampleLedger
 from mtcli.core.saver import Saver
 from mtcli.core.saving import progress, progress_of
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import MtcliError, Problem, every, failed, wrong
-from mtcli.core.spec.outputs import folder_of
+from mtcli.core.spec.errors import MtcliError, Problem, every, failed
+from mtcli.core.starting import has_checkpoint
 from mtcli.core.trainer import Step, Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
@@ -74,12 +73,7 @@ def _start(
 
     Returns which it was in words, and this run's own checkpoint.
     """
-    output = Path(trainer.config.train.output)
-    with folder_of("train.output", output):
-        there = bool(step_folders(output / CHECKPOINTS))
-    if there and not resume:
-        hint = "--resume goes on from it; or set train.output to another folder"
-        raise wrong(f"{output} already holds a run", hint, "train.output")
+    output, there = Path(trainer.config.train.output), has_checkpoint(trainer.config, resume)
     if there:
         checkpoint = open_checkpoint(output)
         with offering_earlier(checkpoint.folder):

@@ -44,8 +44,13 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 
 def require_free(final: Path, force: bool) -> None:
-    """Raises MtcliError where something has the name already that may not be replaced."""
+    """Raises MtcliError where something has the name already that may not be replaced, or where a
+    folder that it would be in is a file."""
     with folder_of("DST", final):
+        inside = next(path for path in final.absolute().parents if path.exists())
+        if not inside.is_dir():
+            message = f"{inside} is a file, and {final} would be inside of it"
+            raise wrong(message, "name another folder", "DST")
         if not final.exists() or (final.is_dir() and not any(final.iterdir())):
             return
     if not force:

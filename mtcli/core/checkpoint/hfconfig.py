@@ -70,7 +70,10 @@ def model_of(table: Table, path: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        raise MtcliError(*(_fault(path, family, detail) for detail in error.errors())) from None
+        details = error.errors()
+        causes = [detail for detail in details if detail["type"] != "missing"]
+        faults = (_fault(path, family, detail) for detail in causes or details)
+        raise MtcliError(*faults) from None
 
 
 def config_to_hf(model: ModelConfig, family: Family) -> Table:

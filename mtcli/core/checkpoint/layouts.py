@@ -1,14 +1,18 @@
 """The layout that a checkpoint is converted to: `--layout tp=2,pp=2` as a legal config."""
 
+from typing import TYPE_CHECKING
+
 from pydantic import ValidationError
 
-from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.spec import check
 from mtcli.core.spec.config import BatchConfig, ParallelConfig, RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.fields import refused_value
 from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.nearest import Near, layout_sizes, nearest_layouts
+
+if TYPE_CHECKING:  # it imports torch, and a layout that is none is refused without
+    from mtcli.core.checkpoint.checkpoint import Checkpoint
 
 LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
 ZEROS = (0, 1, 3)
@@ -51,7 +55,7 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
     return parallel, world
 
 
-def output_config(source: Checkpoint, parallel: ParallelConfig, world: int) -> RunConfig:
+def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) -> RunConfig:
     """The config of a checkpoint converted to a layout, which keeps zero where that says nothing.
 
     Raises MtcliError with all that is illegal, and the nearest layouts that are not.

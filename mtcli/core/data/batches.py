@@ -21,7 +21,7 @@ from mtcli.core.data.cache import cached_blend, cached_samples
 from mtcli.core.data.describe import max_token_id
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.samples import Samples
-from mtcli.core.spec.config import DataConfig
+from mtcli.core.spec.config import DataConfig, RunConfig
 from mtcli.core.spec.datasets import Which
 from mtcli.core.spec.errors import every, wrong
 
@@ -73,11 +73,25 @@ def require_named(data: DataConfig) -> None:
         raise wrong("there is no training data", hint, "data.train")
 
 
-def require_data(data: DataConfig) -> None:
-    """Raises MtcliError with all that is wrong with the files of a run's data."""
+def require_data(config: RunConfig) -> None:
+    """Raises MtcliError with all that is wrong with the files of a run's data, or where their ids
+    do not fit the model's vocabulary."""
+    data = config.data
     require_named(data)
     named = {"data.train": data.train, "data.valid": data.valid}
-    every(*(partial(open_blend, words, field) for field, words in named.items() if words))
+    blends = every(*(partial(open_blend, words, field) for field, words in named.items() if words))
+    for blend, _ in blends:
+        require_vocabulary(blend.prefixes, config.model.vocab_size)
+
+
+def require_vocabulary(prefixes: Sequence[str], vocab_size: int) -> None:
+    """Raises MtcliError where datasets hold a token id that a model does not know. Ids are those of
+    the JSON that preprocess wrote; of a dataset without one nothing is known."""
+    known = [largest for prefix in prefixes if (largest := max_token_id(prefix)) is not None]
+    if (largest := max(known, default=0)) >= vocab_size:
+        message = f"the data's token id {largest} is not below vocab_size={vocab_size}"
+        hint = f"--set model.vocab_size={largest + 1}, or preprocess with the model's tokenizer"
+        raise wrong(message, hint, "model.vocab_size")
 
 
 class Batches:
@@ -162,11 +176,6 @@ class Batches:
             return [stop - start]
         owners = self._order.owner[start:stop]
         return np.bincount(owners, minlength=len(self._datasets)).tolist()
-
-    def max_token_id(self) -> int | None:
-        """The largest id in the data, from the JSON that preprocess wrote; None where unknown."""
-        known = [max_token_id(prefix) for prefix in self.prefixes]
-        return None if None in known else max(known)
 
     def _sample_id(self, number: int) -> SampleId:
         ((window, first, last),) = self._windows(number, 1)

@@ -272,7 +272,7 @@ CONFIGS = [
     ("gpt2", {"activation_function": 3}, "activation_function=3 is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false cannot be represented"),
     ("gpt2", {"embd_pdrop": 0.2}, "resid_pdrop=0.1 and embd_pdrop=0.2 differ"),
-    ("gpt2", {"n_embd": "wide"}, "n_embd='wide'"),
+    ("gpt2", {"n_embd": "wide"}, "n_embd: 'wide' should be a whole number"),
     ("gpt2", {"n_layer": None}, "has no n_layer"),
     ("llama", {"attention_bias": True}, "attention_bias=true cannot be represented"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mtcli.core.data.batches as batches_module
 import mtcli.core.data.cache as cache
-from mtcli.core.data.batches import Batches
+from mtcli.core.data.batches import Batches, require_vocabulary
 from mtcli.core.data.describe import describe, tokenizer_folder
 from mtcli.core.data.indexed import Indexed, write_dataset
 from mtcli.core.data.prefetch import Prefetcher
@@ -116,10 +116,13 @@ def test_the_largest_token_and_the_tokenizer_come_from_preprocess(tmp_path, make
     request = Request((str(tmp_path / "a.txt"),), tmp_path / "out", "bytes", append_eod=False)
     preprocess(request, print)
     prefix = str(tmp_path / "out")
-    assert make(prefix, 10).max_token_id() == ord("x")
-    assert tokenizer_folder(prefix) == tmp_path / "out.tokenizer"
     foreign, _ = make_dataset("foreign")
-    assert make([prefix, foreign], 10).max_token_id() is None
+    for prefixes in ([prefix], [prefix, foreign], [foreign, prefix]):
+        require_vocabulary(prefixes, ord("x") + 1)
+        with pytest.raises(MtcliError, match="token id 120 is not below vocab_size=120"):
+            require_vocabulary(prefixes, ord("x"))
+    require_vocabulary([foreign], 1)
+    assert tokenizer_folder(prefix) == tmp_path / "out.tokenizer"
     assert (describe(foreign), tokenizer_folder(foreign)) == (None, None)
     for text, message in (("{", "out.json is not JSON"), ("[]", "out.json holds no object")):
         (tmp_path / "out.json").write_text(text)
