@@ -182,16 +182,14 @@ def _print(result: dict, json_out: str | None) -> None:
 
 
 def _print_table(tasks: "dict[str, Report]") -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from mtcli.core.report.console import print_table
 
-    table = Table("task", "metric")
-    table.add_column("value", justify="right")
-    for task, report in tasks.items():
-        for number, (metric, value) in enumerate(report.items()):
-            table.add_row(task if number == 0 else "", metric, _show(value))
-        table.add_section()
-    Console().print(table)
+    rows = [
+        [task if number == 0 else "", metric, _show(value)]
+        for task, report in tasks.items()
+        for number, (metric, value) in enumerate(report.items())
+    ]
+    print_table("", ("task", "metric", "value"), rows)
 
 
 def _show(value: float | int | None) -> str:

@@ -1,7 +1,6 @@
 """`mtcli shard`: convert, reshard, inspect and compare checkpoints, on CPU, in bounded memory."""
 
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -276,10 +275,6 @@ def _show(value: Any) -> str:
 
 
 def _print_table(rows: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from mtcli.core.report.console import print_table
 
-    table = Table(show_header=False)
-    for name, value in rows.items():
-        table.add_row(name.replace("_", " "), value)
-    Console(file=sys.stdout).print(table)
+    print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])
