@@ -24,7 +24,7 @@ for line in sys.stdin:
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 100,
-    "max_position_embeddings": 16, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 18, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 TASK = ["--task", "lambada=passages"]
 TRAIN = ["train", "tiny", "--set", 'data.train=["data"]', "--set", "train.output=run"]
@@ -32,7 +32,7 @@ DATALESS = "there is no training data"
 REFUSED = {  # words: what is said
     ("eval", "nowhere", *TASK): "there is no folder nowhere",
     ("eval", "hf", "--nproc", "3", *TASK, "--set", "parallel.tp=3"): "tp=3 does not divide",
-    ("eval", "hf", *TASK, "--set", "parallel.cp=2"): "cp=2: evaluation and generation hold",
+    ("eval", "hf", "--nproc", "2", *TASK, "--set", "parallel.cp=2"): "cp=2: evaluation and gener",
     ("eval", "bert", *TASK): "model_type='bert' is not supported",
     ("eval", "sees-all", *TASK): "sees-all has causal=false",
     ("eval", "hf"): "no task is given",
@@ -94,8 +94,9 @@ def test_what_is_wrong_is_told_without_torch(answers, words):
 
 
 def test_a_layout_that_evaluation_has_not_is_one_problem(answers):
-    said = answers[("eval", "hf", *TASK, "--set", "parallel.cp=2")][2]
+    said = answers[("eval", "hf", "--nproc", "2", *TASK, "--set", "parallel.cp=2")][2]
     assert "seq_len" not in said and said.count("error: ") == 1
+    assert "the nearest legal layouts on 2 ranks" in said
 
 
 def test_a_run_without_data_is_told_of_its_layout_too(answers):

@@ -175,7 +175,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
         {
             "path": facts["path"],
             "format": facts["format"],
-            "step": f"{facts['step']:,}",
+            "step": _show(facts["step"]),
             "architecture": facts["model"]["architecture"],
             "shape": _shape(facts["model"]),
             "parameters": f"{facts['parameters']:,}",
@@ -224,7 +224,8 @@ def _announcement(
 
     before = describe(dense)
     line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
-    line += f"{before['bytes']:,} bytes, step {before['step']:,}; writing {plan.to} to {target}"
+    step = "" if before["step"] is None else f", step {before['step']:,}"
+    line += f"{before['bytes']:,} bytes{step}; writing {plan.to} to {target}"
     line += f", {layout}" if layout else ""
     model = source.model
     if plan.recipe:
@@ -271,6 +272,8 @@ def _show(value: Any) -> str:
         return ", ".join(value) or "none"
     if isinstance(value, float):
         return f"{value:.3g}"
+    if value is None:
+        return "none"
     return f"{value:,}" if isinstance(value, int) else value
 
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Problem, wrong
-from mtcli.core.spec.layout_rules import experts_see_tokens_once
+from mtcli.core.spec.layout_rules import context_divides, experts_see_tokens_once
 from mtcli.core.spec.load import validate, with_overrides
 from mtcli.core.spec.model_config import ModelConfig
 
-# Rules that forward passes need not keep. tp ranks ask the experts alike, and are answered alike.
-OF_TRAINING = (*check.TRAINING_RULES, experts_see_tokens_once)
+# Rules that forward passes need not keep. tp ranks ask the experts alike, and are answered alike;
+# cp is refused, so that another length is no advice.
+OF_TRAINING = (*check.TRAINING_RULES, experts_see_tokens_once, context_divides)
 
 
 def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
@@ -24,11 +25,6 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
         "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
     }
     config, found = validate(with_overrides(base, overrides))
-    if config is not None and config.parallel.cp > 1:  # nor does its layout matter further
-        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
-        found.append(Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp"))
-        parallel = config.parallel.model_copy(update={"cp": 1})
-        config = config.model_copy(update={"parallel": parallel})
     more = (*check.ENGINE_RULES, _whole_sequences)
     return check.require(config, world, *more, without=OF_TRAINING, found=found)
 
@@ -42,6 +38,9 @@ def require_causal(path: str, model: ModelConfig) -> None:
 
 
 def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.parallel.cp > 1:
+        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
+        yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
     if config.parallel.sequence_parallel:
         message = "sequence_parallel=true: evaluation and generation hold whole sequences"
         yield Problem(message, "leave it out", "parallel.sequence_parallel")

@@ -295,7 +295,7 @@ CONFIGS = [
     ("qwen2_moe", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} cannot"),
 ]
 CONFIGS += [
-    ("llama", {field: value}, f"{field}={value} cannot be represented")
+    ("llama", {field: value}, f"{field}={json.dumps(value)} cannot be represented")
     for field, value in {
         "partial_rotary_factor": 0.5,
         "attention_multiplier": 0.1,

@@ -51,7 +51,7 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"], 8, "parallel.tp",
         "tp=8 does not divide the tokens of a micro-batch=12",
         "1, 2, 3, 4, 6 or 12, or parallel.sequence_parallel = false"),
-    "_context_divides": (
+    "context_divides": (
         ["parallel.cp=2", "batch.seq_len=250"], 2, "parallel.cp",
         "2*cp=4 does not divide seq_len=250: each rank holds two chunks", "seq_len 248 or 252"),
     "_layers_fill_stages": (
