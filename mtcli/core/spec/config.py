@@ -146,7 +146,7 @@ class TrainConfig(Section):
     """global batches of an evaluation"""
     log_every: Positive = 1
     """steps between progress lines and tracker records"""
-    timeout: Annotated[Real, Field(ge=0.01, le=1e7)] = 600.0
+    timeout: Annotated[Real, Field(ge=0.01, le=1e9)] = 600.0
     """seconds a rank may wait for another before the run ends and says who is missing"""
     debug_collectives: bool = False
     """ranks compare every collective (op, number, shape, dtype, line) before it runs; slow"""

@@ -236,7 +236,7 @@ def test_an_override_cannot_descend_into_a_value():
         ("model.hidden_size=9223372036854775808", "should be at most 1000000000"),
         ("train.steps=1000000001", "1000000001 should be at most 1000000000"),
         ("seed=4294967296", "should be at most 4294967295"),
-        ("train.timeout=1e10", "should be at most 1e+07"),
+        ("train.timeout=1e10", "should be at most 1e+09"),
         ("model.architecture=['gpt']", "['gpt'] should be 'gpt'"),
     ],
 )
