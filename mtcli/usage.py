@@ -3,11 +3,10 @@
 from typing import Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperOption
 
 from mtcli.core.spec.errors import MtcliError, Problem
 
-Parameter = TyperArgument | TyperOption
 # What stands for a flag elsewhere: of other commands, and of the tools that users come from.
 FLAGS = {"--gpus": "--nproc", "--nproc-per-node": "--nproc", "--nproc": "--gpus", "--np": "--nproc"}
 FLAGS |= {"--config": "CONFIG", "--checkpoint": "CHECKPOINT"}

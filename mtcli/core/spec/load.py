@@ -176,12 +176,13 @@ def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
 
 def _causes(details: list[ErrorDetails], table: Table) -> list[ErrorDetails]:
     """Without the fields of [model] that nobody set and that follow from a wrong one."""
-    wrong, model = {detail["loc"] for detail in details}, table.get("model", {})
+    wrong, model = {detail["loc"] for detail in details}, table.get("model")
 
     def is_derived(detail: ErrorDetails) -> bool:
-        section, name = (*detail["loc"], "")[:2]
-        sources = FOLLOWS.get(str(name), ()) if section == "model" and name not in model else ()
-        return any(("model", source) in wrong for source in sources)
+        section, *names = detail["loc"]
+        if section != "model" or not isinstance(model, dict) or not names or names[0] in model:
+            return False
+        return any(("model", source) in wrong for source in FOLLOWS.get(str(names[0]), ()))
 
     return [detail for detail in details if not is_derived(detail)]
 

@@ -128,6 +128,15 @@ def test_what_follows_from_a_wrong_field_is_no_second_problem():
         assert fields == ["model.hidden_size"]
 
 
+@pytest.mark.parametrize("wrong", [5, True, "tiny", [], None])
+def test_a_section_that_is_no_table_is_one_problem(wrong):
+    config, found = validate({"model": wrong})
+    assert config is None and [p.field for p in found] == ["model"]
+    assert found[0].message.endswith("should be a table of fields") and found[0].hint
+    config, found = validate({"model": {"preset": "tiny"}, "train": wrong})
+    assert [p.field for p in found] == ["train"] and config.train.steps == 100
+
+
 def test_the_defaults_are_legal_values_of_their_own_fields():
     for name in ("tiny", "llama-3.1-8b", "mixtral-8x7b"):
         data = load_config(name).model_dump(mode="json", exclude_none=True)
