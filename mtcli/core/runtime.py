@@ -245,16 +245,19 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from mtcli.core.rendezvous import LoopbackRendezvous
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=f"mtcli-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend="loopback",
         max_restarts=max_restarts,
         monitor_interval=0.1,
     )
