@@ -21,7 +21,7 @@ from mtcli.core.checkpoint.names import CHECKPOINTS
 from mtcli.core.checkpoint.snapshot import Snapshot, Taken, in_place
 from mtcli.core.checkpoint.store import save, together
 from mtcli.core.data.describe import tokenizer_folder
-from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import LATER, Axis, Groups
 from mtcli.core.report.records import SaveRecord
 from mtcli.core.report.runlog import RunLog
@@ -150,7 +150,7 @@ class Saver:
         """The work of the thread, which has no other tie to training than what it is given."""
 
         def gather(value: object) -> list[Any]:
-            return gather_objects(value, self.axis)
+            return gather_values(value, self.axis)
 
         start, config = perf_counter(), self.config
         device_seconds = together(gather, True, taken.wait)[self.axis.rank]

@@ -21,6 +21,7 @@ from mtcli.core.checkpoint.manifest import (
     FileRecord,
     Manifest,
     PieceRecord,
+    Record,
     TensorRecord,
     check_pieces,
 )
@@ -59,11 +60,11 @@ class Outline(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Written(NamedTuple):
-    """What a rank wrote: its files, and each piece with where it is."""
+class Written(Record):
+    """The part of the manifest that one rank wrote."""
 
-    files: dict[str, FileRecord]
-    pieces: list[tuple[Outline, PieceRecord]]
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
 
 
 class About(NamedTuple):
@@ -90,16 +91,16 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
-    `gather` returns every rank's object on every rank, in rank order, and is a barrier. `extra` is
+    `gather` returns every rank's JSON on every rank, in rank order, and is a barrier. `extra` is
     JSON. Then the newest `keep` checkpoints stay (0: all), and those of multiples of `keep_every`.
     Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
     there remain.
     """
     partial, final = root / (step_name(step) + PARTIAL), root / step_name(step)
 
-    def write() -> Written:
+    def write() -> dict[str, Any]:
         try:
-            return write_pieces(partial, rank, pieces)
+            return write_pieces(partial, rank, pieces).model_dump(mode="json")
         except OSError as error:
             raise _counted(error, root, needed) from None
 
@@ -110,7 +111,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     needed = sum(gather(sum(piece.tensor.nbytes for piece in pieces)))
     try:
         together(gather, rank == 0, lambda: prepare(partial, needed))
-        written = together(gather, True, write)
+        written = [Written.model_validate(part) for part in together(gather, True, write)]
         together(gather, rank == 0, lambda: finish(written))
     except MtcliError:
         if rank == 0:
@@ -149,18 +150,21 @@ def write_outlined(
 ) -> Written:
     """As `write_pieces`, of tensors that may be made one at a time, in the outlines' order."""
     if not outlines:
-        return Written({}, [])
+        return Written()
     file, keys = rank_file(rank), _keys([outline.name for outline in outlines])
     plan = [
         Planned(key, code_of(outline.dtype), outline.box.size)
         for key, outline in zip(keys, outlines, strict=True)
     ]
     record = write_tensors(folder / file, plan, tensors, {})
-    pieces = [
-        PieceRecord(file=file, key=key, start=outline.box.start, size=outline.box.size)
-        for key, outline in zip(keys, outlines, strict=True)
-    ]
-    return Written({file: record}, list(zip(outlines, pieces, strict=True)))
+    tensors = {
+        outline.name: TensorRecord(dtype=dtype_name(outline.dtype), shape=outline.shape, pieces=[])
+        for outline in outlines
+    }
+    for key, outline in zip(keys, outlines, strict=True):
+        piece = PieceRecord(file=file, key=key, start=outline.box.start, size=outline.box.size)
+        tensors[outline.name].pieces.append(piece)
+    return Written(files={file: record}, tensors=tensors)
 
 
 def commit(partial: Path, written: list[Written], about: About) -> None:
@@ -199,17 +203,14 @@ def _keys(names: list[str]) -> list[str]:
 
 
 def _tensors(written: list[Written]) -> dict[str, TensorRecord]:
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    pieces: dict[str, list[PieceRecord]] = {}
-    for outline, piece in (pair for part in written for pair in part.pieces):
-        kind = (dtype_name(outline.dtype), outline.shape)
-        if kinds.setdefault(outline.name, kind) != kind:
-            raise failed(f"{outline.name} is {kind} on one rank and {kinds[outline.name]} before")
-        pieces.setdefault(outline.name, []).append(piece)
-    return {
-        name: TensorRecord.model_validate({"dtype": dtype, "shape": shape, "pieces": pieces[name]})
-        for name, (dtype, shape) in kinds.items()
-    }
+    tensors: dict[str, TensorRecord] = {}
+    for name, record in (item for part in written for item in part.tensors.items()):
+        known = tensors.setdefault(name, record.model_copy(update={"pieces": []}))
+        kind, before = (record.dtype, record.shape), (known.dtype, known.shape)
+        if kind != before:
+            raise failed(f"{name} is {kind} on one rank and {before} before")
+        known.pieces.extend(record.pieces)
+    return tensors
 
 
 def together(gather: Gather, mine: bool, work: Callable[[], Any]) -> list[Any]:
