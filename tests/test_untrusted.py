@@ -62,7 +62,8 @@ def test_no_source_unpickles_evaluates_or_unpacks():
 @pytest.mark.parametrize(
     "source",
     ["import pickle", "from dill import loads", "torch.load(x)", "np.load(x, allow_pickle=True)",
-     "dist.all_gather_object(out, x)", "eval(x)", "exec(x)", "yaml = __import__('yaml')", "import os, joblib"],
+     "dist.all_gather_object(out, x)", "eval(x)", "exec(x)",
+     "yaml = __import__('yaml')", "import os, joblib"],
 )  # fmt: skip
 def test_the_search_finds_what_it_is_for(source):
     assert list(unsafe(ast.parse(source)))

@@ -193,8 +193,8 @@ def stranger(address):
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20.0)
         connection.connect(address)
-        connection.send((1).to_bytes(4, "little"))
-        with suppress(ConnectionResetError):
+        with suppress(ConnectionError):
+            connection.send((1).to_bytes(4, "little"))
             os._exit(len(connection.recv(1)))
 
 
