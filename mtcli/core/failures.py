@@ -26,7 +26,7 @@ class LostPeer(MtcliError):
 
 
 @contextmanager
-def telling_of_lost_peers() -> Iterator[None]:
+def telling_of_lost_peers(rank: int) -> Iterator[None]:
     """Turns what torch says of a connection that broke into a LostPeer (exit 1).
 
     Collectives of ours that break are told by the watch, with their names; this is for what it does
@@ -39,7 +39,10 @@ def telling_of_lost_peers() -> Iterator[None]:
             raise
         where, _, what = str(error).splitlines()[0].partition(".cc:")
         what = what.partition("] ")[2].partition(". This is typically")[0] or where
-        message = f"rank {os.environ.get('RANK')} does not reach another rank, or the run's store"
+        from mtcli.core.rendezvous import endpoint  # imports torch: it is here by now
+
+        store = "{}, port {}".format(*endpoint(os.environ))
+        message = f"rank {rank} does not reach another rank, or the run's store at {store}"
         hint = (
             "the last good checkpoint is kept: look for the rank that failed first, then --resume"
         )

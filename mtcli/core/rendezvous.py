@@ -101,9 +101,22 @@ def on_one_machine(environ: Mapping[str, str]) -> bool:
     return environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")) == "1"
 
 
+def endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port of the run's store, as torchrun's variables say, or Slurm's.
+
+    Raises MtcliError where that is no port.
+    """
+    job = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000  # a port for each job
+    host = environ.get("MASTER_ADDR", environ.get("SLURM_LAUNCH_NODE_IPADDR", LOOPBACK))
+    port = environ.get("MASTER_PORT", str(job))
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise wrong(f"MASTER_PORT is {port!r}", "a port from 1 to 65535")
+    return host, int(port)
+
+
 def _connect(rank: int, limit: timedelta) -> dist.Store:
     """This rank's connection to the run's store, which rank 0 hosts if no launcher does."""
-    host, port = _endpoint(os.environ)
+    host, port = endpoint(os.environ)
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if on_one_machine(os.environ):
         host, address = host if hosted else LOOPBACK, LOOPBACK
@@ -115,16 +128,6 @@ def _connect(rank: int, limit: timedelta) -> dist.Store:
     if rank == 0 and not hosted:
         return _host_store(_listen(address, port), limit)
     return dist.TCPStore(host, port, is_master=False, timeout=limit)
-
-
-def _endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where the store is: as torchrun's variables say, or Slurm's."""
-    job = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000  # a port for each job
-    host = environ.get("MASTER_ADDR", environ.get("SLURM_LAUNCH_NODE_IPADDR", LOOPBACK))
-    port = environ.get("MASTER_PORT", str(job))
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise wrong(f"MASTER_PORT is {port!r}", "a port from 1 to 65535")
-    return host, int(port)
 
 
 def _address_towards(host: str, port: int) -> str:

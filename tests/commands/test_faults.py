@@ -101,7 +101,7 @@ def gone_while_meeting(rank):
 def test_a_rank_killed_while_ranks_meet(drill):
     run = drill.train(nproc=2, fault=gone_while_meeting)
     assert run.codes == [-signal.SIGKILL, 1]
-    said = "error: rank 1 does not reach another rank, or the run's store: "
+    said = "error: rank 1 does not reach another rank, or the run's store at localhost, port "
     assert said in run.errors[1] and "--resume" in run.errors[1]
 
 

@@ -85,9 +85,10 @@ def running(folder, *flags):
         assert process.poll() is None, (folder / "output").read_text()
         yield process
     finally:
-        for pid in family(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            for pid in family(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
 
 
 def attack(port, folder, run_id):
@@ -117,6 +118,15 @@ def test_ranks_of_one_machine_are_reached_from_it_alone_and_run_nothing_they_are
         until(lambda: steps_done(tmp_path) > done + 3)
         assert {address for address, _ in listening(family(launcher.pid))} == {"127.0.0.1"}
         assert not marker.exists()
+
+
+def test_a_launcher_that_is_interrupted_prints_no_words_of_torchs(tmp_path):
+    with running(tmp_path) as launcher:
+        for pid in family(launcher.pid):  # as a terminal does
+            os.kill(pid, signal.SIGINT)
+        assert launcher.wait(DEADLINE) == 130
+    said = (tmp_path / "output").read_text()
+    assert "torch" not in said and "Traceback" not in said and "saved" in said
 
 
 def test_ranks_of_several_machines_listen_on_the_interface_of_the_master_alone(tmp_path):
