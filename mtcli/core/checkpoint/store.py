@@ -7,7 +7,7 @@ manifest comes last. A save that fails on any rank fails on all, and leaves what
 import errno
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from mtcli.core.checkpoint.retention import prune
 from mtcli.core.checkpoint.tensorfile import Planned
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.errors import MtcliError, failed
-from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.sharding import SLAB_BYTES, Rectangle, slabs
 
 Gather = Callable[[object], list[Any]]
 
@@ -83,6 +83,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     *,
     rank: int,
     gather: Gather,
+    progress: Callable[[], None] = lambda: None,
     extra: dict[str, Any],
     config_toml: str,
     tokenizer: Path | None,
@@ -91,8 +92,9 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
-    `gather` returns every rank's JSON on every rank, in rank order, and is a barrier. `extra` is
-    JSON. Then the newest `keep` checkpoints stay (0: all), and those of multiples of `keep_every`.
+    `gather` returns every rank's JSON on every rank, in rank order, and is a barrier. `progress` is
+    called as the save goes on. `extra` is JSON. Then the newest `keep` checkpoints stay (0: all),
+    and those of multiples of `keep_every`.
     Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
     there remain.
     """
@@ -100,7 +102,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 
     def write() -> dict[str, Any]:
         try:
-            return write_pieces(partial, rank, pieces).model_dump(mode="json")
+            return write_pieces(partial, rank, pieces, progress).model_dump(mode="json")
         except OSError as error:
             raise _counted(error, root, needed) from None
 
@@ -134,15 +136,28 @@ def prepare(partial: Path, needed_bytes: int) -> None:
     require_space(partial, needed_bytes)
 
 
-def write_pieces(folder: Path, rank: int, pieces: list[Piece]) -> Written:
-    """Writes a rank's file in `folder`; none where the rank owns nothing."""
+def write_pieces(
+    folder: Path, rank: int, pieces: list[Piece], progress: Callable[[], None] = lambda: None
+) -> Written:
+    """Writes a rank's file in `folder`; none where the rank owns nothing.
+
+    `progress` is called after at most SLAB_BYTES each.
+    """
     full = [piece for piece in pieces if piece.tensor.numel()]
     full.sort(key=lambda piece: -piece.tensor.element_size())  # all aligned to their item's size
     outlines = [
         Outline(p.name, p.tensor.dtype, Rectangle(p.start, tuple(p.tensor.shape)), p.shape)
         for p in full
     ]
-    return write_outlined(folder, rank, outlines, (piece.tensor for piece in full))
+
+    def tensors() -> Iterator[Tensor]:
+        for piece in full:
+            most = SLAB_BYTES // piece.tensor.element_size()
+            for box in slabs(tuple(piece.tensor.shape), most):
+                yield piece.tensor[box.slices]
+                progress()
+
+    return write_outlined(folder, rank, outlines, tensors())
 
 
 def write_outlined(
