@@ -121,21 +121,23 @@ def _connect(rank: int, limit: timedelta) -> dist.Store:
     if on_one_machine(os.environ):
         host, address = host if hosted else LOOPBACK, LOOPBACK
     else:
-        address = _address_towards(host, port)
-    interface = _interface_of(address)
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a user's choice stays
-        os.environ.setdefault(variable, interface)
+        address = _address_towards(host, port, hosted)
+    if address is not None:
+        interface = _interface_of(address)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a user's choice stays
+            os.environ.setdefault(variable, interface)
     if rank == 0 and not hosted:
         return _host_store(_listen(address, port), limit)
     return dist.TCPStore(host, port, is_master=False, timeout=limit)
 
 
-def _address_towards(host: str, port: int) -> str:
+def _address_towards(host: str, port: int, hosted: bool) -> str | None:
     """This machine's address on the interface by which a host is reached: on rank 0's machine,
     the host's own.
 
-    Raises MtcliError where that is no address of one interface, or one that no other machine can
-    reach.
+    None where a launcher hosts the store on this machine and names it by a loopback address, as
+    Debian's /etc/hosts does. Raises MtcliError where rank 0 cannot listen on that address alone, or
+    no other machine can reach it.
     """
     hint = "set MASTER_ADDR to the address of rank 0's machine on the network that ranks share"
     try:
@@ -148,6 +150,8 @@ def _address_towards(host: str, port: int) -> str:
     if ip_address(target[0]).is_unspecified:
         raise wrong(f"MASTER_ADDR={host} stands for every interface of a machine", hint)
     if ip_address(address).is_loopback:
+        if hosted:
+            return None
         message = f"MASTER_ADDR={host} is {target[0]} here, which no other machine can reach"
         raise wrong(message, hint)
     return address
