@@ -85,7 +85,7 @@ class OptimizerConfig(Section):
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
-    """steps of the decay after the warm-up; for wsd those of its final decay [all that is left]"""
+    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
 
 
 class DataConfig(Section):
