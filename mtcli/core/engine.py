@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.names import OPTIMIZER
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.evaluate.requests import ScoreBatch
@@ -102,17 +103,28 @@ def wire_of(config: RunConfig) -> Wire:
 
 @torch.no_grad()
 def load_weights(
-    held: Mapping[str, Held], checkpoint: Checkpoint, model: ModelConfig, groups: Groups
+    held: Mapping[str, Held],
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    groups: Groups,
+    from_masters: bool = False,
 ) -> None:
-    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it."""
+    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it.
+
+    With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
+    master weights, where it has them, which lose nothing in a wider dtype.
+    """
     checkpoint.require_model(model)
-    table = parameters(model)
+    table, stored = parameters(model), set(checkpoint.names())
     for name, here in held.items():
         here.tensor.zero_()  # rows that pad the vocabulary
         if checkpoint.begins_at_zero(table[name]):
             continue
+        source, master = name, f"{OPTIMIZER}master/{name}"
+        if from_masters and master in stored and checkpoint.dtype(name) != here.tensor.dtype:
+            source = master
         for box, view in here.blocks(table[name], groups):
-            view.copy_(checkpoint.read(name, box))
+            view.copy_(checkpoint.read(source, box))
 
 
 @dataclass(frozen=True)
