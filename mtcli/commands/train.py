@@ -1,6 +1,7 @@
 """`mtcli train`: pre-train or fine-tune, on one process or on every rank of a launcher."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,7 @@ def train(
     max_restarts: MaxRestarts = 0,
 ) -> None:
     """Train or fine-tune a model from a config; a run folder comes out."""
+    from mtcli.core.run_lock import require_startable
     from mtcli.core.runtime import bring_up, environment_world, launch, restarts
     from mtcli.core.spec import check
     from mtcli.core.spec.errors import every
@@ -41,6 +43,11 @@ def train(
         otherwise=lambda: _require_data(config, overrides),
     )
     if world is None:
+        # Asked here too, before torch is imported: the ranks, who take the folder, ask again.
+        every(
+            lambda: require_startable(Path(run.train.output), resume),
+            otherwise=lambda: _require_data(config, overrides),
+        )
         launch(nproc, sys.argv[1:], max_restarts)
         return
     resume = resume or restarts() > 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.names import OPTIMIZER
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.consensus import open_agreed, together
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.evaluate.requests import ScoreBatch
 from mtcli.core.model.inputs import Cache, Inputs, make_inputs
@@ -18,7 +19,7 @@ from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.fp8 import fp8_products, require_fp8
-from mtcli.core.parallel.groups import Groups, make_groups
+from mtcli.core.parallel.groups import Groups, make_groups, world_axis
 from mtcli.core.parallel.ownership import Held, whole
 from mtcli.core.parallel.pp import Pipeline, Wire
 from mtcli.core.parallel.split import WeightWork
@@ -249,8 +250,9 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     bytes that do not have their hashes, and for a model that is not causal: what a token tells of
     the next one is then no prediction.
     """
-    checkpoint = _open_causal(path)
-    checkpoint.verify_weights(runtime.rank, runtime.world)
+    world = world_axis(runtime.rank, runtime.world, runtime.ledger)
+    checkpoint = _causal(open_agreed(Path(path), world), path)
+    together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
     engine = open_engine(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)
@@ -259,7 +261,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
 
 def require_model(path: str, overrides: Sequence[str], world: int) -> None:
     """What `open_model` would raise on `world` ranks, but for damaged bytes; opens no weights."""
-    _legal_config(_open_causal(path).model, overrides, world)
+    _legal_config(_causal(open_checkpoint(Path(path)), path).model, overrides, world)
 
 
 def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime) -> Engine:
@@ -275,8 +277,7 @@ def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runti
     return Engine(config, groups, stages)
 
 
-def _open_causal(path: str) -> Checkpoint:
-    checkpoint = open_checkpoint(Path(path))
+def _causal(checkpoint: Checkpoint, path: str) -> Checkpoint:
     if not checkpoint.model.causal:
         message = f"{path} has causal=false: its tokens see the ones they would predict"
         hint = "generate and eval take models trained with model.causal=true"

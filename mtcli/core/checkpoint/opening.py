@@ -28,8 +28,31 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
     run is refused, and the error offers the one before it.
     """
+    newest = newest_of(path)
+    with _readable(path):
+        if newest == path:
+            return _open_any(path, model)
+        with offering_earlier(newest):
+            return _open_ours(newest)
+
+
+def newest_of(path: Path) -> Path:
+    """The newest checkpoint of a run, where a path is a run's folder; any other path as it is.
+
+    Raises MtcliError where the system does not let it be read.
+    """
+    with _readable(path):
+        formats = (manifests.NAME, HF_CONFIG)
+        if any((path / name).exists() for name in formats) or find_megatron(path):
+            return path
+        steps = step_folders(path / CHECKPOINTS) or step_folders(path)
+    return steps[-1] if steps else path
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        return _open_any(path, model)
+        yield
     except OSError as error:  # of a name that is too long, or a folder that may not be read
         raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
 
@@ -41,9 +64,6 @@ def _open_any(path: Path, model: ModelConfig | None) -> Checkpoint:
         return open_hf(path)
     if folder := find_megatron(path):
         return open_megatron(folder, model)
-    for root in (path / CHECKPOINTS, path):
-        if steps := step_folders(root):
-            return _open_newest(steps[-1])
     if not path.is_dir():
         raise wrong(f"there is no folder {path}", KINDS)
     hint = f"a checkpoint has a {manifests.NAME}, a run has {CHECKPOINTS}/step-..., "
@@ -65,11 +85,6 @@ def offering_earlier(folder: Path) -> Iterator[None]:
         offer = f"the checkpoint before it is whole: {whole}; "
         offer += f"move {folder.name} away to go on there"
         raise MtcliError(*(p._replace(hint=offer) for p in error.problems)) from None
-
-
-def _open_newest(newest: Path) -> Checkpoint:
-    with offering_earlier(newest):
-        return _open_ours(newest)
 
 
 def _opens(folder: Path) -> bool:
