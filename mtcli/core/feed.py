@@ -127,8 +127,11 @@ class Feed:
         return self.config.batch.micro_batch_size
 
 
-def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) -> Feed:
-    """The training (or validation) data of a config.
+def open_feed(
+    config: RunConfig, groups: Groups, *, validation: bool = False, planned: int | None = None
+) -> Feed:
+    """The training (or validation) data of a config, in the order of a run that was `planned` for
+    so many samples; None: for those of the config.
 
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
@@ -143,7 +146,7 @@ def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) ->
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
     samples = steps * config.batch.global_batch_size
-    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed)
+    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     largest = batches.max_token_id()
     if largest is not None and largest >= config.model.vocab_size:
         message = f"the data's token id {largest} is not below vocab_size={config.model.vocab_size}"

@@ -58,6 +58,8 @@ class SampleRecord(Section):
     """trained on"""
     sources: tuple[Source, ...]
     skipped: tuple[Skipped, ...]
+    planned: Count | None = None
+    """samples that the run was to have when it began, which decides the order of all"""
 
 
 class SampleLedger:
@@ -87,6 +89,7 @@ class SampleLedger:
             tokens=(consumed - passed) * self.batch.seq_len,
             sources=tuple(self._source(number) for number in range(len(self.samples))),
             skipped=tuple(self.skipped),
+            planned=self.batches.planned,
         )
 
     def resume(self, record: SampleRecord | None, consumed: int) -> None:

@@ -26,7 +26,7 @@ from mtcli.core.run_lock import held
 from mtcli.core.runtime import Runtime, StopSignal
 from mtcli.core.sample_ledger import SampleLedger
 from mtcli.core.saver import Saver
-from mtcli.core.saving import progress, progress_of
+from mtcli.core.saving import planned_samples, progress, progress_of
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, every, failed
 from mtcli.core.spec.outputs import folder_of
@@ -115,7 +115,7 @@ def _verify(checkpoint: Checkpoint, world: Axis) -> None:
 def _train(config: RunConfig, runtime: Runtime, source: Source, stop: StopSignal) -> bool:
     trainer = Trainer(config, runtime)
     world = trainer.groups.world
-    feed, valid = together(world, lambda: _feeds(config, trainer.groups))
+    feed, valid = together(world, lambda: _feeds(config, trainer.groups, source))
     samples = SampleLedger(config, feed.batches)
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = _fill(trainer, samples, source)
@@ -142,10 +142,13 @@ def _train(config: RunConfig, runtime: Runtime, source: Source, stop: StopSignal
     return trainer.step >= config.train.steps
 
 
-def _feeds(config: RunConfig, groups: Groups) -> tuple[Feed, Feed | None]:
+def _feeds(config: RunConfig, groups: Groups, source: Source) -> tuple[Feed, Feed | None]:
     """The data to train on, and to validate on where that is asked for."""
+    planned = None
+    if source.checkpoint and source.is_own:
+        planned = planned_samples(source.checkpoint)
     feed, valid = every(
-        lambda: open_feed(config, groups),
+        lambda: open_feed(config, groups, planned=planned),
         lambda: open_feed(config, groups, validation=True) if config.train.eval_every else None,
     )
     return feed, valid
