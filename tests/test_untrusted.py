@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from hostile import write_manifest
 
 from mtcli.__main__ import run
 from mtcli.core.data.cache import load_kept
@@ -231,7 +232,7 @@ def plant(path, payload):
     table = json.loads(manifest.read_text())
     record = {"bytes": len(payload), "xxh3_128": [xxhash.xxh3_128_hexdigest(payload)]}
     table["files"][str(path.relative_to(STEP))] = record
-    manifest.write_text(json.dumps(table))
+    write_manifest(manifest, table)
 
 
 def test_pickled_weights_beside_a_config_are_named_and_not_loaded(

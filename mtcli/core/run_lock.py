@@ -20,7 +20,7 @@ from mtcli.core.checkpoint.names import CHECKPOINTS, step_folders
 from mtcli.core.report.finished import FACTS, METRICS
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.foreign import parse_json
-from mtcli.core.spec.outputs import folder_of
+from mtcli.core.spec.outputs import folder_of, make_folder
 
 LOCK = "run.lock"
 FIELD = "train.output"
@@ -91,7 +91,7 @@ def _require_no_run(folder: Path, resume: bool) -> None:
 def _take(path: Path) -> tuple[int, Holder | None]:
     """The lock as an open file, and its holder before where that has died."""
     for _ in range(ATTEMPTS):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with suppress(FileNotFoundError):  # a run that ended has removed the folder, or the lock
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:

@@ -37,6 +37,7 @@ from mtcli.core.checkpoint.retention import prune
 from mtcli.core.checkpoint.tensorfile import Planned
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.errors import MtcliError, failed
+from mtcli.core.spec.outputs import make_folder
 from mtcli.core.spec.sharding import SLAB_BYTES, Rectangle, slabs
 
 Gather = Callable[[object], list[Any]]
@@ -132,7 +133,8 @@ def prepare(partial: Path, needed_bytes: int) -> None:
     """
     for stale in partial.parent.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(stale)
-    partial.mkdir(parents=True)
+    make_folder(partial.parent)
+    partial.mkdir()
     require_space(partial, needed_bytes)
 
 
