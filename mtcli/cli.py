@@ -4,6 +4,7 @@
 command's own options are the parameters of that function.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -11,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.errors import MtcliError, Problem, wrong
 
 if TYPE_CHECKING:  # typer keeps its copy of click under a private name
     from typer._click import HelpFormatter
@@ -36,6 +37,43 @@ COMMANDS: dict[str, Command] = {
         ("shard", "Convert and reshard checkpoints"),
     )
 }
+
+
+TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
+
+
+class NamingCommand(TyperCommand):
+    """A command that refuses words which could name no file, before any is taken for a path."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Click's parsing. Raises MtcliError with every word that is empty or has a NUL byte."""
+        from mtcli.core.spec.foreign import names_a_file, shown  # help needs none of it
+
+        problems = [
+            Problem(
+                f"{shown(word)} names nothing", f"`{ctx.command_path} --help` shows its usage", flag
+            )
+            for flag, word in _given(args)
+            if flag not in TEXTS and not names_a_file(word)
+        ]
+        if problems:
+            raise MtcliError(*problems)
+        return super().parse_args(ctx, args)
+
+
+def _given(args: list[str]) -> Iterator[tuple[str, str]]:
+    """The words that are no flags, each with the flag that it follows or is joined to, if any."""
+    flag = ""
+    for word in args:
+        name, equals, value = word.partition("=")
+        if not name.startswith("-") or name == "-":
+            yield flag, word
+            flag = ""
+        elif equals:
+            yield name, value
+            flag = ""
+        else:
+            flag = name
 
 
 class LazyGroup(TyperGroup):
@@ -67,7 +105,7 @@ def load(name: str) -> TyperCommand:
     """The Typer command of a registered name, with its options; imports its module."""
     module, _, function = COMMANDS[name].target.partition(":")
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name)(getattr(import_module(module), function))
+    single.command(name, cls=NamingCommand)(getattr(import_module(module), function))
     return get_command(single)
 
 

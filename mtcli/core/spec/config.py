@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.section import Fraction, NonNegative, Positive, Section, Whole
+from mtcli.core.spec.section import Fraction, NonNegative, PathText, Positive, Section, Whole
 
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 OptimizerName = Literal["adamw", "lamb"]
@@ -91,9 +91,9 @@ class OptimizerConfig(Section):
 class DataConfig(Section):
     """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs."""
 
-    train: tuple[str, ...] = ()
+    train: tuple[PathText, ...] = ()
     """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]"""
-    valid: tuple[str, ...] = ()
+    valid: tuple[PathText, ...] = ()
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
     """shares of train, valid and test where one set of prefixes serves all three"""
@@ -108,7 +108,7 @@ class TrainConfig(Section):
 
     steps: Positive = 100
     """optimizer steps"""
-    output: str = "runs/run"
+    output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""

@@ -172,6 +172,8 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
         value = shown(detail["input"])
         return Problem(f"{value} should be a list", f"{path[-1]} = [{value}]", field)
+    if detail["type"] == "no_path":
+        return Problem(detail["msg"], "give it a path without NUL bytes, such as runs/a", field)
     message = detail["msg"].replace("Input should be", f"{shown(detail['input'])} should be")
     return Problem(message[0].lower() + message[1:], "see docs/config.md", field)
 
