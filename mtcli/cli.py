@@ -38,7 +38,6 @@ COMMANDS: dict[str, Command] = {
     )
 }
 
-
 TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
 
 

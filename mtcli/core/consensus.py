@@ -4,6 +4,7 @@ Every rank reads its files for itself, and a folder need not be the same one eve
 cache may be stale, or a disk one machine's own. Ranks would then train from mixed weights.
 """
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from mtcli.core.checkpoint.opening import newest_of, offering_earlier, open_chec
 from mtcli.core.parallel.collectives import gather_objects
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.spec.outputs import folder_of
 
 Value = TypeVar("Value")
 SHARED = "put it where all machines see the same files, or wait until their caches are up to date"
@@ -58,7 +60,12 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
     Raises MtcliError on every rank where another sees a newer one: rank 0 would go back to an old
     step, or begin anew, beside it.
     """
-    folders = step_folders(root)
+
+    def listed() -> list[Path]:
+        with folder_of("train.output", root):
+            return step_folders(root)
+
+    folders = together(axis, listed)
     seen = gather_objects((folders[-1] if folders else None, socket.gethostname()), axis)
     newest, first_host = seen[0]
     for rank, (folder, host) in enumerate(seen):
@@ -103,4 +110,5 @@ def _hash(checkpoint: Checkpoint) -> str:
     folder = checkpoint.folder
     if checkpoint.format == "mtcli":
         return sampled_hash([folder / NAME])
-    return sampled_hash(sorted(path for path in folder.iterdir() if path.is_file()))
+    files = (path for path in folder.iterdir() if path.is_file() and os.access(path, os.R_OK))
+    return sampled_hash(sorted(files))

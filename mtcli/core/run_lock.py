@@ -156,7 +156,7 @@ def _is_file_of(file: int, path: Path) -> bool:
 def _is_held(folder: Path, holder: Holder | None) -> MtcliError:
     who = f" ({holder})" if holder else ""
     other = "set train.output to another folder"
-    if holder is None or holder.host == socket.gethostname():
+    if holder is None or _lives(holder):
         hint = f"wait until it ends, or stop it; or {other}"
     else:
         hint = f"{other}; or, where that process has ended, remove {folder / LOCK}"

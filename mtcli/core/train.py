@@ -29,7 +29,6 @@ from mtcli.core.saver import Saver
 from mtcli.core.saving import planned_samples, progress, progress_of
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, every, failed
-from mtcli.core.spec.outputs import folder_of
 from mtcli.core.trainer import Step, Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
@@ -93,9 +92,7 @@ def _held(config: RunConfig, resume: bool, world: Axis) -> Iterator[None]:
 def _source(config: RunConfig, init: str | None, world: Axis) -> Source:
     """The run's newest checkpoint, or another model's, as all ranks agree; or the seed."""
     output = Path(config.train.output)
-    with folder_of("train.output", output):
-        newest = newest_step(output / CHECKPOINTS, world)
-    if newest:
+    if newest_step(output / CHECKPOINTS, world):
         checkpoint = open_agreed(output, world)
         together(world, lambda: _verify(checkpoint, world))
         _require_same_run(config, checkpoint)

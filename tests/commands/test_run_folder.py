@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -63,7 +65,7 @@ def test_beside_a_live_run_that_has_saved_nothing_no_other_starts(drill, nproc):
     for more in (["--resume"], [], ["--set", "train.steps=1"], ["--init", str(drill.output)]):
         other = mtcli(*words, *more)
         assert other.codes == [2] * nproc, other.errors
-        assert all(said.startswith(holder) for said in other.errors), other.errors
+        assert [said.count(holder) for said in other.errors] == [1] * nproc, "\n".join(other.errors)
         assert contents(drill.output) == before
     (drill.folder / "go").touch()
     assert live.ended().codes == [0] * nproc
@@ -226,3 +228,27 @@ def test_ranks_do_not_evaluate_different_weights_of_one_name(machines):
     fault = partial(elsewhere, folder=second)
     done = mtcli(*words, folder=drill.folder, fault=fault)
     refused(done, f"rank 1 on {os.uname().nodename} has opened run/checkpoints/step-{STEPS:08d} of")
+
+
+def test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over(drill):
+    words = ["train", drill.config, "--max-restarts", 1, "--set", "train.steps=100000"]
+    command = [sys.executable, "-m", "mtcli", *map(str, words), "--set", "train.save_every=20"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: any(drill.output.glob("checkpoints/step-*[0-9]")))
+    first = holder_of(drill.output)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: holder_of(drill.output) not in (first, None))
+    until(lambda: '"resumed"' in (drill.output / "events.jsonl").read_text())
+    run.send_signal(signal.SIGTERM)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130, errors
+    assert errors.count(f"note: took over {drill.output} from process {first} on ") == 1
+    assert holder_of(drill.output) is None
+
+
+def holder_of(folder):
+    """The process that a run folder's lock names; None where there is no lock, or no name yet."""
+    try:
+        return json.loads((folder / "run.lock").read_text())["pid"]
+    except (FileNotFoundError, ValueError):
+        return None

@@ -8,7 +8,7 @@ never laid on the files whose hashes it holds.
 import re
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import xxhash
@@ -19,7 +19,7 @@ from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.sharding import Rectangle
 
 NAME = "manifest.json"
-VERSIONS = (2, 3)  # that are read; the last is written
+Version = Literal[2, 3]  # that are read; the last is written
 BLOCK_BYTES = 2 << 20  # of hashes and writing
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_CELLS = 1 << 24  # of the grid that proves that pieces tile a tensor
@@ -73,7 +73,7 @@ class Manifest(Record):
     """What a checkpoint folder holds."""
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
-    version: Literal[2, 3] = 3
+    version: Version = 3
     step: Count
     """optimizer steps done"""
     world: Annotated[int, Field(ge=1)]
@@ -134,7 +134,7 @@ def _check_seal(path: Path, text: bytes) -> bool:
 
 
 def _other_version(path: Path, version: int) -> MtcliError:
-    known = " and ".join(map(str, VERSIONS))
+    known = " and ".join(map(str, get_args(Version)))
     message = f"{path} is of version {version} of the format, and this mtcli reads {known}"
     hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
     return wrong(message, hint)

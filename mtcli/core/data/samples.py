@@ -53,8 +53,11 @@ def build_samples(
         1 if count is None else -(-(count * seq_len + 1) // per_epoch)
         for count in (planned, num_samples)
     )
-    ends = [(epoch * per_epoch - 1) // seq_len for epoch in range(max(first, epochs) + 1)]
-    apart = first > 1 and planned - ends[first - 1] < int(
+
+    def samples_of(epochs: int) -> int:
+        return max(0, epochs * per_epoch - 1) // seq_len
+
+    apart = first > 1 and planned - samples_of(first - 1) < int(
         FINAL_EPOCH_THRESHOLD * ((per_epoch - 1) // seq_len)
     )
     random = np.random.RandomState(seed)
@@ -66,11 +69,11 @@ def build_samples(
     documents = np.concatenate(
         [_shuffled(np.tile(sequences, end - begin), random) for begin, end, random in shuffles]
     )
-    total = ends[-1]
+    total = samples_of(max(first, epochs))
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     order = np.concatenate(
         [
-            _shuffled(np.arange(max(0, ends[begin]), ends[end], dtype=dtype), random)
+            _shuffled(np.arange(samples_of(begin), samples_of(end), dtype=dtype), random)
             for begin, end, random in shuffles
         ]
     )
