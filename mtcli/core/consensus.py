@@ -15,7 +15,7 @@ from mtcli.core.checkpoint.checkpoint import Checkpoint
 from mtcli.core.checkpoint.manifest import NAME
 from mtcli.core.checkpoint.names import step_folders, step_of
 from mtcli.core.checkpoint.opening import newest_of, offering_earlier, open_checkpoint
-from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.outputs import folder_of
@@ -33,11 +33,10 @@ def together(axis: Axis, work: Callable[[], Value]) -> Value:
     try:
         value.append(work())
     except MtcliError as error:
-        fault = error.problems, error.code, error.hint
-    for found in gather_objects(fault, axis):
+        fault = error.dump()
+    for found in gather_values(fault, axis):
         if found:
-            problems, code, hint = found
-            raise MtcliError(*problems, code=code, hint=hint)
+            raise MtcliError.load(found)
     return value[0]
 
 
@@ -46,8 +45,8 @@ def require_alike(axis: Axis, fact: object, what: str, field: str = "") -> None:
 
     Collective.
     """
-    facts = gather_objects((fact, f"{what} {fact}"), axis)
-    hosts = gather_objects(socket.gethostname(), axis)
+    facts = gather_values((fact, f"{what} {fact}"), axis)
+    hosts = gather_values(socket.gethostname(), axis)
     for rank, (other, told) in enumerate(facts):
         if other != facts[0][0]:
             message = f"rank {rank} on {hosts[rank]} {told}, and rank 0 on {hosts[0]} {facts[0][1]}"
@@ -66,14 +65,14 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
             return step_folders(root)
 
     folders = together(axis, listed)
-    seen = gather_objects((folders[-1] if folders else None, socket.gethostname()), axis)
+    seen = gather_values((str(folders[-1]) if folders else None, socket.gethostname()), axis)
     newest, first_host = seen[0]
     for rank, (folder, host) in enumerate(seen):
-        if folder is not None and (newest is None or step_of(folder) > step_of(newest)):
+        if folder and (newest is None or step_of(Path(folder)) > step_of(Path(newest))):
             message = f"rank {rank} on {host} sees the checkpoint {folder}, and rank 0 on "
             message += f"{first_host} sees {newest or 'none'}"
             raise wrong(message, SHARED, "train.output")
-    return newest
+    return Path(newest) if newest else None
 
 
 def open_agreed(path: Path, axis: Axis) -> Checkpoint:
@@ -81,8 +80,8 @@ def open_agreed(path: Path, axis: Axis) -> Checkpoint:
 
     Raises MtcliError on every rank where one cannot open it, or finds another one there.
     """
-    chosen = together(axis, lambda: newest_of(path) if axis.rank == 0 else None)
-    folder = gather_objects(chosen, axis)[0]
+    chosen = together(axis, lambda: newest_of(path) if axis.rank == 0 else path)
+    folder = Path(gather_values(str(chosen), axis)[0])
 
     def opened() -> Checkpoint:
         try:

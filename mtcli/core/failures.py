@@ -63,9 +63,7 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
     told = failure.message if isinstance(failure.message, dict) else {}
     if _has_problems(failure):
-        extra = told["extraInfo"]
-        problems = [Problem(*problem) for problem in extra["problems"]]
-        return MtcliError(*problems, code=Exit(extra["code"]), hint=extra["hint"])
+        return MtcliError.load(told["extraInfo"])
     cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
@@ -103,7 +101,8 @@ def hand_over(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         os._exit(Exit.INTERRUPTED)
     if isinstance(error, MtcliError):
-        _leave(str(error), _problems(error, LOST if isinstance(error, LostPeer) else TOLD))
+        cause = LOST if isinstance(error, LostPeer) else TOLD
+        _leave(str(error), error.dump() | {"cause": cause})
     else:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
@@ -129,17 +128,11 @@ def end_rank(error: MtcliError | None, silent: list[int], lost: bool) -> NoRetur
         if LAUNCHED not in os.environ:
             sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
-        _leave(str(error), _problems(error, cause))
+        _leave(str(error), error.dump() | {"cause": cause})
         if LAUNCHED in os.environ and not lost:
             for pid in filter(_is_sibling, silent):
                 os.kill(pid, signal.SIGKILL)
     os._exit(Exit.FAILED)
-
-
-def _problems(error: MtcliError, cause: str) -> dict[str, Any]:
-    problems = [list(problem) for problem in error.problems]
-    extra = {"code": int(error.code), "problems": problems, "hint": error.hint}
-    return extra | {"cause": cause}
 
 
 def _leave(text: str, extra: dict[str, Any]) -> None:
