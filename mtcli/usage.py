@@ -1,5 +1,6 @@
 """A command line that is wrong, told as wrong configs are: all of it at once, and in JSON too."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -10,6 +11,7 @@ from mtcli.core.spec.errors import MtcliError, Problem
 # What stands for a flag elsewhere: of other commands, and of the tools that users come from.
 FLAGS = {"--gpus": "--nproc", "--nproc-per-node": "--nproc", "--nproc": "--gpus", "--np": "--nproc"}
 FLAGS |= {"--config": "CONFIG", "--checkpoint": "CHECKPOINT"}
+TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
 
 
 class Command(TyperCommand):
@@ -20,7 +22,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """The arguments that are left over, which are none."""
-        words, problems = list(args), []
+        words, problems = list(args), list(_nameless(ctx, args))
+        told = {problem.field for problem in problems}
         while True:
             try:
                 given, rest, _ = self.make_parser(ctx).parse_args(args=list(words))
@@ -30,6 +33,8 @@ class Command(TyperCommand):
                 problems.append(_wrong_option(ctx, error))
         misread = bool(problems)  # what stands beside an unknown option may be its value
         for param in sorted(self.get_params(ctx), key=lambda param: not param.is_eager):
+            if told & set(param.opts):
+                continue
             try:
                 param.handle_parse_result(ctx, given, rest)
             except MtcliError as error:
@@ -47,6 +52,21 @@ class Command(TyperCommand):
         broken = any(problem.field == "--json" for problem in problems)
         with refusing(target if isinstance(target, str) and not broken else None):
             raise MtcliError(*problems)
+
+
+def _nameless(ctx: typer.Context, args: list[str]) -> Iterator[Problem]:
+    """The words that are empty or have a NUL byte, and so can name no file; an empty one would be
+    taken for the current folder."""
+    from mtcli.core.spec.foreign import names_a_file, shown  # here, not above: --help needs none
+
+    flag = ""
+    for word in args:
+        name, equals, value = word.partition("=")
+        is_flag = name.startswith("-") and name != "-"
+        flag, value = (name, value) if is_flag else (flag, word)
+        if (equals or not is_flag) and flag not in TEXTS and not names_a_file(value):
+            yield Problem(f"{shown(value)} names nothing", _usage(ctx), flag)
+        flag = name if is_flag and not equals else ""
 
 
 def _usage(ctx: typer.Context) -> str:

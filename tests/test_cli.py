@@ -234,6 +234,65 @@ def test_every_number_of_a_command_line_has_a_finite_range(name):
             assert math.isfinite(limits.min) and math.isfinite(limits.max), param.name
 
 
+# fmt: off
+COMMAND_LINES = [
+    ["train", "x"], ["train", "tiny", "--init", "x"], ["plan", "x"],
+    ["plan", "tiny", "--json", "x"], ["plan", "tiny", "--output", "x"],
+    ["plan", "tiny", "--plot=x"], ["plan", "--validate", "x"],
+    ["profile", "x"], ["profile", "tiny", "--trace", "x"], ["profile", "tiny", "--report", "x"],
+    ["profile", "tiny", "--plot", "x"], ["eval", "x", "--task", "lambada=a"],
+    ["eval", "a", "--task", "x"], ["eval", "a", "--task", "lambada=a", "--tokenizer", "x"],
+    ["generate", "x", "--prompt", "a"], ["shard", "x", "b"], ["shard", "a", "x"],
+    ["shard", "inspect", "x"], ["shard", "a", "b", "--config", "x"],
+    ["preprocess", "x", "--output", "b", "--tokenizer", "bytes"],
+    ["preprocess", "a", "--output", "x", "--tokenizer", "bytes"],
+    ["preprocess", "a", "--output", "b", "--tokenizer", "x"],
+]
+# fmt: on
+
+
+def one_rank(monkeypatch, folder):
+    """Commands run in this process and in a folder: where one is not refused, none is launched."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+@pytest.mark.parametrize("value", ["", "a\0b"], ids=["empty", "NUL"])
+@pytest.mark.parametrize("words", COMMAND_LINES, ids=" ".join)
+def test_a_word_that_can_be_no_path_is_refused_by_every_command(
+    words, value, tmp_path, monkeypatch, capsys
+):
+    """An empty one would be the current folder, or no file at all, without a word."""
+    one_rank(monkeypatch, tmp_path)
+    (tmp_path / "config.toml").write_text('[model]\npreset = "tiny"\n')
+    assert run([value if w == "x" else w.replace("=x", f"={value}") for w in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"{value!r} names nothing\n\nhint: `mtcli {words[0]} --help`" in err
+    (at,) = [n for n, word in enumerate(words) if word.rpartition("=")[2] == "x"]
+    near = words[at].partition("=")[0] if "=" in words[at] else words[at - 1]
+    assert err.startswith(f"error: {near}: " if near.startswith("--") else "error: '")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.parametrize("field", ["data.train", "data.valid", "train.output"])
+@pytest.mark.parametrize("value", ["", "a\\u0000b"], ids=["empty", "NUL"])
+def test_a_path_of_a_config_is_refused_where_it_can_be_none(
+    field, value, tmp_path, monkeypatch, capsys
+):
+    one_rank(monkeypatch, tmp_path)
+    sets = {"train.output": "o", "data.train": '["a"]', field: f'"{value}"'}
+    if field.startswith("data"):
+        sets[field] = f'["a", "{value}"]'
+    words = [word for item in sets.items() for word in ("--set", "=".join(item))]
+    assert run(["train", "tiny", *words, "--set", "model.no=1"]) == 2
+    err = capsys.readouterr().err
+    assert "unknown key 'no'" in err, "every problem at once"
+    said = "''" if not value else "'a\\x00b'"
+    assert f"error: {field}" in err and f": {said} names nothing" in err
+    assert "unexpected" not in err and not list(tmp_path.iterdir())
+
+
 # The pipe may break inside the command, or at the very end, when the last output is flushed.
 @pytest.mark.parametrize("command", ["", "m.run = lambda _: sys.stdout.write('x') and 0; "])
 def test_a_reader_that_leaves_early_sees_no_error(command):

@@ -13,7 +13,7 @@ from mtcli.core.spec.errors import MtcliError, Problem, every, wrong
 if TYPE_CHECKING:
     from mtcli.core.checkpoint.checkpoint import Checkpoint
     from mtcli.core.checkpoint.conversion import Plan
-    from mtcli.core.checkpoint.finding import Source
+    from mtcli.core.checkpoint.finding import CheckpointFolder
     from mtcli.core.spec.model_config import ModelConfig
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -120,7 +120,7 @@ def shard(
         _convert(source, Path(words[1]), plan, layout or "", json_out)
 
 
-def _sources(words: list[str]) -> "list[Source]":
+def _sources(words: list[str]) -> "list[CheckpointFolder]":
     """The checkpoints that are there before. Raises MtcliError with all that are not."""
     from mtcli.core.checkpoint.finding import find_checkpoint
 
@@ -240,7 +240,7 @@ def _announcement(
 
 
 def _target(
-    source: "Source", to: str | None, layout: str | None, max_shard_size: str | None
+    source: "CheckpointFolder", to: str | None, layout: str | None, max_shard_size: str | None
 ) -> str:
     to = to or ("hf" if source.format == "mtcli" and layout is None else "mtcli")
     if to == "hf" and layout is not None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.names import OPTIMIZER
+from mtcli.core.consensus import open_agreed, together
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.evaluate.requests import ScoreBatch
 from mtcli.core.model.inputs import Cache, Inputs, make_inputs
@@ -17,7 +18,7 @@ from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.fp8 import fp8_products, require_fp8
-from mtcli.core.parallel.groups import Groups, make_groups
+from mtcli.core.parallel.groups import Groups, make_groups, world_axis
 from mtcli.core.parallel.ownership import Held, whole
 from mtcli.core.parallel.pp import Pipeline, Wire
 from mtcli.core.parallel.split import WeightWork
@@ -100,17 +101,28 @@ def wire_of(config: RunConfig) -> Wire:
 
 @torch.no_grad()
 def load_weights(
-    held: Mapping[str, Held], checkpoint: Checkpoint, model: ModelConfig, groups: Groups
+    held: Mapping[str, Held],
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    groups: Groups,
+    from_masters: bool = False,
 ) -> None:
-    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it."""
+    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it.
+
+    With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
+    master weights, where it has them, which lose nothing in a wider dtype.
+    """
     checkpoint.require_model(model)
-    table = parameters(model)
+    table, stored = parameters(model), set(checkpoint.names())
     for name, here in held.items():
         here.tensor.zero_()  # rows that pad the vocabulary
         if checkpoint.begins_at_zero(table[name]):
             continue
+        source, master = name, f"{OPTIMIZER}master/{name}"
+        if from_masters and master in stored and checkpoint.dtype(name) != here.tensor.dtype:
+            source = master
         for box, view in here.blocks(table[name], groups):
-            view.copy_(checkpoint.read(name, box))
+            view.copy_(checkpoint.read(source, box))
 
 
 @dataclass(frozen=True)
@@ -235,8 +247,10 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     bytes that do not have their hashes, and for a model that is not causal: what a token tells of
     the next one is then no prediction.
     """
-    checkpoint = _open_causal(path)
-    checkpoint.verify_weights(runtime.rank, runtime.world)
+    world = world_axis(runtime.rank, runtime.world, runtime.ledger)
+    checkpoint = open_agreed(Path(path), world)
+    require_causal(path, checkpoint.model)
+    together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
     engine = open_engine(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)
@@ -254,9 +268,3 @@ def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runti
     for stage in stages.values():
         stage.requires_grad_(False)
     return Engine(config, groups, stages)
-
-
-def _open_causal(path: str) -> Checkpoint:
-    checkpoint = open_checkpoint(Path(path))
-    require_causal(path, checkpoint.model)
-    return checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtcli.core.checkpoint import manifest, names
 from mtcli.core.spec.errors import failed, wrong
-from mtcli.core.spec.outputs import folder_of, sync_folder
+from mtcli.core.spec.outputs import folder_of, make_folder, sync_folder
 
 
 @contextmanager
@@ -21,7 +21,8 @@ def written_aside(final: Path, needed_bytes: int, force: bool) -> Iterator[Path]
     partial = final.with_name(final.name + names.PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        make_folder(partial.parent)
+        partial.mkdir()
         require_space(partial, needed_bytes)
         yield partial
         replace_folder(partial, final)

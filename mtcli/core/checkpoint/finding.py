@@ -19,7 +19,7 @@ LEGACY = "mp_rank_00*"  # folders of Megatron's checkpoints before torch_dist
 MAX_LATEST = 64  # characters of a step's number, or of "release"
 
 
-class Source(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """A checkpoint's folder, whose format it has, and whether a run was named, of which it is the
     newest."""
 
@@ -36,7 +36,7 @@ class Source(NamedTuple):
         return self.folder if any((self.folder / name).is_file() for name in names) else None
 
 
-def find_checkpoint(path: Path) -> Source:
+def find_checkpoint(path: Path) -> CheckpointFolder:
     """The checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
     Megatron's. Raises MtcliError where there is none."""
     try:
@@ -45,7 +45,7 @@ def find_checkpoint(path: Path) -> Source:
         raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
 
 
-def model_of(source: Source) -> ModelConfig | None:
+def model_of(source: CheckpointFolder) -> ModelConfig | None:
     """The model of a checkpoint by its config. None where that is damaged or Megatron's: whoever
     opens the checkpoint says more of it.
 
@@ -69,16 +69,16 @@ def config_in(folder: Path) -> RunConfig:
         raise MtcliError(*(_at(path, problem) for problem in error.problems)) from None
 
 
-def _find(path: Path) -> Source:
+def _find(path: Path) -> CheckpointFolder:
     if (path / MANIFEST).exists():
-        return Source("mtcli", path)
+        return CheckpointFolder("mtcli", path)
     if (path / hfconfig.NAME).exists():
-        return Source("hf", path)
+        return CheckpointFolder("hf", path)
     if folder := _find_megatron(path):
-        return Source("megatron", folder)
+        return CheckpointFolder("megatron", folder)
     for root in (path / CHECKPOINTS, path):
         if steps := step_folders(root):
-            return Source("mtcli", steps[-1], of_run=True)
+            return CheckpointFolder("mtcli", steps[-1], of_run=True)
     if not path.is_dir():
         raise wrong(f"there is no folder {path}", KINDS)
     hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "

@@ -11,7 +11,7 @@ from mtcli.core.checkpoint.boxes import read_box
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.families.family import Family, Part
-from mtcli.core.checkpoint.finding import TOKENIZERS, Source
+from mtcli.core.checkpoint.finding import TOKENIZERS, CheckpointFolder
 from mtcli.core.checkpoint.hfconfig import family_in, model_of, read_json
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.errors import wrong
@@ -69,7 +69,7 @@ def open_hf(folder: Path) -> Checkpoint:
         extra={},
         tensors=tensors,
         files={},
-        tokenizer_folder=Source("hf", folder).tokenizer_folder,
+        tokenizer_folder=CheckpointFolder("hf", folder).tokenizer_folder,
         headers=headers,
         format="hf",
     )

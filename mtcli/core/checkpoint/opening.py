@@ -1,13 +1,13 @@
 """Opening a checkpoint: a folder of ours, a run folder, Hugging Face's or Megatron's."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
 from mtcli.core.checkpoint.codes import CODES
 from mtcli.core.checkpoint.dtypes import DTYPES
-from mtcli.core.checkpoint.finding import KINDS, Source, config_in, find_checkpoint
+from mtcli.core.checkpoint.finding import KINDS, CheckpointFolder, config_in, find_checkpoint
 from mtcli.core.checkpoint.hf import open_hf
 from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
 from mtcli.core.checkpoint.megatron import open_megatron
@@ -24,15 +24,20 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
     run is refused, and the error offers the one before it.
     """
-    source = find_checkpoint(path)
+    return open_found(find_checkpoint(path), model)
+
+
+def open_found(found: CheckpointFolder, model: ModelConfig | None = None) -> Checkpoint:
+    """As `open_checkpoint`, of a folder that was found."""
     try:
-        if source.format == "hf":
-            return open_hf(source.folder)
-        if source.format == "megatron":
-            return open_megatron(source.folder, model)
-        return _open_newest(source.folder) if source.of_run else _open_ours(source.folder)
+        if found.format == "hf":
+            return open_hf(found.folder)
+        if found.format == "megatron":
+            return open_megatron(found.folder, model)
+        with offering_earlier(found.folder) if found.of_run else nullcontext():
+            return _open_ours(found.folder)
     except OSError as error:  # of a folder that may not be read
-        raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
+        raise wrong(f"{found.folder} cannot be opened: {error.strerror}", KINDS) from None
 
 
 @contextmanager
@@ -49,11 +54,6 @@ def offering_earlier(folder: Path) -> Iterator[None]:
         offer = f"the checkpoint before it is whole: {whole}; "
         offer += f"move {folder.name} away to go on there"
         raise MtcliError(*(p._replace(hint=offer) for p in error.problems)) from None
-
-
-def _open_newest(newest: Path) -> Checkpoint:
-    with offering_earlier(newest):
-        return _open_ours(newest)
 
 
 def _opens(folder: Path) -> bool:
@@ -76,7 +76,7 @@ def _open_ours(folder: Path) -> Checkpoint:
         extra=manifest.extra,
         tensors={name: _stored(record) for name, record in manifest.tensors.items()},
         files=manifest.files,
-        tokenizer_folder=Source("mtcli", folder).tokenizer_folder,
+        tokenizer_folder=CheckpointFolder("mtcli", folder).tokenizer_folder,
         world=manifest.world,
         held=held,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from mtcli.core.data.blend import (
     SURPLUS,
     Blend,
+    normalised,
     parse_blend,
     shares_of,
     split_range,
@@ -97,7 +98,7 @@ def require_vocabulary(prefixes: Sequence[str], vocab_size: int) -> None:
 class Batches:
     """The samples of one split of a blend, by global id in consumption order."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a sample depends on, by name
         self,
         paths: Sequence[str],
         split: str,
@@ -105,12 +106,16 @@ class Batches:
         num_samples: int,
         seq_len: int,
         seed: int,
+        planned: int | None = None,
     ) -> None:
         """`paths` are the blend's words, `split` like "969,30,1"; see compat of Megatron's flags.
 
-        Raises MtcliError where a file is missing or wrong, or the split owns no tokens.
+        `planned` is how many samples the run was to have when it began, which decides their order
+        (`num_samples` where None). Raises MtcliError where a file is missing or wrong, or the split
+        owns no tokens.
         """
         self.seq_len, self.num_samples = seq_len, num_samples
+        self.planned = num_samples if planned is None else planned
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         owned = [_owned(data, split, which) for data in indexed]
@@ -118,15 +123,19 @@ class Batches:
             int(data.lengths[mine.start : mine.stop].sum(dtype=np.int64))
             for data, mine in zip(indexed, owned, strict=True)
         ]
-        sizes, weights = _sizes(blend, self.tokens, num_samples, seq_len)
+        weights, first = _plan(blend, self.tokens, self.planned, seq_len)
+        sizes = first
+        if num_samples > self.planned:  # with the same weights, so that a blend's order goes on
+            shares = weights and shares_of(num_samples, normalised(weights), SURPLUS)
+            sizes = shares or [num_samples]
         self._datasets = [
             _Dataset(
                 data.tokens,
                 data.pointers,
                 data.lengths,
-                cached_samples(data, mine, size, seq_len, seed),
+                cached_samples(data, mine, size, seq_len, seed, before),
             )
-            for data, mine, size in zip(indexed, owned, sizes, strict=True)
+            for data, mine, size, before in zip(indexed, owned, sizes, first, strict=True)
         ]
         self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
         self._window: _Segments | None = None
@@ -245,21 +254,22 @@ def _owned(data: Indexed, split: str, which: Which) -> range:
     return owned
 
 
-def _sizes(
-    blend: Blend, tokens: list[int], num_samples: int, seq_len: int
-) -> tuple[list[int | None], list[float] | None]:
-    """How many samples to build of each dataset (None: one epoch), and the weights of the blend."""
+def _plan(
+    blend: Blend, tokens: list[int], planned: int, seq_len: int
+) -> tuple[list[float] | None, list[int]]:
+    """The weights of a blend, and how many samples a run of so many builds of each dataset."""
     if len(tokens) == 1 and blend.weights is None:
-        return [num_samples], None
+        return None, [planned]
     if blend.weights is not None:
-        return list(shares_of(num_samples, blend.weights, SURPLUS)), list(blend.weights)
-    lengths = [float((count - 1) // seq_len) for count in tokens]
-    if num_samples <= sum(lengths):
-        return [None] * len(tokens), lengths
+        weights = list(blend.weights)
+        return weights, shares_of(planned, weights, SURPLUS)
+    lengths = [(count - 1) // seq_len for count in tokens]
+    if planned <= sum(lengths):
+        return [float(length) for length in lengths], lengths  # an epoch of each
     # Megatron stops here, at one epoch; more epochs in the same proportions serve a long run.
     total = sum(tokens)
     weights = [count / total for count in tokens]
-    return list(shares_of(num_samples, weights, SURPLUS)), weights
+    return weights, shares_of(planned, weights, SURPLUS)
 
 
 def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.section import Fraction, Int, Positive, Ranks, Real, Section, Whole
+from mtcli.core.spec.section import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
@@ -87,15 +87,15 @@ class OptimizerConfig(Section):
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
-    """steps of the decay after the warm-up; for wsd those of its final decay [all that is left]"""
+    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
 
 
 class DataConfig(Section):
     """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs."""
 
-    train: tuple[str, ...] = ()
+    train: tuple[PathText, ...] = ()
     """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]"""
-    valid: tuple[str, ...] = ()
+    valid: tuple[PathText, ...] = ()
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
     """shares of train, valid and test where one set of prefixes serves all three"""
@@ -110,7 +110,7 @@ class TrainConfig(Section):
 
     steps: Positive = 100
     """optimizer steps"""
-    output: str = "runs/run"
+    output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""

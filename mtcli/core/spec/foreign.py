@@ -81,6 +81,12 @@ def is_text(value: Any) -> bool:
         return False
 
 
+def names_a_file(text: str) -> bool:
+    """Whether a text can be a path: none is empty, which would be the current folder, and no system
+    has NUL bytes in one."""
+    return bool(text) and "\0" not in text
+
+
 def is_number(value: Any) -> bool:
     """Whether a value of JSON is a number that float holds: Python's booleans are none."""
     if isinstance(value, int):

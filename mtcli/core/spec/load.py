@@ -210,6 +210,9 @@ def _problem(detail: ErrorDetails) -> Problem:
         return _no_whole_heads(detail) or Problem(
             "this field is missing", _way_to_add(path), ".".join(path)
         )
+    if detail["type"] == "no_path":
+        hint = "give it a path without NUL bytes, such as runs/a"
+        return Problem(detail["msg"], hint, ".".join(path))
     return refused_value(RunConfig, detail)
 
 

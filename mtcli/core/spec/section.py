@@ -7,7 +7,10 @@ the field's own bounds: `fields.py` puts it into words for errors and for docs/c
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from mtcli.core.spec.foreign import names_a_file, shown
 
 LARGEST = 10**9  # of a config's whole numbers: none overflows, and its divisors are found at once
 MAX_RANKS = 2**20
@@ -30,6 +33,15 @@ Whole = Annotated[Int, Field(ge=0, le=LARGEST)]
 Ranks = Annotated[Int, Field(ge=1, le=MAX_RANKS)]
 Fraction = Annotated[Real, Field(ge=0.0, lt=1.0)]
 Count = Annotated[Int, Field(ge=0)]
+
+
+def _path(text: str) -> str:
+    if not names_a_file(text):
+        raise PydanticCustomError("no_path", "{text} names nothing", {"text": shown(text)})
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path)]
 
 
 class Section(BaseModel):

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from hostile import write_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -127,7 +128,7 @@ def test_an_original_config_that_is_no_longer_true_is_not_written_back(hf_folder
     manifest = tmp_path / "ours" / "manifest.json"
     table = json.loads(manifest.read_text())
     table["files"]["huggingface/config.json"]["bytes"] = path.stat().st_size
-    manifest.write_text(json.dumps(table))
+    write_manifest(manifest, table)
     to_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "back", 10**9, Options())
     assert json.loads((tmp_path / "back" / "config.json").read_text())["rms_norm_eps"] == 1e-5
 
