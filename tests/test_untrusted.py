@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from hostile import write_manifest
 
 from mtcli.__main__ import run
 from mtcli.core.data.cache import load_kept
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parent.parent / "mtcli"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 MODULES |= {"yaml", "tarfile", "runpy", "code", "pandas"}
 CALLS = {"eval", "exec", "compile", "__import__", "unsafe_load", "extractall"}
+CALLS |= {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+CALLS |= {"send_object_list", "recv_object_list"}  # of torch.distributed: they unpickle
 KEYWORDS = {"allow_pickle", "weights_only", "trust_remote_code"}
 # A source that may, and why nothing of a stranger's can run there: path -> reason.
 ALLOWED: dict[str, str] = {}
@@ -60,7 +63,8 @@ def test_no_source_unpickles_evaluates_or_unpacks():
 @pytest.mark.parametrize(
     "source",
     ["import pickle", "from dill import loads", "torch.load(x)", "np.load(x, allow_pickle=True)",
-     "eval(x)", "exec(x)", "yaml = __import__('yaml')", "import os, joblib"],
+     "dist.all_gather_object(out, x)", "eval(x)", "exec(x)",
+     "yaml = __import__('yaml')", "import os, joblib"],
 )  # fmt: skip
 def test_the_search_finds_what_it_is_for(source):
     assert list(unsafe(ast.parse(source)))
@@ -229,7 +233,7 @@ def plant(path, payload):
     table = json.loads(manifest.read_text())
     record = {"bytes": len(payload), "xxh3_128": [xxhash.xxh3_128_hexdigest(payload)]}
     table["files"][str(path.relative_to(STEP))] = record
-    manifest.write_text(json.dumps(table))
+    write_manifest(manifest, table)
 
 
 def test_pickled_weights_beside_a_config_are_named_and_not_loaded(

@@ -21,9 +21,9 @@ Source = Annotated[
 Prompt = Annotated[
     list[str], typer.Option("--prompt", help="text to go on from; may be given several times")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="tokens to generate")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy")]
-TopK = Annotated[int, typer.Option(min=0, help="keep the k likeliest; 0 keeps all")]
+MaxTokens = Annotated[int, typer.Option(min=1, max=10**9, help="tokens to generate")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=1000.0, help="0 is greedy")]
+TopK = Annotated[int, typer.Option(min=0, max=10**9, help="keep the k likeliest; 0 keeps all")]
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="keep the likeliest that reach p together")
 ]
@@ -50,11 +50,11 @@ def generate(
     from mtcli.core.spec.load import train_settings
 
     world = environment_world()
-    *_, train = every(
+    *_, train, _ = every(
         lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
         lambda: train_settings(overrides, device=device),
-        otherwise=lambda: require_model(checkpoint, overrides, world or nproc),
+        lambda: require_model(checkpoint, overrides, world or nproc),
     )
     if world is None:
         launch(nproc, sys.argv[1:])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import BIASED, DROPPING, GPT, LLAMA, run_config
+from tiny import BIASED, DROPPING, GPT, LLAMA, MOE, run_config
 from trained import checkpoint_of, save_to, train_and_save
 
 from mtcli.core.checkpoint.convert import Options, to_mtcli
@@ -139,6 +139,34 @@ def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(t
     losses = run_ranks(1, train, plain, tmp_path / "plain", 0, STOP)[0]
     more = run_ranks(1, train, config, tmp_path / "plain", STOP, STEPS)[0]
     assert len(losses + more) == STEPS and more[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [(1, {}, {}), (2, {"zero": 3}, {}), FROM], ids=str)
+def test_a_wider_precision_between_loses_nothing_of_a_narrow_run(precision, layout, tmp_path):
+    """16 bits -> float32 -> 16 bits: float32 weights are the masters, which then come back."""
+    narrow = config_of(MOE, layout, precision)
+    run_ranks(layout[0], train, narrow, tmp_path / "a", 0, STOP)
+    run_ranks(layout[0], copy, config_of(MOE, layout), tmp_path / "a", tmp_path / "b")
+    alone = config_of(MOE, (1, {}, {}), precision)
+    run_ranks(1, copy, alone, tmp_path / "b", tmp_path / "c")
+    first, wide, last = (tensors(tmp_path / name, STOP) for name in "abc")
+    masters = [name for name in first if name.startswith("optimizer.master/")]
+    assert len(masters) == len(parameters(narrow.model)) and masters[0] not in wide
+    for master in masters:
+        weight = master.removeprefix("optimizer.master/")
+        assert torch.equal(wide[weight], first[master]), weight
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_another_narrow_precision_rounds_the_masters_once(tmp_path):
+    """A weight that bfloat16 holds may be two roundings from its master where one would do."""
+    run_ranks(1, train, config_of(GPT, (1, {}, {}), "bf16"), tmp_path / "a", 0, STOP)
+    run_ranks(1, copy, config_of(GPT, (1, {}, {}), "fp16"), tmp_path / "a", tmp_path / "b")
+    first, last = tensors(tmp_path / "a", STOP), tensors(tmp_path / "b", STOP)
+    for name in parameters(run_config(GPT).model):
+        assert torch.equal(last[name], first[f"optimizer.master/{name}"].half()), name
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def search(
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
     """
-    works = _works(config, world, pinned)
+    works = legal_works(config, world, pinned)
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
     heapify(queue)
     best: list[Candidate] = []
@@ -87,7 +87,7 @@ def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workl
     square = config.model_copy(update={"parallel": p.model_copy(update={"tp_mode": "2d"})})
     return [
         work
-        for work in _works(square, world, pinned)
+        for work in legal_works(square, world, pinned)
         if work.mesh**2 == work.layout.tp
         and work.layout.cp == 1
         and work.micro_batch_size % work.mesh == 0
@@ -131,8 +131,8 @@ def choices(
                 yield grid | experts | pieces
 
 
-def _works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """Every choice as a workload. All are legal but for what a pinned value rules out."""
+def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
+    """Every choice as a workload, without what a pinned value makes illegal."""
     start = Workload.of(config, world)
     works = [_with(start, choice) for choice in choices(config, world, pinned)]
     return [work for work in works if not (pinned and problems(apply(config, work), world))]

@@ -3,8 +3,8 @@
 Bytes are counted as a ring of the axis moves them, which no algorithm undercuts: of a tensor of S
 bytes on n ranks each gives its next rank 2 (n-1)/n S in an all-reduce, (n-1)/n S in a
 reduce-scatter and (n-1) times its part in an all-gather (Patarasuk and Yuan, 2009, section 3). What
-is for one rank alone, in a message, a rotation or an all-to-all, is counted for that rank. Objects
-that are pickled are not counted.
+is for one rank alone, in a message, a rotation or an all-to-all, is counted for that rank. Values
+that travel as JSON are not counted.
 """
 
 from time import perf_counter

@@ -126,7 +126,8 @@ def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
             yield problem._replace(hint=problem.hint + whole)
 
 
-def _context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Every context parallel rank gets two chunks of each sequence, so that their work is equal."""
     p, m, b = config.parallel, config.model, config.batch
     if p.cp > 1 and b.seq_len % (2 * p.cp):
         yield Problem(
@@ -237,7 +238,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _square_divides,
     _tensor_parallel_divides,
     _sequence_divides,
-    _context_divides,
+    context_divides,
     _layers_fill_stages,
     _schedule_fits,
     _sharding_fits,

@@ -44,7 +44,7 @@ def test_a_message_is_counted_by_its_sender():
 
 
 def test_what_has_no_tensor_is_not_counted_and_a_number_is():
-    assert sent("gather_objects", None) == {}
+    assert sent("gather_values", None) == {}
     assert sent("all_reduce", torch.tensor(1.0, dtype=torch.float64)) == {4: (12, 1)}
 
 
