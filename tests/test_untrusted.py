@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from hostile import write_manifest
 
 from mtcli.__main__ import run
 from mtcli.core.data.cache import load_kept
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parent.parent / "mtcli"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 MODULES |= {"yaml", "tarfile", "runpy", "code", "pandas"}
 CALLS = {"eval", "exec", "compile", "__import__", "unsafe_load", "extractall"}
+CALLS |= {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+CALLS |= {"send_object_list", "recv_object_list"}  # of torch.distributed: they unpickle
 KEYWORDS = {"allow_pickle", "weights_only", "trust_remote_code"}
 # A source that may, and why nothing of a stranger's can run there: path -> reason.
 ALLOWED: dict[str, str] = {}
@@ -60,7 +63,8 @@ def test_no_source_unpickles_evaluates_or_unpacks():
 @pytest.mark.parametrize(
     "source",
     ["import pickle", "from dill import loads", "torch.load(x)", "np.load(x, allow_pickle=True)",
-     "eval(x)", "exec(x)", "yaml = __import__('yaml')", "import os, joblib"],
+     "dist.all_gather_object(out, x)", "eval(x)", "exec(x)",
+     "yaml = __import__('yaml')", "import os, joblib"],
 )  # fmt: skip
 def test_the_search_finds_what_it_is_for(source):
     assert list(unsafe(ast.parse(source)))
@@ -167,6 +171,7 @@ PLACES = [
     ("hf/model.safetensors.index.json", ["shard", "hf", "out"]),
     ("hf/generation_config.json", ["shard", "hf", "out"]),
     ("hf/tokenizer.json", ["generate", "hf", *SAY]),
+    ("hf/generation_config.json", ["generate", "hf", *SAY]),
     ("hf/tokenizer_config.json", ["generate", "hf", *SAY]),
     ("hf/special_tokens_map.json", ["generate", "hf", *SAY]),
     ("tiny.idx", RETRAIN),
@@ -228,7 +233,7 @@ def plant(path, payload):
     table = json.loads(manifest.read_text())
     record = {"bytes": len(payload), "xxh3_128": [xxhash.xxh3_128_hexdigest(payload)]}
     table["files"][str(path.relative_to(STEP))] = record
-    manifest.write_text(json.dumps(table))
+    write_manifest(manifest, table)
 
 
 def test_pickled_weights_beside_a_config_are_named_and_not_loaded(
@@ -299,6 +304,7 @@ OPENERS: dict[str, str] = {
     "core/cost/calibration.py": "the kernel's files, and sources of packages",
     "core/checkpoint/workers.py": "the kernel's files",
     "core/failures.py": "the kernel's files",
+    "core/run_lock.py": "the kernel's files",
     "core/parallel/neighbours.py": "the kernel's files",
     "core/report/clock.py": "the kernel's files",
     "kernels/choices.py": "the user's own cache",
@@ -354,6 +360,7 @@ MORE_PLACES = [
     ("run/events.jsonl", RESUME),
     ("run/run.json", RESUME),
     (f"{STEP}/tokenizer/tokenizer.json", ["shard", "run", "out", "--to", "hf"]),
+    ("run/run.lock", RESUME),
     ("megatron/metadata.json", MEGATRON),
     ("megatron/common.pt", MEGATRON),
     ("megatron/.metadata", MEGATRON),

@@ -41,12 +41,14 @@ MaxDocumentBytes = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=2**40,
         help="The largest document, in bytes of UTF-8.",
         show_default="64 MiB; any size for plain text that is encoded in parts",
     ),
 ]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that encode.", show_default="one per core")
+    int | None,
+    typer.Option(min=1, max=1024, help="Processes that encode.", show_default="one per core"),
 ]
 AppendEod = Annotated[
     bool | None,
@@ -108,18 +110,16 @@ def _show(report: dict[str, object], json_out: str | None) -> None:
         write_answer(report, json_out)
     if json_out == "-":
         return
-    from rich.console import Console
-    from rich.table import Table
+    from mtcli.core.report.console import print_table
 
-    table = Table(show_header=False)
-    for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
-        table.add_row(name.replace("_", " "), f"{report[name]:,}")
-    for kind, count in report["skipped"].items():
-        table.add_row(f"skipped: {kind}", f"{count:,}")
-    for ending, count in report["left_out"].items():
-        table.add_row(f"left out: {ending}", f"{count:,}")
-    table.add_row("vocabulary", f"{report['tokenizer']['vocab_size']:,}")
-    table.add_row("seconds", f"{report['seconds']:.2f}")
-    table.add_row("tokens/s", f"{report['tokens_per_second']:,.0f}")
-    Console().print(table)
+    counts = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text")
+    rows = [[name.replace("_", " "), f"{report[name]:,}"] for name in counts]
+    rows += [[f"skipped: {kind}", f"{count:,}"] for kind, count in report["skipped"].items()]
+    rows += [[f"left out: {ending}", f"{count:,}"] for ending, count in report["left_out"].items()]
+    rows += [
+        ["vocabulary", f"{report['tokenizer']['vocab_size']:,}"],
+        ["seconds", f"{report['seconds']:.2f}"],
+        ["tokens/s", f"{report['tokens_per_second']:,.0f}"],
+    ]
+    print_table("", ("", ""), rows)
     typer.echo("\n".join(report["outputs"]))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace"}
 
-Steps = Annotated[int, typer.Option("--steps", min=1, help="timed steps")]
-Warmup = Annotated[int, typer.Option("--warmup", min=0, help="steps before those")]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="timed steps")]
+Warmup = Annotated[int, typer.Option("--warmup", min=0, max=10**6, help="steps before those")]
 Trace = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
 ]
@@ -127,14 +127,12 @@ def _require_outputs(trace: str | None, report: str | None, plot: str | None) ->
 def _show_profile(
     found: "Profile", report: str | None, plot: str | None, json_out: str | None
 ) -> None:
-    from rich.console import Console
-
     from mtcli.core.report.tables import show_profile
 
     if json_out:
         write_answer(found.as_json(), json_out)
     if json_out != "-":
-        show_profile(found, Console())
+        show_profile(found)
     if report:
         from mtcli.core.report.page import write_profile_page
 
@@ -146,8 +144,6 @@ def _show_profile(
 
 
 def _show_run(folder: str, report: str | None, plot: str | None, json_out: str | None) -> None:
-    from rich.console import Console
-
     from mtcli.core.report.finished import read_run, summary_of
     from mtcli.core.report.tables import show_run
 
@@ -156,7 +152,7 @@ def _show_run(folder: str, report: str | None, plot: str | None, json_out: str |
     if json_out:
         write_answer(data, json_out)
     if json_out != "-":
-        show_run(run.rows, Console(), data)
+        show_run(run.rows, data)
     if report:
         from mtcli.core.report.run_page import write_run_page
 

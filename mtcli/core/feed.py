@@ -133,8 +133,11 @@ class Feed:
         return self.config.batch.micro_batch_size
 
 
-def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) -> Feed:
-    """The training (or validation) data of a config.
+def open_feed(
+    config: RunConfig, groups: Groups, *, validation: bool = False, planned: int | None = None
+) -> Feed:
+    """The training (or validation) data of a config, in the order of a run that was `planned` for
+    so many samples; None: for those of the config.
 
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
@@ -149,6 +152,6 @@ def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) ->
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
     samples = steps * config.batch.global_batch_size
-    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed)
+    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return Feed(batches, config, groups)

@@ -13,8 +13,9 @@ from torch import Tensor
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.aside import written_aside
 from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.codes import CODE_BYTES
 from mtcli.core.checkpoint.convert import Options, original_config, tokenizer_files
-from mtcli.core.checkpoint.dtypes import CODE_BYTES, code_of, dtype_name
+from mtcli.core.checkpoint.dtypes import code_of, dtype_name
 from mtcli.core.checkpoint.families.family import Family, Part, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE
 from mtcli.core.checkpoint.hf import GENERATION, INDEX, SINGLE

@@ -9,6 +9,7 @@ from mtcli.core.checkpoint.families.family import Demand, Family, Field, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE, FAMILIES
 from mtcli.core.checkpoint.families.unsupported import UNSUPPORTED, windowed_layers
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.fields import refused_value
 from mtcli.core.spec.foreign import parse_json, shown
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.untrusted import read_untrusted
@@ -67,7 +68,10 @@ def model_of(table: Table, path: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        raise MtcliError(*(_fault(path, family, detail) for detail in error.errors())) from None
+        details = error.errors()
+        causes = [detail for detail in details if detail["type"] != "missing"]
+        faults = (_fault(path, family, detail) for detail in causes or details)
+        raise MtcliError(*faults) from None
 
 
 def config_to_hf(model: ModelConfig, family: Family) -> Table:
@@ -150,7 +154,7 @@ def _unmet(demand: Demand, table: Table) -> Problem | None:
     value = table.get(demand.theirs)
     if value in demand.values:
         return None
-    known = " or ".join(str(value) for value in demand.values if value is not None)
+    known = " or ".join(shown(value) for value in demand.values if value is not None)
     hint = f"only {known} can" if known else "only a model without it can"
     return Problem(f"{demand.theirs}={shown(value)} cannot be represented", hint)
 
@@ -164,6 +168,5 @@ def _fault(path: Path, family: Family, detail: Any) -> Problem:
     theirs = next((field.theirs for field in family.fields if field.ours == ours), ours)
     if detail["type"] == "missing":
         return Problem(f"{path} has no {theirs}", "is it the config.json of the weights?")
-    return Problem(
-        f"{path}: {theirs}={shown(detail['input'])}: {detail['msg']}", "see docs/shard.md"
-    )
+    problem = refused_value(ModelConfig, detail)
+    return Problem(f"{path}: {theirs}: {problem.message}", problem.hint)

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.dtypes import CODE_BYTES
+from mtcli.core.checkpoint.codes import CODE_BYTES
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.foreign import is_text, shown
 from mtcli.core.spec.untrusted import open_untrusted

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mtcli.core.checkpoint.dtypes import CODE_BYTES
+from mtcli.core.checkpoint.codes import CODE_BYTES
 from mtcli.core.checkpoint.pickles import Allowed, Named, Record, read_pickle
 from mtcli.core.checkpoint.tensorfile import Entry, damaged
 from mtcli.core.spec.untrusted import open_untrusted

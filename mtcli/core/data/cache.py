@@ -25,18 +25,18 @@ Arrays = TypeVar("Arrays", Samples, BlendOrder)
 
 
 def cached_samples(
-    data: Indexed, owned: range, num_samples: int | None, seq_len: int, seed: int
+    data: Indexed, owned: range, num_samples: int, seq_len: int, seed: int, planned: int
 ) -> Samples:
     """`build_samples`, kept beside the data where the indices are large."""
 
     def build() -> Samples:
-        return build_samples(data.lengths, owned, num_samples, seq_len, seed)
+        return build_samples(data.lengths, owned, num_samples, seq_len, seed, planned)
 
-    if max(len(owned), num_samples or 0) < WORTH_KEEPING:
+    if max(len(owned), num_samples, planned) < WORTH_KEEPING:
         return build()
     stat = data.idx.stat()
     facts = [stat.st_size, stat.st_mtime_ns, data.num_tokens, owned.start, owned.stop]
-    return _kept(data.prefix, [*facts, num_samples, seq_len, seed], Samples, build)
+    return _kept(data.prefix, [*facts, num_samples, seq_len, seed, planned], Samples, build)
 
 
 def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:

@@ -60,14 +60,22 @@ class Tokenizer:
         (ids,) = self.encode_all([text])
         return ids
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_all(self, texts: Sequence[str], with_specials: bool = False) -> list[list[int]]:
         """`encode` of each text. Raises MtcliError for one that the tokenizer cannot take."""
         found = []
         with no_panics("the tokenizer fails on a text"):
             for text in texts:
                 require_measured(self.backend.normalizer, self._growth, text)
-                found.append(self.backend.encode(text, add_special_tokens=False).ids)
+                found.append(self.backend.encode(text, add_special_tokens=with_specials).ids)
         return found
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        """The ids of `text` with the special tokens that tokenizer.json's template puts around it,
+        such as Llama's <s>: as transformers gives them by default."""
+        if self.is_bytes:
+            return self.encode(text)
+        (ids,) = self.encode_all([text], with_specials=True)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""

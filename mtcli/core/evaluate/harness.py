@@ -19,7 +19,7 @@ from mtcli.core.evaluate.prepared import Progress, Report, read_text
 from mtcli.core.evaluate.requests import Request, Score, Scorer, request, rolling_windows
 from mtcli.core.evaluate.scoring import plan, run
 from mtcli.core.spec.errors import failed, wrong
-from mtcli.core.spec.load import closest
+from mtcli.core.spec.synonyms import closest
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
 

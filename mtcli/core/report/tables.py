@@ -2,31 +2,29 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from mtcli.core.report.beside import fullest_stage, planned_memory
+from mtcli.core.report.console import print_line, print_table, width
 from mtcli.core.report.figures import Json, Profile
 from mtcli.core.schedule.timeline import draw
 
 MIB = 2**20
 SHOWN_KERNELS = 10
+DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 
-def show_profile(profile: Profile, console: Console) -> None:
+def show_profile(profile: Profile) -> None:
     """Prints the figures, the shares of each pipeline rank, memory, kernels and timelines."""
     data = profile.as_json()
-    _table(console, "", ("", "measured", "planned"), summary_rows(data))
-    _table(console, "Share of the step", *share_rows(data))
-    _table(console, "Memory (MiB)", *memory_rows(data))
-    _table(console, "Longest kernels of rank 0", *kernel_rows(data))
+    print_table("", ("", "measured", "planned"), summary_rows(data))
+    print_table("Share of the step", *share_rows(data), right=True)
+    print_table("Memory (MiB)", *memory_rows(data), right=True)
+    print_table("Longest kernels of rank 0", *kernel_rows(data), right=True)
     late = [row for row in data["stragglers"] if row["times_median"] > 1.1]
     for row in late:
         times = f"{row['times_median']:.2f} times its replicas' median"
-        console.print(f"straggler: rank {row['rank']} works {row['busy_seconds']:.4g} s, {times}")
+        print_line(f"straggler: rank {row['rank']} works {row['busy_seconds']:.4g} s, {times}")
     for title, timeline in (("Measured", profile.measured), ("Planned", profile.planned)):
-        console.print(f"\n{title} timeline")
-        console.print(draw(timeline, min(100, console.width)), markup=False, highlight=False)
+        print_line(f"\n{title} timeline\n{draw(timeline, width(DRAWN_WIDTH))}")
 
 
 def summary_rows(data: Json) -> list[list[str]]:
@@ -116,9 +114,9 @@ def run_rows(data: Json) -> list[list[str]]:
     return rows
 
 
-def show_run(rows: Sequence[Json], console: Console, data: Json) -> None:
+def show_run(rows: Sequence[Json], data: Json) -> None:
     """Prints what a finished run measured: its figures, its first, middle and last steps."""
-    _table(console, "", ("", "of the run"), run_rows(data))
+    print_table("", ("", "of the run"), run_rows(data))
     picked = [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 2 else list(rows)
     cells = [
         [
@@ -132,15 +130,4 @@ def show_run(rows: Sequence[Json], console: Console, data: Json) -> None:
         for row in picked
     ]
     columns = ("step", "loss", "gradient norm", "step time", "tokens/s", "MFU")
-    _table(console, f"{len(rows)} steps", columns, cells)
-
-
-def _table(
-    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
-) -> None:
-    table = Table(title=title or None, title_justify="left", box=None)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    print_table(f"{len(rows)} steps", columns, cells, right=True)

@@ -92,6 +92,20 @@ def write_whole(path: Path, text: str) -> None:
         made.write_text(text, encoding="utf-8")
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, their names durable; it may be there already."""
+    try:
+        folder.mkdir()
+    except FileNotFoundError:
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)

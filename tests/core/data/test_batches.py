@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -269,3 +270,44 @@ def test_the_facts_of_a_dataset_are_what_the_command_reported(tmp_path):
     report = preprocess(request, print)
     facts = json.loads((tmp_path / "out.json").read_text())
     assert {name: report[name] for name in facts} == facts
+
+
+def spans(batches):
+    return Counter((sample.prefix, *sample.spans) for sample in batches.sample_ids(0, len(batches)))
+
+
+@pytest.mark.parametrize("kind", ["alone", "weighted", "by tokens", "by tokens, several epochs"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_longer_run_begins_with_the_samples_of_the_one_it_was_planned_as(
+    make_dataset, monkeypatch, kind, kept
+):
+    """Whatever the epochs; and before any sample comes again, all of its dataset have come."""
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0 if kept else 1 << 30)
+    prefixes = [make_dataset(name, 40, 50, seed=i)[0] for i, name in enumerate("abc")]
+    words = {"alone": prefixes[:1], "weighted": ["3", prefixes[0], "2", prefixes[1]]}
+    words = words.get(kind, prefixes)
+    one = sum(len(Indexed(p).tokens) // 16 for p in words if p in prefixes)
+    planned = int(one * (2.5 if "several" in kind else 0.7))
+    first = make(words, planned).batch(0, planned)
+    for number in (planned + 1, one + 3, 2 * one + 5, 5 * one):
+        number = max(number, planned)
+        longer = Batches(words, "1", "train", number, 16, 1, planned)
+        assert np.array_equal(longer.batch(0, planned), first)
+        assert longer.planned == planned
+        again = Batches(words, "1", "train", number + 100, 16, 1, planned)
+        assert np.array_equal(longer.batch(0, number), again.batch(0, number))
+    if kind == "alone":
+        lengthened = Batches(words, "1", "train", 5 * one, 16, 1, planned)
+        assert max(spans(lengthened).values()) <= 6
+        seen = len(set(map(bytes, lengthened.batch(0, one))))
+        assert seen == one, "the second epoch comes after the first"
+
+
+def test_kept_indices_are_of_one_plan(make_dataset, monkeypatch):
+    prefix, _ = make_dataset("a", 40, 50)
+    plain = {n: Batches([prefix], "1", "train", 300, 16, 1, n).batch(0, 300) for n in (40, 300)}
+    assert not np.array_equal(plain[40], plain[300])
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    for planned, expected in plain.items():
+        kept = Batches([prefix], "1", "train", 300, 16, 1, planned)
+        assert np.array_equal(kept.batch(0, 300), expected)

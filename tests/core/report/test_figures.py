@@ -190,17 +190,12 @@ def test_a_known_device_has_the_plans_figures_at_the_measured_peak(records):
     assert data["predicted"]["memory_bytes"]["weights"] > 0
 
 
-def test_the_text_shows_shares_kernels_stragglers_and_both_timelines(profile):
-    from io import StringIO
-
-    from rich.console import Console
-
-    out = StringIO()
+def test_the_text_shows_shares_kernels_stragglers_and_both_timelines(profile, capsys):
     slow = record_of(0)._replace(rank=2, speaks=False)
     longer = slow._replace(steps=[s._replace(spans=_stretched(s.spans)) for s in slow.steps])
     profile = Profile(profile.config, 3, "", [*profile.records, longer])
-    show_profile(profile, Console(file=out, width=100))
-    text = out.getvalue()
+    show_profile(profile)
+    text = capsys.readouterr().out
     assert "optimizer" in text and "10.4%" in text  # 1.25 of 12 s
     assert "aten::mm" in text and "3,000.00 ms" in text
     assert "straggler: rank 2" in text
