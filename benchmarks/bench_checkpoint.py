@@ -42,6 +42,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, empty
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.snapshot import Snapshot
 from mtcli.core.checkpoint.store import Piece, save
+from mtcli.core.parallel.wire import gather_json
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model_config import ModelConfig
@@ -298,10 +299,8 @@ def write_halves(rank, world, root, gib):
     cut = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in tensors.items()}
     dcp.save(cut, checkpoint_id=str(root / "dcp"))
 
-    def gather(thing):
-        found = [None] * world
-        dist.all_gather_object(found, thing)
-        return found
+    def gather(value):
+        return gather_json(value, dist.group.WORLD)
 
     start = (rank * SHAPE[0] // world, 0)
     pieces = [Piece(name, t.to_local(), start, SHAPE) for name, t in cut.items()]

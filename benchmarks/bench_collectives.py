@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mtcli.core.parallel.neighbours import connect
+from mtcli.core.parallel.wire import gather_json
 
 KIB = (4, 128, 512, 2048, 8192)  # what each rank gives
 CALLS = 60
@@ -76,9 +77,7 @@ def row(what: str, gloo: float, shared: float, copy: float) -> dict:
 
 
 def gather(value: object) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return gather_json(value, dist.group.WORLD)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mtcli.core.cost.hardware import HERE
+
 GOAL_TIME, GOAL_MEMORY = 0.15, 0.05
-RESERVED = 2**28  # of plan's `other`: what a process has besides tensors
+RESERVED = HERE.reserved_bytes  # of plan's `other`: what a process has besides tensors
 
 SMALL = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 4096}
 WIDE = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 8192}

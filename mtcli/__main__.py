@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     except MtcliError as error:
         return _fail(str(error), error.code)
     except typer.TyperException as error:
-        return _fail(_usage(error, arguments), Exit.WRONG_INPUT)
+        return _fail(_usage(error), Exit.WRONG_INPUT)
     except KeyboardInterrupt:  # outside of the command, where Typer does not catch it
         return Exit.INTERRUPTED
     except Exception as error:
@@ -60,23 +60,11 @@ def _fail(text: str, code: Exit) -> Exit:
     return code
 
 
-def _usage(error: typer.TyperException, arguments: Sequence[str]) -> str:
-    """A wrong command line (an unknown flag, a missing argument) in the words of our errors."""
+def _usage(error: typer.TyperException) -> str:
+    """A wrong command line before any command (an unknown flag of mtcli's own)."""
     message = error.format_message().rstrip(".")  # all that Typer raises for usage have it, and ctx
-    message = message.replace(": Input should", f": {_given(error, arguments)} should")
-    message = message.replace(": Value error, ", ": ")
     command = error.ctx.command_path if error.ctx else "mtcli"
     return str(Problem(message[0].lower() + message[1:], f"`{command} --help` shows its usage"))
-
-
-def _given(error: typer.TyperException, arguments: Sequence[str]) -> str:
-    """The value of the flag that is wrong."""
-    names = error.param.opts if isinstance(error, typer.BadParameter) and error.param else []
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else following
-    return "it"
 
 
 def _unexpected(error: Exception) -> str:

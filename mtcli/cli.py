@@ -12,20 +12,21 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from mtcli.core.spec.errors import wrong
+from mtcli.usage import Command
 
 if TYPE_CHECKING:  # typer keeps its copy of click under a private name
     from typer._click import HelpFormatter
 
 
-class Command(NamedTuple):
+class Target(NamedTuple):
     """Where a subcommand lives (`module:function`) and how its docstring begins."""
 
     target: str
     help: str
 
 
-COMMANDS: dict[str, Command] = {
-    name: Command(f"mtcli.commands.{name}:{name}", purpose)
+COMMANDS: dict[str, Target] = {
+    name: Target(f"mtcli.commands.{name}:{name}", purpose)
     for name, purpose in (
         ("preprocess", "Turn text into token files"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
@@ -35,6 +36,16 @@ COMMANDS: dict[str, Command] = {
         ("profile", "Run a few steps of a config with timers"),
         ("shard", "Convert and reshard checkpoints"),
     )
+}
+# What other tools call a command.
+MEANT = {
+    **dict.fromkeys(("finetune", "fine-tune", "pretrain", "sft", "fit", "resume"), "train"),
+    **dict.fromkeys(("tokenize", "prepare", "tokenise"), "preprocess"),
+    **dict.fromkeys(("evaluate", "test", "validate", "lm_eval", "score"), "eval"),
+    **dict.fromkeys(("sample", "infer", "inference", "chat", "predict"), "generate"),
+    **dict.fromkeys(("convert", "export", "reshard", "merge", "upcycle", "inspect"), "shard"),
+    **dict.fromkeys(("search", "estimate", "presets", "config", "check"), "plan"),
+    **dict.fromkeys(("bench", "benchmark", "trace", "measure"), "profile"),
 }
 
 
@@ -51,9 +62,10 @@ class LazyGroup(TyperGroup):
         Raises MtcliError with the closest name where there is none (exit 2).
         """
         if cmd_name not in COMMANDS:
-            from mtcli.core.spec.load import closest  # here, not above: it imports pydantic
+            from mtcli.core.spec.synonyms import closest  # here, not above: --help needs none
 
-            hint = "`mtcli --help` lists the commands" + closest(cmd_name, COMMANDS)
+            near = f"; did you mean {MEANT[cmd_name]!r}?" if cmd_name in MEANT else ""
+            hint = "`mtcli --help` lists the commands" + (near or closest(cmd_name, COMMANDS))
             raise wrong(f"there is no command {cmd_name!r}", hint)
         return load(cmd_name)
 
@@ -67,7 +79,7 @@ def load(name: str) -> TyperCommand:
     """The Typer command of a registered name, with its options; imports its module."""
     module, _, function = COMMANDS[name].target.partition(":")
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name)(getattr(import_module(module), function))
+    single.command(name, cls=Command)(getattr(import_module(module), function))
     return get_command(single)
 
 

@@ -7,14 +7,13 @@ python scripts/config_docs.py --check  # exit 1 where the page is not current
 import sys
 from pathlib import Path
 from types import NoneType
-from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mtcli.core.spec.config import RunConfig
+from mtcli.core.spec.fields import Kind, field_kind, section_at
 from mtcli.core.spec.model_config import ARCHITECTURES, ModelConfig
-from mtcli.core.spec.section import LARGEST
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 BEGIN, END = "<!-- fields: written by scripts/config_docs.py -->\n", "<!-- end of fields -->\n"
@@ -40,11 +39,13 @@ def sections(section: type[BaseModel], path: str = "") -> list[str]:
     """A table for a section, then those of the sections inside it."""
     rows, inside = [], []
     for name, field in section.model_fields.items():
-        if inner := _section_of(field):
+        if inner := section_at(section, [name]):
             inside += sections(inner, f"{path}.{name}".lstrip("."))
         else:
             default = _default(section, name, field)
-            rows.append(f"| `{name}` | {_type(field)} | {default} | {field.description} |\n")
+            rows.append(
+                f"| `{name}` | {_type(field_kind(field))} | {default} | {field.description} |\n"
+            )
     title = f"`[{path}]`" if path else "The top level"
     columns = "| field | type | default | meaning |\n|---|---|---|---|\n"
     return [f"\n### {title}\n\n{section.__doc__.strip()}\n\n{columns}" + "".join(rows), *inside]
@@ -64,34 +65,13 @@ def architecture_table() -> str:
     return text
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
-
-
-def _type(field: FieldInfo) -> str:
-    bounds = [
-        f"{sign} {getattr(limit, key)}"
-        for limit in field.metadata
-        for key, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
-        if hasattr(limit, key) and getattr(limit, key) != LARGEST  # the page says it once
-    ]
-    return ", ".join([_type_name(field.annotation), *bounds])
-
-
-def _type_name(kind: object) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(f"`{option}`" for option in get_args(kind))
-    if get_origin(kind) is tuple:
-        inner = [_type_name(_bare(item)) for item in get_args(kind) if item is not Ellipsis]
-        return f"list of {inner[0]}"
-    return kind.__name__
-
-
-def _bare(kind: object) -> object:
-    return getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+def _type(kind: Kind) -> str:
+    if kind.options:
+        return " or ".join(f"`{option}`" for option in kind.options)
+    if kind.base is tuple:
+        of = _type(kind.items[0])
+        return f"list of {len(kind.items)}: {of}" if len(kind.items) > 1 else f"list of {of}"
+    return f"{kind.base.__name__} {kind.range}".rstrip()
 
 
 def _default(section: type[BaseModel], name: str, field: FieldInfo) -> str:

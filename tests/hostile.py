@@ -2,6 +2,7 @@
 
 import json
 
+import xxhash
 from hypothesis import strategies as st
 
 # What a value of JSON may be instead; several are legal JSON that no reader expects.
@@ -29,6 +30,13 @@ def hostile(seeds):
     tables = [table for seed in seeds if (table := _json_of(seed)) is not None]
     ways = [st.binary(max_size=120), damaged(seeds)]
     return st.one_of(*ways, *([edited(tables)] * 4 if tables else []))
+
+
+def write_manifest(path, table):
+    """Writes an edited manifest with a hash of its own, which an enemy can compute as well."""
+    text = json.dumps({key: value for key, value in table.items() if key != "xxh3_128"})
+    seal = xxhash.xxh3_128_hexdigest(text.encode())
+    path.write_text(f'{text[:-1]},"xxh3_128":"{seal}"}}')
 
 
 @st.composite

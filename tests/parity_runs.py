@@ -23,6 +23,8 @@ MODELS = {
     "llama": LLAMA | TWO_LAYERS,
     "llama dropout": LLAMA | DROPPING | TWO_LAYERS,
     "llama deep": LLAMA,
+    "one key head": LLAMA | TWO_LAYERS | {"num_kv_heads": 1, "qkv_bias": True},
+    "one key head dropout": GPT | DROPPING | TWO_LAYERS | {"num_kv_heads": 1},
     "gpt full": GPT | {"causal": False} | TWO_LAYERS,
     "llama documents": LLAMA | TWO_LAYERS,
     "gpt dropout documents": GPT | DROPPING | TWO_LAYERS,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mtcli.core.checkpoint.ends import end_ids
 from mtcli.core.checkpoint.hfconfig import model_of
 from mtcli.core.checkpoint.manifest import read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -182,6 +183,18 @@ def hf_config(folder):
     return check, [json.dumps(HF_CONFIG).encode()]
 
 
+def generation_config(folder):
+    """generation_config.json, of which the ids that end a text are read."""
+    _hf_folder(folder)
+
+    def check(data):
+        (folder / "generation_config.json").write_bytes(data)
+        found, said = end_ids(open_checkpoint(folder)), json.loads(data).get("eos_token_id")
+        assert found == set(said if isinstance(said, list) else [] if said is None else [said])
+
+    return check, [b'{"eos_token_id": [2, 7], "bos_token_id": 1}', b'{"eos_token_id": 2}']
+
+
 def manifest(folder):
     """manifest.json, which is the same JSON when it is written again."""
     (folder / "f").write_bytes(bytes(48))
@@ -220,7 +233,7 @@ def toml(folder):
 
 def _texts(folder, name, data, blank=False):
     (folder / name).write_bytes(data)
-    (source,) = find_sources([str(folder / name)])
+    (source,) = find_sources([str(folder / name)]).sources
     return list(read_documents(Piece(source, 0, source.size), Reading("text", blank, False)))
 
 
@@ -480,6 +493,7 @@ READERS = {
     "safetensors": safetensors,
     "hf_index": hf_index,
     "hf_config": hf_config,
+    "generation_config": generation_config,
     "manifest": manifest,
     "toml": toml,
     "jsonl": jsonl,

@@ -48,7 +48,7 @@ def _raise(error):
 @pytest.fixture
 def probed(monkeypatch):
     """The command line with one more command, `probe`, which lives in this file."""
-    command = cli.Command(f"{__name__}:probe", inspect.getdoc(probe))
+    command = cli.Target(f"{__name__}:probe", inspect.getdoc(probe))
     monkeypatch.setitem(cli.COMMANDS, "probe", command)
 
 
@@ -173,10 +173,24 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
 # fmt: off
 @pytest.mark.parametrize("arguments, message, hint", [
     (["prob"], "there is no command 'prob'", "did you mean 'probe'?"),
-    (["probe"], "missing argument 'CONFIG'", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "--jsn", "-"], "no such option: --jsn", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "y"], "got unexpected extra argument", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "--set"], "option '--set' requires an argument", "--help` shows its usage"),
+    (["finetune"], "there is no command 'finetune'", "did you mean 'train'?"),
+    (["zzz"], "there is no command 'zzz'", "`mtcli --help` lists the commands"),
+    (["probe"], "CONFIG: it is missing", "`mtcli probe --help` shows its usage"),
+    (["probe", "x", "--jsn", "-"], "--jsn: there is no such option", "did you mean --json?"),
+    (["probe", "x", "--zzz"], "--zzz: there is no such option", "--help` shows its usage"),
+    (["probe", "x", "-z"], "-z: there is no such option", "`mtcli probe --help` shows its usage"),
+    (["probe", "x", "--gpus=2"], "--gpus: there is no such option", "did you mean --nproc?"),
+    (["probe", "x", "--lr", "1"], "--lr: there is no such option", "--set optimizer.lr=VALUE?"),
+    (["probe", "--config", "x"], "--config: there is no such option", "did you mean CONFIG?"),
+    (["probe", "x", "y"], "got unexpected extra argument 'y'", "--help` shows its usage"),
+    (["probe", "x", "--set"], "--set: option '--set' requires an argument", "` shows its usage"),
+    (["probe", "x", "--nproc=0"], "--nproc: 0 should be at least 1",
+     "a whole number from 1 to 1024, such as 1"),
+    (["probe", "x", "--nproc", "two"], "--nproc: 'two' should be a whole number",
+     "a whole number from 1 to 1024, such as 1"),
+    (["probe", "x", "--device=tpu"], "--device: 'tpu' should be 'auto', 'cpu'", "'cuda'?"),
+    (["probe", "x", "--device=gpu"], "--device: 'gpu' should be 'auto', 'cpu' or 'cuda'",
+     "did you mean 'cuda'?"),
     (["--verbose"], "no such option: --verbose", "`mtcli --help` shows its usage"),
 ])
 # fmt: on
@@ -189,12 +203,94 @@ def test_a_wrong_command_line_is_an_error_in_our_words(probed, capsys, arguments
     assert last.startswith("hint: ") and last.endswith(hint)
 
 
-@pytest.mark.parametrize("flag, legal", [("--nproc=0", "1"), ("--device=tpu", "'cuda'")])
-def test_an_illegal_flag_value_names_the_flag_and_what_is_legal(probed, capsys, flag, legal):
-    assert run(["probe", "x", flag]) == 2
+def test_all_that_is_wrong_with_a_command_line_is_told_at_once_and_as_json(probed, capsys):
+    words = ["x", "--foo", "3", "--nproc", "0", "--device", "tpu", "--json", "-"]
+    assert run(["probe", *words]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["ok"] is False
+    assert [problem["field"] for problem in told["problems"]] == ["--foo", "--nproc", "--device"]
+    assert err.count("error: ") == err.count("hint: ") == 3
+
+
+def test_json_that_cannot_be_written_is_told_beside_the_rest(probed, capsys, tmp_path):
+    words = ["x", "--nproc=0", "--json", str(tmp_path / "no" / "out.json")]
+    assert run(["probe", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--nproc: 0 should" in err and "--json: there is no folder" in err
+
+
+def test_help_beside_what_is_wrong_is_help(probed, capsys):
+    assert run(["probe", "--help", "--nproc=0"]) == 0
+    assert "Usage: mtcli probe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_number_of_a_command_line_has_a_finite_range(name):
+    for param in cli.load(name).params:
+        kind = param.type_descriptor
+        if kind.annotation in (int, float):
+            limits = kind.parameter_info
+            assert math.isfinite(limits.min) and math.isfinite(limits.max), param.name
+
+
+# fmt: off
+COMMAND_LINES = [
+    ["train", "x"], ["train", "tiny", "--init", "x"], ["plan", "x"],
+    ["plan", "tiny", "--json", "x"], ["plan", "tiny", "--output", "x"],
+    ["plan", "tiny", "--plot=x"], ["plan", "--validate", "x"],
+    ["profile", "x"], ["profile", "tiny", "--trace", "x"], ["profile", "tiny", "--report", "x"],
+    ["profile", "tiny", "--plot", "x"], ["eval", "x", "--task", "lambada=a"],
+    ["eval", "a", "--task", "x"], ["eval", "a", "--task", "lambada=a", "--tokenizer", "x"],
+    ["generate", "x", "--prompt", "a"], ["shard", "x", "b"], ["shard", "a", "x"],
+    ["shard", "inspect", "x"], ["shard", "a", "b", "--config", "x"],
+    ["preprocess", "x", "--output", "b", "--tokenizer", "bytes"],
+    ["preprocess", "a", "--output", "x", "--tokenizer", "bytes"],
+    ["preprocess", "a", "--output", "b", "--tokenizer", "x"],
+]
+# fmt: on
+
+
+def one_rank(monkeypatch, folder):
+    """Commands run in this process and in a folder: where one is not refused, none is launched."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+@pytest.mark.parametrize("value", ["", "a\0b"], ids=["empty", "NUL"])
+@pytest.mark.parametrize("words", COMMAND_LINES, ids=" ".join)
+def test_a_word_that_can_be_no_path_is_refused_by_every_command(
+    words, value, tmp_path, monkeypatch, capsys
+):
+    """An empty one would be the current folder, or no file at all, without a word."""
+    one_rank(monkeypatch, tmp_path)
+    (tmp_path / "config.toml").write_text('[model]\npreset = "tiny"\n')
+    assert run([value if w == "x" else w.replace("=x", f"={value}") for w in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"{value!r} names nothing\n\nhint: `mtcli {words[0]} --help`" in err
+    (at,) = [n for n, word in enumerate(words) if word.rpartition("=")[2] == "x"]
+    near = words[at].partition("=")[0] if "=" in words[at] else words[at - 1]
+    assert err.startswith(f"error: {near}: " if near.startswith("--") else "error: '")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.parametrize("field", ["data.train", "data.valid", "train.output"])
+@pytest.mark.parametrize("value", ["", "a\\u0000b"], ids=["empty", "NUL"])
+def test_a_path_of_a_config_is_refused_where_it_can_be_none(
+    field, value, tmp_path, monkeypatch, capsys
+):
+    one_rank(monkeypatch, tmp_path)
+    sets = {"train.output": "o", "data.train": '["a"]', field: f'"{value}"'}
+    if field.startswith("data"):
+        sets[field] = f'["a", "{value}"]'
+    words = [word for item in sets.items() for word in ("--set", "=".join(item))]
+    assert run(["train", "tiny", *words, "--set", "model.no=1"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: invalid value for '{flag.partition('=')[0]}': ")
-    assert legal in err
+    assert "unknown key 'no'" in err, "every problem at once"
+    said = "''" if not value else "'a\\x00b'"
+    assert f"error: {field}" in err and f": {said} names nothing" in err
+    assert "unexpected" not in err and not list(tmp_path.iterdir())
 
 
 # The pipe may break inside the command, or at the very end, when the last output is flushed.
@@ -281,14 +377,13 @@ def test_a_terminal_without_a_letter_gets_its_code():
     assert (done.returncode, done.stdout) == (0, "caf\\xe9\n")
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        (["--top-p", "1.5"], "'--top-p': 1.5 should be less than or equal to 1"),
-        (["--max-tokens=0"], "'--max-tokens': 0 should be greater than or equal to 1"),
-        (["--device", "gpu"], "'--device': 'gpu' is not one of 'auto', 'cpu', 'cuda'"),
-    ],
-)
-def test_a_flag_s_value_that_is_wrong_is_told(flag, said, capsys):
-    assert run(["generate", "x", "--prompt", "a", *flag]) == 2
-    assert capsys.readouterr().err.startswith(f"error: invalid value for {said}\n\nhint: ")
+def test_a_flag_s_value_that_is_wrong_is_told_whatever_it_is(capsys):
+    words = ["--top-p", "1.5", "--max-tokens=0", "--temperature", "nan", "--top-k", "1" + 30 * "0"]
+    assert run(["generate", "x", "--prompt", "a", *words, "--seed", "1.5"]) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if "error" in line] == [
+        "error: --max-tokens: 0 should be at least 1",
+        "error: --temperature: nan should be a finite number",
+        f"error: --top-k: {10**30} should be at most 1000000000",
+        "error: --top-p: 1.5 should be at most 1",
+        "error: --seed: 1.5 should be a whole number",
+    ]

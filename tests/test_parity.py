@@ -85,6 +85,14 @@ ROWS = [
     Row("llama lamb", 4, {"tp": 2, "cp": 2, "zero": 3}, TALL),
     Row("moe lamb", 2, {"ep": 2}),
     Row("moe lamb", 4, {"tp": 2, "etp": 2, "zero": 1}, TALL),
+    Row("llama", 4, {"tp": 4}, TALL),
+    Row("llama dropout", 4, {"tp": 4, "recompute": "selective"} | NO_SP, TALL),
+    Row("one key head", 4, {"tp": 4, "recompute": "full"}, TALL),
+    Row("one key head dropout", 4, {"tp": 2, "pp": 2, "schedule": "zero_bubble"}),
+    Row("one key head", 4, {"tp": 2, "zero": 1, "bucket_mib": 0.002}, TALL),
+    Row("one key head", 4, {"tp": 2, "cp": 2, "zero": 3}, TALL),
+    Row("moe", 4, {"tp": 4, "ep": 2, "etp": 2, "zero": 1}, TALL),
+    Row("llama documents", 8, {"tp": 4, "cp": 2, "cp_mode": "all_gather"}, TALL),
     Row("gpt dropout", 8, {"tp": 2, "pp": 2}),
     Row("llama", 8, {"tp": 2, "cp": 2, "pp": 2, "zero": 1}),
     Row("moe", 8, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}),
@@ -104,7 +112,7 @@ def layouts(draw):
     name, world = draw(st.sampled_from(sorted(MODELS))), draw(st.sampled_from([4, 8]))
     model = Row(name, world, {}).config().model
     dp = draw(st.sampled_from([1, 2]))
-    sizes = doubled(draw, world // dp, {"tp": model.num_kv_heads, "cp": 4, "pp": 4})
+    sizes = doubled(draw, world // dp, {"tp": model.num_heads, "cp": 4, "pp": 4})
     tp, pp = sizes["tp"], sizes["pp"]
     if model.num_experts:
         most = {"ep": model.num_experts, "etp": 4, "edp": world}

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from hostile import write_manifest
 
 from mtcli.__main__ import run
 from mtcli.core.data.cache import load_kept
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parent.parent / "mtcli"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 MODULES |= {"yaml", "tarfile", "runpy", "code", "pandas"}
 CALLS = {"eval", "exec", "compile", "__import__", "unsafe_load", "extractall"}
+CALLS |= {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+CALLS |= {"send_object_list", "recv_object_list"}  # of torch.distributed: they unpickle
 KEYWORDS = {"allow_pickle", "weights_only", "trust_remote_code"}
 # A source that may, and why nothing of a stranger's can run there: path -> reason.
 ALLOWED: dict[str, str] = {}
@@ -60,7 +63,8 @@ def test_no_source_unpickles_evaluates_or_unpacks():
 @pytest.mark.parametrize(
     "source",
     ["import pickle", "from dill import loads", "torch.load(x)", "np.load(x, allow_pickle=True)",
-     "eval(x)", "exec(x)", "yaml = __import__('yaml')", "import os, joblib"],
+     "dist.all_gather_object(out, x)", "eval(x)", "exec(x)",
+     "yaml = __import__('yaml')", "import os, joblib"],
 )  # fmt: skip
 def test_the_search_finds_what_it_is_for(source):
     assert list(unsafe(ast.parse(source)))
@@ -167,6 +171,7 @@ PLACES = [
     ("hf/model.safetensors.index.json", ["shard", "hf", "out"]),
     ("hf/generation_config.json", ["shard", "hf", "out"]),
     ("hf/tokenizer.json", ["generate", "hf", *SAY]),
+    ("hf/generation_config.json", ["generate", "hf", *SAY]),
     ("hf/tokenizer_config.json", ["generate", "hf", *SAY]),
     ("hf/special_tokens_map.json", ["generate", "hf", *SAY]),
     ("tiny.idx", RETRAIN),
@@ -228,7 +233,7 @@ def plant(path, payload):
     table = json.loads(manifest.read_text())
     record = {"bytes": len(payload), "xxh3_128": [xxhash.xxh3_128_hexdigest(payload)]}
     table["files"][str(path.relative_to(STEP))] = record
-    manifest.write_text(json.dumps(table))
+    write_manifest(manifest, table)
 
 
 def test_pickled_weights_beside_a_config_are_named_and_not_loaded(
@@ -288,3 +293,142 @@ def test_names_in_messages_move_no_cursor(capsys):
     said = capsys.readouterr().err
     assert r"--\x1b[2Jx\x9b\x0d" in said
     assert not {"\x1b", "\x9b", "\r"} & set(said)
+
+
+# What opens files by itself, and why a stranger's cannot be in their place.
+OPENERS: dict[str, str] = {
+    "core/spec/untrusted.py": "the one way to open what may be a stranger's",
+    "core/spec/outputs.py": "what this process has just written",
+    "core/spec/load.py": "presets of the package",
+    "core/measure.py": "a trace that this process has just written",
+    "core/cost/calibration.py": "the kernel's files, and sources of packages",
+    "core/checkpoint/workers.py": "the kernel's files",
+    "core/failures.py": "the kernel's files",
+    "core/run_lock.py": "the kernel's files",
+    "core/parallel/neighbours.py": "the kernel's files",
+    "core/report/clock.py": "the kernel's files",
+    "kernels/choices.py": "the user's own cache",
+}
+
+
+def opened_by_name(tree):
+    """The calls of a source that open a file by its name to read it."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called, texts = ast.unparse(node.func), {ast.unparse(argument) for argument in node.args}
+        writes = texts & {f"'{mode}'" for mode in ("w", "wb", "a", "ab", "x", "xb")}
+        if called == "open" or called.endswith(".open"):
+            if not writes and not called.startswith(("os.", "gzip.", "lzma.", "bz2.")):
+                yield called
+        elif called.endswith((".read_text", ".read_bytes", ".from_file", "open_memmap")):
+            yield called
+
+
+def test_every_file_of_a_stranger_is_opened_in_one_way():
+    sources = {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")
+    }
+    found = {name: calls for name, tree in sources.items() if (calls := list(opened_by_name(tree)))}
+    assert found.keys() == OPENERS.keys(), found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(x)",
+        "open(x, 'rb')",
+        "path.open('rb')",
+        "path.read_text()",
+        "models.BPE.from_file(x, y)",
+    ],
+)
+def test_the_search_for_openers_finds_what_it_is_for(source):
+    assert list(opened_by_name(ast.parse(source)))
+    assert not list(opened_by_name(ast.parse("open(x, 'w'); path.open('ab'); os.open(x, 0)")))
+
+
+MEGATRON = ["shard", "megatron", "out", "--to", "mtcli", "--config", "run/config.toml"]
+# More of what commands open by name, besides PLACES.
+MORE_PLACES = [
+    ("gpt2/vocab.json", ["preprocess", "text.txt", "--output", "out", "--tokenizer", "gpt2"]),
+    ("gpt2/merges.txt", ["preprocess", "text.txt", "--output", "out", "--tokenizer", "gpt2"]),
+    ("t.json", ["preprocess", "text.txt", "--output", "out", "--tokenizer", "t.json"]),
+    ("new.txt", ["preprocess", "new.txt", *PREPROCESS]),
+    ("out.partial/lock", ["preprocess", "text.txt", *PREPROCESS]),
+    ("out.partial/tokens.bin", ["preprocess", "text.txt", *PREPROCESS, "--resume"]),
+    ("run/events.jsonl", RESUME),
+    ("run/run.json", RESUME),
+    (f"{STEP}/tokenizer/tokenizer.json", ["shard", "run", "out", "--to", "hf"]),
+    ("run/run.lock", RESUME),
+    ("megatron/metadata.json", MEGATRON),
+    ("megatron/common.pt", MEGATRON),
+    ("megatron/.metadata", MEGATRON),
+    ("megatron/latest_checkpointed_iteration.txt", MEGATRON),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"), PLACES + MORE_PLACES, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_no_pipe_or_device_in_the_place_of_a_file_is_waited_for(
+    place, words, home, tmp_path, capsys
+):
+    for kind, make in (("pipe", os.mkfifo), ("device", lambda path: path.symlink_to("/dev/zero"))):
+        folder = tmp_path / kind
+        shutil.copytree(home, folder)
+        gpt2(folder / "gpt2")
+        (folder / "megatron").mkdir()
+        (folder / "megatron" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        path = folder / place
+        with one_process(folder), in_time(place):
+            plant(Path(place), b"")
+            path.unlink()
+            make(path)
+            code = run(words)
+        said = capsys.readouterr().err
+        assert code in ((0, 1, 2) if place in NOT_NEEDED else (1, 2)), said
+        assert code == 0 or "error: " in said
+        assert "Traceback" not in said and "unexpected" not in said
+
+
+# Copied, where it is a file, or replaced by one that the command writes.
+NOT_NEEDED = COPIED - {"out.partial/journal.jsonl", "run/metrics.jsonl", "run/events.jsonl"}
+NOT_NEEDED |= {"run/run.json", "run/events.jsonl", "out.partial/tokens.bin"}
+
+
+def gpt2(folder):
+    """GPT-2's two files, of three tokens."""
+    folder.mkdir()
+    (folder / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}')
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+
+
+@contextmanager
+def in_time(what):
+    """Fails where a command does not end: a read that blocks is interrupted after a while."""
+
+    def interrupt(*_):
+        raise AssertionError(f"{what} is waited for")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_link_in_a_folder_that_is_written_in_leads_nowhere(home, tmp_path, capsys):
+    shutil.copytree(home, tmp_path / "x")
+    (tmp_path / "mine").write_text("mine")
+    for name in ("lock", "tokens.bin", "journal.jsonl"):
+        folder = tmp_path / "x" / "out.partial"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / name).symlink_to(tmp_path / "mine")
+        with one_process(tmp_path / "x"):
+            run(["preprocess", "text.txt", *PREPROCESS, "--resume"])
+        assert (tmp_path / "mine").read_text() == "mine"
+        assert "Traceback" not in capsys.readouterr().err

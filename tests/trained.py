@@ -7,7 +7,7 @@ from tiny import Samples
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
 from mtcli.core.feed import Feed
-from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.saving import pieces, progress
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.trainer import Trainer
@@ -40,7 +40,7 @@ def save_to(folder, trainer):
         trainer.step,
         pieces(trainer),
         rank=trainer.groups.rank,
-        gather=partial(gather_objects, axis=trainer.groups.world),
+        gather=partial(gather_values, axis=trainer.groups.world),
         extra=progress(trainer).model_dump(),
         config_toml=dump_toml(trainer.config),
         tokenizer=None,

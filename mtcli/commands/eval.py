@@ -43,16 +43,20 @@ Tasks = Annotated[
 Limit = Annotated[
     int | None,
     typer.Option(
-        min=1, help="the first N items only: passages, articles of each level, words of wikitext103"
+        min=1,
+        max=10**9,
+        help="the first N items only: passages, articles of each level, words of wikitext103",
     ),
 ]
 Overlap = Annotated[
     int | None,
-    typer.Option(help="tokens by which wikitext103's windows advance (the paper's 32)"),
+    typer.Option(
+        min=1, max=10**9, help="tokens by which wikitext103's windows advance (the paper's 32)"
+    ),
 ]
 BatchTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="tokens per forward pass; default: what suits the device"),
+    typer.Option(min=1, max=10**9, help="tokens per forward pass; default: what suits the device"),
 ]
 TokenizerName = Annotated[
     str | None,
@@ -80,10 +84,10 @@ def eval(
     from mtcli.core.spec.load import train_settings
 
     world = environment_world()
-    specs, train = every(
+    specs, train, _ = every(
         lambda: parse_tasks(tasks),
         lambda: train_settings(overrides, device=device),
-        otherwise=lambda: require_model(checkpoint, overrides, world or nproc),
+        lambda: require_model(checkpoint, overrides, world or nproc),
     )
     if world is None:
         return launch(nproc, sys.argv[1:])
@@ -178,16 +182,14 @@ def _print(result: dict, json_out: str | None) -> None:
 
 
 def _print_table(tasks: "dict[str, Report]") -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from mtcli.core.report.console import print_table
 
-    table = Table("task", "metric")
-    table.add_column("value", justify="right")
-    for task, report in tasks.items():
-        for number, (metric, value) in enumerate(report.items()):
-            table.add_row(task if number == 0 else "", metric, _show(value))
-        table.add_section()
-    Console().print(table)
+    rows = [
+        [task if number == 0 else "", metric, _show(value)]
+        for task, report in tasks.items()
+        for number, (metric, value) in enumerate(report.items())
+    ]
+    print_table("", ("task", "metric", "value"), rows)
 
 
 def _show(value: float | int | None) -> str:

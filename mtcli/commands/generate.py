@@ -21,9 +21,9 @@ Source = Annotated[
 Prompt = Annotated[
     list[str], typer.Option("--prompt", help="text to go on from; may be given several times")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="tokens to generate")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy")]
-TopK = Annotated[int, typer.Option(min=0, help="keep the k likeliest; 0 keeps all")]
+MaxTokens = Annotated[int, typer.Option(min=1, max=10**9, help="tokens to generate")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=1000.0, help="0 is greedy")]
+TopK = Annotated[int, typer.Option(min=0, max=10**9, help="keep the k likeliest; 0 keeps all")]
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="keep the likeliest that reach p together")
 ]
@@ -50,11 +50,11 @@ def generate(
     from mtcli.core.spec.load import train_settings
 
     world = environment_world()
-    *_, train = every(
+    *_, train, _ = every(
         lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
         lambda: train_settings(overrides, device=device),
-        otherwise=lambda: require_model(checkpoint, overrides, world or nproc),
+        lambda: require_model(checkpoint, overrides, world or nproc),
     )
     if world is None:
         launch(nproc, sys.argv[1:])
@@ -65,12 +65,12 @@ def generate(
         from mtcli.core.generate import generate as generate_tokens
 
         model = open_model(checkpoint, overrides, runtime)
-        tokenizer = model.require_tokenizer()
+        tokenizer, ends = model.require_tokenizer(), model.end_ids()
         sampling = Sampling(temperature, top_k, top_p, seed)
         found = []
         for text in prompt:
-            ids = tokenizer.encode(text)
-            new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, tokenizer.eod_id))
+            ids = tokenizer.encode_with_specials(text)
+            new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, ends))
             found.append({"prompt": text, "text": tokenizer.decode(new), "num_tokens": len(new)})
         if runtime.rank == 0 and json_out:
             write_answer({"checkpoint": checkpoint, "generated": found}, json_out)

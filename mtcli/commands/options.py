@@ -127,7 +127,14 @@ def answering(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
-    """As `engine.require_model`, which imports torch, and so late."""
-    from mtcli.core import engine
+    """What of a checkpoint can be refused on `world` ranks before torch is imported: that it is
+    none, its model and its layout. Raises MtcliError."""
+    from pathlib import Path
 
-    engine.require_model(checkpoint, overrides, world)
+    from mtcli.core.checkpoint.finding import find_checkpoint, model_of
+    from mtcli.core.spec.forward import forward_config, require_causal
+
+    model = model_of(find_checkpoint(Path(checkpoint)))
+    if model is not None:
+        require_causal(checkpoint, model)
+        forward_config(model, overrides, world)

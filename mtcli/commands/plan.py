@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from mtcli.core.dryrun import DryRun
     from mtcli.core.spec.layout import ParallelLayout
 
-PIPED_WIDTH = 120  # columns of a table that no terminal wraps
-DRAWN_WIDTH = 100  # columns of a timeline, where the terminal has them
-MAX_WIDTH = 1000  # beyond all tables
-PROSE = 24  # letters beyond which a cell may go on in the next line
+DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 Config = Annotated[
     str | None,
@@ -45,12 +42,12 @@ Device = Annotated[
     ),
 ]
 Top = Annotated[
-    int | None, typer.Option(min=1, help="search every legal layout and show the best K")
+    int | None, typer.Option(min=1, max=1000, help="search every legal layout and show the best K")
 ]
 GlobalBatch = Annotated[
-    int | None, typer.Option("--global-batch", min=1, help="sequences of a step")
+    int | None, typer.Option("--global-batch", min=1, max=10**9, help="sequences of a step")
 ]
-Seq = Annotated[int | None, typer.Option(min=1, help="tokens of a sequence")]
+Seq = Annotated[int | None, typer.Option(min=1, max=10**9, help="tokens of a sequence")]
 Ranks = Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")]
 Draw = Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")]
 Plot = Annotated[
@@ -66,7 +63,9 @@ DryRunFlag = Annotated[
         "--dry-run", help="take a step of the real trainer on fake tensors; count its memory"
     ),
 ]
-Rank = Annotated[int | None, typer.Option(min=0, help="the rank of the dry run [the fullest]")]
+Rank = Annotated[
+    int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
+]
 Presets = Annotated[bool, typer.Option("--presets", help="list the presets")]
 Validate = Annotated[
     str | None, typer.Option(metavar="FILE", help="score the predictor on published runs")
@@ -187,6 +186,7 @@ def _show(
     found: "Answer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
     from mtcli.core.cost.ranks import rank_groups, rank_places
+    from mtcli.core.report.console import print_table
 
     layout = found.prediction.work.layout
     if json_out:
@@ -198,14 +198,16 @@ def _show(
         write_json(data, json_out)
         if json_out == "-":
             return
-    _table(found.title, ("", ""), found.summary())
-    _table("Memory of a rank of each pipeline stage, * the fullest", *found.memory_table())
+    print_table(found.title, ("", ""), found.summary())
+    print_table("Memory of a rank of each pipeline stage, * the fullest", *found.memory_table())
     if counted:
-        _table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
+        print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
     if found.candidates:
-        _table(found.search_title, found.candidate_columns(), found.candidate_rows())
+        print_table(found.search_title, found.candidate_columns(), found.candidate_rows())
         columns = ("changed", "falls short", "step", "memory", "layout")
-        _table("The best with one field changed (estimated)", columns, found.other_rows())
+        print_table("The best with one field changed (estimated)", columns, found.other_rows())
+    if found.enough:
+        print_table(found.enough_title, ("", ""), found.enough_rows())
     if draw:
         _draw(found)
     if ranks:
@@ -213,20 +215,20 @@ def _show(
 
 
 def _draw(found: "Answer") -> None:
-    from shutil import get_terminal_size
-
+    from mtcli.core.report.console import width
     from mtcli.core.schedule.timeline import draw as draw_timeline
 
     typer.echo(found.drawing_title)
-    typer.echo(draw_timeline(found.drawing, min(DRAWN_WIDTH, get_terminal_size().columns)))
+    typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
 
 
 def _show_ranks(layout: "ParallelLayout") -> None:
     from mtcli.core.cost.ranks import group_lines, rank_table
+    from mtcli.core.report.console import print_line, print_table
 
-    _table(*rank_table(layout))
+    print_table(*rank_table(layout))
     for line in group_lines(layout):
-        typer.echo(line)
+        print_line(line, indent="  ")
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:
@@ -237,6 +239,7 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
         summarize,
         summary_rows,
     )
+    from mtcli.core.report.console import print_table
 
     records, left_out = read_records(path)
     for line in left_out:
@@ -257,7 +260,7 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
             "rank by tokens/s",
             "by time",
         ]
-        _table("Predicted against published step times", columns, summary_rows(data))
+        print_table("Predicted against published step times", columns, summary_rows(data))
         typer.echo(memory_line(data))
     if plot:
         from mtcli.core.cost.plot import save_scatter
@@ -267,6 +270,7 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
 
 
 def _list_presets(json_out: str | None) -> None:
+    from mtcli.core.report.console import print_table
     from mtcli.core.spec.load import load_config, preset_names
     from mtcli.core.spec.model import count_active, count_parameters
 
@@ -278,25 +282,4 @@ def _list_presets(json_out: str | None) -> None:
         )
     if json_out != "-":
         rows = [[name, f"{a:,}", f"{b:,}"] for name, (a, b) in counts.items()]
-        _table("Presets", ("name", "parameters", "active"), rows)
-
-
-def _table(title: str, columns: "list[str] | tuple[str, ...]", rows: object) -> None:
-    """A column whose cells are longer than PROSE wraps where the terminal is narrow."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", show_header=any(columns), box=None, pad_edge=False
-    )
-    assert isinstance(rows, list)
-    for place, column in enumerate(columns):
-        longest = max((len(row[place]) for row in rows), default=0)
-        table.add_column(column, overflow="fold", no_wrap=longest <= PROSE)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    width = console.width if console.is_terminal else PIPED_WIDTH
-    least = console.measure(table, options=console.options.update(max_width=MAX_WIDTH)).minimum
-    console.width = max(width, least)  # a terminal wraps what is wider; figures are never cut off
-    console.print(table)
+        print_table("Presets", ("name", "parameters", "active"), rows)

@@ -11,8 +11,9 @@ Inputs = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
-        help="Files, folders and globs of .txt, .jsonl (also .gz .zst .xz .bz2) and .parquet; "
-        "- for standard input; stdlib for the running Python's standard library.",
+        help="Files, folders and globs of .txt .md .tokens .jsonl .csv .tsv (also under .gz .zst "
+        ".xz .bz2) and .parquet; - for standard input; stdlib for the running Python's standard "
+        "library.",
     ),
 ]
 Output = Annotated[
@@ -26,14 +27,28 @@ TokenizerName = Annotated[
     ),
 ]
 TextKey = Annotated[
-    str, typer.Option(help="The key of JSON lines, or the column of Parquet, with the text.")
+    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
 ]
 SplitOn = Annotated[
     Literal["blank"] | None,
-    typer.Option(help="blank: a .txt holds a document per block between blank lines."),
+    typer.Option(help="blank: plain text holds a document per block between blank lines."),
+]
+Format = Annotated[
+    Literal["text", "jsonl", "csv", "tsv", "parquet"] | None,
+    typer.Option("--format", help="What all inputs are.", show_default="by their endings"),
+]
+MaxDocumentBytes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=2**40,
+        help="The largest document, in bytes of UTF-8.",
+        show_default="64 MiB; any size for plain text that is encoded in parts",
+    ),
 ]
 Workers = Annotated[
-    int | None, typer.Option(help="Processes that encode.", show_default="one per core")
+    int | None,
+    typer.Option(min=1, max=1024, help="Processes that encode.", show_default="one per core"),
 ]
 AppendEod = Annotated[
     bool | None,
@@ -57,6 +72,8 @@ def preprocess(
     tokenizer: TokenizerName,
     text_key: TextKey = "text",
     split_on: SplitOn = None,
+    format: Format = None,
+    max_document_bytes: MaxDocumentBytes = None,
     workers: Workers = None,
     append_eod: AppendEod = None,
     skip_bad: SkipBad = False,
@@ -80,6 +97,8 @@ def preprocess(
         skip_bad=skip_bad,
         resume=resume,
         force=force,
+        format=format,
+        max_document_bytes=max_document_bytes,
     )
     report = run(request, lambda line: typer.echo(line, err=True))
     _show(report, json_out)
@@ -91,16 +110,16 @@ def _show(report: dict[str, object], json_out: str | None) -> None:
         write_answer(report, json_out)
     if json_out == "-":
         return
-    from rich.console import Console
-    from rich.table import Table
+    from mtcli.core.report.console import print_table
 
-    table = Table(show_header=False)
-    for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
-        table.add_row(name.replace("_", " "), f"{report[name]:,}")
-    for kind, count in report["skipped"].items():
-        table.add_row(f"skipped: {kind}", f"{count:,}")
-    table.add_row("vocabulary", f"{report['tokenizer']['vocab_size']:,}")
-    table.add_row("seconds", f"{report['seconds']:.2f}")
-    table.add_row("tokens/s", f"{report['tokens_per_second']:,.0f}")
-    Console().print(table)
+    counts = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text")
+    rows = [[name.replace("_", " "), f"{report[name]:,}"] for name in counts]
+    rows += [[f"skipped: {kind}", f"{count:,}"] for kind, count in report["skipped"].items()]
+    rows += [[f"left out: {ending}", f"{count:,}"] for ending, count in report["left_out"].items()]
+    rows += [
+        ["vocabulary", f"{report['tokenizer']['vocab_size']:,}"],
+        ["seconds", f"{report['seconds']:.2f}"],
+        ["tokens/s", f"{report['tokens_per_second']:,.0f}"],
+    ]
+    print_table("", ("", ""), rows)
     typer.echo("\n".join(report["outputs"]))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace", "no_calibrate"}
 
-Steps = Annotated[int, typer.Option("--steps", min=1, help="timed steps")]
-Warmup = Annotated[int, typer.Option("--warmup", min=0, help="steps before those")]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="timed steps")]
+Warmup = Annotated[int, typer.Option("--warmup", min=0, max=10**6, help="steps before those")]
 Trace = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
 ]
@@ -137,14 +137,12 @@ def _show_profile(
     found: "Profile", report: str | None, plot: str | None, json_out: str | None
 ) -> None:
     """Shows what was measured before it asks what is planned, for which a CPU may be calibrated."""
-    from rich.console import Console
-
     from mtcli.core.report.tables import show_measured, show_planned
 
-    console = Console()
     if json_out != "-":
-        show_measured(found, console)
-        show_planned(found, console)
+        show_measured(found)
+        sys.stdout.flush()
+        show_planned(found)
     if json_out:
         write_answer(found.as_json(), json_out)
     if report:
@@ -158,8 +156,6 @@ def _show_profile(
 
 
 def _show_run(folder: str, report: str | None, plot: str | None, json_out: str | None) -> None:
-    from rich.console import Console
-
     from mtcli.core.report.finished import read_run, summary_of
     from mtcli.core.report.tables import show_run
 
@@ -168,7 +164,7 @@ def _show_run(folder: str, report: str | None, plot: str | None, json_out: str |
     if json_out:
         write_answer(data, json_out)
     if json_out != "-":
-        show_run(run.rows, Console(), data)
+        show_run(run.rows, data)
     if report:
         from mtcli.core.report.run_page import write_run_page
 

@@ -1,7 +1,6 @@
 """`mtcli shard`: convert, reshard, inspect and compare checkpoints, on CPU, in bounded memory."""
 
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +13,7 @@ from mtcli.core.spec.errors import MtcliError, Problem, every, wrong
 if TYPE_CHECKING:
     from mtcli.core.checkpoint.checkpoint import Checkpoint
     from mtcli.core.checkpoint.conversion import Plan
+    from mtcli.core.checkpoint.finding import CheckpointFolder
     from mtcli.core.spec.model_config import ModelConfig
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -84,34 +84,53 @@ def shard(
     json_out: JsonOut = None,
 ) -> None:
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
-    from mtcli.core.checkpoint.conversion import Plan, compare
-    from mtcli.core.checkpoint.dtypes import parse_dtype
+    from mtcli.core.checkpoint.codes import parse_dtype
     from mtcli.core.checkpoint.layouts import parse_layout
-    from mtcli.core.checkpoint.opening import open_checkpoint
-    from mtcli.core.spec.upcycle import recipe_of
 
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
     given |= {"--max-shard-size": max_shard_size}
     compared = {"--dtype": dtype, "--verify": verify or None}
-    cast, model, size, where, verb = every(
+    name, model, size, where, verb, sources = every(  # before torch is imported
         lambda: None if dtype is None else parse_dtype(dtype),
         lambda: _model(config, overrides),
         lambda: _size(max_shard_size or "5GB"),
         lambda: parse_layout(layout or ""),
         lambda: _verb(words, given, compared),
-        otherwise=lambda: every(*(partial(open_checkpoint, Path(word)) for word in _read(words))),
+        lambda: _sources(words),
     )
+    wanted = to or ("mtcli" if upcycle else None)
+    if verb == "convert":
+        chosen = _target(sources[0], wanted, layout, max_shard_size)
+        _require_free(Path(words[1]), force)
+    from mtcli.core.checkpoint.conversion import Plan, compare
+    from mtcli.core.checkpoint.dtypes import DTYPES
+    from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.spec.upcycle import recipe_of
+
+    cast = None if name is None else DTYPES[name]
+    opened = every(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
     if verb == "inspect":
-        _inspect(open_checkpoint(Path(words[1]), model), json_out)
+        _inspect(opened[0], json_out)
     elif verb == "verify":
-        a, b = every(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
-        _finish(compare(a, b, cast, verify, nproc), json_out)
+        _finish(compare(*opened, cast, verify, nproc), json_out)
     else:
-        source = open_checkpoint(Path(words[0]), model)
+        source = opened[0]
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
-        chosen = _target(source, to or ("mtcli" if recipe else None), layout, max_shard_size)
         plan = Plan(chosen, where, cast, size, verify, force, recipe, nproc)
         _convert(source, Path(words[1]), plan, layout or "", json_out)
+
+
+def _sources(words: list[str]) -> "list[CheckpointFolder]":
+    """The checkpoints that are there before. Raises MtcliError with all that are not."""
+    from mtcli.core.checkpoint.finding import find_checkpoint
+
+    return every(*(partial(find_checkpoint, Path(word)) for word in _read(words)))
+
+
+def _require_free(target: Path, force: bool) -> None:
+    from mtcli.core.checkpoint.aside import require_free
+
+    require_free(target, force)
 
 
 def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":
@@ -156,7 +175,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
         {
             "path": facts["path"],
             "format": facts["format"],
-            "step": f"{facts['step']:,}",
+            "step": _show(facts["step"]),
             "architecture": facts["model"]["architecture"],
             "shape": _shape(facts["model"]),
             "parameters": f"{facts['parameters']:,}",
@@ -205,7 +224,8 @@ def _announcement(
 
     before = describe(dense)
     line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
-    line += f"{before['bytes']:,} bytes, step {before['step']:,}; writing {plan.to} to {target}"
+    step = "" if before["step"] is None else f", step {before['step']:,}"
+    line += f"{before['bytes']:,} bytes{step}; writing {plan.to} to {target}"
     line += f", {layout}" if layout else ""
     model = source.model
     if plan.recipe:
@@ -220,10 +240,9 @@ def _announcement(
 
 
 def _target(
-    source: "Checkpoint", to: str | None, layout: str | None, max_shard_size: str | None
+    source: "CheckpointFolder", to: str | None, layout: str | None, max_shard_size: str | None
 ) -> str:
-    is_ours = source.config is not None
-    to = to or ("hf" if is_ours and layout is None else "mtcli")
+    to = to or ("hf" if source.format == "mtcli" and layout is None else "mtcli")
     if to == "hf" and layout is not None:
         raise wrong(f"--layout {layout} with --to hf", "a Hugging Face folder has no layout")
     if to == "mtcli" and max_shard_size is not None:
@@ -253,14 +272,12 @@ def _show(value: Any) -> str:
         return ", ".join(value) or "none"
     if isinstance(value, float):
         return f"{value:.3g}"
+    if value is None:
+        return "none"
     return f"{value:,}" if isinstance(value, int) else value
 
 
 def _print_table(rows: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from mtcli.core.report.console import print_table
 
-    table = Table(show_header=False)
-    for name, value in rows.items():
-        table.add_row(name.replace("_", " "), value)
-    Console(file=sys.stdout).print(table)
+    print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])

@@ -1,6 +1,7 @@
 """`mtcli train`: pre-train or fine-tune, on one process or on every rank of a launcher."""
 
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -17,7 +18,10 @@ Init = Annotated[
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        "--max-restarts", min=0, help="start again from the last checkpoint when a worker dies"
+        "--max-restarts",
+        min=0,
+        max=1000,
+        help="start again from the last checkpoint when a worker dies",
     ),
 ]
 
@@ -36,14 +40,16 @@ def train(
     from mtcli.core.spec.errors import every
 
     world = environment_world()
-    (run,) = every(
+    resume = resume or restarts() > 0
+    start = partial(_require_start, config, overrides, resume, init)
+    run, *_ = every(
         lambda: check.load_checked(config, overrides, world or nproc),
-        otherwise=lambda: _require_data(config, overrides),
+        *([start] if world is None else []),  # ranks find out when they start
+        otherwise=start,
     )
     if world is None:
         launch(nproc, sys.argv[1:], max_restarts)
         return
-    resume = resume or restarts() > 0
     settings = run.train.device, run.train.timeout, run.train.matmul
     with bring_up(*settings, run.train.debug_collectives) as runtime:
         from mtcli.core.train import train as train_run  # imports torch: after the checks
@@ -53,10 +59,10 @@ def train(
         raise KeyboardInterrupt
 
 
-def _require_data(source: str, overrides: list[str]) -> None:
-    from mtcli.core.data.batches import require_data
+def _require_start(source: str, overrides: list[str], resume: bool, init: str | None) -> None:
     from mtcli.core.spec.load import read_config
+    from mtcli.core.starting import require_start
 
     config, _ = read_config(source, overrides)
     if config is not None:
-        require_data(config.data)
+        require_start(config, resume, init)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mtcli.core.feed import Feed
 from mtcli.core.model.compiling import uncompiled
-from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.trainer import Trainer
 
 
@@ -53,8 +53,8 @@ def first_nonfinite(trainer: Trainer, feed: Feed) -> str:
 
     with uncompiled(trainer.config.train.compile), _watched(trainer.stages, report):
         trainer.forward_backward(feed, as_written=True)
-    everyone = gather_objects(found[0] if found else None, trainer.groups.world)
-    findings = sorted(one for one in everyone if isinstance(one, Finding))
+    everyone = gather_values(found[0] if found else None, trainer.groups.world)
+    findings = sorted(Finding(*fields) for fields in everyone if fields)
     return str(findings[0]) if findings else "the sum of gradients that are finite one by one"
 
 

@@ -124,7 +124,8 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
     MtcliError where there is no such rank.
     """
-    check.require(config, world, *check.ENGINE_RULES)
+    # What a step costs is known of a model that the one head cannot train, too.
+    check.require(config, world, *check.ENGINE_RULES, without=check.TRAINING_RULES)
     work = Workload.of(config, world)
     rank = fullest_rank(work, device) if rank is None else rank
     if not 0 <= rank < world:

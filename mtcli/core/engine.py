@@ -1,6 +1,6 @@
 """A model on this rank: its stages, their weights, and forward passes for evaluation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.ends import end_ids
+from mtcli.core.checkpoint.names import OPTIMIZER
+from mtcli.core.consensus import open_agreed, together
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.evaluate.requests import ScoreBatch
 from mtcli.core.model.inputs import Cache, Inputs, make_inputs
@@ -17,18 +19,16 @@ from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.fp8 import fp8_products, require_fp8
-from mtcli.core.parallel.groups import Groups, make_groups
+from mtcli.core.parallel.groups import Groups, make_groups, world_axis
 from mtcli.core.parallel.ownership import Held, whole
 from mtcli.core.parallel.pp import Pipeline, Wire
 from mtcli.core.parallel.split import WeightWork
 from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.generators import forward_only
-from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import Problem, wrong
+from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.forward import forward_config, require_causal
 from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.layout_rules import experts_see_tokens_once
-from mtcli.core.spec.load import validate, with_overrides
 from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.products import PLAIN, Products
@@ -102,17 +102,28 @@ def wire_of(config: RunConfig) -> Wire:
 
 @torch.no_grad()
 def load_weights(
-    held: Mapping[str, Held], checkpoint: Checkpoint, model: ModelConfig, groups: Groups
+    held: Mapping[str, Held],
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    groups: Groups,
+    from_masters: bool = False,
 ) -> None:
-    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it."""
+    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it.
+
+    With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
+    master weights, where it has them, which lose nothing in a wider dtype.
+    """
     checkpoint.require_model(model)
-    table = parameters(model)
+    table, stored = parameters(model), set(checkpoint.names())
     for name, here in held.items():
         here.tensor.zero_()  # rows that pad the vocabulary
         if checkpoint.begins_at_zero(table[name]):
             continue
+        source, master = name, f"{OPTIMIZER}master/{name}"
+        if from_masters and master in stored and checkpoint.dtype(name) != here.tensor.dtype:
+            source = master
         for box, view in here.blocks(table[name], groups):
-            view.copy_(checkpoint.read(name, box))
+            view.copy_(checkpoint.read(source, box))
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,14 @@ class OpenModel:
             raise wrong(f"{self.checkpoint.folder} holds no tokenizer", hint)
         return self.tokenizer
 
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text: those of the Hugging Face folder that the weights came in, or
+        else the tokenizer's end of document."""
+        found, tokenizer = end_ids(self.checkpoint), self.require_tokenizer()
+        if found is None:
+            return frozenset() if tokenizer.eod_id is None else frozenset([tokenizer.eod_id])
+        return found
+
 
 def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenModel:
     """Our checkpoint, a run folder or a Hugging Face folder, on any layout.
@@ -239,22 +258,19 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     bytes that do not have their hashes, and for a model that is not causal: what a token tells of
     the next one is then no prediction.
     """
-    checkpoint = _open_causal(path)
-    checkpoint.verify_weights(runtime.rank, runtime.world)
+    world = world_axis(runtime.rank, runtime.world, runtime.ledger)
+    checkpoint = open_agreed(Path(path), world)
+    require_causal(path, checkpoint.model)
+    together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
     engine = open_engine(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)
     return OpenModel(engine, tokenizer, checkpoint)
 
 
-def require_model(path: str, overrides: Sequence[str], world: int) -> None:
-    """What `open_model` would raise on `world` ranks, but for damaged bytes; opens no weights."""
-    _legal_config(_open_causal(path).model, overrides, world)
-
-
 def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime) -> Engine:
     """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
-    config = _legal_config(checkpoint.model, overrides, runtime.world)
+    config = forward_config(checkpoint.model, overrides, runtime.world)
     layout = ParallelLayout.of(config.parallel, runtime.world)
     place, timeout = (runtime.rank, runtime.device), config.train.timeout
     groups = make_groups(layout, *place, timeout, runtime.ledger)
@@ -263,37 +279,3 @@ def open_engine(checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runti
     for stage in stages.values():
         stage.requires_grad_(False)
     return Engine(config, groups, stages)
-
-
-def _open_causal(path: str) -> Checkpoint:
-    checkpoint = open_checkpoint(Path(path))
-    if not checkpoint.model.causal:
-        message = f"{path} has causal=false: its tokens see the ones they would predict"
-        hint = "generate and eval take models trained with model.causal=true"
-        raise wrong(message, hint, "model.causal")
-    return checkpoint
-
-
-def _legal_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
-    """The config of forward passes of any shape: no sequence parallelism, one sequence a rank.
-
-    Raises MtcliError with all that is wrong with the overrides, or with their layout.
-    """
-    base = {
-        "model": model.model_dump(exclude_none=True),
-        "parallel": {"sequence_parallel": False},
-        "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
-    }
-    config, found = validate(with_overrides(base, overrides))
-    more = (*check.ENGINE_RULES, _whole_sequences)
-    # tp ranks ask the experts alike, and are answered alike
-    return check.require(config, world, *more, without=(experts_see_tokens_once,), found=found)
-
-
-def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
-    if config.parallel.cp > 1:
-        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
-        yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
-    if config.parallel.sequence_parallel:
-        message = "sequence_parallel=true: evaluation and generation hold whole sequences"
-        yield Problem(message, "leave it out", "parallel.sequence_parallel")

@@ -26,7 +26,7 @@ class LostPeer(MtcliError):
 
 
 @contextmanager
-def telling_of_lost_peers() -> Iterator[None]:
+def telling_of_lost_peers(rank: int) -> Iterator[None]:
     """Turns what torch says of a connection that broke into a LostPeer (exit 1).
 
     Collectives of ours that break are told by the watch, with their names; this is for what it does
@@ -39,7 +39,10 @@ def telling_of_lost_peers() -> Iterator[None]:
             raise
         where, _, what = str(error).splitlines()[0].partition(".cc:")
         what = what.partition("] ")[2].partition(". This is typically")[0] or where
-        message = f"rank {os.environ.get('RANK')} does not reach another rank, or the run's store"
+        from mtcli.core.rendezvous import endpoint  # imports torch: it is here by now
+
+        store = "{}, port {}".format(*endpoint(os.environ))
+        message = f"rank {rank} does not reach another rank, or the run's store at {store}"
         hint = (
             "the last good checkpoint is kept: look for the rank that failed first, then --resume"
         )
@@ -60,9 +63,7 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
     told = failure.message if isinstance(failure.message, dict) else {}
     if _has_problems(failure):
-        extra = told["extraInfo"]
-        problems = [Problem(*problem) for problem in extra["problems"]]
-        return MtcliError(*problems, code=Exit(extra["code"]), hint=extra["hint"])
+        return MtcliError.load(told["extraInfo"])
     cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
@@ -100,7 +101,8 @@ def hand_over(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         os._exit(Exit.INTERRUPTED)
     if isinstance(error, MtcliError):
-        _leave(str(error), _problems(error, LOST if isinstance(error, LostPeer) else TOLD))
+        cause = LOST if isinstance(error, LostPeer) else TOLD
+        _leave(str(error), error.dump() | {"cause": cause})
     else:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
@@ -126,17 +128,11 @@ def end_rank(error: MtcliError | None, silent: list[int], lost: bool) -> NoRetur
         if LAUNCHED not in os.environ:
             sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
-        _leave(str(error), _problems(error, cause))
+        _leave(str(error), error.dump() | {"cause": cause})
         if LAUNCHED in os.environ and not lost:
             for pid in filter(_is_sibling, silent):
                 os.kill(pid, signal.SIGKILL)
     os._exit(Exit.FAILED)
-
-
-def _problems(error: MtcliError, cause: str) -> dict[str, Any]:
-    problems = [list(problem) for problem in error.problems]
-    extra = {"code": int(error.code), "problems": problems, "hint": error.hint}
-    return extra | {"cause": cause}
 
 
 def _leave(text: str, extra: dict[str, Any]) -> None:

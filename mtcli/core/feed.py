@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.data.batches import Batches, SampleId, require_named
+from mtcli.core.data.batches import (
+    Batches,
+    SampleId,
+    require_ids,
+    require_named,
+    require_stated_ids,
+)
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -19,7 +25,6 @@ from mtcli.core.parallel.cp import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.seen import restarted
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.model import stage_layers
 
 
@@ -83,6 +88,7 @@ class Feed:
         asked = data.document_mask or data.document_positions
         documents = self.batches.documents(start, count) if asked else None
         rows = self.batches.batch(start, count)
+        require_ids(self.batches, start, rows, self.config.model.vocab_size)
         return Read(self._hosted(rows), None if documents is None else self._hosted(documents))
 
     def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
@@ -127,8 +133,11 @@ class Feed:
         return self.config.batch.micro_batch_size
 
 
-def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) -> Feed:
-    """The training (or validation) data of a config.
+def open_feed(
+    config: RunConfig, groups: Groups, *, validation: bool = False, planned: int | None = None
+) -> Feed:
+    """The training (or validation) data of a config, in the order of a run that was `planned` for
+    so many samples; None: for those of the config.
 
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
@@ -143,10 +152,6 @@ def open_feed(config: RunConfig, groups: Groups, *, validation: bool = False) ->
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
     samples = steps * config.batch.global_batch_size
-    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed)
-    largest = batches.max_token_id()
-    if largest is not None and largest >= config.model.vocab_size:
-        message = f"the data's token id {largest} is not below vocab_size={config.model.vocab_size}"
-        hint = f"--set model.vocab_size={largest + 1}, or preprocess with the model's tokenizer"
-        raise wrong(message, hint, "model.vocab_size")
+    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
+    require_stated_ids(batches.prefixes, config.model.vocab_size)
     return Feed(batches, config, groups)

@@ -1,6 +1,6 @@
 """Sampling text from a model on any layout, one token at a time over cached keys and values."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +22,9 @@ class Sampling:
 
 
 def generate(
-    engine: Engine, prompt: list[int], max_tokens: int, sampling: Sampling, end: int | None
+    engine: Engine, prompt: list[int], max_tokens: int, sampling: Sampling, ends: Collection[int]
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, the same on every rank, until `end` or max_tokens.
+    """The tokens that follow a prompt, the same on every rank, until one of `ends` or max_tokens.
 
     Stops where the model's longest context is full. Raises MtcliError for a prompt that is empty
     or already longer than that.
@@ -39,7 +39,7 @@ def generate(
         positions = torch.arange(position, position + len(new))[None]
         logits = engine.next_logits(torch.tensor([new]), positions, cache)[0]
         token = choose(logits.cpu(), sampling, generator)
-        if token == end:
+        if token in ends:
             return
         yield token
         position, new = position + len(new), [token]

@@ -22,13 +22,13 @@ from mtcli.core.cost.hardware import GPUS
 from mtcli.core.data.batches import Batches
 from mtcli.core.engine import DTYPES
 from mtcli.core.feed import Feed, open_feed
-from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.pp import OpSpan
 from mtcli.core.parallel.traffic import Traffic
 from mtcli.core.report import trace as traces
 from mtcli.core.report.clock import Clock, clock_for, clock_offset, op_range
-from mtcli.core.report.records import Profiled, RankRecord, StepRecord
+from mtcli.core.report.records import RANK_RECORD, Profiled, RankRecord, StepRecord
 from mtcli.core.report.summary import summarized, waiting_of
 from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.ops import Op
@@ -119,8 +119,9 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
         process_bytes=process,
         peak_flops=peak,
     )
-    records = gather_objects(record, trainer.groups.world)
-    return Measured(cast(list[RankRecord], records), trace, device_name(runtime.device))
+    told = gather_values(RANK_RECORD.dump_python(record, mode="json"), trainer.groups.world)
+    records = [RANK_RECORD.validate_python(fields) for fields in told]
+    return Measured(records, trace, device_name(runtime.device))
 
 
 def timed_step(trainer: Trainer, feed: Feed, clock: Clock, offset: float) -> StepRecord:

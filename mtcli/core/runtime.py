@@ -76,8 +76,9 @@ def bring_up(
     our launcher, which reports the first one, once.
     """
     try:
-        with telling_of_lost_peers():
-            runtime, store = _start(device, timeout, matmul, debug_collectives)
+        place = _ranks(os.environ) or (0, 1, 0, 1)
+        with telling_of_lost_peers(place[0]):
+            runtime, store = _start(place, device, timeout, matmul, debug_collectives)
             with _watched(runtime, store, timeout):
                 yield runtime
     except (Exception, KeyboardInterrupt) as error:
@@ -126,11 +127,15 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
 
 
 def _start(
-    device: str, timeout: float, matmul: str, debug_collectives: bool
+    place: tuple[int, int, int, int],
+    device: str,
+    timeout: float,
+    matmul: str,
+    debug_collectives: bool,
 ) -> "tuple[Runtime, dist.Store | None]":
     import torch
 
-    rank, world, local_rank, local_world = _ranks(os.environ) or (0, 1, 0, 1)
+    rank, world, local_rank, local_world = place
     where = _device(device, local_rank)
     if where.type == "cpu":
         torch.set_num_threads(max(1, cores() // local_world))
@@ -245,16 +250,19 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    from mtcli.core.rendezvous import LoopbackRendezvous
+
+    logging.disable(logging.ERROR)  # elastic's loggers; what fails comes as an exception
+    rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=f"mtcli-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend="loopback",
         max_restarts=max_restarts,
         monitor_interval=0.1,
     )

@@ -4,13 +4,12 @@ A checkpoint holds it, so that a resumed run goes on with the same data or says 
 depends on no layout: samples are numbered over the whole run.
 """
 
-import os
 from pathlib import Path
 from typing import Literal
 
-import xxhash
 from pydantic import ConfigDict
 
+from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.data.batches import Batches
 from mtcli.core.data.blend import parse_split
 from mtcli.core.data.describe import describe
@@ -18,8 +17,6 @@ from mtcli.core.data.indexed import with_suffix
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem
 from mtcli.core.spec.section import Count, Section
-
-BLOCKS, BLOCK_BYTES = 64, 1 << 16  # that are looked at of a file: all of one up to 4 MiB
 
 
 class Source(Section):
@@ -61,6 +58,8 @@ class SampleRecord(Section):
     """trained on"""
     sources: tuple[Source, ...]
     skipped: tuple[Skipped, ...]
+    planned: Count | None = None
+    """samples that the run was to have when it began, which decides the order of all"""
 
 
 class SampleLedger:
@@ -90,6 +89,7 @@ class SampleLedger:
             tokens=(consumed - passed) * self.batch.seq_len,
             sources=tuple(self._source(number) for number in range(len(self.samples))),
             skipped=tuple(self.skipped),
+            planned=self.batches.planned,
         )
 
     def resume(self, record: SampleRecord | None, consumed: int) -> None:
@@ -149,17 +149,7 @@ class SampleLedger:
 
 def sampled(prefix: str) -> str:
     """A hash that data of another length, or of other tokens in the blocks looked at, changes."""
-    hasher = xxhash.xxh3_128()
-    for suffix in (".bin", ".idx"):
-        path = with_suffix(prefix, suffix)
-        size = path.stat().st_size
-        hasher.update(size.to_bytes(8, "little"))
-        last = max(0, size - BLOCK_BYTES)
-        with path.open("rb", buffering=0) as file:
-            for block in range(BLOCKS):
-                at = max(block * BLOCK_BYTES, last * block // (BLOCKS - 1))
-                hasher.update(os.pread(file.fileno(), BLOCK_BYTES, at))
-    return hasher.hexdigest()
+    return sampled_hash(with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
 
 
 def _hashes(now: Source, then: Source) -> list[tuple[str, str, str]]:

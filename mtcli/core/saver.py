@@ -21,8 +21,9 @@ from mtcli.core.checkpoint.names import CHECKPOINTS
 from mtcli.core.checkpoint.snapshot import Snapshot, Taken, in_place
 from mtcli.core.checkpoint.store import save, together
 from mtcli.core.data.describe import tokenizer_folder
-from mtcli.core.parallel.collectives import gather_objects
-from mtcli.core.parallel.groups import LATER, Axis, Groups
+from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.parallel.ledger import SAVING
 from mtcli.core.report.records import SaveRecord
 from mtcli.core.report.runlog import RunLog
 from mtcli.core.saving import Progress, pieces
@@ -74,7 +75,8 @@ class Saver:
     def __init__(self, trainer: Trainer, log: RunLog, last_good: Path | None) -> None:
         self.trainer, self.log, self.last_good = trainer, log, last_good
         self.config: RunConfig = trainer.config
-        self.axis = _own_axis(trainer.groups, self.config.train.timeout)
+        self.axis = _own_axis(trainer.groups)
+        self.note_progress = trainer.groups.world.ledger.note_progress
         self.snapshot = Snapshot(trainer.groups.device)
         self.pending: Beside | None = None
         self.step = 0  # of the save that is pending, or else of the last one
@@ -150,7 +152,7 @@ class Saver:
         """The work of the thread, which has no other tie to training than what it is given."""
 
         def gather(value: object) -> list[Any]:
-            return gather_objects(value, self.axis)
+            return gather_values(value, self.axis)
 
         start, config = perf_counter(), self.config
         device_seconds = together(gather, True, taken.wait)[self.axis.rank]
@@ -160,6 +162,7 @@ class Saver:
             taken.pieces,
             rank=self.axis.rank,
             gather=gather,
+            progress=self.note_progress,
             extra=extra,
             config_toml=dump_toml(config),
             tokenizer=_tokenizer(config),
@@ -172,13 +175,15 @@ class Saver:
         return Written(folder, sum(sizes), max(stalls), max(seconds))
 
 
-def _own_axis(groups: Groups, timeout: float) -> Axis:
-    """All ranks, through a group that nothing else uses and that needs no device."""
-    world = groups.world._replace(name="saving", wire=None, ledger=groups.world.ledger.beside())
+def _own_axis(groups: Groups) -> Axis:
+    """All ranks, through a group that nothing else uses and that needs no device.
+
+    gloo's own timeout would end a save that only takes long; the watch ends one that hangs.
+    """
+    world = groups.world._replace(name=SAVING, wire=None, ledger=groups.world.ledger.beside())
     if world.size == 1:
         return world
-    limit = timedelta(seconds=timeout + LATER)
-    return world._replace(group=dist.new_group(backend="gloo", timeout=limit))
+    return world._replace(group=dist.new_group(backend="gloo", timeout=timedelta(days=7)))
 
 
 def _unheld(reason: str) -> Taken:

@@ -103,6 +103,17 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
         raise damaged(checkpoint.folder, f"extra.{where}: {first['msg']}") from None
 
 
+def planned_samples(checkpoint: Checkpoint) -> int | None:
+    """How many samples a checkpoint's run was to have when it began, as far as that is known.
+
+    Where its ledger does not say, it was written while each resume planned anew.
+    """
+    record, config = progress_of(checkpoint).samples, checkpoint.config
+    if record is not None and record.planned is not None:
+        return record.planned
+    return config and config.train.steps * config.batch.global_batch_size
+
+
 def _pieces(trainer: "Trainer", stored: str, name: str, held: Held) -> list[Piece]:
     """What a rank holds of a parameter or of its state, under the name it is `stored` by."""
     described = trainer.table[name]

@@ -1,33 +1,57 @@
 """`mtcli train`: the loop. Reads top to bottom as a run goes."""
 
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import typer
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.checkpoint.names import CHECKPOINTS, step_folders
-from mtcli.core.checkpoint.opening import offering_earlier, open_checkpoint
+from mtcli.core.checkpoint.names import CHECKPOINTS
+from mtcli.core.checkpoint.opening import offering_earlier
+from mtcli.core.consensus import newest_step, open_agreed, require_alike, together
+from mtcli.core.data.batches import require_data
 from mtcli.core.diagnose import first_nonfinite
-from mtcli.core.feed import open_feed
+from mtcli.core.feed import Feed, open_feed
 from mtcli.core.measure import peak_flops
 from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Axis, Groups, world_axis
 from mtcli.core.report.runlog import RunLog
+from mtcli.core.run_lock import held
 from mtcli.core.runtime import Runtime, StopSignal
 from mtcli.core.sample_ledger import SampleLedger
 from mtcli.core.saver import Saver
-from mtcli.core.saving import progress, progress_of
+from mtcli.core.saving import planned_samples, progress, progress_of
 from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import MtcliError, Problem, every, failed, wrong
-from mtcli.core.spec.outputs import folder_of
+from mtcli.core.spec.errors import MtcliError, Problem, every, failed
 from mtcli.core.trainer import Step, Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
 FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("data.document_mask", "data.document_positions")
+
+
+class StartingPoint(NamedTuple):
+    """What a run starts from: its own newest checkpoint, another model's, or (None) the seed."""
+
+    checkpoint: Checkpoint | None
+    is_own: bool
+
+    @property
+    def step(self) -> int:
+        """The steps that are done."""
+        return self.checkpoint.step if self.checkpoint and self.is_own else 0
+
+    def __str__(self) -> str:
+        if self.checkpoint is None:
+            return "the seed"
+        return f"{self.checkpoint.folder}, step {self.checkpoint.step}"
 
 
 def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None) -> bool:
@@ -37,15 +61,63 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
     layout wrote it. `init` takes the weights of a checkpoint or Hugging Face folder at step 0.
     """
     stop = StopSignal()
+    world = world_axis(runtime.rank, runtime.world, runtime.ledger)
+    with _held(config, resume, world):
+        source = _source(config, init, world)
+        if source.step >= config.train.steps:
+            if world.rank == 0:
+                done = f"step {source.step} of train.steps={config.train.steps} is done"
+                typer.echo(f"nothing to do: {done}; set more train.steps to go on from {source}")
+            return True
+        return _train(config, runtime, source, stop)
+
+
+@contextmanager
+def _held(config: RunConfig, resume: bool, world: Axis) -> Iterator[None]:
+    """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused."""
+    with ExitStack() as stack:
+
+        def take() -> str:
+            if world.rank:
+                return ""
+            return stack.enter_context(held(Path(config.train.output), resume))
+
+        checked_later = partial(require_data, config)
+        (notice,) = together(world, lambda: every(take, otherwise=checked_later))
+        if notice:
+            sys.stderr.write(f"note: {notice}\n")
+        yield
+
+
+def _source(config: RunConfig, init: str | None, world: Axis) -> StartingPoint:
+    """The run's newest checkpoint, or another model's, as all ranks agree; or the seed."""
+    output = Path(config.train.output)
+    if newest_step(output / CHECKPOINTS, world):
+        checkpoint = open_agreed(output, world)
+        together(world, lambda: _verify(checkpoint, world))
+        _require_same_run(config, checkpoint)
+        return StartingPoint(checkpoint, is_own=True)
+    if init:
+        checkpoint = open_agreed(Path(init), world)
+        together(world, lambda: checkpoint.verify_weights(world.rank, world.size))
+        return StartingPoint(checkpoint, is_own=False)
+    return StartingPoint(None, is_own=False)
+
+
+def _verify(checkpoint: Checkpoint, world: Axis) -> None:
+    with offering_earlier(checkpoint.folder):
+        checkpoint.verify_hashes(world.rank, world.size)
+
+
+def _train(config: RunConfig, runtime: Runtime, source: StartingPoint, stop: StopSignal) -> bool:
     trainer = Trainer(config, runtime)
-    feed, valid = every(
-        lambda: open_feed(config, trainer.groups),
-        lambda: config.train.eval_every and open_feed(config, trainer.groups, validation=True),
-    )
+    world = trainer.groups.world
+    feed, valid = together(world, lambda: _feeds(config, trainer.groups, source))
     samples = SampleLedger(config, feed.batches)
-    source, last_good = _start(trainer, samples, resume, init)
+    require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
+    last_good = _fill(trainer, samples, source)
     log = RunLog(config, runtime.rank == 0, trainer.step, peak_flops(config, runtime))
-    log.begin(runtime.world, trainer.state_bytes(), source)
+    log.begin(runtime.world, trainer.state_bytes(), str(source))
     stopped = False
     with closing(log), closing(feed), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
@@ -67,35 +139,31 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
     return trainer.step >= config.train.steps
 
 
-def _start(
-    trainer: Trainer, samples: SampleLedger, resume: bool, init: str | None
-) -> tuple[str, Path | None]:
-    """Takes weights from the run's newest checkpoint, from another model's, or from the seed.
+def _feeds(config: RunConfig, groups: Groups, source: StartingPoint) -> tuple[Feed, Feed | None]:
+    """The data to train on, and to validate on where that is asked for."""
+    planned = None
+    if source.checkpoint and source.is_own:
+        planned = planned_samples(source.checkpoint)
+    feed, valid = every(
+        lambda: open_feed(config, groups, planned=planned),
+        lambda: open_feed(config, groups, validation=True) if config.train.eval_every else None,
+    )
+    return feed, valid
 
-    Returns which it was in words, and this run's own checkpoint.
-    """
-    output = Path(trainer.config.train.output)
-    with folder_of("train.output", output):
-        there = bool(step_folders(output / CHECKPOINTS))
-    if there and not resume:
-        hint = "--resume goes on from it; or set train.output to another folder"
-        raise wrong(f"{output} already holds a run", hint, "train.output")
-    if there:
-        checkpoint = open_checkpoint(output)
-        with offering_earlier(checkpoint.folder):
-            checkpoint.verify_hashes(trainer.groups.rank, trainer.layout.world)
-        _require_same_run(trainer.config, checkpoint)
+
+def _fill(trainer: Trainer, samples: SampleLedger, source: StartingPoint) -> Path | None:
+    """Fills the state of a run from where it starts; returns its own checkpoint, if that is one."""
+    checkpoint = source.checkpoint
+    if checkpoint is None:
+        trainer.initialise()
+    elif source.is_own:
         consumed = checkpoint.step * trainer.config.batch.global_batch_size
         samples.resume(progress_of(checkpoint).samples, consumed)
         trainer.resume(checkpoint)
-        return f"{checkpoint.folder}, step {checkpoint.step}", checkpoint.folder
-    if init:
-        checkpoint = open_checkpoint(Path(init))
-        checkpoint.verify_weights(trainer.groups.rank, trainer.layout.world)
+        return checkpoint.folder
+    else:
         trainer.load_weights(checkpoint)
-        return f"{checkpoint.folder}, step {checkpoint.step}", None
-    trainer.initialise()
-    return "the seed", None
+    return None
 
 
 def _skip(trainer: Trainer, step: Step, where: str) -> None:

@@ -111,8 +111,10 @@ class Trainer:
         self.optimizer.reset_masters()
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Takes weights, optimizer and step of a run's checkpoint, whatever layout wrote it."""
-        load_weights(self.gradients.held, checkpoint, self.config.model, self.groups)
+        """Takes weights, optimizer and step of a run's checkpoint, whatever layout wrote it and in
+        whatever precision: its float32 master weights are lost in none."""
+        model, held = self.config.model, self.gradients.held
+        load_weights(held, checkpoint, model, self.groups, from_masters=True)
         load_optimizer(self, checkpoint)
         self.step = checkpoint.step
 

@@ -3,6 +3,7 @@
 Every drill ends with the undisturbed run's losses, bit for bit. Stalls are in test_stalls.py.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -101,7 +102,7 @@ def gone_while_meeting(rank):
 def test_a_rank_killed_while_ranks_meet(drill):
     run = drill.train(nproc=2, fault=gone_while_meeting)
     assert run.codes == [-signal.SIGKILL, 1]
-    said = "error: rank 1 does not reach another rank, or the run's store: "
+    said = "error: rank 1 does not reach another rank, or the run's store at localhost, port "
     assert said in run.errors[1] and "--resume" in run.errors[1]
 
 
@@ -138,6 +139,31 @@ def test_a_rank_killed_in_a_save(drill, undisturbed, name, act, on):
     assert f"rank {on}" in run.errors[1 - on] and "--resume" in run.errors[1 - on]
     assert drill.steps() == [3] and drill.checkpoint(6).with_suffix(".partial").is_dir()
     goes_on(drill, undisturbed(2), 2)
+
+
+def slow_disk(rank, seconds, *, on):
+    """On rank `on`, every tensor of a save takes its time."""
+    if rank != on:
+        return
+    from mtcli.core.checkpoint import writer
+
+    real = writer._bytes
+
+    def slow(tensor):
+        time.sleep(seconds)
+        return real(tensor)
+
+    writer._bytes = slow
+
+
+def test_a_save_that_takes_longer_than_the_timeout_ends_no_run(tmp_path, undisturbed):
+    drill = Drill(tmp_path, timeout=1.0)
+    run = drill.train(nproc=2, fault=partial(slow_disk, seconds=0.015, on=0))
+    assert run.codes == [0, 0], run.errors
+    rows = map(json.loads, (drill.output / "events.jsonl").read_text().splitlines())
+    seconds = [row["write_seconds"] for row in rows if row["event"] == "saved"]
+    assert len(seconds) == 3 and min(seconds) > 2.0, seconds
+    assert drill.losses() == undisturbed(2) and drill.steps() == [3, 6, 9]
 
 
 def test_a_signal_to_stop(drill, undisturbed):

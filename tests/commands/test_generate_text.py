@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import mtcli
 
-from mtcli.core.data.tokenize import byte_tokenizer
+from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,29 @@ def test_greedy_text_is_transformers_on_any_layout_and_for_every_prompt(model, f
     assert [one["prompt"] for one in table["generated"]] == ["The cat", "one"]
     expected = bytes(greedy).decode(errors="replace")
     assert table["generated"][0] == {"prompt": "The cat", "text": expected, "num_tokens": 9}
+
+
+def test_a_prompt_gets_the_template_s_first_token_and_text_ends_at_any_end(model, tmp_path):
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoModelForCausalLM
+
+    source, _ = model
+    tokenizer = byte_tokenizer()
+    special = [("<|endoftext|>", 256)]
+    tokenizer.backend.post_processor = TemplateProcessing("<|endoftext|> $A", None, special)
+    Tokenizer(tokenizer.backend).save(tmp_path)
+    for name in ("config.json", "model.safetensors"):  # as links lead to a cache
+        (tmp_path / name).symlink_to(source / name)
+    ids = torch.tensor([[256, *b"The cat"]])
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 256}
+    made = AutoModelForCausalLM.from_pretrained(source)
+    greedy = made.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 8:].tolist()
+    end = greedy[-1]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, end]}))
+    done = generate(tmp_path, "--prompt", "The cat", "--max-tokens", "9", "--json", "-")
+    (found,) = json.loads(done.stdout)["generated"]
+    kept = greedy[: greedy.index(end)]
+    assert (found["num_tokens"], found["text"]) == (len(kept), bytes(kept).decode(errors="replace"))
 
 
 def test_plain_output_is_the_prompt_and_its_text(model):

@@ -167,7 +167,50 @@ def test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide(caps
     code, _, err = run(capsys, "gpt3-175b", "--gpus", "10", "--device", "a100-40gb")
     assert code == 1 and "layouts fits" in err and "such as --global-batch 1540" in err
     code, _, err = run(capsys, "gpt3-175b", "--gpus", "4", "--device", "a100-40gb")
-    assert code == 1 and "layouts fits; more ranks\n" in err  # 4 ranks divide its own batch
+    assert code == 1 and "--global-batch" not in err  # 4 ranks divide its own batch
+
+
+def test_a_search_that_finds_no_room_says_from_how_many_devices_on_there_is(capsys):
+    a100 = ("llama-3.1-8b", "--device", "a100-40gb")
+    code, out, err = run(capsys, *a100, "--gpus", "1")
+    assert code == 1 and "It fits from 4 x a100-40gb on" in out
+    assert "none of 14 layouts fits; from 4 devices on one does (--gpus 4): tp=" in err
+    for fewer in ("2", "3"):
+        code, out, _ = run(capsys, *a100, "--gpus", fewer, "--json", "-")
+        assert code == 1 and json.loads(out)["fits_from"]["layout"]["world"] == 4
+    code, out, _ = run(capsys, *a100, "--gpus", "4", "--top", "1", "--json", "-")
+    found = json.loads(out)
+    assert code == 0 and found["fits_from"] is None
+    code, out, _ = run(capsys, *a100, "--gpus", "1", "--json", "-")
+    told = json.loads(out)
+    assert not told["fits"] and told["fits_from"]["fits"]
+    for key in ("layout", "memory_bytes", "step_seconds"):
+        assert told["fits_from"][key] == found[key]
+
+
+def test_a_search_says_where_no_number_of_devices_is_enough(capsys):
+    fixed = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "batch.micro_batch_size=64")
+    flags = [word for field in fixed for word in ("--fix", field)]
+    device = ("--gpus", "1", "--device", "v100-32gb", "--json", "-")
+    code, out, err = run(capsys, "llama-3.1-8b", *device, *flags)
+    assert code == 1 and json.loads(out)["fits_from"] is None
+    assert "nor does one on more devices" in err
+
+
+def test_a_search_that_no_layout_could_help_names_no_layout(capsys):
+    wrong, bounds = ("--set", "optimizer.trust_bounds=[2,1]"), ["optimizer.trust_bounds"] * 2
+    for more, others in (((), []), (("--set", "optimizer.lrr=3"), ["optimizer.lrr"])):
+        code, out, err = run(capsys, "tiny", "--gpus", "1", *wrong, *more, "--json", "-")
+        fields = [problem["field"] for problem in json.loads(out)["problems"]]
+        assert code == 2 and "no layout" not in err
+        assert fields == [*others, *bounds]
+
+
+def test_a_layout_of_another_world_is_told_with_plan_s_own_flag(capsys):
+    code, _, err = run(capsys, "tiny", "--gpus", "4", "--set", "parallel.tp=3")
+    assert code == 2 and "--nproc" not in err
+    assert "hint: run 3 or 6 ranks (--gpus), or choose tp*cp*pp among 1, 2 or 4" in err
+    assert "the nearest legal layouts on 4 ranks" in err
 
 
 def test_a_search_names_a_batch_that_more_layouts_divide_where_that_is_quicker(capsys):

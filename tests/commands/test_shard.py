@@ -1,6 +1,7 @@
 """`mtcli shard` as a user types it: exit codes, stdout, stderr, and what lies there afterwards."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -192,6 +193,50 @@ def test_the_result_says_what_memory_it_took(gpt2, tmp_path, capsys, warm):
         facts = json.loads(capsys.readouterr().out)
         assert facts["largest_tensor_bytes"] == 4 * 24 * 96
         assert 0 <= facts["working_memory_bytes"] < 80e6 < facts["peak_memory_bytes"]
+
+
+def damaged(folder, target, value):
+    """A copy of a Hugging Face folder with one weight of another value."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.weight"].view(-1)[5] = value
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_prove_nothing_and_are_named(gpt2, tmp_path, value):
+    broken = damaged(gpt2, tmp_path / "broken", value)
+    with pytest.raises(MtcliError) as error:
+        run(broken, tmp_path / "ours", "--verify")
+    assert error.value.code is Exit.FAILED
+    assert str(error.value) == (
+        f"error: the logits of {broken} are not finite and prove nothing: "
+        "blocks.1.mlp.up.weight holds NaN or infinity\n\n"
+        "hint: `mtcli shard verify A B` compares the tensors alone, bit for bit"
+    )
+    run(broken, tmp_path / "alone")
+    run("verify", broken, tmp_path / "alone")
+    with pytest.raises(MtcliError, match="differs in 1 of 2304 elements, NaN or infinity among"):
+        run("verify", gpt2, broken)
+
+
+def test_the_step_is_the_run_s_and_a_hugging_face_folder_has_none(gpt2, tmp_path, capsys):
+    source, kept = open_checkpoint(gpt2), tmp_path / "kept"
+    tensors = ((name, source.read(name)) for name in source.names())
+    pieces = [Piece(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
+    toml = dump_toml(RunConfig(model=source.model, batch={"seq_len": 17}))
+    kept.mkdir()
+    commit(kept, [write_pieces(kept, 0, pieces)], About(3, {}, toml, {}))
+    run(kept, tmp_path / "hf", "--json", "-")
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 3 and "step 3; writing hf" in err
+    run("inspect", tmp_path / "hf", "--json", "-")
+    assert json.loads(capsys.readouterr().out)["step"] is None
+    run("inspect", tmp_path / "hf")
+    assert "step             none\n" in capsys.readouterr().out
+    run(tmp_path / "hf", tmp_path / "ours")
+    assert "bytes; writing mtcli" in capsys.readouterr().err
 
 
 def test_a_change_of_dtype_is_verified_within_its_rounding(gpt2, tmp_path, capsys):

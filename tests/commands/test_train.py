@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command_line import free_port, launched, mtcli
 from tiny import write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.data.indexed import write_dataset
 from mtcli.core.spec.load import load_config
 
 STEPS = 6
@@ -139,6 +141,21 @@ def test_an_output_that_holds_a_run_is_refused_by_every_worker_in_one_voice(home
     assert done.returncode == 2
     assert done.stderr.count(f"error: train.output: {base[0]} already holds a run") == 1
     assert "hint: --resume goes on from it" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("field", ["train", "valid"])
+def test_an_id_that_the_vocabulary_lacks_ends_all_ranks_with_its_place(home, tmp_path, field):
+    other = [np.full(40, 7), np.array([1, 2, 60_000, 3]), np.full(40, 7)]  # and no PREFIX.json
+    write_dataset(tmp_path / "other", other, np.dtype("<i4"))
+    settings = {
+        "train": [f'data.train=["0.7", "{home}/data", "0.3", "{tmp_path}/other"]'],
+        "valid": [f'data.valid=["{tmp_path}/other"]', "train.eval_every=1", "train.eval_batches=2"],
+    }[field]
+    done = train(home, to(tmp_path / "run"), *settings, flags=["--nproc", "2"], by=launched)
+    where = f"{tmp_path}/other: token 2 of document 1 is id 60000, and vocab_size="
+    assert done.returncode == 2
+    assert done.stderr.count(f"error: model.vocab_size: {where}") == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_an_output_that_cannot_be_a_folder_is_refused(home, tmp_path):

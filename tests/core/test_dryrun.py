@@ -72,6 +72,7 @@ LAST_ONE = SPLIT | {"stage_layers": (0, 1)}
 HEAVY = {"ffn_hidden_size": 4096}
 SMALL = {"hidden_size": 128, "num_heads": 4}
 UNGROUPED = {"num_kv_heads": 8}
+ONE_KEY = LLAMA | {"num_heads": 4, "num_kv_heads": 1, "head_dim": 512} | SLIM | {"hidden_size": 128}
 DEEPER = {"num_layers": 8, "num_kv_heads": 2}
 DRAWN = {"attention_dropout": 0.1}
 AGAIN_ONCE = {"recompute": "selective"}
@@ -128,11 +129,15 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "a gradient that is sent": (3, LLAMA | ONE | MIDDLE, SENT, "bf16", 1, ALONE),
     "halves that wait": (2, LLAMA | BROAD | ONE, LAST_ONE, "fp32", LAST),
     "no blocks, no positions": (8, LLAMA | SLIM | SMALL, LATE | {"tp": 4}, "fp32", 0, LONG),
+    "a key head of four ranks": (4, ONE_KEY, {"tp": 4}, "bf16", None),
+    "a key head of ranks that drop": (4, ONE_KEY | DRAWN, {"tp": 4} | AGAIN_ONCE, "bf16", None),
+    "a key head of ranks round a ring": (4, ONE_KEY, {"tp": 2, "cp": 2, "zero": 3}, "fp32", None),
     "dropped in float64": (1, LLAMA | DRAWN, AGAIN_ONCE, "fp64", None),
     "a ring in float64": (2, GPT | SIDED, {"cp": 2}, "fp64", None),
     "documents in float64": (1, LLAMA | UNGROUPED, {}, "fp64", None, MASKED),
 }
 CPU_ROWS = {
+    "a key head of two ranks on CPU": (2, ONE_KEY, {"tp": 2}, "fp32", None),
     "a ring on CPU": (2, GPT | SIDED, {"cp": 2}, "fp32", None),
     "dropout on CPU": (1, LLAMA | DROPPING, {}, "fp32", None),
     "attention again on CPU": (2, DEEP, SPLIT | {"recompute": "selective"}, "bf16", LAST),

@@ -50,6 +50,7 @@ def scores(runtime, folder, overrides, rows):
         (2, ["tp=2"]),
         (2, ["tp=2", "ep=2"]),
         (4, ["tp=2", "ep=2", "etp=2"]),
+        (4, ["tp=4", "ep=2", "etp=2"]),
         (4, ["tp=2", "ep=4", "dispatcher=all_gather"]),
     ],
     ids=str,

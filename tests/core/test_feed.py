@@ -195,7 +195,8 @@ def test_an_id_beyond_the_vocabulary_is_an_error_with_both_numbers(prefix, tmp_p
     with pytest.raises(MtcliError) as caught:
         open_for({"train": [prefix]})
     (problem,) = caught.value.problems
-    assert problem.message == "the data's token id 101 is not below vocab_size=101"
+    message = f"{prefix}: the largest token id is 101, and vocab_size=101 takes 0 to 100"
+    assert problem.message == message
     assert "model.vocab_size=102" in problem.hint and problem.field == "model.vocab_size"
     assert open_for({"train": [prefix]}, GPT | {"vocab_size": 102}).close() is None
 

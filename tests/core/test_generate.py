@@ -24,7 +24,7 @@ PROMPT, VOCAB = [3, 14, 15, 92, 65], 97
 def make_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24, "vocab_size": VOCAB}
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 24, "vocab_size": VOCAB}
     return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3, eos_token_id=96))
 
 
@@ -54,9 +54,9 @@ def model(request, tmp_path_factory):
     return made, str(folder)
 
 
-def tokens(runtime, folder, overrides=(), sampling=Sampling(), count=12, end=None):  # noqa: B008
+def tokens(runtime, folder, overrides=(), sampling=Sampling(), count=12, ends=()):  # noqa: B008
     engine = open_model(folder, overrides, runtime).scorer
-    return list(generate(engine, PROMPT, count, sampling, end))
+    return list(generate(engine, PROMPT, count, sampling, ends))
 
 
 def greedy_of(model, count=12):
@@ -78,10 +78,10 @@ def test_greedy_tokens_are_transformers(model):
     assert tokens(ALONE, folder) == without_end(theirs)
 
 
-@pytest.mark.parametrize("axes", [["tp=2"], ["pp=2"], ["tp=2", "pp=2"], []], ids=str)
+@pytest.mark.parametrize("axes", [["tp=2"], ["pp=2"], ["tp=2", "pp=2"], ["tp=4"], []], ids=str)
 def test_every_rank_of_any_layout_says_the_same(model, axes):
     theirs, folder = model
-    world = 2 ** max(1, len(axes))
+    world = 4 if axes == ["tp=4"] else 2 ** max(1, len(axes))
     overrides = [f"parallel.{axis}" for axis in axes]
     drawn = Sampling(temperature=0.8, top_k=20, seed=5)
     greedy = run_ranks(world, tokens, folder, overrides)
@@ -96,7 +96,7 @@ def test_the_end_token_ends_and_is_not_given(model):
     theirs, folder = model
     greedy = without_end(theirs)
     end = greedy[3]
-    assert tokens(ALONE, folder, end=end) == greedy[: greedy.index(end)]
+    assert tokens(ALONE, folder, ends={end}) == greedy[: greedy.index(end)]
 
 
 def test_a_full_context_ends(model):
@@ -108,7 +108,7 @@ def test_a_full_context_ends(model):
 def test_a_prompt_that_does_not_fit_is_an_error_with_both_numbers(model, prompt):
     engine = open_model(model[1], (), ALONE).scorer
     with pytest.raises(MtcliError) as caught:
-        next(generate(engine, prompt, 1, Sampling(), None))
+        next(generate(engine, prompt, 1, Sampling(), ()))
     (problem,) = caught.value.problems
     assert problem.message == f"the prompt has {len(prompt)} tokens and the model takes 1 to 24"
     assert problem.field == "--prompt"

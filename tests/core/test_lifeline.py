@@ -19,7 +19,7 @@ POOL = """
     import signal, sys
     from mtcli.core.data.pool import Pool
 
-    def work(fifo):
+    def work(fifo, tell):
         held = open(fifo, "wb", buffering=0)
         held.write(b"x")
         while True:

@@ -177,13 +177,14 @@ GLOO += "Connection reset by peer. This is typically caused by a remote worker h
     ],
 )
 def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch, error, what):
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(LostPeer) as caught, telling_of_lost_peers():
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(LostPeer) as caught, telling_of_lost_peers(3):
         raise error
-    said = f"rank 3 does not reach another rank, or the run's store: {what}"
+    said = "rank 3 does not reach another rank, or the run's store at node7, port 29500: " + what
     assert caught.value.problems[0].message == said and caught.value.code == 1
 
 
 def test_an_error_of_another_kind_is_left_alone():
-    with pytest.raises(RuntimeError, match="^shapes differ$"), telling_of_lost_peers():
+    with pytest.raises(RuntimeError, match="^shapes differ$"), telling_of_lost_peers(0):
         raise RuntimeError("shapes differ")

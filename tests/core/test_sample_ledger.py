@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hostile import write_manifest
 from ranks import run_ranks
 from tiny import GPT, documents, run_config
 
@@ -17,6 +18,7 @@ from mtcli.core.sample_ledger import SampleLedger, SampleRecord, sampled
 from mtcli.core.saving import Progress
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.train import train
+from mtcli.core.trainer import Trainer
 
 STEPS = 6
 
@@ -191,3 +193,53 @@ def test_the_ledger_goes_on_exactly_on_any_layout_and_other_data_is_refused(data
     other = config_of(data, tmp_path / "two", 8, (0.3, 0.7))
     ((message, code),) = run_ranks(1, run, other, True)
     assert code == 2 and "a has the share 0.3, and the run was trained with 0.7" in message
+
+
+def read(runtime, config, resume):
+    """The samples of each step that a run makes, and its ledger's plan."""
+    rows, real = {}, Trainer.train_step
+
+    def noted(self, feed):
+        size = config.batch.global_batch_size
+        rows[self.step + 1] = feed.batches.sample_ids(self.step * size, size)
+        return real(self, feed)
+
+    Trainer.train_step = noted
+    extra, _ = run(runtime, config, resume)
+    return rows, extra["samples"]["planned"]
+
+
+def short(data, output, steps, **sections):
+    """A run on data of 119 samples an epoch: of 40 in 10 steps."""
+    train = {"steps": steps, "output": str(output), "save_every": 4, "keep": 0}
+    sources = {"train": [str(data / "b")], "split": "1,0,0"}
+    return run_config(GPT, data=sources, train=train, **sections)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_made_longer_across_an_epoch_keeps_its_samples(data, tmp_path, known):
+    """Once, twice, on other layouts; and where a checkpoint's ledger does not say its plan."""
+    ((first, plan),) = run_ranks(1, read, short(data, tmp_path / "run", 10), False)
+    assert plan == 40 and len(first) == 10
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000010")
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
+    if not known:
+        forget_plan(tmp_path / "run/checkpoints/step-00000004")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    ((once, plan),) = run_ranks(1, read, short(data, tmp_path / "run", 62), True)
+    assert plan == 40 and list(once) == list(range(5, 63))
+    assert all(once[step] == first[step] for step in range(5, 11))
+    epoch = [sample for step in range(1, 30) for sample in (first | once)[step]]
+    assert len(set(epoch)) == len(epoch), "no sample comes twice in the first epoch"
+    two = {"parallel": {"zero": 1}, "batch": {"micro_batch_size": 2}}
+    run_ranks(2, read, short(data, tmp_path / "other", 34, **two), True)
+    ((twice, plan),) = run_ranks(1, read, short(data, tmp_path / "other", 62), True)
+    assert plan == 40 and min(twice) == 35
+    assert all(twice[step] == once[step] for step in twice)
+
+
+def forget_plan(folder):
+    """The checkpoint as it was written before ledgers had plans."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["extra"]["samples"]["planned"]
+    write_manifest(folder / "manifest.json", manifest)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import BIASED, DROPPING, GPT, LLAMA, run_config
+from tiny import BIASED, DROPPING, GPT, LLAMA, MOE, run_config
 from trained import checkpoint_of, save_to, train_and_save
 
 from mtcli.core.checkpoint.convert import Options, to_mtcli
@@ -28,6 +28,7 @@ TO = [
     (2, {"pp": 2}, {}),
     (2, {"zero": 1}, {}),
     (4, {"tp": 2, "zero": 3}, TALL),
+    (4, {"tp": 4}, TALL),  # two ranks share each of llama's key-value heads
     (4, {"tp": 2, "pp": 2, "sequence_parallel": False}, {}),
 ]
 
@@ -87,6 +88,14 @@ def test_any_layout_goes_on_with_the_same_curve(run, layout, tmp_path):
     assert again == pytest.approx(losses[STOP:], rel=1e-5)
 
 
+def test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve(run, tmp_path):
+    model, _, losses, _ = run
+    shared = config_of(model, (4, {"tp": 4, "zero": 1}, TALL))
+    begun = run_ranks(4, train, shared, tmp_path, 0, STOP)[0]
+    after = run_ranks(2, train, config_of(model, FROM), tmp_path, STOP, STEPS)[0]
+    assert begun + after == pytest.approx(losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", TO, ids=str)
 def test_saving_without_a_step_between_changes_no_bit(run, layout, tmp_path):
     model, folder, _, _ = run
@@ -130,6 +139,34 @@ def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(t
     losses = run_ranks(1, train, plain, tmp_path / "plain", 0, STOP)[0]
     more = run_ranks(1, train, config, tmp_path / "plain", STOP, STEPS)[0]
     assert len(losses + more) == STEPS and more[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [(1, {}, {}), (2, {"zero": 3}, {}), FROM], ids=str)
+def test_a_wider_precision_between_loses_nothing_of_a_narrow_run(precision, layout, tmp_path):
+    """16 bits -> float32 -> 16 bits: float32 weights are the masters, which then come back."""
+    narrow = config_of(MOE, layout, precision)
+    run_ranks(layout[0], train, narrow, tmp_path / "a", 0, STOP)
+    run_ranks(layout[0], copy, config_of(MOE, layout), tmp_path / "a", tmp_path / "b")
+    alone = config_of(MOE, (1, {}, {}), precision)
+    run_ranks(1, copy, alone, tmp_path / "b", tmp_path / "c")
+    first, wide, last = (tensors(tmp_path / name, STOP) for name in "abc")
+    masters = [name for name in first if name.startswith("optimizer.master/")]
+    assert len(masters) == len(parameters(narrow.model)) and masters[0] not in wide
+    for master in masters:
+        weight = master.removeprefix("optimizer.master/")
+        assert torch.equal(wide[weight], first[master]), weight
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_another_narrow_precision_rounds_the_masters_once(tmp_path):
+    """A weight that bfloat16 holds may be two roundings from its master where one would do."""
+    run_ranks(1, train, config_of(GPT, (1, {}, {}), "bf16"), tmp_path / "a", 0, STOP)
+    run_ranks(1, copy, config_of(GPT, (1, {}, {}), "fp16"), tmp_path / "a", tmp_path / "b")
+    first, last = tensors(tmp_path / "a", STOP), tensors(tmp_path / "b", STOP)
+    for name in parameters(run_config(GPT).model):
+        assert torch.equal(last[name], first[f"optimizer.master/{name}"].half()), name
 
 
 @pytest.fixture(scope="module")

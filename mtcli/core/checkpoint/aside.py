@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtcli.core.checkpoint import manifest, names
 from mtcli.core.spec.errors import failed, wrong
-from mtcli.core.spec.outputs import folder_of, sync_folder
+from mtcli.core.spec.outputs import folder_of, make_folder, sync_folder
 
 
 @contextmanager
@@ -21,7 +21,8 @@ def written_aside(final: Path, needed_bytes: int, force: bool) -> Iterator[Path]
     partial = final.with_name(final.name + names.PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        make_folder(partial.parent)
+        partial.mkdir()
         require_space(partial, needed_bytes)
         yield partial
         replace_folder(partial, final)
@@ -44,8 +45,13 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 
 def require_free(final: Path, force: bool) -> None:
-    """Raises MtcliError where something has the name already that may not be replaced."""
+    """Raises MtcliError where something has the name already that may not be replaced, or where a
+    folder that it would be in is a file."""
     with folder_of("DST", final):
+        inside = next(path for path in final.absolute().parents if path.exists())
+        if not inside.is_dir():
+            message = f"{inside} is a file, and {final} would be inside of it"
+            raise wrong(message, "name another folder", "DST")
         if not final.exists() or (final.is_dir() and not any(final.iterdir())):
             return
     if not force:

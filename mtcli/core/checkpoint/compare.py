@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from math import inf, nan
+from math import inf, isfinite, nan
 from typing import NamedTuple
 
 import torch
@@ -113,4 +113,7 @@ def _unequal(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype) -> str
         same, unequal = False, unequal + int((bits[0] != bits[1]).any(1).sum())
         apart = float((x.double() - y.double()).abs().max())
         largest = nan if apart != apart or largest != largest else max(largest, apart)
-    return "" if same else f"differs in {unequal} of {count} elements, by at most {largest:g}"
+    if same:
+        return ""
+    how = f"by at most {largest:g}" if isfinite(largest) else "NaN or infinity among them"
+    return f"differs in {unequal} of {count} elements, {how}"

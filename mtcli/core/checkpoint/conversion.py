@@ -66,6 +66,7 @@ def convert(dense: Checkpoint, source: Checkpoint, target: Path, plan: Plan) -> 
     after = open_checkpoint(target)
     seen = describe(after)
     facts = {name: seen[name] for name in ("format", "step", "layout", "bytes", "dtype")}
+    facts["step"] = describe(dense)["step"] if facts["step"] is None else facts["step"]
     facts |= {"source": str(source.folder), "output": str(target), "dropped": left_out(dense, plan)}
     facts |= {"parameters": seen["parameters"]}
     if plan.recipe:

@@ -20,7 +20,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "path": str(checkpoint.folder),
         "format": checkpoint.format,
-        "step": checkpoint.step,
+        "step": None if checkpoint.format == "hf" else checkpoint.step,  # its folders keep none
         "layout": layout_of(checkpoint),
         "model": checkpoint.model.model_dump(mode="json"),
         "parameters": count_parameters(checkpoint.model),

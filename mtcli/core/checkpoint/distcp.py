@@ -8,6 +8,7 @@ from mtcli.core.checkpoint.tensorfile import MAX_DIMS, damaged
 from mtcli.core.checkpoint.torchzip import Span
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.untrusted import read_untrusted
 
 NAME = ".metadata"
 MAX_BYTES = 1 << 30
@@ -59,12 +60,9 @@ def read_contents(folder: Path) -> Contents:
     """
     path = folder / NAME
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_untrusted(path, MAX_BYTES)
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
-    if len(data) > MAX_BYTES:
-        raise damaged(path, f"it has more than {MAX_BYTES} bytes")
     record = read_pickle(data, path, _allowed)
     try:
         return _contents(path, record)

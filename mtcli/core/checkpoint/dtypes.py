@@ -1,17 +1,9 @@
-"""The dtypes of stored tensors: our names, torch's and those of the safetensors format."""
+"""The dtypes of stored tensors as torch's; their names are in `codes.py`."""
 
 import torch
 
+from mtcli.core.checkpoint.codes import CODES
 from mtcli.core.spec.errors import wrong
-
-# Sizes in bytes of every code that a safetensors header may name; tensors of the codes below this
-# table can be read, the others only stepped over (GPT-2's boolean masks, say).
-CODE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
-}  # fmt: skip
 
 DTYPES = {
     "float64": torch.float64,
@@ -19,8 +11,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,14 +35,3 @@ def dtype_of_code(code: str) -> torch.dtype | None:
         if known == code:
             return DTYPES[name]
     return None
-
-
-def parse_dtype(text: str) -> torch.dtype:
-    """The dtype of a name such as "bf16" or "bfloat16", as flags give it.
-
-    Raises MtcliError that lists the names.
-    """
-    name = SHORT.get(text, text)
-    if name not in DTYPES:
-        raise wrong(f"there is no dtype {text!r}", f"one of {', '.join(SHORT)}", "--dtype")
-    return DTYPES[name]

@@ -13,8 +13,9 @@ from torch import Tensor
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.aside import written_aside
 from mtcli.core.checkpoint.checkpoint import Checkpoint
+from mtcli.core.checkpoint.codes import CODE_BYTES
 from mtcli.core.checkpoint.convert import Options, original_config, tokenizer_files
-from mtcli.core.checkpoint.dtypes import CODE_BYTES, code_of, dtype_name
+from mtcli.core.checkpoint.dtypes import code_of, dtype_name
 from mtcli.core.checkpoint.families.family import Family, Part, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE
 from mtcli.core.checkpoint.hf import GENERATION, INDEX, SINGLE
@@ -24,6 +25,7 @@ from mtcli.core.checkpoint.workers import Memory, Progress, run_parts, shares
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.sharding import SLAB_BYTES, slabs
+from mtcli.core.spec.untrusted import read_untrusted
 
 
 class Export(NamedTuple):
@@ -63,7 +65,7 @@ def to_hf(source: Checkpoint, final: Path, max_shard_bytes: int, options: Option
         if len(shards) > 1:
             _write_json(partial / INDEX, _index(shards))
         for name, path in tokenizer_files(source, "").items():
-            write_bytes(partial / name, path.read_bytes())
+            write_bytes(partial / name, read_untrusted(path))
         _write_configs(partial, source, family, original, exports[0].dtype)
     return memory
 
@@ -134,13 +136,13 @@ def _write_configs(
         table = hfconfig.read_json(original)
     names = {"torch_dtype", "dtype"} & set(table) or {"torch_dtype"}
     if original is not None and all(table.get(name) == dtype_name(dtype) for name in names):
-        write_bytes(folder / hfconfig.NAME, original.read_bytes())
+        write_bytes(folder / hfconfig.NAME, read_untrusted(original))
     else:
         _write_json(folder / hfconfig.NAME, table | dict.fromkeys(names, dtype_name(dtype)))
     generation = original.with_name(GENERATION) if original is not None else None
     if generation is not None and generation.is_file():
         require_inside(source.folder, generation)
-        write_bytes(folder / GENERATION, generation.read_bytes())
+        write_bytes(folder / GENERATION, read_untrusted(generation))
     else:
         kept = {name: table.get(name) for name in tokens}
         _write_json(folder / GENERATION, {"_from_model_config": True} | kept)

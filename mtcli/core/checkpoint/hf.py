@@ -11,6 +11,7 @@ from mtcli.core.checkpoint.boxes import read_box
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
 from mtcli.core.checkpoint.dtypes import dtype_of_code
 from mtcli.core.checkpoint.families.family import Family, Part
+from mtcli.core.checkpoint.finding import TOKENIZERS, CheckpointFolder
 from mtcli.core.checkpoint.hfconfig import family_in, model_of, read_json
 from mtcli.core.checkpoint.tensorfile import Entry, damaged, read_header
 from mtcli.core.spec.errors import wrong
@@ -23,7 +24,6 @@ GENERATION = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 TOKENIZER_FILES = (
     *TOKENIZERS,
     "tokenizer_config.json",
@@ -69,7 +69,7 @@ def open_hf(folder: Path) -> Checkpoint:
         extra={},
         tensors=tensors,
         files={},
-        tokenizer_folder=folder if any((folder / n).is_file() for n in TOKENIZERS) else None,
+        tokenizer_folder=CheckpointFolder("hf", folder).tokenizer_folder,
         headers=headers,
         format="hf",
     )

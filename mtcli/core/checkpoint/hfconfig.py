@@ -9,8 +9,10 @@ from mtcli.core.checkpoint.families.family import Demand, Family, Field, Table
 from mtcli.core.checkpoint.families.registry import BY_TYPE, FAMILIES
 from mtcli.core.checkpoint.families.unsupported import UNSUPPORTED, windowed_layers
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.fields import refused_value
 from mtcli.core.spec.foreign import parse_json, shown
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.spec.untrusted import read_untrusted
 
 NAME = "config.json"
 MAX_BYTES = 16 << 20
@@ -27,13 +29,10 @@ EXPERTS |= {"router_bias_update_rate"}
 def read_json(path: Path) -> Table:
     """The JSON object in a file; raises MtcliError where there is none."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
+        text = read_untrusted(path, MAX_BYTES)
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
     try:
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
         table = parse_json(text)
     except ValueError as error:
         raise wrong(f"{path} is not JSON: {error}", "use another copy") from None
@@ -69,7 +68,10 @@ def model_of(table: Table, path: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        raise MtcliError(*(_fault(path, family, detail) for detail in error.errors())) from None
+        details = error.errors()
+        causes = [detail for detail in details if detail["type"] != "missing"]
+        faults = (_fault(path, family, detail) for detail in causes or details)
+        raise MtcliError(*faults) from None
 
 
 def config_to_hf(model: ModelConfig, family: Family) -> Table:
@@ -152,7 +154,7 @@ def _unmet(demand: Demand, table: Table) -> Problem | None:
     value = table.get(demand.theirs)
     if value in demand.values:
         return None
-    known = " or ".join(str(value) for value in demand.values if value is not None)
+    known = " or ".join(shown(value) for value in demand.values if value is not None)
     hint = f"only {known} can" if known else "only a model without it can"
     return Problem(f"{demand.theirs}={shown(value)} cannot be represented", hint)
 
@@ -166,6 +168,5 @@ def _fault(path: Path, family: Family, detail: Any) -> Problem:
     theirs = next((field.theirs for field in family.fields if field.ours == ours), ours)
     if detail["type"] == "missing":
         return Problem(f"{path} has no {theirs}", "is it the config.json of the weights?")
-    return Problem(
-        f"{path}: {theirs}={shown(detail['input'])}: {detail['msg']}", "see docs/shard.md"
-    )
+    problem = refused_value(ModelConfig, detail)
+    return Problem(f"{path}: {theirs}: {problem.message}", problem.hint)

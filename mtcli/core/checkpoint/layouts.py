@@ -1,11 +1,18 @@
 """The layout that a checkpoint is converted to: `--layout tp=2,pp=2` as a legal config."""
 
-from mtcli.core.checkpoint.checkpoint import Checkpoint
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
 from mtcli.core.spec import check
 from mtcli.core.spec.config import BatchConfig, ParallelConfig, RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.fields import refused_value
 from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.nearest import Near, layout_sizes, nearest_layouts
+
+if TYPE_CHECKING:  # it imports torch, and a layout that is none is refused without
+    from mtcli.core.checkpoint.checkpoint import Checkpoint
 
 LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
 ZEROS = (0, 1, 3)
@@ -35,14 +42,20 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
         raise wrong(f"zero={sizes['zero']} is no way to share", "zero 0, 1 or 3", "--layout")
     dp = sizes.pop("dp", 1)
     schedule = "interleaved" if sizes.get("vpp", 1) > 1 else "1f1b"
-    parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule})
+    try:
+        parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule})
+    except ValidationError as error:
+        found = (refused_value(ParallelConfig, detail) for detail in error.errors())
+        raise MtcliError(
+            *(Problem(f"{p.field}: {p.message}", p.hint, "--layout") for p in found)
+        ) from None
     world = parallel.tp * parallel.cp * parallel.pp * dp
     if world > MAX_RANKS:
         raise wrong(f"{text} is a layout of {world:,} ranks", f"at most {MAX_RANKS:,}", "--layout")
     return parallel, world
 
 
-def output_config(source: Checkpoint, parallel: ParallelConfig, world: int) -> RunConfig:
+def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) -> RunConfig:
     """The config of a checkpoint converted to a layout, which keeps zero where that says nothing.
 
     Raises MtcliError with all that is illegal, and the nearest layouts that are not.
@@ -63,7 +76,8 @@ def output_config(source: Checkpoint, parallel: ParallelConfig, world: int) -> R
 def _broken(config: RunConfig, world: int) -> list[Problem]:
     """The rules of the model's cuts that a layout breaks, whatever the batch: that is the run's."""
     fits = BatchConfig(seq_len=2 * config.parallel.cp * config.parallel.tp)
-    found = check.problems(config.model_copy(update={"batch": fits}), world)
+    rules_of_run = check.TRAINING_RULES
+    found = check.problems(config.model_copy(update={"batch": fits}), world, rules_of_run)
     return [problem for problem in found if problem.field.split(".")[0] in SECTIONS]
 
 

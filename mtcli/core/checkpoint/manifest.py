@@ -1,22 +1,26 @@
 """The manifest of a checkpoint folder: names, global shapes, the rectangles and where they are.
 
 A manifest is read as untrusted: names may not leave the folder, and the pieces of every tensor must
-tile it, each element exactly once.
+tile it, each element exactly once. It ends with a hash of its own bytes, so that damage to it is
+never laid on the files whose hashes it holds.
 """
 
+import re
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtcli.core.checkpoint.tensorfile import damaged
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.untrusted import read_untrusted
 
 NAME = "manifest.json"
-VERSION = 2
+Version = Literal[2, 3]  # that are read; the last is written
 BLOCK_BYTES = 2 << 20  # of hashes and writing
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_CELLS = 1 << 24  # of the grid that proves that pieces tile a tensor
@@ -26,6 +30,7 @@ Counts = Annotated[tuple[Count, ...], Field(max_length=16)]
 _PART = r"[^/\\\x00.][^/\\\x00]*"
 FileName = Annotated[str, Field(pattern=rf"^{_PART}(/{_PART})?$")]  # cannot leave the folder
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_SEAL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"}$')
 
 
 class Record(BaseModel):
@@ -69,7 +74,7 @@ class Manifest(Record):
     """What a checkpoint folder holds."""
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
-    version: Literal[2] = 2
+    version: Version = 3
     step: Count
     """optimizer steps done"""
     world: Annotated[int, Field(ge=1)]
@@ -79,10 +84,13 @@ class Manifest(Record):
     tensors: Annotated[dict[str, TensorRecord], Field(min_length=1)]
     files: dict[FileName, FileRecord]
     """every file but this one"""
+    xxh3_128: Hash | None = Field(default=None, exclude=True)
+    """of the JSON without it, where it comes last; version 2 has none"""
 
     def to_bytes(self) -> bytes:
         """The manifest as the JSON of its file."""
-        return self.model_dump_json().encode()
+        text = self.model_dump_json().encode()
+        return text[:-1] + b',"xxh3_128":"%b"}' % xxhash.xxh3_128_hexdigest(text).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -92,12 +100,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_MANIFEST_BYTES + 1)
+        text = read_untrusted(path, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is it a checkpoint?") from None
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise damaged(path, f"it has more than {MAX_MANIFEST_BYTES} bytes")
+    is_sealed = _check_seal(path, text)
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
@@ -106,15 +112,28 @@ def read_manifest(folder: Path) -> Manifest:
             raise _other_version(path, first["input"]) from None
         where = ".".join(map(str, first["loc"]))
         raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
+    if not is_sealed and (manifest.xxh3_128 or manifest.version > 2):
+        raise damaged(path, "it does not end with its own hash")
     check_pieces(path, manifest)
     check_sizes(folder, manifest)
     return manifest
 
 
+def _check_seal(path: Path, text: bytes) -> bool:
+    """Whether a manifest ends with a hash. Raises MtcliError where that is of other bytes."""
+    seal = _SEAL.search(text, max(0, len(text) - 64))
+    if seal is None:
+        return False
+    hasher = xxhash.xxh3_128(memoryview(text)[: seal.start()])
+    hasher.update(b"}")
+    if hasher.hexdigest().encode() != seal[1]:
+        raise damaged(path, "its bytes do not have the hash at its end")
+    return True
+
+
 def _other_version(path: Path, version: int) -> MtcliError:
-    message = (
-        f"{path} is of version {version} of the format, and this mtcli reads version {VERSION}"
-    )
+    known = " and ".join(map(str, get_args(Version)))
+    message = f"{path} is of version {version} of the format, and this mtcli reads {known}"
     hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
     return wrong(message, hint)
 

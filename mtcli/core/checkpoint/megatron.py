@@ -13,8 +13,10 @@ from typing import IO, Any
 
 from mtcli.core.checkpoint import distcp
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
+from mtcli.core.checkpoint.codes import CODE_BYTES
 from mtcli.core.checkpoint.distcp import Chunk, Saved, read_contents
-from mtcli.core.checkpoint.dtypes import CODE_BYTES, dtype_of_code
+from mtcli.core.checkpoint.dtypes import dtype_of_code
+from mtcli.core.checkpoint.finding import METADATA
 from mtcli.core.checkpoint.hfconfig import read_json
 from mtcli.core.checkpoint.manifest import tiling_fault
 from mtcli.core.checkpoint.megatron_config import model_of
@@ -28,29 +30,14 @@ from mtcli.core.spec.foreign import listed
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.core.spec.sharding import Parameter
+from mtcli.core.spec.untrusted import open_untrusted
 
-METADATA = "metadata.json"
 COMMON = "common.pt"
-LATEST = "latest_checkpointed_iteration.txt"
-LEGACY = "mp_rank_00*"  # folders of checkpoints before torch_dist
-MAX_LATEST = 64  # characters of a step's number, or of "release"
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 # What arguments and a run's state are made of: classes whose names are read, and nothing else.
 NAMED_IN_COMMON = ("torch.", "megatron.", "transformer_engine.", "pathlib.", "argparse.", "numpy.")
 MORE_NAMES = {"collections.OrderedDict", "datetime.timedelta", "signal.Signals", "_codecs.encode"}
 MORE_NAMES |= {"types.SimpleNamespace", "__builtin__.set", "__builtin__.bytes", "builtins.set"}
-
-
-def find_megatron(path: Path) -> Path | None:
-    """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
-    latest = path / LATEST
-    if latest.is_file():
-        with latest.open(errors="replace") as file:
-            text = file.read(MAX_LATEST).strip()
-        name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
-        return path / name
-    is_legacy = path.is_dir() and any(path.glob(LEGACY))
-    return path if is_legacy or (path / METADATA).is_file() else None
 
 
 def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
@@ -198,7 +185,7 @@ class _Reader:
             path = self.folder / chunk.file
             try:
                 if chunk.file not in self.opened:
-                    self.opened[chunk.file] = self.files.enter_context(path.open("rb"))
+                    self.opened[chunk.file] = self.files.enter_context(open_untrusted(path))
                 self.found[place] = find_tensor(self.opened[chunk.file], chunk.span(self.folder))
             except OSError as error:
                 raise damaged(path, f"it cannot be read ({error.strerror})") from None

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from mtcli.core.checkpoint.families.family import Demand
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
+from mtcli.core.spec.fields import refused_value
 from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.model_config import ModelConfig
 
@@ -80,8 +81,10 @@ def model_of(arguments: Arguments, path: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        faults = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
-        raise MtcliError(*(Problem(f"{path}: {n}: {m}", HINT) for n, m in faults)) from None
+        found = (refused_value(ModelConfig, detail) for detail in error.errors())
+        raise MtcliError(
+            *(Problem(f"{path}: {p.field}: {p.message}", HINT) for p in found)
+        ) from None
 
 
 def _first(arguments: Arguments, names: tuple[str, ...]) -> Any:

@@ -6,6 +6,7 @@ from io import FileIO
 from pathlib import Path
 
 from mtcli.core.checkpoint.tensorfile import damaged
+from mtcli.core.spec.untrusted import open_untrusted
 
 # Far from a process's limit, and more than the files that hold one tensor's pieces.
 MAX_OPEN = 32
@@ -14,7 +15,7 @@ MAX_OPEN = 32
 def open_file(path: Path) -> FileIO:
     """A file to read at any place. Raises MtcliError where it cannot be opened."""
     try:
-        return path.open("rb", buffering=0)
+        return open_untrusted(path, 0)
     except OSError as error:
         raise damaged(path, f"it cannot be opened ({error.strerror})") from None
 

@@ -1,24 +1,20 @@
 """Opening a checkpoint: a folder of ours, a run folder, Hugging Face's or Megatron's."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from mtcli.core.checkpoint import manifest as manifests
 from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
-from mtcli.core.checkpoint.dtypes import CODES, DTYPES
-from mtcli.core.checkpoint.hf import CONFIG as HF_CONFIG
+from mtcli.core.checkpoint.codes import CODES
+from mtcli.core.checkpoint.dtypes import DTYPES
+from mtcli.core.checkpoint.finding import KINDS, CheckpointFolder, config_in, find_checkpoint
 from mtcli.core.checkpoint.hf import open_hf
 from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
-from mtcli.core.checkpoint.megatron import find_megatron, open_megatron
-from mtcli.core.checkpoint.names import CHECKPOINTS, CONFIG, TOKENIZER, step_folders
+from mtcli.core.checkpoint.megatron import open_megatron
+from mtcli.core.checkpoint.names import step_folders
 from mtcli.core.checkpoint.retention import hold
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import MtcliError, Problem, wrong
-from mtcli.core.spec.load import load_config
+from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.model_config import ModelConfig
-
-KINDS = "give a checkpoint, a run, or a Hugging Face or Megatron folder"
 
 
 def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
@@ -28,27 +24,20 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
     run is refused, and the error offers the one before it.
     """
+    return open_found(find_checkpoint(path), model)
+
+
+def open_found(found: CheckpointFolder, model: ModelConfig | None = None) -> Checkpoint:
+    """As `open_checkpoint`, of a folder that was found."""
     try:
-        return _open_any(path, model)
-    except OSError as error:  # of a name that is too long, or a folder that may not be read
-        raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
-
-
-def _open_any(path: Path, model: ModelConfig | None) -> Checkpoint:
-    if (path / manifests.NAME).exists():
-        return _open_ours(path)
-    if (path / HF_CONFIG).exists():
-        return open_hf(path)
-    if folder := find_megatron(path):
-        return open_megatron(folder, model)
-    for root in (path / CHECKPOINTS, path):
-        if steps := step_folders(root):
-            return _open_newest(steps[-1])
-    if not path.is_dir():
-        raise wrong(f"there is no folder {path}", KINDS)
-    hint = f"a checkpoint has a {manifests.NAME}, a run has {CHECKPOINTS}/step-..., "
-    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
-    raise wrong(f"{path} holds no checkpoint", hint)
+        if found.format == "hf":
+            return open_hf(found.folder)
+        if found.format == "megatron":
+            return open_megatron(found.folder, model)
+        with offering_earlier(found.folder) if found.of_run else nullcontext():
+            return _open_ours(found.folder)
+    except OSError as error:  # of a folder that may not be read
+        raise wrong(f"{found.folder} cannot be opened: {error.strerror}", KINDS) from None
 
 
 @contextmanager
@@ -67,11 +56,6 @@ def offering_earlier(folder: Path) -> Iterator[None]:
         raise MtcliError(*(p._replace(hint=offer) for p in error.problems)) from None
 
 
-def _open_newest(newest: Path) -> Checkpoint:
-    with offering_earlier(newest):
-        return _open_ours(newest)
-
-
 def _opens(folder: Path) -> bool:
     try:
         _open_ours(folder)
@@ -83,7 +67,7 @@ def _opens(folder: Path) -> bool:
 def _open_ours(folder: Path) -> Checkpoint:
     held = hold(folder)
     manifest = read_manifest(folder)
-    config = _config(folder / CONFIG)
+    config = config_in(folder)
     checkpoint = Checkpoint(
         folder=folder,
         model=config.model,
@@ -92,25 +76,12 @@ def _open_ours(folder: Path) -> Checkpoint:
         extra=manifest.extra,
         tensors={name: _stored(record) for name, record in manifest.tensors.items()},
         files=manifest.files,
-        tokenizer_folder=folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None,
+        tokenizer_folder=CheckpointFolder("mtcli", folder).tokenizer_folder,
         world=manifest.world,
         held=held,
     )
     checkpoint.check_headers()
     return checkpoint
-
-
-def _config(path: Path) -> RunConfig:
-    try:
-        return load_config(str(path))
-    except MtcliError as error:  # which names fields, and a user has set none
-        raise MtcliError(*(_at(path, problem) for problem in error.problems)) from None
-
-
-def _at(path: Path, problem: Problem) -> Problem:
-    if not problem.field:  # no file, or no TOML: the path is in the message
-        return problem
-    return Problem(f"{path}: {problem.field}: {problem.message}", problem.hint)
 
 
 def _stored(record: TensorRecord) -> Stored:

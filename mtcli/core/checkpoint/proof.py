@@ -1,5 +1,7 @@
 """The proof of a conversion: the same tensors, and the same logits on seeded tokens."""
 
+from itertools import filterfalse
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,11 +15,13 @@ from mtcli.core.checkpoint.compare import (
     verify_hashes,
 )
 from mtcli.core.checkpoint.hfconfig import differing_fields
+from mtcli.core.checkpoint.names import is_optimizer
 from mtcli.core.checkpoint.workers import Memory, Progress
 from mtcli.core.engine import Engine, open_engine
 from mtcli.core.model.inputs import Cache
 from mtcli.core.runtime import Runtime
-from mtcli.core.spec.errors import failed
+from mtcli.core.spec.errors import MtcliError, failed
+from mtcli.core.spec.sharding import SLAB_BYTES, slabs
 
 SEQUENCES, TOKENS = 2, 32
 ROUNDINGS = 16  # of the weights, that logits may be apart after a change of dtype
@@ -85,14 +89,32 @@ def require_same_logits(
 ) -> dict[str, Any]:
     """How far the logits of two folders are apart.
 
-    Raises MtcliError (exit 1) where that is more than `tolerance` takes for rounding.
+    Raises MtcliError (exit 1) where that is more than `tolerance` takes for rounding, and where
+    logits of NaN or infinity prove nothing.
     """
     apart, largest = logit_difference(a, b)
+    if not isfinite(apart):
+        raise _no_logits(b if isfinite(largest) else a)
     limit = tolerance(largest, dtype, resummed)
-    if not apart <= limit:  # nor where it is NaN
+    if apart > limit:
         message = f"the logits of {a.folder} and {b.folder} are {apart:g} apart"
         raise failed(f"{message}, and {limit:g} at most is rounding", "trust neither of them")
     return {"logits_apart": apart}
+
+
+def _no_logits(checkpoint: Checkpoint) -> MtcliError:
+    """The error of logits that are not finite, with the first weight that is not."""
+    for name in filterfalse(is_optimizer, checkpoint.names()):
+        shape, step = checkpoint.shape(name), SLAB_BYTES // checkpoint.dtype(name).itemsize
+        if not all(
+            bool(checkpoint.read(name, slab).isfinite().all()) for slab in slabs(shape, step)
+        ):
+            why = f"{name} holds NaN or infinity"
+            break
+    else:
+        why = "its weights are finite, and overflow"
+    message = f"the logits of {checkpoint.folder} are not finite and prove nothing: {why}"
+    return failed(message, "`mtcli shard verify A B` compares the tensors alone, bit for bit")
 
 
 def _ends(count: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import IO
 from mtcli.core.checkpoint.manifest import NAME
 from mtcli.core.checkpoint.names import PARTIAL, step_folders, step_of
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.untrusted import open_untrusted
 
 
 class Hold:
@@ -36,7 +37,7 @@ def hold(folder: Path) -> Hold:
     """
     path = folder / NAME
     try:
-        file = path.open("rb")
+        file = open_untrusted(path)
     except OSError:
         return Hold()  # whoever reads it says why
     try:
@@ -71,7 +72,7 @@ def prune(root: Path, keep: int, every: int, newest: Path) -> None:
 
 def _remove(folder: Path) -> None:
     left = folder.with_name(folder.name + PARTIAL)
-    with suppress(FileNotFoundError), (folder / NAME).open("rb") as file:
+    with suppress(FileNotFoundError), open_untrusted(folder / NAME) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder.rename(left)  # never half of one under its name
         shutil.rmtree(left)

@@ -7,7 +7,7 @@ manifest comes last. A save that fails on any rank fails on all, and leaves what
 import errno
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from mtcli.core.checkpoint.manifest import (
     FileRecord,
     Manifest,
     PieceRecord,
+    Record,
     TensorRecord,
     check_pieces,
 )
@@ -36,7 +37,9 @@ from mtcli.core.checkpoint.retention import prune
 from mtcli.core.checkpoint.tensorfile import Planned
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 from mtcli.core.spec.errors import MtcliError, failed
-from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.spec.outputs import make_folder
+from mtcli.core.spec.sharding import SLAB_BYTES, Rectangle, slabs
+from mtcli.core.spec.untrusted import read_untrusted
 
 Gather = Callable[[object], list[Any]]
 
@@ -59,11 +62,11 @@ class Outline(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Written(NamedTuple):
-    """What a rank wrote: its files, and each piece with where it is."""
+class Written(Record):
+    """The part of the manifest that one rank wrote."""
 
-    files: dict[str, FileRecord]
-    pieces: list[tuple[Outline, PieceRecord]]
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
 
 
 class About(NamedTuple):
@@ -82,6 +85,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     *,
     rank: int,
     gather: Gather,
+    progress: Callable[[], None] = lambda: None,
     extra: dict[str, Any],
     config_toml: str,
     tokenizer: Path | None,
@@ -90,16 +94,17 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
-    `gather` returns every rank's object on every rank, in rank order, and is a barrier. `extra` is
-    JSON. Then the newest `keep` checkpoints stay (0: all), and those of multiples of `keep_every`.
+    `gather` returns every rank's JSON on every rank, in rank order, and is a barrier. `progress` is
+    called as the save goes on. `extra` is JSON. Then the newest `keep` checkpoints stay (0: all),
+    and those of multiples of `keep_every`.
     Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
     there remain.
     """
     partial, final = root / (step_name(step) + PARTIAL), root / step_name(step)
 
-    def write() -> Written:
+    def write() -> dict[str, Any]:
         try:
-            return write_pieces(partial, rank, pieces)
+            return write_pieces(partial, rank, pieces, progress).model_dump(mode="json")
         except OSError as error:
             raise _counted(error, root, needed) from None
 
@@ -110,7 +115,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     needed = sum(gather(sum(piece.tensor.nbytes for piece in pieces)))
     try:
         together(gather, rank == 0, lambda: prepare(partial, needed))
-        written = together(gather, True, write)
+        written = [Written.model_validate(part) for part in together(gather, True, write)]
         together(gather, rank == 0, lambda: finish(written))
     except MtcliError:
         if rank == 0:
@@ -129,19 +134,33 @@ def prepare(partial: Path, needed_bytes: int) -> None:
     """
     for stale in partial.parent.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(stale)
-    partial.mkdir(parents=True)
+    make_folder(partial.parent)
+    partial.mkdir()
     require_space(partial, needed_bytes)
 
 
-def write_pieces(folder: Path, rank: int, pieces: list[Piece]) -> Written:
-    """Writes a rank's file in `folder`; none where the rank owns nothing."""
+def write_pieces(
+    folder: Path, rank: int, pieces: list[Piece], progress: Callable[[], None] = lambda: None
+) -> Written:
+    """Writes a rank's file in `folder`; none where the rank owns nothing.
+
+    `progress` is called after at most SLAB_BYTES each.
+    """
     full = [piece for piece in pieces if piece.tensor.numel()]
     full.sort(key=lambda piece: -piece.tensor.element_size())  # all aligned to their item's size
     outlines = [
         Outline(p.name, p.tensor.dtype, Rectangle(p.start, tuple(p.tensor.shape)), p.shape)
         for p in full
     ]
-    return write_outlined(folder, rank, outlines, (piece.tensor for piece in full))
+
+    def tensors() -> Iterator[Tensor]:
+        for piece in full:
+            most = SLAB_BYTES // piece.tensor.element_size()
+            for box in slabs(tuple(piece.tensor.shape), most):
+                yield piece.tensor[box.slices]
+                progress()
+
+    return write_outlined(folder, rank, outlines, tensors())
 
 
 def write_outlined(
@@ -149,18 +168,21 @@ def write_outlined(
 ) -> Written:
     """As `write_pieces`, of tensors that may be made one at a time, in the outlines' order."""
     if not outlines:
-        return Written({}, [])
+        return Written()
     file, keys = rank_file(rank), _keys([outline.name for outline in outlines])
     plan = [
         Planned(key, code_of(outline.dtype), outline.box.size)
         for key, outline in zip(keys, outlines, strict=True)
     ]
     record = write_tensors(folder / file, plan, tensors, {})
-    pieces = [
-        PieceRecord(file=file, key=key, start=outline.box.start, size=outline.box.size)
-        for key, outline in zip(keys, outlines, strict=True)
-    ]
-    return Written({file: record}, list(zip(outlines, pieces, strict=True)))
+    tensors = {
+        outline.name: TensorRecord(dtype=dtype_name(outline.dtype), shape=outline.shape, pieces=[])
+        for outline in outlines
+    }
+    for key, outline in zip(keys, outlines, strict=True):
+        piece = PieceRecord(file=file, key=key, start=outline.box.start, size=outline.box.size)
+        tensors[outline.name].pieces.append(piece)
+    return Written(files={file: record}, tensors=tensors)
 
 
 def commit(partial: Path, written: list[Written], about: About) -> None:
@@ -169,7 +191,7 @@ def commit(partial: Path, written: list[Written], about: About) -> None:
     files[CONFIG] = write_bytes(partial / CONFIG, about.config_toml.encode())
     for name, source in sorted(about.attached.items()):
         (partial / name).parent.mkdir(exist_ok=True)
-        files[name] = write_bytes(partial / name, source.read_bytes())
+        files[name] = write_bytes(partial / name, read_untrusted(source))
     manifest = Manifest(
         step=about.step,
         world=len(written),
@@ -199,17 +221,14 @@ def _keys(names: list[str]) -> list[str]:
 
 
 def _tensors(written: list[Written]) -> dict[str, TensorRecord]:
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    pieces: dict[str, list[PieceRecord]] = {}
-    for outline, piece in (pair for part in written for pair in part.pieces):
-        kind = (dtype_name(outline.dtype), outline.shape)
-        if kinds.setdefault(outline.name, kind) != kind:
-            raise failed(f"{outline.name} is {kind} on one rank and {kinds[outline.name]} before")
-        pieces.setdefault(outline.name, []).append(piece)
-    return {
-        name: TensorRecord.model_validate({"dtype": dtype, "shape": shape, "pieces": pieces[name]})
-        for name, (dtype, shape) in kinds.items()
-    }
+    tensors: dict[str, TensorRecord] = {}
+    for name, record in (item for part in written for item in part.tensors.items()):
+        known = tensors.setdefault(name, record.model_copy(update={"pieces": []}))
+        kind, before = (record.dtype, record.shape), (known.dtype, known.shape)
+        if kind != before:
+            raise failed(f"{name} is {kind} on one rank and {before} before")
+        known.pieces.extend(record.pieces)
+    return tensors
 
 
 def together(gather: Gather, mine: bool, work: Callable[[], Any]) -> list[Any]:

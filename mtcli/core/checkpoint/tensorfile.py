@@ -10,9 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.dtypes import CODE_BYTES
+from mtcli.core.checkpoint.codes import CODE_BYTES
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.foreign import is_text, shown
+from mtcli.core.spec.untrusted import open_untrusted
 
 MAX_HEADER_BYTES = 100_000_000  # as in the reference reader
 MAX_DIMS = 16
@@ -47,7 +48,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     Raises MtcliError where the file is missing or its header does not describe it exactly.
     """
     try:
-        with path.open("rb") as file:
+        with open_untrusted(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")

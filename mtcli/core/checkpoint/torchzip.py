@@ -10,9 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mtcli.core.checkpoint.dtypes import CODE_BYTES
+from mtcli.core.checkpoint.codes import CODE_BYTES
 from mtcli.core.checkpoint.pickles import Allowed, Named, Record, read_pickle
 from mtcli.core.checkpoint.tensorfile import Entry, damaged
+from mtcli.core.spec.untrusted import open_untrusted
 
 MAX_PICKLE_BYTES = 64 << 20
 LOCAL_HEADER_BYTES = 30
@@ -42,7 +43,7 @@ class Span(NamedTuple):
 
 def read_object(span: Span, allowed: Allowed) -> Any:
     """The pickle of an archive, as records; raises MtcliError where it is not plain data."""
-    with span.path.open("rb") as file:
+    with open_untrusted(span.path) as file:
         archive = _archive(file, span)
         return _pickle(archive, span, allowed, MAX_PICKLE_BYTES)
 

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass, replace
 
+from mtcli.core.cost.enough import fewest
 from mtcli.core.cost.hardware import for_run
 from mtcli.core.cost.neighbours import Neighbour, neighbours
 from mtcli.core.cost.predict import Prediction, predict_workload
-from mtcli.core.cost.report import Json, as_json, describe, gib, stage_table, summary
+from mtcli.core.cost.report import Json, as_json, describe, figures, gib, stage_table, summary
 from mtcli.core.cost.request import Request, round_batch, rule_problems
-from mtcli.core.cost.search import Found, apply, search
+from mtcli.core.cost.search import Candidate, Found, apply, search
 from mtcli.core.cost.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
+from mtcli.core.spec.check import lasting_problems, refusal
 from mtcli.core.spec.check import problems as broken_rules
-from mtcli.core.spec.check import refusal
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, failed
 from mtcli.core.spec.layout_rules import LAYOUT_RULES
@@ -33,6 +34,7 @@ class Answer:
     search_title: str = ""
     others: tuple[Neighbour, ...] = ()  # the best layout with one field changed
     tried: int = 0  # layouts of a search that found none to fit
+    enough: Candidate | None = None  # on more devices, where none fits those that were asked for
 
     @property
     def title(self) -> str:
@@ -71,6 +73,7 @@ class Answer:
                 }
                 for one in self.others
             ],
+            "fits_from": None if self.enough is None else figures(self.enough.prediction),
         }
 
     @property
@@ -129,6 +132,21 @@ class Answer:
             )
         return rows
 
+    def enough_rows(self) -> list[list[str]]:
+        """Rows on the fewest devices on which a layout fits."""
+        assert self.enough is not None
+        p = self.enough.prediction
+        held = f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"
+        rate = f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+        return [["layout", describe(p)], ["bytes per rank", held], ["step time", rate]]
+
+    @property
+    def enough_title(self) -> str:
+        """From how many devices on a layout fits."""
+        assert self.enough is not None
+        p = self.enough.prediction
+        return f"It fits from {p.work.layout.world:,} x {p.device.name} on"
+
     def save_config(self, target: str) -> None:
         """Writes the config as TOML that `mtcli train` takes; aside, synced, then renamed.
 
@@ -145,13 +163,26 @@ class Answer:
             whole = gib(p.device.memory_bytes)
             hint = "raise tp or pp, shard with zero, recompute, or cut the micro-batch; or --top 5"
             if self.tried:
-                hint = f"none of {self.tried:,} layouts fits; more ranks"
-                batch = round_batch(p.work.global_batch_size, p.work.layout.world)
-                if batch != p.work.global_batch_size:
-                    hint += f", or a batch that more layouts divide, such as --global-batch {batch}"
+                hint = f"none of {self.tried:,} layouts fits; {self._way_to_fit()}"
             raise failed(
                 f"a rank needs {need} and can use {have} of {p.device.name}'s {whole}", hint
             )
+
+    def _way_to_fit(self) -> str:
+        """What would fit, where no layout on the devices asked for does."""
+        p, more = self.prediction, []
+        if self.enough is not None:
+            wider = self.enough.prediction
+            world = wider.work.layout.world
+            more.append(f"from {world:,} devices on one does (--gpus {world}): {describe(wider)}")
+        elif p.device.name == "cpu":
+            more.append("a smaller model or micro-batch: the ranks share this machine's memory")
+        else:
+            more.append("nor does one on more devices: a smaller model or sequence")
+        batch = round_batch(p.work.global_batch_size, p.work.layout.world)
+        if batch != p.work.global_batch_size:
+            more.append(f"or a batch that more layouts divide, such as --global-batch {batch}")
+        return "; ".join(more)
 
 
 def answer(request: Request, top: int | None) -> Answer:
@@ -159,6 +190,14 @@ def answer(request: Request, top: int | None) -> Answer:
 
     Raises MtcliError with every problem of an illegal request, and where a search finds no layout.
     """
+    try:
+        return _answer(request, top)
+    except MtcliError as error:  # the rules are those of every command, and name its flag
+        told = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
+        raise MtcliError(*told, code=error.code, hint=error.hint) from None
+
+
+def _answer(request: Request, top: int | None) -> Answer:
     config = request.config
     if top is None and not request.wants_search:
         problems = rule_problems(request)
@@ -169,8 +208,9 @@ def answer(request: Request, top: int | None) -> Answer:
         work = Workload.of(config, request.world)
         device = for_run(request.device, config, request.world, request.calibrates)
         return Answer(config, predict_workload(work, device))
-    if request.problems or config is None:
-        raise MtcliError(*request.problems)
+    lasting = [*request.problems, *(lasting_problems(config) if config else ())]
+    if lasting or config is None:  # no layout that a search could find would be legal
+        raise MtcliError(*lasting)
     device = for_run(request.device, config, request.world, request.calibrates)
     request = replace(request, device=device)
     found = _search(config, request, top or DEFAULT_TOP)
@@ -219,7 +259,8 @@ def _best(config: RunConfig, request: Request, found: Found, why: str = "") -> A
         return Answer(found.best[0].config, predictions[0], predictions, title, others)
     if found.nearest:  # legal, and too large: say by how much
         prediction = predict_workload(found.nearest, request.device)
-        return Answer(apply(config, found.nearest), prediction, tried=found.tried)
+        least = apply(config, found.nearest)
+        return Answer(least, prediction, tried=found.tried, enough=fewest(config, request))
     batch = config.batch.global_batch_size
     near = round_batch(batch, request.world)
     such = f"--global-batch {near}, or another" if near != batch else "a global batch"

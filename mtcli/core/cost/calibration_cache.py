@@ -23,6 +23,7 @@ from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.machine import ALLOCATOR
 from mtcli.core.spec.outputs import whole
+from mtcli.core.spec.untrusted import read_untrusted
 
 FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
 RETRY = 3600.0  # seconds after which what failed is tried again
@@ -67,7 +68,7 @@ def calibrated(config: RunConfig, world: int) -> Calibration | None:
 
 def _named(path: str) -> Calibration:
     try:
-        return Calibration.of(json.loads(Path(path).read_text(encoding="utf-8")))
+        return Calibration.of(json.loads(read_untrusted(path)))
     except (OSError, KeyError, TypeError, ValueError):
         hint = "a file that plan has left in ~/.cache/mtcli; or leave it unset"
         raise wrong(f"{path} holds no calibration", hint, FIXED) from None
@@ -139,7 +140,7 @@ def _read_any(name: str, facts: Facts, folders: Sequence[Path]) -> Calibration |
 def _read(file: Path, facts: Facts) -> Calibration | Failure | None:
     """What a file holds, where it is whole and of these facts."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_untrusted(file))
         if data["facts"] != facts:
             return None
         if "failed" not in data:

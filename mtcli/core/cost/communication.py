@@ -66,7 +66,8 @@ def all_reduce_seconds(
 
 def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     """Per block: with sequence parallelism two all-gathers and two reduce-scatters each way, and
-    without it two all-reduces, which move as much (arXiv:2205.05198, section 4.2.2)."""
+    without it two all-reduces, which move as much (arXiv:2205.05198, section 4.2.2). Ranks that
+    share a key-value head exchange columns of it and of its query heads for whole heads."""
     if work.mesh > 1:
         return _summa(work, device, physics)
     m, tp = work.model, work.layout.tp
@@ -74,7 +75,10 @@ def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     dense = not m.num_experts or m.shared_expert_ffn_hidden_size > 0
     way = 2 * ring_seconds(moved, tp, 1, device, physics)
     once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
-    return Pass(once * (1 + dense), once * (1 + dense))
+    heads = work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim / tp
+    exchange = ring_seconds(heads * work.sizes.weight, work.kv_sharers, 1, device, physics)
+    both = once * (1 + dense) + exchange
+    return Pass(both, both)
 
 
 def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
@@ -100,7 +104,7 @@ def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
 def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     """Per block: keys and values pass round the ring; in the backward pass their gradients too."""
     m, layout = work.model, work.layout
-    per_token = 2 * m.num_kv_heads * m.head_dim / layout.tp * work.sizes.weight
+    per_token = 2 * work.kv_heads * m.head_dim / layout.tp * work.sizes.weight
     moved = work.tokens * layout.cp * per_token
     once = ring_seconds(moved, layout.cp, layout.tp, device, physics)
     return Pass(once, 2 * once)

@@ -17,7 +17,7 @@ from mtcli.core.cost.calibration_cache import calibrated
 from mtcli.core.cost.links import HINT, Link, link, read_link
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
-from mtcli.core.spec.load import closest
+from mtcli.core.spec.synonyms import closest
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks

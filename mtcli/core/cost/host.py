@@ -180,11 +180,14 @@ def _link(known: Calibration, kind: str, moved: float, size: int) -> float:
 
 
 def _tensor(work: Workload, known: Calibration) -> Pass:
-    """A gather and a scatter, or an all-reduce, for each half of a block that has products."""
+    """A gather and a scatter, or an all-reduce, for each half of a block that has products; and
+    an exchange of the heads that ranks share."""
     m, tp = work.model, work.layout.tp
     moved = float(work.tokens * m.hidden_size * work.sizes.weight)
     halves = 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
-    return _pair(work, known, moved, tp) * halves
+    heads = work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim / tp
+    once = _link(known, "exchange", heads * work.sizes.weight, work.kv_sharers)
+    return _pair(work, known, moved, tp) * halves + Pass(once, once)
 
 
 def _pair(work: Workload, known: Calibration, moved: float, tp: int) -> Pass:
@@ -205,10 +208,10 @@ def _context(work: Workload, known: Calibration) -> Pass:
     that change places (a2a) all goes there and back."""
     m, layout = work.model, work.layout
     if work.cp_mode == "a2a":
-        local = 2.0 * work.tokens * (m.num_heads + m.num_kv_heads) * m.head_dim / layout.tp
+        local = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.head_dim / layout.tp
         both = _link(known, "exchange", local * work.sizes.weight, layout.cp)
         return Pass(both, both)
-    elements = 2.0 * work.tokens * m.num_kv_heads * m.head_dim / layout.tp
+    elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / layout.tp
     wide = max(4, work.sizes.weight)
     if layout.cp == 1:
         return Pass()

@@ -32,13 +32,15 @@ KEYS = (
     "bubble_fraction",
     "communication_seconds",
 )
-NOTHING: Json = dict.fromkeys(KEYS) | {"candidates": []}  # what a plan that is refused tells
+NOTHING: Json = dict.fromkeys((*KEYS, "fits_from")) | {
+    "candidates": []
+}  # what a plan that is refused tells
 
 
 def as_json(prediction: Prediction, candidates: Sequence[Prediction] = ()) -> Json:
     """The JSON of a plan; `candidates` are the layouts a search found, best first."""
-    found = [_figures(candidate) for candidate in candidates]
-    return {"ok": True, "problems": [], **_figures(prediction), "candidates": found}
+    found = [figures(candidate) for candidate in candidates]
+    return {"ok": True, "problems": [], **figures(prediction), "candidates": found}
 
 
 def layout_of(work: Workload) -> Json:
@@ -210,7 +212,8 @@ def _uneven_figures(p: Prediction) -> Json | None:
     }
 
 
-def _figures(p: Prediction) -> Json:
+def figures(p: Prediction) -> Json:
+    """Everything that the JSON says of one layout."""
     model = p.work.model
     peak = p.device.peak(p.work.sizes.gemm)
     most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))

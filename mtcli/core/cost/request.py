@@ -8,7 +8,7 @@ from mtcli.core.spec.check import problems as broken_rules
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Problem
 from mtcli.core.spec.layout import smallest_world
-from mtcli.core.spec.load import Table, preset_names, read_table, validate, with_overrides
+from mtcli.core.spec.load import Table, preset_names, table_of, validate, with_overrides
 
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
 SEARCHED = ("tp", "tp_mode", "cp", "pp", "vpp", "ep", "etp", "zero", "recompute", "schedule")
@@ -41,7 +41,7 @@ def read_request(
     Raises MtcliError where the source cannot be read or the device is unknown; what is wrong inside
     the config is in `problems`.
     """
-    table = with_overrides(with_overrides(read_table(source), overrides), fixed, "--fix")
+    table = with_overrides(table_of(source, overrides), fixed, "--fix")
     chosen = device_named(device or ("cpu" if gpus is None else "h100"))
     own_layout = any(item.strip().startswith("parallel.") for item in overrides)
     own_batch = any(item.strip().startswith("batch.global_") for item in (*overrides, *fixed))

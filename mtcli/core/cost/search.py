@@ -22,6 +22,7 @@ from mtcli.core.spec.check import problems
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divisors
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.layout_rules import uneven_heads
 
 Choice = dict[str, Any]
 
@@ -55,7 +56,7 @@ def search(
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
     """
-    works = _works(config, world, pinned)
+    works = legal_works(config, world, pinned)
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
     heapify(queue)
     best: list[Candidate] = []
@@ -86,7 +87,7 @@ def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workl
     square = config.model_copy(update={"parallel": p.model_copy(update={"tp_mode": "2d"})})
     return [
         work
-        for work in _works(square, world, pinned)
+        for work in legal_works(square, world, pinned)
         if work.mesh**2 == work.layout.tp
         and work.layout.cp == 1
         and work.micro_batch_size % work.mesh == 0
@@ -130,8 +131,8 @@ def choices(
                 yield grid | experts | pieces
 
 
-def _works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """Every choice as a workload. All are legal but for what a pinned value rules out."""
+def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
+    """Every choice as a workload, without what a pinned value makes illegal."""
     start = Workload.of(config, world)
     works = [_with(start, choice) for choice in choices(config, world, pinned)]
     return [work for work in works if not (pinned and problems(apply(config, work), world))]
@@ -188,9 +189,12 @@ def _grids(config: RunConfig, world: int, pinned: frozenset[str]) -> Iterator[Ch
     """tp, cp, pp and vpp that divide the model and the world."""
     m, p, b = config.model, config.parallel, config.batch
     widths = [m.shared_expert_ffn_hidden_size] if m.num_experts else [m.ffn_hidden_size]
-    tps = divisors(gcd(m.num_kv_heads, *(width for width in widths if width)))
-    if p.tp_mode == "2d":  # the side of the square divides what tp divides in one dimension
-        tps = [side * side for side in divisors(gcd(m.hidden_size, tps[-1])) if side > 1]
+    tps = divisors(gcd(m.num_heads, *(width for width in widths if width)))
+    if p.tp_mode == "2d":
+        sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
+        tps = [side * side for side in sides if side > 1]
+    else:
+        tps = [tp for tp in tps if not uneven_heads(m, tp)]
     cps = [
         c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
     ]

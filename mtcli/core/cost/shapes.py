@@ -16,7 +16,7 @@ class Shapes(NamedTuple):
     rows: float  # R
     hidden: int  # D
     queries: float  # q
-    keys: float  # kv: both, of this rank's groups
+    keys: float  # kv: both, of this rank's groups, whole
     heads: float
     size: int  # bytes of a weight and of an activation
     wide: int  # of a reduction: 4 at least
@@ -30,7 +30,7 @@ class Shapes(NamedTuple):
             work.tokens / work.sequence_cut,
             m.hidden_size,
             m.num_heads * m.head_dim / tp,
-            2 * m.num_kv_heads * m.head_dim / tp,
+            2 * work.kv_heads * m.head_dim / tp,
             m.num_heads / tp,
             size,
             max(4, size),

@@ -20,16 +20,38 @@ DRAWN = 3  # 64-bit numbers of each probability at once, while its mask is hashe
 
 def attention(kit: Kit, x: Value) -> Value:
     """The attention part of a block."""
-    tape, t, hidden = kit.tape, kit.t, kit.t.hidden
-    qkv = column_linear(kit, x, (t.queries + t.keys, hidden))
+    tape, t = kit.tape, kit.t
+    qkv = _heads(kit, x)
     if kit.work.recompute == "selective":
         mixed = tape.again(lambda x: _mix(kit, x), qkv)
     else:
         mixed = _mix(kit, qkv)
     tape.free(qkv)
-    y = row_linear(kit, mixed, (hidden, t.queries))
+    y = row_linear(kit, mixed, (t.hidden, t.queries))
     tape.free(mixed)
     return y
+
+
+def _heads(kit: Kit, x: Value) -> Value:
+    """Queries, keys and values; ranks that share a key-value head exchange columns for heads."""
+    tape, t, sharers = kit.tape, kit.t, kit.work.kv_sharers
+    columns = column_linear(kit, x, (t.queries + t.keys / sharers, t.hidden))
+    if sharers == 1:
+        return columns
+    size, own_keys = t.tokens * (t.queries + t.keys) * t.size, t.tokens * t.keys / sharers * t.size
+
+    def summed(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(own_keys + columns.size)
+        return [tape.new(columns.size)]
+
+    def exchanged(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(2 * size)  # laid out by receiver, and what comes
+        return [tape.new(size)]
+
+    sent = tape.op([columns], [size], summed)[0]
+    parts = then(kit, sent, tape.op([sent], [size], exchanged)[0])
+    whole = then(kit, parts, copied(kit, parts, size))
+    return then(kit, columns, whole)
 
 
 def _mix(kit: Kit, qkv: Value) -> Value:

@@ -33,7 +33,7 @@ class Heads:
         self.q, self.k = tokens * t.queries * size, tokens * t.keys / 2 * size
         self.lse = tokens * t.heads * t.wide
         self.scores = tokens * t.heads * kit.work.seq_len
-        self.grouped = m.num_kv_heads != m.num_heads
+        self.grouped = kit.work.kv_heads != m.num_heads
 
 
 def copied(kit: Kit, x: Value, size: float) -> Value:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -12,6 +11,7 @@ from mtcli.core.cost.predict import predict_workload
 from mtcli.core.cost.records import Record, read_record
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
 from mtcli.core.spec.foreign import parse_json
+from mtcli.core.spec.untrusted import read_untrusted
 
 Json = dict[str, Any]
 
@@ -54,7 +54,7 @@ def read_records(path: str) -> tuple[list[Record], list[str]]:
     Raises MtcliError where the file is not such a list, or none of it can be predicted.
     """
     try:
-        rows = parse_json(Path(path).read_bytes())
+        rows = parse_json(read_untrusted(path))
     except OSError as error:
         raise wrong(
             f"{path} cannot be read: {error.strerror}", "name a file", "--validate"

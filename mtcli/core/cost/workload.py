@@ -114,6 +114,16 @@ class Workload:
         return isqrt(self.layout.tp) if self.tp_mode == "2d" else 1
 
     @property
+    def kv_sharers(self) -> int:
+        """Tensor parallel ranks that share a key-value head, each of them with all of it."""
+        return max(1, self.layout.tp // self.model.num_kv_heads) if self.mesh == 1 else 1
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads of all tensor parallel ranks: one that several share counts for each."""
+        return self.model.num_kv_heads * self.kv_sharers
+
+    @property
     def sequence_cut(self) -> int:
         """Into how many parts norms, dropout and residuals are cut."""
         return self.layout.tp if self.sequence_parallel else 1

@@ -13,7 +13,7 @@ import numpy as np
 from mtcli.core.data.blend import (
     SURPLUS,
     Blend,
-    Which,
+    normalised,
     parse_blend,
     shares_of,
     split_range,
@@ -22,8 +22,9 @@ from mtcli.core.data.cache import cached_blend, cached_samples
 from mtcli.core.data.describe import max_token_id
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.samples import Samples
-from mtcli.core.spec.config import DataConfig
-from mtcli.core.spec.errors import every, wrong
+from mtcli.core.spec.config import DataConfig, RunConfig
+from mtcli.core.spec.datasets import Which
+from mtcli.core.spec.errors import MtcliError, every, wrong
 
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
 
@@ -57,12 +58,12 @@ class _Segments(NamedTuple):
     stop: list[int]
 
 
-def open_blend(words: Sequence[str]) -> tuple[Blend, list[Indexed]]:
+def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Indexed]]:
     """The blend that `words` name and its datasets.
 
     Raises MtcliError with every file that is missing or wrong.
     """
-    blend = parse_blend(words)
+    blend = parse_blend(words, field)
     return blend, every(*(partial(Indexed, prefix) for prefix in blend.prefixes))
 
 
@@ -73,16 +74,62 @@ def require_named(data: DataConfig) -> None:
         raise wrong("there is no training data", hint, "data.train")
 
 
-def require_data(data: DataConfig) -> None:
-    """Raises MtcliError with all that is wrong with the files of a run's data."""
+def require_data(config: RunConfig) -> None:
+    """Raises MtcliError with all that is wrong with the files of a run's data, or where their ids
+    do not fit the model's vocabulary."""
+    data = config.data
     require_named(data)
-    every(*(partial(open_blend, words) for words in (data.train, data.valid) if words))
+    named = {"data.train": data.train, "data.valid": data.valid}
+    blends = every(*(partial(open_blend, words, field) for field, words in named.items() if words))
+    for blend, _ in blends:
+        require_stated_ids(blend.prefixes, config.model.vocab_size)
+
+
+def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: int) -> None:
+    """Checks every id of `rows`, which are `batches.batch(start, ...)`: int64 [count, seq_len + 1].
+
+    Raises MtcliError that names source, document and id of the first that the vocabulary lacks.
+    """
+    # As uint64 an id below 0 is above 2**62, so that one pass of 0.1 ns a token sees both ends.
+    if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
+        return
+    row, place = np.argwhere((rows < 0) | (rows >= vocab_size))[0].tolist()
+    token, sample = int(rows[row, place]), batches.sample_ids(start + row, 1)[0]
+    for sequence, offset, count in sample.spans:
+        if place < count:
+            raise _unknown_id(
+                f"{sample.prefix}: token {offset + place} of document {sequence} is id",
+                token,
+                vocab_size,
+            )
+        place -= count
+    raise AssertionError(f"a row of {sample} holds {rows.shape[1]} tokens")
+
+
+def require_stated_ids(prefixes: Sequence[str], vocab_size: int) -> None:
+    """Raises MtcliError with each dataset whose PREFIX.json says that the vocabulary lacks ids."""
+    every(*(partial(_require_stated, prefix, vocab_size) for prefix in dict.fromkeys(prefixes)))
+
+
+def _require_stated(prefix: str, vocab_size: int) -> None:
+    largest = max_token_id(prefix)
+    if largest is not None and largest >= vocab_size:
+        raise _unknown_id(f"{prefix}: the largest token id is", largest, vocab_size)
+
+
+def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
+    """The error for an id that is not in the model's vocabulary."""
+    hint = f"--set model.vocab_size={token + 1}, or preprocess with the model's tokenizer"
+    if token < 0:
+        hint = "write the data again: no tokenizer gives such an id"
+    message = f"{what} {token}, and vocab_size={vocab_size} takes 0 to {vocab_size - 1}"
+    return wrong(message, hint, "model.vocab_size")
 
 
 class Batches:
     """The samples of one split of a blend, by global id in consumption order."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a sample depends on, by name
         self,
         paths: Sequence[str],
         split: str,
@@ -90,12 +137,16 @@ class Batches:
         num_samples: int,
         seq_len: int,
         seed: int,
+        planned: int | None = None,
     ) -> None:
         """`paths` are the blend's words, `split` like "969,30,1"; see compat of Megatron's flags.
 
-        Raises MtcliError where a file is missing or wrong, or the split owns no tokens.
+        `planned` is how many samples the run was to have when it began, which decides their order
+        (`num_samples` where None). Raises MtcliError where a file is missing or wrong, or the split
+        owns no tokens.
         """
         self.seq_len, self.num_samples = seq_len, num_samples
+        self.planned = num_samples if planned is None else planned
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         owned = [_owned(data, split, which) for data in indexed]
@@ -103,15 +154,19 @@ class Batches:
             int(data.lengths[mine.start : mine.stop].sum(dtype=np.int64))
             for data, mine in zip(indexed, owned, strict=True)
         ]
-        sizes, weights = _sizes(blend, self.tokens, num_samples, seq_len)
+        weights, first = _plan(blend, self.tokens, self.planned, seq_len)
+        sizes = first
+        if num_samples > self.planned:  # with the same weights, so that a blend's order goes on
+            shares = weights and shares_of(num_samples, normalised(weights), SURPLUS)
+            sizes = shares or [num_samples]
         self._datasets = [
             _Dataset(
                 data.tokens,
                 data.pointers,
                 data.lengths,
-                cached_samples(data, mine, size, seq_len, seed),
+                cached_samples(data, mine, size, seq_len, seed, before),
             )
-            for data, mine, size in zip(indexed, owned, sizes, strict=True)
+            for data, mine, size, before in zip(indexed, owned, sizes, first, strict=True)
         ]
         self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
         self._window: _Segments | None = None
@@ -161,11 +216,6 @@ class Batches:
             return [stop - start]
         owners = self._order.owner[start:stop]
         return np.bincount(owners, minlength=len(self._datasets)).tolist()
-
-    def max_token_id(self) -> int | None:
-        """The largest id in the data, from the JSON that preprocess wrote; None where unknown."""
-        known = [max_token_id(prefix) for prefix in self.prefixes]
-        return None if None in known else max(known)
 
     def _sample_id(self, number: int) -> SampleId:
         ((window, first, last),) = self._windows(number, 1)
@@ -235,21 +285,22 @@ def _owned(data: Indexed, split: str, which: Which) -> range:
     return owned
 
 
-def _sizes(
-    blend: Blend, tokens: list[int], num_samples: int, seq_len: int
-) -> tuple[list[int | None], list[float] | None]:
-    """How many samples to build of each dataset (None: one epoch), and the weights of the blend."""
+def _plan(
+    blend: Blend, tokens: list[int], planned: int, seq_len: int
+) -> tuple[list[float] | None, list[int]]:
+    """The weights of a blend, and how many samples a run of so many builds of each dataset."""
     if len(tokens) == 1 and blend.weights is None:
-        return [num_samples], None
+        return None, [planned]
     if blend.weights is not None:
-        return list(shares_of(num_samples, blend.weights, SURPLUS)), list(blend.weights)
-    lengths = [float((count - 1) // seq_len) for count in tokens]
-    if num_samples <= sum(lengths):
-        return [None] * len(tokens), lengths
+        weights = list(blend.weights)
+        return weights, shares_of(planned, weights, SURPLUS)
+    lengths = [(count - 1) // seq_len for count in tokens]
+    if planned <= sum(lengths):
+        return [float(length) for length in lengths], lengths  # an epoch of each
     # Megatron stops here, at one epoch; more epochs in the same proportions serve a long run.
     total = sum(tokens)
     weights = [count / total for count in tokens]
-    return list(shares_of(num_samples, weights, SURPLUS)), weights
+    return weights, shares_of(planned, weights, SURPLUS)
 
 
 def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -1,17 +1,15 @@
 """Blends and splits of datasets, in Megatron's words and in Megatron's order."""
 
 import math
-import re
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from mtcli.core.spec.datasets import SPLITS, Which, read_blend, read_split
 from mtcli.core.spec.errors import wrong
 
-Which = Literal["train", "valid", "test"]
-SPLITS: tuple[Which, ...] = ("train", "valid", "test")
 # Each weighted dataset is built this much longer than its share, as Megatron's
 # mid_level_dataset_surplus: rounding may ask a few samples more of it.
 SURPLUS = 0.005
@@ -32,44 +30,15 @@ class BlendOrder(NamedTuple):
     sample: np.ndarray
 
 
-def parse_blend(words: Sequence[str]) -> Blend:
-    """The blend that `words` name: all prefixes, or pairs of (weight, prefix).
-
-    An odd number of words is all prefixes. An even number is pairs if every first of a pair is a
-    number, prefixes if none is. Raises MtcliError for a mixture, and for weights that cannot be.
-    """
-    if not words:
-        raise wrong("no data paths", 'give prefixes, or weights and prefixes: ["0.7", "a"]')
-    firsts = [_number(word) for word in words[::2]]
-    numbers = sum(first is not None for first in firsts)
-    if len(words) % 2 or numbers == 0:
-        return Blend(tuple(words), None)
-    if numbers < len(firsts):
-        raise wrong(
-            f"{numbers} of {len(firsts)} pairs begin with a weight: {' '.join(words)}",
-            "give every prefix a weight before it, or none",
-        )
-    weights = [first for first in firsts if first is not None]
-    if min(weights) < 0 or not 0 < sum(weights) < math.inf:
-        raise wrong(
-            f"weights {weights} are not all >= 0 with a sum > 0",
-            "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0",
-        )
-    return Blend(tuple(words[1::2]), tuple(normalised(weights)))
+def parse_blend(words: Sequence[str], field: str = "") -> Blend:
+    """The blend that `words` name, its weights normalised; see `read_blend`."""
+    prefixes, weights = read_blend(words, field)
+    return Blend(prefixes, None if weights is None else tuple(normalised(weights)))
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """The shares of train, valid and test, normalised: "969,30,1", padded with zeros to three."""
-    try:
-        shares = [float(word) for word in re.findall(r"[.0-9]+", text)]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or sum(shares) <= 0 or re.search(r"-\s*[.0-9]|[a-zA-Z]", text):
-        raise wrong(
-            f'split "{text}" is not up to three numbers >= 0 with a sum > 0',
-            '"969,30,1" gives 96.9 % to train, 3 % to valid, 0.1 % to test',
-        )
-    train, valid, test = normalised(shares + [0.0] * (3 - len(shares)))
+    """The shares of train, valid and test, normalised; see `read_split`."""
+    train, valid, test = normalised(read_split(text))
     return train, valid, test
 
 
@@ -122,10 +91,3 @@ def _picks(steps: range, weights: list[float], drawn: list[int]) -> tuple[list[i
         samples.append(drawn[owner])
         drawn[owner] += 1
     return owners, samples
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None

@@ -11,11 +11,12 @@ from tokenize import TokenError
 from typing import TypeVar
 
 import numpy as np
-from numpy.lib.format import open_memmap
+from numpy.lib.format import read_array_header_1_0, read_magic
 
 from mtcli.core.data.blend import BlendOrder, blend_indices
 from mtcli.core.data.indexed import Indexed, with_suffix
 from mtcli.core.data.samples import Samples, build_samples
+from mtcli.core.spec.untrusted import append_untrusted, open_untrusted
 
 # Below this many sequences or samples the indices are made again in a second at most.
 WORTH_KEEPING = 1 << 20
@@ -24,18 +25,18 @@ Arrays = TypeVar("Arrays", Samples, BlendOrder)
 
 
 def cached_samples(
-    data: Indexed, owned: range, num_samples: int | None, seq_len: int, seed: int
+    data: Indexed, owned: range, num_samples: int, seq_len: int, seed: int, planned: int
 ) -> Samples:
     """`build_samples`, kept beside the data where the indices are large."""
 
     def build() -> Samples:
-        return build_samples(data.lengths, owned, num_samples, seq_len, seed)
+        return build_samples(data.lengths, owned, num_samples, seq_len, seed, planned)
 
-    if max(len(owned), num_samples or 0) < WORTH_KEEPING:
+    if max(len(owned), num_samples, planned) < WORTH_KEEPING:
         return build()
     stat = data.idx.stat()
     facts = [stat.st_size, stat.st_mtime_ns, data.num_tokens, owned.start, owned.stop]
-    return _kept(data.prefix, [*facts, num_samples, seq_len, seed], Samples, build)
+    return _kept(data.prefix, [*facts, num_samples, seq_len, seed, planned], Samples, build)
 
 
 def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
@@ -66,7 +67,7 @@ def _kept(
         return kept
     try:
         folder.parent.mkdir(exist_ok=True)
-        with open(folder.parent / "lock", "w") as lock:
+        with append_untrusted(folder.parent / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
             if load_kept(folder, kind) is None:
                 _store(folder, build())
@@ -78,10 +79,20 @@ def _kept(
 def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
     """The arrays in `folder`, mapped; None where they are not there, not whole or no indices."""
     try:
-        arrays = kind(*(open_memmap(folder / f"{name}.npy", mode="r") for name in kind._fields))
+        arrays = kind(*(_mapped(folder / f"{name}.npy") for name in kind._fields))
     except (OSError, ValueError, TokenError):
         return None
     return arrays if _are_indices(arrays) else None
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The array in a file of np.save, mapped. Raises ValueError where it is no plain one."""
+    with open_untrusted(path) as file:
+        version = read_magic(file)
+        shape, is_fortran, dtype = read_array_header_1_0(file)
+        if version != (1, 0) or is_fortran or dtype.hasobject:
+            raise ValueError(f"{path} is not an array as np.save writes it")
+        return np.memmap(file, dtype, "r", file.tell(), shape)
 
 
 def _are_indices(arrays: Samples | BlendOrder) -> bool:

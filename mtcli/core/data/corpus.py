@@ -7,21 +7,38 @@ and ends between documents. Where blocks are cut never shows in the output.
 import glob
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
+from mtcli.core.data.compressed import COMPRESSIONS
 from mtcli.core.spec.errors import every, wrong
+from mtcli.core.spec.foreign import listed
+from mtcli.core.spec.untrusted import open_untrusted
 
-COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-ACCEPTED = ".txt, .jsonl (either plain or .gz .zst .xz .bz2) and .parquet"
+Kind = Literal["text", "jsonl", "csv", "tsv", "parquet"]
+# By the ending of a name, under that of a compression; a file of another needs its kind named.
+KINDS: dict[str, Kind] = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".tokens": "text",  # WikiText's
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+# Often beside a corpus, to describe it: of a folder they are read only where a kind is named.
+BESIDE = {".md", ".csv", ".tsv"}
+ACCEPTED = f"files end in {', '.join(KINDS)}, all but the last also {' '.join(COMPRESSIONS)}; "
+ACCEPTED += f"or --format {'|'.join(dict.fromkeys(KINDS.values()))}"
 STDLIB, STDIN = "stdlib", "-"
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 BLOCK_BYTES = 4 << 20
-
-Kind = Literal["text", "jsonl", "parquet"]
 
 
 class Source(NamedTuple):
@@ -55,12 +72,22 @@ class Block(NamedTuple):
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
-def find_sources(inputs: Sequence[str]) -> list[Source]:
+class Found(NamedTuple):
+    """The files to read, and how many others folders hold, by their endings."""
+
+    sources: list[Source]
+    left_out: dict[str, int]
+
+
+def find_sources(inputs: Sequence[str], kind: Kind | None = None) -> Found:
     """The files that `inputs` name, in order; folders and globs give theirs sorted by path.
 
-    Raises MtcliError for an input that is not there, holds nothing readable or has another ending.
+    Each is read as its ending says, or as `kind`. Raises MtcliError for an input that is not there,
+    holds nothing readable or has another ending.
     """
-    return list(chain(*every(*(partial(_named, name) for name in inputs))))
+    left_out: Counter[str] = Counter()
+    found = every(*(partial(_named, name, kind, left_out) for name in inputs))
+    return Found(list(chain(*found)), dict(sorted(left_out.items())))
 
 
 def cut(sources: Iterable[Source], blank: bool, size: int = BLOCK_BYTES) -> Iterator[Block]:
@@ -81,12 +108,12 @@ def cut(sources: Iterable[Source], blank: bool, size: int = BLOCK_BYTES) -> Iter
         yield Block(number, tuple(pieces))
 
 
-def _named(name: str) -> list[Source]:
+def _named(name: str, kind: Kind | None, left_out: Counter[str]) -> list[Source]:
     if name == STDLIB:
         return _stdlib()
     if os.path.isdir(name):
-        return _folder(Path(name))
-    return [_source(Path(name))] if os.path.isfile(name) else _matches(name)
+        return _folder(Path(name), kind, left_out)
+    return [_source(Path(name), kind)] if os.path.exists(name) else _matches(name, kind)
 
 
 def _stdlib() -> list[Source]:
@@ -100,18 +127,34 @@ def _stdlib() -> list[Source]:
     return [Source(str(path), "text", "", path.stat().st_size) for path in sorted(files)]
 
 
-def _folder(folder: Path) -> list[Source]:
-    files = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and _kind(path) and not path.name.startswith(".")
-    ]
+def _folder(folder: Path, kind: Kind | None, left_out: Counter[str]) -> list[Source]:
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() or path.name.startswith("."):
+            continue
+        if path.is_file() and (kind or (_kind(path) and _inner(path).suffix not in BESIDE)):
+            files.append(path)
+        else:
+            left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
-        raise wrong(f"{folder} holds no file to read", f"files end in {ACCEPTED}")
-    return [_source(path) for path in files]
+        others = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
+        raise wrong(f"{folder} holds no file to read{others}", ACCEPTED)
+    return [_source(path, kind) for path in files]
 
 
-def _matches(pattern: str) -> list[Source]:
+def told(left_out: Mapping[str, int]) -> str:
+    """Counts by ending, the most first: "2 .csv, 1 .md"."""
+    by_count = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    return listed([f"{count:,} {ending}" for ending, count in by_count])
+
+
+def _ending(path: Path) -> str:
+    """The ending of a name, with that under a compression's."""
+    inner = _inner(path)
+    return inner.suffix + path.suffix * (inner is not path) or "without an ending"
+
+
+def _matches(pattern: str, kind: Kind | None) -> list[Source]:
     paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in paths if path.is_file()]
     if not files:
@@ -119,26 +162,33 @@ def _matches(pattern: str) -> list[Source]:
             f"no input {pattern or repr(pattern)}",
             "inputs are files, folders, globs, - for standard input, or stdlib",
         )
-    return [_source(path) for path in files]
+    return [_source(path, kind) for path in files]
 
 
-def _source(path: Path) -> Source:
-    kind = _kind(path)
+def _source(path: Path, kind: Kind | None) -> Source:
+    kind = kind or _kind(path)
     if kind is None:
-        raise wrong(f"{path} is of no kind that can be read", f"files end in {ACCEPTED}")
-    if not os.access(path, os.R_OK):
-        raise wrong(f"{path} cannot be read: permission denied", "chmod +r it")
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    return Source(str(path), kind, compression, path.stat().st_size)
+        raise wrong(f"{path} is of no kind that is known by its name", ACCEPTED)
+    try:
+        with open_untrusted(path, 0) as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        hint = "inputs are files that may be read, and - for standard input"
+        raise wrong(f"{path} cannot be read: {error.strerror}", hint) from None
+    compression = path.suffix if path.suffix in COMPRESSIONS and kind != "parquet" else ""
+    return Source(str(path), kind, compression, size)
 
 
 def _kind(path: Path) -> Kind | None:
     """What the name's ending says, under the compression's; None where it is not ours."""
-    kinds: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
-    inner = path.with_suffix("") if path.suffix in COMPRESSIONS else path
-    if inner is not path and inner.suffix == ".parquet":
-        return None
-    return kinds.get(inner.suffix)
+    inner = _inner(path)
+    kind = KINDS.get(inner.suffix)
+    return None if kind == "parquet" and inner is not path else kind
+
+
+def _inner(path: Path) -> Path:
+    """The name without the ending of its compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
 def _pieces(source: Source, blank: bool, size: int) -> Iterator[Piece]:
@@ -146,7 +196,7 @@ def _pieces(source: Source, blank: bool, size: int) -> Iterator[Piece]:
     if source.compression or not cuttable or source.size <= size:
         yield Piece(source, 0, source.size)
         return
-    with open(source.path, "rb") as file:
+    with open_untrusted(source.path) as file:
         start = 0
         while start < source.size:
             stop = _cut(file, start + size, source, blank)
@@ -154,14 +204,23 @@ def _pieces(source: Source, blank: bool, size: int) -> Iterator[Piece]:
             start = stop
 
 
-def _cut(file: BinaryIO, near: int, source: Source, blank: bool) -> int:
+def _cut(file: IO[bytes], near: int, source: Source, blank: bool) -> int:
     """The first place from `near` on where no document is open."""
     if near >= source.size:
         return source.size
     file.seek(near)
-    file.readline()  # the line that `near` is in the middle of
+    _is_blank(file)  # the line that `near` is in the middle of
     while blank and source.kind == "text":
-        line = file.readline()
-        if not line.strip():  # a blank line, or the end of the file
+        if _is_blank(file):  # or the end of the file
             break
     return min(file.tell(), source.size)
+
+
+def _is_blank(file: IO[bytes]) -> bool:
+    """Whether the next line, read a block at a time, holds nothing but space."""
+    is_blank = True
+    while part := file.readline(BLOCK_BYTES):
+        is_blank = is_blank and not part.strip()
+        if part.endswith(b"\n"):
+            break
+    return is_blank

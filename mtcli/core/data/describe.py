@@ -5,6 +5,10 @@ from pathlib import Path
 from mtcli.core.data.indexed import with_suffix
 from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.foreign import parse_json
+from mtcli.core.spec.untrusted import read_untrusted
+
+MAX_FACTS_BYTES = 16 << 20
+AGAIN = "write it again with mtcli preprocess"
 
 
 def describe(prefix: str | Path) -> dict[str, object] | None:
@@ -13,18 +17,18 @@ def describe(prefix: str | Path) -> dict[str, object] | None:
     Raises MtcliError where it is not what preprocess writes.
     """
     path = with_suffix(prefix, ".json")
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        facts = parse_json(path.read_bytes())
+        facts = parse_json(read_untrusted(path, MAX_FACTS_BYTES))
     except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
-    except ValueError as error:
         raise wrong(
-            f"{path} is not JSON: {error}", "write it again with mtcli preprocess"
+            f"{path} cannot be read: {error.strerror}", "write it again with mtcli preprocess"
         ) from None
+    except ValueError as error:
+        raise wrong(f"{path} is not JSON: {error}", AGAIN) from None
     if not isinstance(facts, dict):
-        raise wrong(f"{path} holds no object", "write it again with mtcli preprocess")
+        raise wrong(f"{path} holds no object", AGAIN)
     return facts
 
 

@@ -1,32 +1,65 @@
-"""Documents out of files: a piece of a source in, texts and complaints out, in bounded memory."""
+"""Documents out of files: a piece of a source in, texts and complaints out, in bounded memory.
 
-import bz2
+What is held of a document is bounded before it is read: by `Reading.most`, and for compressed files
+and Parquet by how many times as large as the file its content may be.
+"""
+
 import codecs
+import csv
 import gzip
-import io
 import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import IO, Any, NamedTuple, get_args
 
-from mtcli.core.data.corpus import Piece, Source
-from mtcli.core.data.zst import ZstFile
+from mtcli.core.data.compressed import pieces
+from mtcli.core.data.corpus import Kind, Piece, Source
 from mtcli.core.spec.errors import wrong
+from mtcli.core.spec.foreign import listed, shown
+from mtcli.core.spec.untrusted import open_untrusted
 
 WINDOW = 4 << 20  # bytes looked at together
+HELD_BYTES = 64 << 20  # of one document, where no flag says how many: ten million words
+MAX_RATIO = 1000  # bytes out of a file for each of its own; gzip's limit is 1032
+FREE_BYTES = 64 << 20  # out of any file: a ratio of few bytes says nothing
+PARQUET_ROWS = 16  # read together: 1024 take no less time, and 64 times the memory
+TOO_LARGE = "too large"
 BOM = codecs.BOM_UTF8
+BOUNDARIES: dict[Kind, re.Pattern[bytes]] = {
+    kind: re.compile(rb"\n[^\S\n]*\n" if kind == "text" else rb"\n") for kind in get_args(Kind)
+}
+USUAL = {"text": (b"\n\n", b"\n\r\n")}  # found from the end, a hundred times as fast
 # One or more lines of nothing but space; a line before them ends without its line break.
 BLANK_LINES = re.compile(r"\r?\n(?:[^\S\n]*\n)+")
+WORD_END = re.compile(r"(?<=\S)[ \n]")
+NEAR_END = 1 << 10  # letters in which most texts have such a place
+
+Tell = Callable[[float], None]  # told how many more bytes of a source were read
 
 
 class Reading(NamedTuple):
-    """How to read: JSON's key, whether blank lines divide texts, whether long ones may be cut."""
+    """How to read: JSON's key, whether blank lines divide texts, whether long ones may be cut, and
+    the most bytes of UTF-8 that a document may have (None: HELD_BYTES, but for plain text that is
+    cut, of which never more than a part is held)."""
 
     text_key: str
     blank: bool
     cuttable: bool
+    max_bytes: int | None = None
+
+    @property
+    def most(self) -> int:
+        """The most bytes that a document may have whose text is held."""
+        return self.max_bytes or HELD_BYTES
+
+    @property
+    def most_of_line(self) -> int:
+        """The most bytes of a line that a document is a part of, beside other keys and escapes."""
+        return max(self.most, HELD_BYTES)
 
 
 class Text(NamedTuple):
@@ -45,79 +78,178 @@ class Bad(NamedTuple):
     reason: str
 
 
-def read_documents(piece: Piece, reading: Reading) -> Iterator[Text | Bad]:
-    """The documents of `piece`, in order; lines of `Bad` are counted from the start of the file.
+def read_documents(
+    piece: Piece, reading: Reading, tell: Tell = lambda _: None
+) -> Iterator[Text | Bad]:
+    """The documents of `piece`, in order; lines of `Bad` are counted from the start of the piece.
 
-    Raises MtcliError for a file that cannot be opened or is damaged.
+    `tell` is told of the source's bytes as they are read. Raises MtcliError for a file that cannot
+    be opened, is damaged, or holds MAX_RATIO times its size.
     """
     source = piece.source
     try:
-        if source.kind == "parquet":
-            yield from _parquet(source, reading.text_key)
-        elif source.kind == "jsonl":
-            for first_line, chunk in _chunks(piece, (b"\n",)):
-                yield from _json_lines(chunk, first_line, reading.text_key)
-        elif reading.blank:
-            for first_line, chunk in _chunks(piece, (b"\n\n", b"\n\r\n")):
-                yield from _blank_separated(chunk, first_line)
-        else:
-            yield from _whole(source, reading.cuttable)
+        for item in _items(piece, reading, tell):
+            if isinstance(item, Text) and item.ends and reading.cuttable:
+                yield from _parts(item)
+            else:
+                yield item
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise wrong(f"{source.path} is damaged: {error}", "compress or copy it again") from None
     except OSError as error:
-        raise wrong(f"{source.path} cannot be read: {error}", "copy it again") from None
+        why = error.strerror or error
+        raise wrong(f"{source.path} cannot be read: {why}", "copy it again") from None
 
 
 def lines_before(path: str, offset: int) -> int:
     """How many lines of the file end before byte `offset`."""
     lines = 0
-    with open(path, "rb") as file:
+    with open_untrusted(path) as file:
         while offset > 0 and (data := file.read(min(WINDOW, offset))):
             lines += data.count(b"\n")
             offset -= len(data)
     return lines
 
 
-def end_of_last(boundaries: tuple[bytes, ...], data: bytes) -> int:
-    """Where the last of any of the boundaries in `data` ends; 0 where there is none."""
-    found = ((data.rfind(boundary), len(boundary)) for boundary in boundaries)
-    return max(at + length if at >= 0 else 0 for at, length in found)
+def end_of_last(kind: Kind, data: bytes) -> int:
+    """Where the last place in `data` ends in which documents may; 0 where there is none."""
+    found = ((data.rfind(usual), len(usual)) for usual in USUAL.get(kind, (b"\n",)))
+    end = max(at + length if at >= 0 else 0 for at, length in found)
+    if end or kind != "text":
+        return end
+    return max((match.end() for match in BOUNDARIES[kind].finditer(data)), default=0)
 
 
-def _chunks(piece: Piece, boundaries: tuple[bytes, ...]) -> Iterator[tuple[int, bytes]]:
-    """(lines before it, bytes) of about WINDOW, each ending after a boundary or with the piece."""
-    line, left, kept = 0, b"", piece.stop - piece.start
-    with _open(piece.source) as file:
-        if not piece.source.compression:
-            file.seek(piece.start)
-        while True:
-            compressed = bool(piece.source.compression)
-            data = file.read(WINDOW if compressed else min(WINDOW, kept))
-            kept -= len(data)
-            whole = left + data
-            if not data:
-                break
-            end = end_of_last(boundaries, whole)
-            if end == 0:
-                left = whole
-                continue
-            chunk, left = whole[:end], whole[end:]
-            yield line, _without_bom(chunk, line or piece.start)
-            line += chunk.count(b"\n")
-    if left:
-        yield line, _without_bom(left, line or piece.start)
+def end_of_first(kind: Kind, data: bytes) -> int:
+    """Where the first place in `data` ends in which documents may; 0 where there is none."""
+    match = BOUNDARIES[kind].search(data)
+    return match.end() if match else 0
+
+
+def begun(kind: Kind, data: bytes) -> bytes:
+    """What `data` ends with that may be the beginning of such a place: a line of space so far."""
+    line = data[max(0, data.rfind(b"\n")) :] if kind == "text" else b""
+    return line if line.startswith(b"\n") and line.isspace() else b""
+
+
+def _items(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+    kind = piece.source.kind
+    if kind == "parquet":
+        yield from _parquet(piece.source, reading, tell)
+    elif kind in ("csv", "tsv"):
+        yield from _table(piece, reading, tell)
+    elif kind == "text" and not reading.blank:
+        yield from _whole(piece, reading, tell)
+    else:
+        most = reading.most_of_line if kind == "jsonl" else reading.most
+        read = _json_lines if kind == "jsonl" else _blank_separated
+        for first_line, chunk in _chunks(piece, kind, most, tell):
+            if isinstance(chunk, Bad):
+                yield chunk
+            else:
+                yield from read(chunk, first_line, reading)
+
+
+@contextmanager
+def _opened(piece: Piece, tell: Tell) -> Iterator[Iterator[bytes]]:
+    """The bytes of a piece, decompressed, in windows of about WINDOW.
+
+    Raises MtcliError where they are too many for their file, and what `compressed.pieces` does.
+    """
+    with open_untrusted(piece.source.path) as file:
+        file.seek(piece.start)
+        yield _windows(file, piece, tell)
+
+
+def _windows(file: IO[bytes], piece: Piece, tell: Tell) -> Iterator[bytes]:
+    source, told, total = piece.source, piece.start, 0
+    if source.compression:
+        found = pieces(file, source.compression, source.path)
+    else:
+        left = piece.stop - piece.start
+        found = map(file.read, chain([WINDOW] * (left // WINDOW), [left % WINDOW]))
+    window: list[bytes] = []
+    size = 0
+    for data in found:
+        window.append(data)
+        size, total = size + len(data), total + len(data)
+        if source.compression:
+            _require_ratio(source, total)
+        if size >= WINDOW:
+            at = min(file.tell(), piece.stop)
+            tell(at - told)
+            told = at
+            yield b"".join(window)
+            window, size = [], 0
+    tell(piece.stop - told)
+    if size:
+        yield b"".join(window)
+
+
+def _require_ratio(source: Source, count: int) -> None:
+    """Raises MtcliError where `count` bytes are too many to have come out of a file."""
+    if count > max(FREE_BYTES, MAX_RATIO * source.size):
+        raise wrong(
+            f"{source.path} holds {count:,} bytes or more, and is itself of {source.size:,}: over "
+            f"{MAX_RATIO} times as many",
+            "if it is no bomb, decompress it first, and preprocess what comes out",
+        )
+
+
+def _chunks(piece: Piece, kind: Kind, most: int, tell: Tell) -> Iterator[tuple[int, bytes | Bad]]:
+    """(lines before it, bytes) of about WINDOW, each ending where documents may, or the piece does.
+
+    A Bad is in the place of what goes on without such a place for `most` bytes and a WINDOW.
+    """
+    line, rest = 0, b""
+    held: list[bytes] = []  # windows since the last place
+    with _opened(piece, tell) as windows:
+        while data := rest or next(windows, b""):
+            rest, tail = b"", begun(kind, held[-1]) if held else b""
+            end = end_of_last(kind, tail + data) - len(tail)
+            if end > 0:
+                chunk = b"".join([*held, data[:end]])
+                held = [data[end:]] if data[end:] else []
+                yield line, _without_bom(chunk, line or piece.start)
+                line += chunk.count(b"\n")
+            elif sum(map(len, held)) <= most:
+                held.append(data)
+            else:
+                first = held[0] if held else data
+                blank = first[: len(first) - len(first.lstrip())].count(b"\n")
+                yield line, _too_large(line + blank + 1, most)
+                lines, rest = _behind(kind, data, windows)
+                line += lines + sum(part.count(b"\n") for part in held)
+                held = []
+    if held:
+        yield line, _without_bom(b"".join(held), line or piece.start)
+
+
+def _behind(kind: Kind, data: bytes, windows: Iterator[bytes]) -> tuple[int, bytes]:
+    """(lines, bytes): how many end before the next document, and what was read of it and on."""
+    lines = 0
+    for following in windows:
+        tail = begun(kind, data)
+        lines += data.count(b"\n", 0, len(data) - len(tail))
+        data = tail + following
+        if end := end_of_first(kind, data):
+            return lines + data.count(b"\n", 0, end), data[end:]
+    return lines + data.count(b"\n"), b""
+
+
+def _too_large(line: int, most: int) -> Bad:
+    return Bad(line, TOO_LARGE, f"a document of more than {most:,} bytes")
 
 
 def _without_bom(chunk: bytes, before: int) -> bytes:
     return chunk.removeprefix(BOM) if before == 0 else chunk
 
 
-def _json_lines(chunk: bytes, first_line: int, key: str) -> Iterator[Text | Bad]:
+def _json_lines(chunk: bytes, first_line: int, reading: Reading) -> Iterator[Text | Bad]:
     for number, line in enumerate(_decoded_lines(chunk), first_line + 1):
         if isinstance(line, Bad):
             yield line._replace(line=number)
         elif line and not line.isspace():
-            yield _record(line, number, key)
+            yield _record(line, number, reading)
 
 
 def _decoded_lines(chunk: bytes) -> Iterator[str | Bad]:
@@ -132,7 +264,8 @@ def _decoded_lines(chunk: bytes) -> Iterator[str | Bad]:
                 yield Bad(0, "bad UTF-8", f"byte {line[error.start]:#04x} is not UTF-8")
 
 
-def _record(line: str, number: int, key: str) -> Text | Bad:
+def _record(line: str, number: int, reading: Reading) -> Text | Bad:
+    key = reading.text_key
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -140,9 +273,9 @@ def _record(line: str, number: int, key: str) -> Text | Bad:
     if not isinstance(record, dict):
         return Bad(number, "bad JSON", f"{_json_type(record)}, not an object")
     if key not in record:
-        known = ", ".join(map(repr, record)) or "none"
+        known = listed([shown(name) for name in record]) or "none"
         return Bad(number, "missing key", f'no key "{key}": keys are {known}')
-    return _text(record[key], number, key)
+    return _text(record[key], number, reading)
 
 
 def _json_type(value: object) -> str:
@@ -150,28 +283,31 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a string" if isinstance(value, str) else "a number")
 
 
-def _text(value: object, number: int, key: str) -> Text | Bad:
+def _text(value: object, number: int, reading: Reading) -> Text | Bad:
+    key = reading.text_key
     if not isinstance(value, str):
         return Bad(number, "not text", f'"{key}" is {_json_type(value)}, not a string')
     try:
-        return Text(value, len(value) if value.isascii() else len(value.encode()))
+        size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError:
         return Bad(number, "bad UTF-8", f'"{key}" holds half of a surrogate pair')
+    return Text(value, size) if size <= reading.most else _too_large(number, reading.most)
 
 
-def _blank_separated(chunk: bytes, first_line: int) -> Iterator[Text | Bad]:
+def _blank_separated(chunk: bytes, first_line: int, reading: Reading) -> Iterator[Text | Bad]:
     try:
-        text = chunk.decode()
+        found = BLANK_LINES.split(f"\n\n{chunk.decode()}\n\n")
     except UnicodeDecodeError:
-        yield from _blank_separated_bytes(chunk, first_line)
-        return
-    for part in BLANK_LINES.split(f"\n\n{text}\n\n"):
-        if part:
-            yield Text(part, len(part.encode()))
+        found = None
+    texts = [Text(part, len(part.encode())) for part in found or () if part]
+    if found is not None and all(text.size <= reading.most for text in texts):
+        yield from texts
+    else:
+        yield from _blank_separated_bytes(chunk, first_line, reading.most)
 
 
-def _blank_separated_bytes(chunk: bytes, first_line: int) -> Iterator[Text | Bad]:
-    """The same by lines, for a chunk that is not all UTF-8: only its bad documents are lost."""
+def _blank_separated_bytes(chunk: bytes, first_line: int, most: int) -> Iterator[Text | Bad]:
+    """The same by lines, for a chunk with bad documents: only these are lost, with their lines."""
     block: list[bytes] = []
     for number, line in enumerate([*chunk.split(b"\n"), b""], first_line + 1):
         if line.strip():
@@ -181,9 +317,11 @@ def _blank_separated_bytes(chunk: bytes, first_line: int) -> Iterator[Text | Bad
             block = []
             try:
                 text = document.decode().removesuffix("\r")
-                yield Text(text, len(text.encode()))
             except UnicodeDecodeError as error:
                 yield _bad_byte(document, error.start, start)
+                continue
+            size = len(text.encode())
+            yield Text(text, size) if size <= most else _too_large(start, most)
 
 
 def _bad_byte(data: bytes, at: int, line: int) -> Bad:
@@ -191,66 +329,165 @@ def _bad_byte(data: bytes, at: int, line: int) -> Bad:
     return Bad(line, "bad UTF-8", f"byte {data[at]:#04x} is not UTF-8")
 
 
-def _whole(source: Source, cuttable: bool) -> Iterator[Text | Bad]:
+def _parts(text: Text) -> Iterator[Text]:
+    """A document in parts of about WINDOW characters, where its words allow."""
+    whole, start, size = text.text, 0, WINDOW
+    while start + size < len(whole):
+        part = whole[start : start + size]
+        if at := _safe_cut(part):
+            yield Text(part[:at], len(part[:at].encode()), ends=False)
+            start, size = start + at, WINDOW
+        else:
+            size *= 2
+    rest = whole[start:]
+    yield Text(rest, len(rest.encode()) if start else text.size)
+
+
+def _whole(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     """The file as one document, in parts where it is long and its tokenizer allows."""
-    if not cuttable or (source.size <= WINDOW and not source.compression):
-        with _open(source) as file:
-            data = file.read().removeprefix(BOM)
-        try:
-            yield Text(data.decode(), len(data))
-        except UnicodeDecodeError as error:
-            yield _bad_byte(data, error.start, 1)
+    source = piece.source
+    if not reading.cuttable or (source.size <= WINDOW and not source.compression):
+        yield _held(piece, reading, tell)
         return
-    bad = _first_bad_byte(source)  # before any part is out: a document is read whole or not at all
-    if bad:
-        yield bad
+
+    def tell_half(count: float) -> None:  # it is read twice
+        tell(count / 2)
+
+    # Before any part is out: a document is read whole or not at all.
+    if fault := _fault(piece, reading, tell_half):
+        yield fault
         return
     decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
-    with _open(source) as file:
-        while data := file.read(WINDOW):
+    with _opened(piece, tell_half) as windows:
+        for data in windows:
             text += decoder.decode(data)
-            at = _safe_cut(text)
-            if at:
+            if at := _safe_cut(text):
                 yield Text(text[:at], len(text[:at].encode()), ends=False)
                 text = text[at:]
     yield Text(text, len(text.encode()))
 
 
+def _held(piece: Piece, reading: Reading, tell: Tell) -> Text | Bad:
+    """The file as one document."""
+    windows, size = [], 0
+    with _opened(piece, tell) as found:
+        for data in found:
+            windows.append(data)
+            size += len(data)
+            if size > reading.most:
+                return _too_large(1, reading.most)
+    data = b"".join(windows).removeprefix(BOM)
+    try:
+        return Text(data.decode(), len(data))
+    except UnicodeDecodeError as error:
+        return _bad_byte(data, error.start, 1)
+
+
 def _safe_cut(text: str) -> int:
-    """The last place where GPT-2's word pattern always ends a word: after a lone line break.
+    """The last place where GPT-2's word pattern always ends a word: before space that follows none.
 
-    `x\\ny` is x, a break and y, whatever x and y are but space; longer runs of space are cut by
-    what follows them. 0 where there is no such place.
+    No word goes on into space, and how space is cut depends on what follows it. 0 where there is
+    no such place.
     """
-    at = text.rfind("\n", 1, len(text) - 1)
-    while at > 0 and (text[at - 1].isspace() or text[at + 1].isspace()):
-        at = text.rfind("\n", 1, at)
-    return max(at + 1, 0)
+    for start in (max(0, len(text) - NEAR_END), 0):
+        if places := [match.start() for match in WORD_END.finditer(text, start)]:
+            return places[-1]
+    return 0
 
 
-def _first_bad_byte(source: Source) -> Bad | None:
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    with _open(source) as file:
-        while True:
-            data = file.read(WINDOW)
-            held = decoder.getstate()[0]  # the start of a letter that the last window ended in
+def _fault(piece: Piece, reading: Reading, tell: Tell) -> Bad | None:
+    """What keeps a file from being read in parts: bytes that are no UTF-8, or too many of them."""
+    decoder, line, size, uncut = codecs.getincrementaldecoder("utf-8")(), 1, 0, 0
+    with _opened(piece, tell) as windows:
+        for data in chain(windows, [b""]):
+            before = decoder.getstate()[0]  # the start of a letter that the last window ended in
             try:
-                decoder.decode(data, final=not data)
+                text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                return _bad_byte(held + data, error.start, line)
-            if not data:
-                return None
+                return _bad_byte(before + data, error.start, line)
+            at = _safe_cut(text)
+            size, uncut = size + len(data), len(text) - at + (0 if at else uncut)
+            if reading.max_bytes and size > reading.max_bytes:
+                return _too_large(1, reading.max_bytes)
+            if uncut > reading.most:
+                why = f"a document without space to cut it at for {reading.most:,} letters"
+                return Bad(line, TOO_LARGE, why)
             line += data.count(b"\n")
+    return None
 
 
-def _open(source: Source) -> BinaryIO:
-    if source.compression == ".zst":
-        return io.BufferedReader(ZstFile(source.path), WINDOW)
-    opener = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[source.compression]
-    return opener(source.path, "rb")
+def _table(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+    """Rows of CSV or TSV, quoted as spreadsheets do: the column `text_key` of the header.
+
+    Raises MtcliError where quotes do not match: where the rows behind it begin is not known.
+    """
+    source, key = piece.source, reading.text_key
+    kind = source.kind.upper()
+    lines = _Lines(piece, reading.most_of_line, tell)
+    csv.field_size_limit(reading.most_of_line)
+    rows = csv.reader(lines, delimiter="," if source.kind == "csv" else "\t", strict=True)
+    try:
+        header = next(rows, [])
+        if key not in header:
+            known = listed([shown(name) for name in header]) or "none"
+            raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")
+        column, ended = header.index(key), lines.row_ended()
+        for row in rows:
+            number, ended = ended + 1, lines.row_ended()
+            if row and len(row) != len(header):
+                why = f"{len(row)} fields, and the header has {len(header)}"
+                yield Bad(number, f"bad {kind}", why)
+            elif row:
+                item = _text(row[column], number, reading)
+                is_utf8 = isinstance(item, Text) or item.kind != "bad UTF-8"
+                yield item if is_utf8 else item._replace(reason=f'"{key}" is not UTF-8')
+    except csv.Error as error:
+        message = f"{source.name or source.path}:{lines.line}: not {kind}: {error}"
+        raise wrong(message, "mend it: quotes inside of a quoted field are doubled") from None
 
 
-def _parquet(source: Source, key: str) -> Iterator[Text | Bad]:
+class _Lines:
+    """Lines of a table for the csv module, with their line breaks; of one row at most `most` bytes.
+
+    Bytes that are no UTF-8 become halves of surrogate pairs. Raises MtcliError for a longer row.
+    """
+
+    def __init__(self, piece: Piece, most: int, tell: Tell) -> None:
+        self.line = 0  # the last that was given
+        self._source, self._most, self._row_size = piece.source, most, 0
+        self._lines = self._found(piece, tell)
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self.line += 1
+        self._row_size += len(line)
+        self._require(self._row_size <= self._most)
+        return line
+
+    def row_ended(self) -> int:
+        """The last line of the row that was read."""
+        self._row_size = 0
+        return self.line
+
+    def _found(self, piece: Piece, tell: Tell) -> Iterator[str]:
+        for _, chunk in _chunks(piece, piece.source.kind, self._most, tell):
+            self._require(isinstance(chunk, bytes))
+            *lines, last = chunk.decode(errors="surrogateescape").split("\n")
+            yield from (f"{line}\n" for line in lines)
+            if last:
+                yield last
+
+    def _require(self, fits: bool) -> None:
+        if not fits:
+            where = f"{self._source.name or self._source.path}:{self.line + 1}"
+            hint = "is a quote left open? else raise --max-document-bytes"
+            raise wrong(f"{where}: a row of more than {self._most:,} bytes", hint)
+
+
+def _parquet(source: Source, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -259,14 +496,28 @@ def _parquet(source: Source, key: str) -> Iterator[Text | Bad]:
             f"{source.path} needs the package pyarrow", "pip install 'mtcli[data]'"
         ) from None
     try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            if key not in file.schema_arrow.names:
-                known = ", ".join(file.schema_arrow.names)
-                raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")
-            row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[key]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield _text(value, row, key)
+        with open_untrusted(source.path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            yield from _rows(file, source, reading, tell)
     except pyarrow.lib.ArrowException as error:
         raise wrong(f"{source.path} is damaged: {error}", "write or copy it again") from None
+
+
+def _rows(file: Any, source: Source, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+    key, names = reading.text_key, file.schema_arrow.names
+    if key not in names:
+        known = listed([shown(name) for name in names])
+        raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")
+    about = file.metadata
+    for group in map(about.row_group, range(about.num_row_groups)):
+        columns = (group.column(number) for number in range(about.num_columns))
+        stored = (one for one in columns if one.path_in_schema.split(".")[0] == key)
+        _require_ratio(source, sum(one.total_uncompressed_size for one in stored))
+    row, total = 0, 0
+    for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[key]):
+        for value in batch.column(0):
+            row += 1
+            item = _text(value.as_py(), row, reading)
+            total += item.size if isinstance(item, Text) else 0
+            yield item
+        _require_ratio(source, total)  # one entry of a dictionary may be every row's
+        tell(source.size * len(batch) / about.num_rows)

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mtcli.core.data.definition import no_panics
 from mtcli.core.data.tokenize import Tokenizer
+from mtcli.core.spec.errors import MtcliError
 
 SAMPLE_BYTES = 1 << 14  # of the corpus, encoded both ways before gigatoken is used
 # What fast tokenizers get wrong: space runs, contractions, digits, scripts, emoji, controls.
@@ -34,12 +36,17 @@ def make_encode(tokenizer: Tokenizer, sample: str) -> tuple[str, Encode]:
     fast = _gigatoken(tokenizer)
     if fast is not None:
         texts = [sample[:SAMPLE_BYTES], *HARD_TEXTS, *_specials(tokenizer)]
-        if all(
-            np.array_equal(ids, tokenizer.encode(text))
-            for ids, text in zip(fast(texts), texts, strict=True)
-        ):
+        if _agree(fast, tokenizer, texts):
             return "gigatoken", fast
     return "tokenizers", _Backend(tokenizer)
+
+
+def _agree(fast: Encode, tokenizer: Tokenizer, texts: list[str]) -> bool:
+    try:
+        pairs = zip(fast(texts), tokenizer.encode_all(texts), strict=True)
+        return all(np.array_equal(one, other) for one, other in pairs)
+    except MtcliError:  # a text that either fails on
+        return False
 
 
 def is_cuttable(tokenizer: Tokenizer) -> bool:
@@ -55,7 +62,7 @@ def is_cuttable(tokenizer: Tokenizer) -> bool:
         and words.get("use_regex", True)
         and not words.get("add_prefix_space")
         and not any(
-            token.lstrip or token.rstrip or "\n" in token.content
+            token.lstrip or token.rstrip or any(map(str.isspace, token.content))
             for token in backend.get_added_tokens_decoder().values()
         )
     )
@@ -72,7 +79,7 @@ class _Backend:
         self.tokenizer = tokenizer
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(self.tokenizer.encode(text), np.int64) for text in texts]
+        return [np.array(ids, np.int64) for ids in self.tokenizer.encode_all(texts)]
 
 
 class _Gigatoken:
@@ -82,10 +89,12 @@ class _Gigatoken:
         from gigatoken import Tokenizer as Fast
 
         self.definition = definition
-        self.backend = Fast.from_json(definition).backend
+        with no_panics("gigatoken does not know the tokenizer"):
+            self.backend = Fast.from_json(definition).backend
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.backend.encode(text) for text in texts]
+        with no_panics("the tokenizer fails on a text"):
+            return [self.backend.encode(text) for text in texts]
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return _Gigatoken, (self.definition,)
@@ -96,7 +105,7 @@ def _gigatoken(tokenizer: Tokenizer) -> Encode | None:
         return _Gigatoken(tokenizer.definition)
     except ModuleNotFoundError:  # an optional extra
         return None
-    except ValueError:  # a kind of tokenizer that it does not know
+    except MtcliError:  # a kind of tokenizer that it does not know
         return None
 
 

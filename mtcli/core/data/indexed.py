@@ -14,6 +14,7 @@ import numpy as np
 
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.outputs import whole
+from mtcli.core.spec.untrusted import open_untrusted
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
@@ -35,11 +36,7 @@ class Indexed:
         self.prefix = Path(prefix)
         self.idx, self.bin = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
         for path in (self.idx, self.bin):
-            if not path.is_file():
-                raise wrong(
-                    f"no file {path}",
-                    "data paths name the prefix of a .bin and .idx pair, as preprocess writes them",
-                )
+            _require_file(path, self.prefix)
         self.dtype, num_sequences, num_boundaries = self._header()
         ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
         lengths, pointers, documents = (
@@ -66,7 +63,7 @@ class Indexed:
     def _header(self) -> tuple[np.dtype, int, int]:
         """The dtype, S and D, once the file has exactly the size they say."""
         size = self.idx.stat().st_size
-        with open(self.idx, "rb") as file:
+        with open_untrusted(self.idx) as file:
             head = file.read(HEADER.size)
         if head.startswith(OLD_MAGIC):
             raise self._refuse("is fairseq's old format (magic TNTIDX), not Megatron's MMIDIDX")
@@ -191,4 +188,18 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
 def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     if count == 0:  # mmap refuses to map nothing
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", offset, (count,)).view(np.ndarray)
+    with open_untrusted(path) as file:
+        return np.memmap(file, dtype, "r", offset, (count,)).view(np.ndarray)
+
+
+def _require_file(path: Path, prefix: Path) -> None:
+    """Raises MtcliError where the file of a pair is missing, or cannot be read."""
+    try:
+        open_untrusted(path).close()
+    except FileNotFoundError:
+        hint = "data paths name the prefix of a .bin and .idx pair, as preprocess writes them"
+        if prefix.suffix in (".bin", ".idx", ".json") and prefix.with_suffix(".idx").exists():
+            hint = f"name the prefix of the pair: {prefix.with_suffix('')}"
+        raise wrong(f"no file {path}", hint) from None
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "use another copy") from None

@@ -6,23 +6,25 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mtcli.core.lifeline import end_with_parent
 from mtcli.core.spec.errors import Exit, MtcliError, Problem, failed
 
+Tell = Callable[[float], None]
+Answer = tuple[object, tuple[tuple[Problem, ...], Exit] | None]  # a result, or what is wrong
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Pool(Generic[Item, Result]):
-    """`workers` processes that each run `work(item)`, one item at a time.
+    """`workers` processes that each run `work(item, tell)`, one item at a time.
 
     Items are taken from their iterable only when a worker is free, so a lazy one bounds what is in
     flight. Workers are forked on Linux (no start-up cost, `work` is inherited), else spawned.
     """
 
-    def __init__(self, work: Callable[[Item], Result], workers: int) -> None:
+    def __init__(self, work: Callable[[Item, Tell], Result], workers: int) -> None:
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         forked = context.get_start_method() == "fork"
         self._ends: list[Connection] = []
@@ -47,9 +49,10 @@ class Pool(Generic[Item, Result]):
         for process in self._processes:
             process.join()
 
-    def map(self, items: Iterable[Item]) -> Iterator[Result]:
+    def map(self, items: Iterable[Item], tell: Tell = lambda _: None) -> Iterator[Result]:
         """`work` of every item, in the order of the items.
 
+        What `work` tells of its progress, a number, is told to `tell` here, in any order.
         The first item that fails, in that order, raises its error here. Raises MtcliError where a
         worker dies.
         """
@@ -67,7 +70,11 @@ class Pool(Generic[Item, Result]):
             if not busy:
                 return
             for end in wait(list(busy)):
-                done[busy.pop(end)] = self._receive(end)
+                answer = self._receive(end)
+                if isinstance(answer, float):
+                    tell(answer)
+                    continue
+                done[busy.pop(end)] = answer
                 free.append(end)
             while following in done:
                 yield _opened(done.pop(following))
@@ -79,7 +86,8 @@ class Pool(Generic[Item, Result]):
         except (BrokenPipeError, ConnectionResetError):
             raise self._died(end) from None
 
-    def _receive(self, end: Connection) -> tuple[object, tuple[tuple[Problem, ...], Exit] | None]:
+    def _receive(self, end: Connection) -> Answer | float:
+        """What a worker has sent: an item's answer, or how far it has come."""
         try:
             return end.recv()
         except (EOFError, ConnectionResetError):
@@ -101,7 +109,9 @@ def default_workers() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _serve(work: Callable[[Item], Result], end: Connection, inherited: list[Connection]) -> None:
+def _serve(
+    work: Callable[[Item, Tell], Result], end: Connection, inherited: list[Connection]
+) -> None:
     """A worker's life: until the other end closes, or it is terminated."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -114,7 +124,7 @@ def _serve(work: Callable[[Item], Result], end: Connection, inherited: list[Conn
         except EOFError:
             return
         try:
-            answer = (work(item), None)
+            answer = (work(item, lambda count: end.send(float(count))), None)
         except MtcliError as error:
             answer = (None, (error.problems, error.code))
         except Exception as error:  # the parent raises it, as it would its own
@@ -123,7 +133,7 @@ def _serve(work: Callable[[Item], Result], end: Connection, inherited: list[Conn
         end.send(answer)
 
 
-def _opened(answer: tuple[Result, tuple[tuple[Problem, ...], Exit] | None]) -> Result:
+def _opened(answer: Answer) -> Any:
     result, error = answer
     if error is not None:
         problems, code = error

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mtcli.core.data.corpus import Block, Source, cut
+from mtcli.core.data.corpus import Block, Found, Source, cut, told
 from mtcli.core.data.describe import describe
-from mtcli.core.data.documents import Reading, Text, read_documents
+from mtcli.core.data.documents import Reading, Tell, Text, read_documents
 from mtcli.core.data.encoders import SAMPLE_BYTES, is_cuttable, make_encode
 from mtcli.core.data.indexed import token_dtype, with_suffix
 from mtcli.core.data.pool import Pool
 from mtcli.core.data.request import Request, done_before, fingerprint, named_sources
 from mtcli.core.data.stdin import spool
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer, train_tokenizer
-from mtcli.core.data.work import Counts, Job, encode_block
+from mtcli.core.data.work import EXAMPLES, Counts, Encoded, Job, described, encode_block
 from mtcli.core.data.workspace import FINAL, Workspace
 from mtcli.core.spec.errors import failed, wrong
 
@@ -38,11 +38,11 @@ def preprocess(request: Request, say: Say) -> dict[str, object]:
     and line), outputs that exist, an empty corpus, a full disk and a worker that died.
     """
     began = time.perf_counter()
-    sources = named_sources(request)
-    name = fingerprint(request, sources)
+    found = named_sources(request)
+    name = fingerprint(request, found.sources)
     facts = done_before(request, name)
     if facts is None:
-        facts = _in_workspace(request, sources, name, say)
+        facts = _in_workspace(request, found, name, say)
     else:
         say(f"{request.output} is complete: nothing to do")
     seconds = time.perf_counter() - began
@@ -57,9 +57,7 @@ def preprocess(request: Request, say: Say) -> dict[str, object]:
     }
 
 
-def _in_workspace(
-    request: Request, sources: list[Source], name: str, say: Say
-) -> dict[str, object]:
+def _in_workspace(request: Request, found: Found, name: str, say: Say) -> dict[str, object]:
     """The facts of a run that leaves its workspace only where it can be resumed."""
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +66,7 @@ def _in_workspace(
         raise wrong(f"{request.output} cannot be written: {error}", "another --output") from None
     finished = False
     try:
-        facts = _run(request, sources, space, say)
+        facts = _run(request, found, space, say)
         finished = True
     except OSError as error:
         raise failed(f"{space.folder}: {error}", "free space, then --resume") from None
@@ -78,7 +76,8 @@ def _in_workspace(
     return facts
 
 
-def _run(request: Request, sources: list[Source], space: Workspace, say: Say) -> dict[str, object]:
+def _run(request: Request, found: Found, space: Workspace, say: Say) -> dict[str, object]:
+    sources = found.sources
     if space.is_finished:
         space.publish()
         return describe(request.output) or {}
@@ -86,25 +85,35 @@ def _run(request: Request, sources: list[Source], space: Workspace, say: Say) ->
     parts.mkdir(exist_ok=True)
     corpus: Iterable[Source] = sources
     if request.from_stdin:
-        corpus = spool(sys.stdin.buffer, request.split_on_blank, _made(space.folder / "spool"))
+        folder = _made(space.folder / "spool")
+        corpus = spool(sys.stdin.buffer, request.format, request.split_on_blank, folder)
     first = list(islice(iter(corpus), 1))
     rest = corpus if request.from_stdin else corpus[1:]
     tokenizer = _tokenizer(request, sources, space)
     job, encoder = _job(request, tokenizer, first, parts)
     size = sum(source.size for source in sources)
     say(_plan(request, len(sources), size, tokenizer, encoder))
+    if found.left_out:
+        say(f"left out of folders: {told(found.left_out)}; name such files, or all with --format")
+    if request.train_size is not None and tokenizer.vocab_size < request.train_size:
+        say(f"warning: {_few_ids(request, tokenizer)}")
     if space.resumed_at:
         say(f"going on after {space.counts.documents:,} documents")
     blocks = islice(cut(chain(first, rest), request.split_on_blank), space.resumed_at, None)
     _encode_all(request, job, blocks, space, size)
+    skipped = sum(space.counts.skipped.values())
+    for example in space.counts.examples:
+        say(f"skipped {example}")
+    if more := skipped - len(space.counts.examples):
+        say(f"skipped {more:,} more")
     if space.counts.documents == 0:
-        skipped = sum(space.counts.skipped.values())
         raise wrong(
             f"no document in {', '.join(request.inputs)}: {skipped} bad ones were left out and "
             f"{space.counts.empty_documents} hold no text",
             "is this the right input, and the right --text-key?",
         )
     facts = _facts(request, tokenizer, job, space.counts, fingerprint(request, sources))
+    facts |= {"left_out": found.left_out}
     return space.finish(facts, job.dtype)
 
 
@@ -125,12 +134,13 @@ def _encode_all(
         tqdm(total=size or None, unit="B", unit_scale=True, file=sys.stderr) as bar,
     ):
         began, before = time.perf_counter(), space.counts.tokens
-        for counts in pool.map(remembered()):
+        for encoded in pool.map(remembered(), bar.update):
             block = issued.popleft()
-            space.append(*job.part(block.number), counts)
+            room = EXAMPLES - len(space.counts.examples)
+            space.counts.examples += [described(*bad) for bad in encoded.skipped[:room]]
+            space.append(*job.part(block.number), encoded.counts)
             if request.from_stdin:
                 _remove_read(block)
-            bar.update(block.size)
             speed = (space.counts.tokens - before) / (time.perf_counter() - began)
             bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
 
@@ -141,8 +151,8 @@ class _Encode:
     def __init__(self, job: Job) -> None:
         self.job = job
 
-    def __call__(self, block: Block) -> Counts:
-        return encode_block(self.job, block)
+    def __call__(self, block: Block, tell: Tell) -> Encoded:
+        return encode_block(self.job, block, tell)
 
 
 def _remove_read(block: Block) -> None:
@@ -167,7 +177,7 @@ def _tokenizer(request: Request, sources: list[Source], space: Workspace) -> Tok
 def _spread(request: Request, sources: list[Source]) -> Iterator[str]:
     """At most TRAIN_BYTES of the corpus: every k-th block, and of these what can be read."""
     every = -(-sum(source.size for source in sources) // TRAIN_BYTES)
-    reading = Reading(request.text_key, request.split_on_blank, cuttable=True)
+    reading = _reading(request, cuttable=True)
     left = TRAIN_BYTES
     for block in cut(sources, request.split_on_blank):
         pieces = block.pieces if block.number % max(every, 1) == 0 else ()
@@ -187,10 +197,21 @@ def _job(
             f"tokenizer {request.tokenizer} has no end-of-document token to append",
             "--no-append-eod",
         )
-    reading = Reading(request.text_key, request.split_on_blank, is_cuttable(tokenizer))
+    reading = _reading(request, is_cuttable(tokenizer))
     encoder, encode = make_encode(tokenizer, _sample(first, reading))
     dtype = token_dtype(tokenizer.vocab_size)
     return Job(encode, reading, dtype, tokenizer.eod_id, append, request.skip_bad, parts), encoder
+
+
+def _reading(request: Request, cuttable: bool) -> Reading:
+    return Reading(request.text_key, request.split_on_blank, cuttable, request.max_document_bytes)
+
+
+def _few_ids(request: Request, tokenizer: Tokenizer) -> str:
+    return (
+        f"{request.tokenizer} asked for {request.train_size:,} ids, and the corpus fills "
+        f"{tokenizer.vocab_size:,}: a larger one has more pairs to merge"
+    )
 
 
 def _sample(first: list[Source], reading: Reading) -> str:
@@ -224,6 +245,7 @@ def _facts(
         "text_bytes": counts.text_bytes,
         "empty_documents": counts.empty_documents,
         "skipped": dict(sorted(counts.skipped.items())),
+        "skipped_first": counts.examples,
         "eod_in_text": counts.eod_in_text,
         "max_token_id": counts.max_token_id,
         "dtype": job.dtype.name,

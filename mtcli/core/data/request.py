@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Source, find_sources
+from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Found, Kind, Source, find_sources
 from mtcli.core.data.describe import describe
 from mtcli.core.data.indexed import with_suffix
 from mtcli.core.data.tokenize import require_trainable
+from mtcli.core.data.workspace import FINAL
 from mtcli.core.spec.errors import every, wrong
 
 TRAIN = "train:"  # of a tokenizer: a new one, of as many ids as follow
@@ -31,6 +32,8 @@ class Request(NamedTuple):
     skip_bad: bool = False
     resume: bool = False
     force: bool = False
+    format: Kind | None = None  # None: as each file's ending says
+    max_document_bytes: int | None = None  # None: see `documents.Reading`
 
     @property
     def from_stdin(self) -> bool:
@@ -48,18 +51,18 @@ class Request(NamedTuple):
         return int(size)
 
 
-def named_sources(request: Request) -> list[Source]:
+def named_sources(request: Request) -> Found:
     """The files to read; none for standard input. Raises MtcliError for all that cannot be."""
     checks = (_require_workers, _require_train_size, _require_output)
-    sources, *_ = every(partial(_sources, request), *(partial(check, request) for check in checks))
-    return sources
+    found, *_ = every(partial(_sources, request), *(partial(check, request) for check in checks))
+    return found
 
 
-def _sources(request: Request) -> list[Source]:
+def _sources(request: Request) -> Found:
     if not request.inputs:
         raise wrong("no input", "give files, folders, globs, - or stdlib")
     if not request.from_stdin:
-        return find_sources(request.inputs)
+        return find_sources(request.inputs, request.format)
     if len(request.inputs) > 1:
         raise wrong(
             f"standard input and {len(request.inputs) - 1} more inputs cannot be mixed",
@@ -68,9 +71,11 @@ def _sources(request: Request) -> list[Source]:
     if request.resume or request.tokenizer.startswith(TRAIN):
         what = "--resume" if request.resume else request.tokenizer
         raise wrong(f"{what} reads the input twice, and standard input comes once", "give a file")
+    if request.format == "parquet":
+        raise wrong("standard input cannot be Parquet, which is read from its end", "give a file")
     if sys.stdin is None:
         raise wrong("standard input is closed", "pipe the text in, or give files")
-    return []
+    return Found([], {})
 
 
 def _require_workers(request: Request) -> None:
@@ -87,12 +92,18 @@ def _require_output(request: Request) -> None:
     if not request.output.name:
         hint = "data/code writes data/code.bin and its kin"
         raise wrong(f"'{request.output}' names no file", hint, "--output")
+    if request.output.suffix in FINAL:
+        message = f"{request.output} would be written as {request.output}.bin and its kin"
+        prefix = request.output.with_suffix("")
+        raise wrong(message, f"name the prefix, --output {prefix}", "--output")
 
 
 def fingerprint(request: Request, sources: Sequence[Source]) -> str:
     """Names a run: equal for two requests that must write the same bytes."""
     files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
+    # What a run may be resumed with after it has met a bad document is not one of them.
     options = (request.tokenizer, request.text_key, request.split_on_blank, request.append_eod)
+    options += (request.format,)
     text = json.dumps([files, options, BLOCK_BYTES])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -103,7 +114,7 @@ def done_before(request: Request, name: str) -> dict[str, object] | None:
     Raises MtcliError where outputs are in the way.
     """
     try:
-        made = _existing(request.output, (".bin", ".idx", ".json", ".tokenizer"))
+        made = _existing(request.output, FINAL)
     except OSError as error:  # of a name that is too long
         why = f"it cannot be written: {error.strerror}"
         raise wrong(why, "another --output", "--output") from None

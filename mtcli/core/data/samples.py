@@ -31,34 +31,53 @@ class Samples(NamedTuple):
 
 
 def build_samples(
-    lengths: np.ndarray, owned: range, num_samples: int | None, seq_len: int, seed: int
+    lengths: np.ndarray,
+    owned: range,
+    num_samples: int | None,
+    seq_len: int,
+    seed: int,
+    planned: int | None = None,
 ) -> Samples:
     """The indices for `num_samples` samples (None: one epoch) of the sequences `owned`.
 
     `lengths` int32 [S] in tokens. As many epochs are used as `num_samples * seq_len + 1` tokens
-    need. The order depends on `num_samples` only through that number of epochs E, and on whether
-    less than 80 % of the last one is needed.
+    need. The order depends on the samples that were `planned` when the run began (`num_samples`
+    where None) only through their number of epochs E, and on whether less than 80 % of the last one
+    was needed. What a run needs beyond them is appended epoch by epoch, each shuffled on its own by
+    the seed and its number: nothing that was planned before moves.
     """
     per_epoch = int(lengths[owned.start : owned.stop].sum(dtype=np.int64))
     assert per_epoch > 0, f"sequences {owned} hold no token"
-    epochs = 1 if num_samples is None else -(-(num_samples * seq_len + 1) // per_epoch)
-    before_last = ((epochs - 1) * per_epoch - 1) // seq_len
-    apart = epochs > 1 and num_samples - before_last < int(
+    planned = num_samples if planned is None else planned
+    first, epochs = (
+        1 if count is None else -(-(count * seq_len + 1) // per_epoch)
+        for count in (planned, num_samples)
+    )
+
+    def samples_of(epochs: int) -> int:
+        return max(0, epochs * per_epoch - 1) // seq_len
+
+    apart = first > 1 and planned - samples_of(first - 1) < int(
         FINAL_EPOCH_THRESHOLD * ((per_epoch - 1) // seq_len)
     )
     random = np.random.RandomState(seed)
-    stream = [epochs - 1, 1] if apart else [epochs]
-    documents = np.concatenate([_shuffled(np.tile(_sequences(owned), n), random) for n in stream])
-    total = (epochs * per_epoch - 1) // seq_len
-    rows = _rows(lengths[documents], total, seq_len)
-    parts = [(0, before_last), (before_last, total)] if apart else [(0, total)]
+    groups = [(0, first - 1), (first - 1, first)] if apart else [(0, first)]
+    shuffles = [(*group, random) for group in groups]
+    for epoch in range(first, epochs):
+        shuffles.append((epoch, epoch + 1, np.random.RandomState([seed, epoch])))
+    sequences = np.arange(owned.start, owned.stop, dtype=np.int32)
+    documents = np.concatenate(
+        [_shuffled(np.tile(sequences, end - begin), random) for begin, end, random in shuffles]
+    )
+    total = samples_of(max(first, epochs))
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
-    order = np.concatenate([_shuffled(np.arange(*part, dtype=dtype), random) for part in parts])
-    return Samples(documents, rows, order)
-
-
-def _sequences(owned: range) -> np.ndarray:
-    return np.arange(owned.start, owned.stop, dtype=np.int32)
+    order = np.concatenate(
+        [
+            _shuffled(np.arange(samples_of(begin), samples_of(end), dtype=dtype), random)
+            for begin, end, random in shuffles
+        ]
+    )
+    return Samples(documents, _rows(lengths[documents], total, seq_len), order)
 
 
 def _shuffled(array: np.ndarray, random: np.random.RandomState) -> np.ndarray:

@@ -6,34 +6,51 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Kind, Source
-from mtcli.core.data.documents import end_of_last
-
-BOUNDARIES = {"jsonl": (b"\n",), "text": (b"\n\n", b"\n\r\n")}
+from mtcli.core.data.documents import begun, end_of_first, end_of_last
 
 
-def spool(stream: BinaryIO, blank: bool, folder: Path) -> Iterator[Source]:
+def spool(stream: BinaryIO, kind: Kind | None, blank: bool, folder: Path) -> Iterator[Source]:
     """The stream as files of about BLOCK_BYTES in `folder`, written as they are asked for.
 
-    JSON lines where the first character is a brace, else text: cut at blank lines where they
-    divide documents (`blank`), else one file that is one document. The caller removes the files.
+    Of a `kind`, or JSON lines where the first character is a brace, else text. Text that blank
+    lines do not divide (`blank`) is one file that is one document, and a table is one file. Of a
+    document that is longer than a block no more than a block is held. The caller removes the files.
     """
     left = stream.read(BLOCK_BYTES)
     start = left.removeprefix(codecs.BOM_UTF8).lstrip()
-    kind: Kind = "jsonl" if start.startswith(b"{") else "text"
-    if kind == "text" and not blank:
+    kind = kind or ("jsonl" if start.startswith(b"{") else "text")
+    if kind != "jsonl" and not (kind == "text" and blank):
         yield _write(folder / "0", kind, 0, _rest(left, stream))
         return
-    number, line, ended = 0, 0, len(left) < BLOCK_BYTES
+    number, line = 0, 0
     while left:
-        end = len(left) if ended else end_of_last(BOUNDARIES[kind], left)
-        if end:
-            yield _write(folder / str(number), kind, line, [left[:end]])
-            number, line = number + 1, line + left.count(b"\n", 0, end)
-        left = left[end:]
-        if not ended:
-            data = stream.read(BLOCK_BYTES)
-            ended = len(data) < BLOCK_BYTES
-            left += data
+        document = _Block(left, stream, kind)
+        yield _write(folder / str(number), kind, line, document)
+        number, line, left = number + 1, line + document.lines, document.left
+
+
+class _Block:
+    """Bytes of a stream up to a place where documents end: the last in `left`, or the first behind.
+
+    Once they are taken, `lines` says how many lines they are, and `left` is what was read after.
+    """
+
+    def __init__(self, left: bytes, stream: BinaryIO, kind: Kind) -> None:
+        self.left, self.lines = left, 0
+        self._stream, self._kind = stream, kind
+
+    def __iter__(self) -> Iterator[bytes]:
+        end = end_of_last(self._kind, self.left)
+        while not end and (data := self._stream.read(BLOCK_BYTES)):
+            kept = begun(self._kind, self.left)
+            taken, self.left = self.left[: len(self.left) - len(kept)], kept + data
+            self.lines += taken.count(b"\n")
+            yield taken
+            end = end_of_first(self._kind, self.left)
+        end = end or len(self.left)
+        self.lines += self.left.count(b"\n", 0, end)
+        yield self.left[:end]
+        self.left = self.left[end:] or self._stream.read(BLOCK_BYTES)
 
 
 def _rest(head: bytes, stream: BinaryIO) -> Iterator[bytes]:

@@ -15,9 +15,12 @@ from pathlib import Path
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from mtcli.core.data.definition import bounded, no_panics, require_measured, require_tokens
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.foreign import parse_json
+from mtcli.core.spec.untrusted import read_untrusted
 
+MAX_DEFINITION_BYTES = 256 << 20  # 262,144 ids and their merges take 35 MB
 END_OF_DOCUMENT = "<|endoftext|>"
 # What families call it, where the folder's tokenizer_config.json does not say.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
@@ -36,9 +39,11 @@ class Tokenizer:
 
         Raises MtcliError where the text is no tokenizer.
         """
-        made = isinstance(source, HfTokenizer)
-        self.backend = source if made else _parse(source)
-        self.definition = source.to_str() if made else source  # the text of tokenizer.json
+        if isinstance(source, str):
+            self.definition, self._growth = bounded(source)  # the text of tokenizer.json
+            self.backend = _parse(self.definition)
+        else:
+            self.definition, self._growth, self.backend = source.to_str(), 1, source
         self.config = dict(config or {})  # tokenizer_config.json, where there is one
         vocab = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
@@ -52,11 +57,30 @@ class Tokenizer:
         """The ids of `text`, with no special tokens added."""
         if self.is_bytes:
             return list(text.encode())
-        return self.backend.encode(text, add_special_tokens=False).ids
+        (ids,) = self.encode_all([text])
+        return ids
+
+    def encode_all(self, texts: Sequence[str], with_specials: bool = False) -> list[list[int]]:
+        """`encode` of each text. Raises MtcliError for one that the tokenizer cannot take."""
+        found = []
+        with no_panics("the tokenizer fails on a text"):
+            for text in texts:
+                require_measured(self.backend.normalizer, self._growth, text)
+                found.append(self.backend.encode(text, add_special_tokens=with_specials).ids)
+        return found
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        """The ids of `text` with the special tokens that tokenizer.json's template puts around it,
+        such as Llama's <s>: as transformers gives them by default."""
+        if self.is_bytes:
+            return self.encode(text)
+        (ids,) = self.encode_all([text], with_specials=True)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        with no_panics("the tokenizer fails on token ids"):
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> Path:
         """Write the files that `load_tokenizer(folder)` reads; returns the folder."""
@@ -89,7 +113,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         return _from_folder(path)
-    if path.is_file():
+    if path.exists():
         return _from_file(path)
     text = str(spec)
     if text.startswith("train:"):
@@ -138,10 +162,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _parse(definition: str) -> HfTokenizer:
-    try:
+    with no_panics("not a tokenizer definition"):
         return HfTokenizer.from_str(definition)
-    except Exception as error:  # tokenizers raises bare Exception for every malformed file
-        raise wrong(f"not a tokenizer definition: {error}", f"give {KINDS}") from None
 
 
 def _end_names(config: dict[str, object]) -> tuple[str, ...]:
@@ -169,9 +191,9 @@ def _byte_letters() -> list[str]:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").exists():
         return _from_file(folder / "tokenizer.json")
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         return _from_gpt2_files(folder / "vocab.json", folder / "merges.txt")
     raise wrong(
         f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt",
@@ -190,11 +212,11 @@ def _from_file(path: Path) -> Tokenizer:
 
 def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     """GPT-2's byte-level BPE from OpenAI's two files (ids as transformers' GPT2Tokenizer)."""
-    try:
-        backend = HfTokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # as in _parse
-        message = f"{vocab} and {merges} are not a BPE vocabulary: {error}"
-        raise wrong(message, "use another copy of both") from None
+    texts = _read(vocab), _read(merges)
+    with no_panics(f"{vocab} and {merges} are not a BPE vocabulary"):
+        table = parse_json(texts[0])
+        require_tokens(table)
+        backend = HfTokenizer(models.BPE(table, _merges_of(texts[1])))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if backend.token_to_id(END_OF_DOCUMENT) is not None:
@@ -202,9 +224,15 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     return Tokenizer(backend, _config_beside(vocab))
 
 
+def _merges_of(text: str) -> list[tuple[str, ...]]:
+    """The pairs of a merges.txt, the first to be merged first."""
+    lines = text.removesuffix("\n").replace("\r\n", "\n").split("\n")
+    return [tuple(line.split(" ")) for line in lines if not line.startswith("#version")]
+
+
 def _config_beside(path: Path) -> dict[str, object]:
     config = path.with_name("tokenizer_config.json")
-    if not config.is_file():
+    if not config.exists():
         return {}
     try:
         loaded = parse_json(_read(config))
@@ -215,7 +243,7 @@ def _config_beside(path: Path) -> dict[str, object]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_untrusted(path, MAX_DEFINITION_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise wrong(f"{path} cannot be read: {error}", "use another copy") from None
 

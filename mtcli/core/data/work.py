@@ -8,11 +8,21 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.data.corpus import Block, Piece
-from mtcli.core.data.documents import Bad, Reading, Text, lines_before, read_documents
+from mtcli.core.data.documents import (
+    TOO_LARGE,
+    Bad,
+    Reading,
+    Tell,
+    Text,
+    lines_before,
+    read_documents,
+)
 from mtcli.core.data.encoders import Encode
 from mtcli.core.spec.errors import MtcliError, failed, wrong
 
 GROUP_BYTES = 1 << 20  # text encoded and written together
+TOLD_BYTES = 1 << 20  # of the source, after which its reading is told of
+EXAMPLES = 10  # of skipped documents whose lines are named
 
 
 @dataclass
@@ -26,6 +36,7 @@ class Counts:
     eod_in_text: int = 0  # end-of-document ids that came from the text itself
     max_token_id: int = -1
     skipped: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)  # the first skipped: file, line, why
 
     def add(self, other: "Counts") -> None:
         """Count `other` too."""
@@ -56,14 +67,23 @@ class Job(NamedTuple):
         return self.folder / f"{block}.tokens", self.folder / f"{block}.lengths"
 
 
-def encode_block(job: Job, block: Block) -> Counts:
+class Encoded(NamedTuple):
+    """A block that was encoded: what its part files hold, and the first that were skipped."""
+
+    counts: Counts
+    skipped: list[tuple[Piece, Bad]]
+
+
+def encode_block(job: Job, block: Block, tell: Tell) -> Encoded:
     """Write the block's tokens and lengths to `job.part(block.number)`; what they hold.
 
-    Raises MtcliError with file and line for the first bad document, unless `job.skip_bad`.
+    `tell` is told of the block's bytes on disk as they are read, TOLD_BYTES at a time. Raises
+    MtcliError with file and line for the first bad document, unless `job.skip_bad`.
     """
-    counts, carried = Counts(), 0
+    done, carried = Encoded(Counts(), []), 0
+    counts = done.counts
     tokens_path, lengths_path = job.part(block.number)
-    documents = _documents(job, block, counts)
+    documents = _documents(job, block, done, tell)
     try:
         with open(tokens_path, "wb") as tokens, open(lengths_path, "wb") as lengths:
             while group := _group(documents):
@@ -74,29 +94,46 @@ def encode_block(job: Job, block: Block) -> Counts:
         raise failed(
             f"{tokens_path} cannot be written: {error}", "free space, then --resume"
         ) from None
-    return counts
+    return done
 
 
-def _documents(job: Job, block: Block, counts: Counts) -> Iterator[Text]:
+def _documents(job: Job, block: Block, done: Encoded, tell: Tell) -> Iterator[Text]:
     """The block's texts; what is bad is counted or raised."""
+    untold = 0.0
+
+    def read(count: float) -> None:
+        nonlocal untold
+        untold += count
+        if untold >= TOLD_BYTES:
+            tell(untold)
+            untold = 0.0
+
     for piece in block.pieces:
-        for item in read_documents(piece, job.reading):
+        for item in read_documents(piece, job.reading, read):
             if isinstance(item, Text):
-                counts.text_bytes += item.size
+                done.counts.text_bytes += item.size
                 yield item
             elif job.skip_bad:
-                counts.skip(item.kind)
+                done.counts.skip(item.kind)
+                if len(done.skipped) < EXAMPLES:
+                    done.skipped.append((piece, item))
             else:
                 raise _bad_document(piece, item)
+    tell(untold)
 
 
 def _bad_document(piece: Piece, bad: Bad) -> MtcliError:
+    hint = "mend it, or leave such documents out with --skip-bad"
+    if bad.kind == TOO_LARGE:
+        hint = "raise --max-document-bytes, or leave such documents out with --skip-bad"
+    return wrong(described(piece, bad), hint)
+
+
+def described(piece: Piece, bad: Bad) -> str:
+    """A bad document as "file:line: reason"; reads the file up to it, for its line."""
     source = piece.source
     line = bad.line + source.first_line + lines_before(source.path, piece.start)
-    return wrong(
-        f"{source.name or source.path}:{line}: {bad.reason}",
-        "mend it, or leave such documents out with --skip-bad",
-    )
+    return f"{source.name or source.path}:{line}: {bad.reason}"
 
 
 def _group(documents: Iterator[Text]) -> list[Text]:

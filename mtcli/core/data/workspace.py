@@ -23,6 +23,7 @@ from mtcli.core.spec.errors import MtcliError, failed, wrong
 from mtcli.core.spec.foreign import parse_json
 from mtcli.core.spec.outputs import sync_folder
 from mtcli.core.spec.section import Count
+from mtcli.core.spec.untrusted import append_untrusted, open_untrusted, read_untrusted
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
 COMMIT_SECONDS = 1.0  # at most this much work is done again after a crash of the machine
@@ -55,8 +56,7 @@ class Workspace:
         if kept is None:
             self._begin(fingerprint)
         self._tokens, self._lengths = (
-            open(self.folder / name, "ab")  # noqa: SIM115 (close() does)
-            for name in ("tokens.bin", "lengths.i32")
+            append_untrusted(self.folder / name) for name in ("tokens.bin", "lengths.i32")
         )
         if kept is not None and not self.is_finished:
             self._take_up(kept)
@@ -88,7 +88,7 @@ class Workspace:
             (tokens, self._tokens, self._hash),
             (lengths, self._lengths, None),
         ):
-            with open(part, "rb") as file:
+            with open_untrusted(part) as file:
                 while data := file.read(COPY_BYTES):
                     whole.write(data)
                     if seen is not None:
@@ -187,15 +187,15 @@ class Workspace:
                 )
             file.truncate(size)
             file.seek(size)
-        with open(self._tokens.name, "rb") as tokens:
+        with open_untrusted(self.folder / "tokens.bin") as tokens:
             while data := tokens.read(COPY_BYTES):
                 self._hash.update(data)
 
     def _lines(self) -> list[dict[str, object]]:
         """The journal's whole lines; a last one that was cut by a crash does not count."""
-        if not self._journal.is_file():
+        if not self._journal.exists():
             return []
-        whole = self._journal.read_bytes().split(b"\n")[:-1]
+        whole = read_untrusted(self._journal).split(b"\n")[:-1]
         try:
             lines = [parse_json(line) for line in whole]
         except ValueError as error:
@@ -209,13 +209,13 @@ class Workspace:
         return wrong(f"{self._journal} is damaged: {why}", "leave --resume out to start over")
 
     def _write_line(self, line: dict[str, object]) -> None:
-        with open(self._journal, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with append_untrusted(self._journal) as file:
+            file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
     def _locked(self) -> object:
-        lock = open(self.folder / "lock", "w")  # noqa: SIM115 (held until close())
+        lock = append_untrusted(self.folder / "lock")
         try:
             # lockf, not flock: workers forked later must not hold it when we are killed.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,5 +226,5 @@ class Workspace:
 
 
 def _file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_untrusted(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

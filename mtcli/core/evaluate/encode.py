@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtcli.core.data.definition import no_panics
 from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.evaluate.requests import Ids, Request, request
 from mtcli.core.spec.errors import wrong
@@ -67,7 +68,8 @@ def encoder_for(tokenizer: Tokenizer) -> Encoder:
     Raises MtcliError when the tokenizer has neither.
     """
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
-    added = tokenizer.backend.encode("", add_special_tokens=True).ids[:1]  # Llama's template: <s>
+    with no_panics("the tokenizer's template fails"):
+        added = tokenizer.backend.encode("", add_special_tokens=True).ids[:1]  # Llama's: <s>
     named = tokenizer.config.get("bos_token")
     name = named.get("content") if isinstance(named, dict) else named
     prefix_id = (

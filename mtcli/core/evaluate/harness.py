@@ -19,7 +19,7 @@ from mtcli.core.evaluate.prepared import Progress, Report, read_text
 from mtcli.core.evaluate.requests import Request, Score, Scorer, request, rolling_windows
 from mtcli.core.evaluate.scoring import plan, run
 from mtcli.core.spec.errors import failed, wrong
-from mtcli.core.spec.load import closest
+from mtcli.core.spec.synonyms import closest
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
 
@@ -124,7 +124,7 @@ def _find(name: str) -> tuple[TaskManager, str]:
     """The manager that knows the task, and what it calls it."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
-        if not path.is_file():
+        if not path.exists():
             raise wrong(f"{name} does not exist", "give a task's YAML file, or its name", "--task")
         found = re.search(r"^(?:task|group):\s*['\"]?([^'\"\s#]+)", read_text(path), re.MULTILINE)
         if found is None:

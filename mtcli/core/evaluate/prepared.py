@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mtcli.core.evaluate.requests import Request, Score
 from mtcli.core.spec.errors import MtcliError, wrong
+from mtcli.core.spec.untrusted import read_untrusted
 
 Report = dict[str, float | int | None]
 Progress = Callable[[int], object]  # told how many more requests are done
@@ -33,7 +34,7 @@ def find_file(path: Path, pattern: str) -> Path:
 
     Raises MtcliError when there is none, or several.
     """
-    if path.is_file():
+    if not path.is_dir():
         return path
     found = sorted(path.glob(pattern))
     if len(found) != 1:
@@ -52,7 +53,7 @@ WHICH = "is it the task's own file, and whole? docs/eval.md says what each task 
 def read_text(path: Path) -> str:
     """The file's text. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
     try:
-        raw = path.read_bytes()
+        raw = read_untrusted(path)
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", WHICH, "--task") from error
     try:

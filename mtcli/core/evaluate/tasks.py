@@ -15,7 +15,7 @@ from mtcli.core.evaluate.prepared import Options, Prepared
 from mtcli.core.evaluate.race import prepare_race
 from mtcli.core.evaluate.wikitext import prepare_wikitext
 from mtcli.core.spec.errors import MtcliError, Problem
-from mtcli.core.spec.load import closest
+from mtcli.core.spec.synonyms import closest
 
 HARNESS_PREFIX = "lm_eval:"  # lm_eval:NAME and lm_eval:FILE.yaml run lm-evaluation-harness tasks
 

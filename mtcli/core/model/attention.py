@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.cp import attention_over, gather_sequence, zigzag
-from mtcli.core.parallel.tp import ColumnLinear, RowLinear
+from mtcli.core.parallel.tp import HeadsLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.products import matmul
 from mtcli.kernels.random import keep_mask, stream_key
@@ -23,14 +23,16 @@ class Attention(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, build: Build, seed: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.attention"
-        self.qkv = ColumnLinear(f"{name}.qkv", build)
+        self.qkv = HeadsLinear(f"{name}.qkv", build)
         self.out = RowLinear(f"{name}.out", build)
         self.layer, self.head_dim = layer, model.head_dim
-        self.queries_per_group = model.num_heads // model.num_kv_heads
+        tp = build.groups.tp
+        # of more ranks than key-value heads each has one, with fewer of its query heads
+        self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
         self.num_heads = model.num_heads
         self.drop = model.attention_dropout
         self.drop_key = stream_key(seed, "dropout", f"{name}.probabilities")
-        self.tp_rank, self.cp = build.groups.tp.rank, build.groups.cp
+        self.tp_rank, self.cp = tp.rank, build.groups.cp
         self.attend = attention_over(build.cp_mode)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:

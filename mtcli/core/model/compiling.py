@@ -17,7 +17,7 @@ from mtcli.core.model.layers import Dropout
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.in_graph import in_graph
-from mtcli.core.parallel.tp import ColumnLinear, RowLinear
+from mtcli.core.parallel.tp import ColumnLinear, HeadsLinear, RowLinear
 from mtcli.core.spec.errors import failed
 
 
@@ -74,6 +74,9 @@ def _first_complaint(output: str) -> str:
 def _keep_collectives(module: nn.Module) -> None:
     """Makes the collectives of tensor parallel layers nodes of their block's graph."""
     match module:
+        case HeadsLinear():
+            module.enter = in_graph(module.enter, module.tp)
+            module.exchange = in_graph(module.exchange, module.tp)
         case ColumnLinear():
             module.enter = in_graph(module.enter, module.tp)
         case RowLinear():

@@ -5,6 +5,7 @@ dtype; callers that need float32 sums cast first (gradient buckets are float32 a
 written in the axis's ledger, so that a rank that waits can say for whom.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ledger import Call
-from mtcli.core.parallel.wire import Work
+from mtcli.core.parallel.wire import Work, gather_json
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -94,14 +95,12 @@ def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
     return x
 
 
-def gather_objects(value: object, axis: Axis) -> list[object]:
-    """Every rank's value, in rank order, on every rank. Also a barrier."""
-    if axis.size == 1:
-        return [value]
-    values: list[object] = [None] * axis.size
-    with axis.ledger.call("gather_objects", axis):
-        dist.all_gather_object(values, value, group=axis.group)
-    return values
+def gather_values(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's value, in rank order, on every rank: what JSON can say. Also a barrier."""
+    if axis.group is None:
+        return [json.loads(json.dumps(value))]
+    with axis.ledger.call("gather_values", axis):
+        return gather_json(value, axis.group)
 
 
 def _identity(x: Tensor, axis: Axis) -> Tensor:
@@ -143,7 +142,8 @@ scatter_out = _differentiable(reduce_scatter,  all_gather)     # [T, D]   -> sum
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] on each of n ranks, part i for rank i -> [n, ...], part i from rank i.
+    """[k, ...], part i for rank i -> [k, ...], part i from rank i, of each k consecutive ranks of
+    the axis, which are all of them or fewer.
 
     Differentiable, and its own transpose.
     """
@@ -168,9 +168,10 @@ class Rotation:
 def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
-    out, ones = torch.empty_like(x, memory_format=torch.contiguous_format), [1] * axis.size
+    out, k = torch.empty_like(x, memory_format=torch.contiguous_format), len(x)
+    rows = [int(rank // k == axis.rank // k) for rank in range(axis.size)]
     with axis.ledger.call("all_to_all", axis, x):
-        axis.wire.all_to_all(out, x.contiguous(), ones, ones).wait()
+        axis.wire.all_to_all(out, x.contiguous(), rows, rows).wait()
     return out
 
 

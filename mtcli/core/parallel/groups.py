@@ -94,6 +94,12 @@ class Groups:
         return next(self.axes[name] for name, own in AXES.items() if set(own) == wanted)
 
 
+def world_axis(rank: int, world: int, ledger: Ledger) -> Axis:
+    """Every rank, for what is exchanged before there is a layout: objects, and no tensors."""
+    whole = dist.group.WORLD if world > 1 else None
+    return Axis("world", tuple(range(world)), rank, whole, ledger)
+
+
 def make_groups(
     layout: ParallelLayout,
     rank: int,
@@ -106,8 +112,7 @@ def make_groups(
     Collective: every rank calls it with the same layout.
     """
     ledger = ledger or Ledger()
-    whole = dist.group.WORLD if layout.world > 1 else None
-    world = Axis("world", tuple(range(layout.world)), rank, whole, ledger)
+    world = world_axis(rank, layout.world, ledger)
     lists = {name: _groups(layout, own) for name, own in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
     with ledger.call("make_groups", world):

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     copy_in,
     gather_in,
     reduce_scatter,
@@ -29,7 +30,7 @@ _axes: dict[str, Axis] = {}  # by name: beside operators, which torch keeps for 
 
 
 def in_graph(collective: Collective, axis: Axis) -> Collective:
-    """One of `collectives.py`'s four differentiable ones, of that axis alone, as operators."""
+    """One of `collectives.py`'s differentiable ones, of that axis alone, as operators."""
     if axis.size == 1:
         return collective
     assert axis.group is not None, "several ranks have a group"
@@ -74,7 +75,13 @@ _scatter = operator(
     lambda x, name, size: reduce_scatter(x, _axes[name]),
     lambda x, name, size: x.new_empty(x.shape[0] // size, *x.shape[1:]),
 )
+_exchange = operator(
+    "tp_exchange(Tensor x, str axis, int size) -> Tensor",
+    lambda x, name, size: all_to_all(x, _axes[name]),
+    lambda x, name, size: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 _TRANSPOSED = {
+    all_to_all: _transposing(_exchange, _exchange),
     copy_in: _transposing(_same, _sum),
     sum_out: _transposing(_sum, _same),
     gather_in: _transposing(_gather, _scatter),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mtcli.core.parallel.groups import Axis
     from mtcli.core.parallel.traffic import Traffic
 
+SAVING = "saving"  # the axis on which ranks wait for each other's parts of a save
 Reached = Callable[[], bool]  # whether the device has got past a mark in its queue
 
 
@@ -89,6 +90,7 @@ class Ledger:
         self.queued: deque[tuple[Call, Reached]] = deque()
         self.breaks: list[Broken] = []
         self.step = 0  # of training: the one that runs
+        self.progress = 0  # parts of saves that this rank has written
         self.traffic: Traffic | None = None  # profile counts bytes and waits of a step here
 
     def call(
@@ -111,6 +113,10 @@ class Ledger:
         if self.traffic is not None:
             self.traffic.note(call, x, detail)
         return call
+
+    def note_progress(self) -> None:
+        """Tells the watch that a save goes on, however long it takes."""
+        self.progress += 1
 
     @property
     def broken(self) -> Broken | None:

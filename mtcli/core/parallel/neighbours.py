@@ -3,6 +3,7 @@
 import mmap
 import os
 import socket
+import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,21 +13,22 @@ from mtcli.core.parallel.shared_memory import SLOT_BYTES, SLOTS, SharedMemory
 def connect(
     rank: int,
     names: Sequence[int],
-    gather: Callable[[object], list[tuple[str, bytes]]],
+    gather: Callable[[object], list[list[str | None]]],
     timeout: float,
 ) -> SharedMemory | None:
     """The shared memory of the ranks called `names`, of which this one is number `rank`.
 
     None where they are not all on one Linux machine. `gather` gives every rank's value to every
-    rank. The memory has no name in any file system and goes when its ranks do.
+    rank, as JSON. The memory has no name in any file system and goes when its ranks do. Its sockets
+    have names that every user of the machine can call, so a process of another user is refused.
 
     Raises RuntimeError where a rank does not answer within `timeout` seconds, now or later.
     """
     listener, mine = _listener(), _memory()
     able = listener is not None and mine is not None
-    places = gather((_machine(), listener.getsockname() if able else None))
-    addresses = [address for _, address in places]
-    if None in addresses or len({machine for machine, _ in places}) > 1:
+    places = gather([_machine(), listener.getsockname().hex() if able else None])
+    addresses = [bytes.fromhex(address) for _, address in places if address is not None]
+    if len(addresses) < len(names) or len({machine for machine, _ in places}) > 1:
         if listener is not None:
             listener.close()
         if mine is not None:
@@ -85,11 +87,26 @@ def _connections(
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout)
         connection.connect(addresses[peer])
+        if not _is_same_user(connection):
+            raise OSError("another user answers")
         connection.send(rank.to_bytes(4, "little"))
         yield peer, connection
     listener.settimeout(timeout)
-    for _ in range(rank + 1, len(addresses)):
+    awaited = list(range(rank + 1, len(addresses)))
+    while awaited:
         connection, _ = listener.accept()
         connection.settimeout(timeout)
-        yield int.from_bytes(connection.recv(4), "little"), connection
+        if not _is_same_user(connection):
+            connection.close()
+            continue
+        peer = int.from_bytes(connection.recv(4), "little")
+        awaited.remove(peer)
+        yield peer, connection
     listener.close()
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end is this user's, by the kernel's word."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("iII", credentials)
+    return user == os.getuid()

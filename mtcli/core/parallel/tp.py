@@ -16,6 +16,7 @@ from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     copy_in,
     gather_in,
     scatter_out,
@@ -60,6 +61,36 @@ class ColumnLinear(nn.Module):
         """Returns this rank's columns of y; without the bias where another function adds it."""
         bias = self.flat_bias if with_bias else None
         return self.linear(self.enter(x_TD, self.tp), self.weight, bias)
+
+
+class HeadsLinear(ColumnLinear):
+    """Query, key and value of this rank's heads: x_TD [T/tp, D] -> [T, g * (q + 2) * d], of g
+    key-value heads with q query heads each, d wide.
+
+    Of a weight with fewer key-value heads than tp, r consecutive ranks share one. A rank computes
+    1/r of the columns of all its query heads, key and value, and the r ranks then exchange them:
+    each gets 1/r of the query heads, and the key and the value head, whole. So no weight is on two
+    ranks; key and value activations are.
+    """
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__(name, build)
+        self.exchange = all_to_all
+        described, layout = build.table[f"{name}.weight"], build.groups.layout
+        _, inner, self.columns, _ = described.local_shape(layout)
+        self.sharers = described.shape[2] // self.columns
+        self.queries = inner - 2
+
+    def forward(self, x_TD: Tensor, with_bias: bool = True) -> Tensor:
+        """Returns this rank's heads."""
+        y_TF = super().forward(x_TD, with_bias)
+        if self.sharers == 1:
+            return y_TF
+        q, kv = y_TF.view(len(y_TF), -1, self.columns).split([self.queries, 2], 1)
+        q = q.unflatten(1, (self.sharers, -1)).transpose(0, 1)  # [r, T, q/r, d/r]
+        # each rank's queries of it, and all of key and value: [r of the columns, T, q/r + 2, d/r]
+        parts = self.exchange(torch.cat([q, kv.expand(self.sharers, *kv.shape)], 2), self.tp)
+        return parts.permute(1, 2, 0, 3).flatten(1)
 
 
 class RowLinear(nn.Module):

@@ -3,8 +3,8 @@
 Bytes are counted as a ring of the axis moves them, which no algorithm undercuts: of a tensor of S
 bytes on n ranks each gives its next rank 2 (n-1)/n S in an all-reduce, (n-1)/n S in a
 reduce-scatter and (n-1) times its part in an all-gather (Patarasuk and Yuan, 2009, section 3). What
-is for one rank alone, in a message, a rotation or an all-to-all, is counted for that rank. Objects
-that are pickled are not counted.
+is for one rank alone, in a message, a rotation or an all-to-all, is counted for that rank. Values
+that travel as JSON are not counted.
 """
 
 from time import perf_counter
@@ -79,7 +79,9 @@ def sent_by(call: "Call", size: int, rows: int, detail: object) -> dict[int, int
         row = size // max(1, rows)
         return {place: row * detail[0][place] for place in range(n) if place != axis.rank}
     if call.op == "all_to_all":
-        return {place: size // n for place in range(n) if place != axis.rank}
+        first = axis.rank // rows * rows  # of the ranks that exchange, a part for each
+        places = range(first, first + rows)
+        return {place: size // rows for place in places if place != axis.rank}
     if call.peer is not None:
         return {call.peer: size}
     ring = {

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from mtcli.core.parallel.alarm import KEPT, Answer, Wait, error_of
 from mtcli.core.parallel.callsite import calling, place
-from mtcli.core.parallel.ledger import Call, Ledger
+from mtcli.core.parallel.ledger import SAVING, Call, Ledger
 from mtcli.core.spec.errors import MtcliError, failed
 
-ALARM, REPORTED = "alarm", "reported"
+ALARM, REPORTED, PROGRESS = "alarm", "reported", "progress"
 PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
 LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
 
@@ -41,6 +41,7 @@ class Watch:
         self.grace = self.poll + 1.5  # by then every rank that lives has answered
         self.main, self.stopped = threading.get_ident(), threading.Event()
         self.answered = False  # an alarm: another rank reports
+        self.published, self.progress = 0, 0  # of this rank's saves, and of all ranks'
         self.threads = [
             threading.Thread(target=work, name=f"mtcli-{work.__name__}", daemon=True)
             for work in (self._serve, self._fall_back)
@@ -83,19 +84,37 @@ class Watch:
         try:
             due = time.monotonic()
             while not self.stopped.wait(self.tick):
-                call, now = self.ledger.oldest(), time.monotonic()
-                late = call is not None and now - call.since > self.timeout
-                if late or self.ledger.broken is not None:
+                now = time.monotonic()
+                if now < due and not self._has_cause():
+                    continue
+                due = now + self.poll
+                self._follow_saves()
+                if self._has_cause():
                     self.store.compare_set(ALARM, "", self._answer().dump())
-                    due = now
-                if now >= due:
-                    due = now + self.poll
-                    if self.store.check([ALARM]):
-                        self._respond(Answer.load(self.store.get(ALARM)))
-                        return
+                if self.store.check([ALARM]):
+                    self._respond(Answer.load(self.store.get(ALARM)))
+                    return
             self._tell(Answer(self.rank, self.ledger.step, "the end of its run", {}))
         except RuntimeError:
             self._end_alone()
+
+    def _has_cause(self) -> bool:
+        """Whether this rank has waited too long, or a collective of it broke."""
+        call = self.ledger.oldest()
+        late = call is not None and time.monotonic() - call.since > self.timeout
+        return late or self.ledger.broken is not None
+
+    def _follow_saves(self) -> None:
+        """Publishes that this rank's save goes on; where any rank's does, the wait for it begins
+        anew: a slow disk is no hang."""
+        if self.published != self.ledger.progress:
+            self.published = self.ledger.progress
+            self.store.add(PROGRESS, 1)
+        waits = [call for call in list(self.ledger.waits.values()) if call.axis.name == SAVING]
+        if waits and (progress := self.store.add(PROGRESS, 0)) != self.progress:
+            self.progress = progress
+            for call in waits:
+                call.since = time.monotonic()
 
     def _respond(self, alarm: Answer) -> None:
         self._tell(self._answer())

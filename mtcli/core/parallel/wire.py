@@ -1,7 +1,9 @@
 """What carries the collectives of some ranks: a process group, or memory that they share."""
 
+import json
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -101,9 +103,22 @@ def wire_between(
     if dist.get_backend(group) != "gloo":
         return network
 
-    def gather(value: object) -> list:
-        values: list[object] = [None] * len(ranks)
-        dist.all_gather_object(values, value, group=group)
-        return values
+    return connect(rank, ranks, lambda value: gather_json(value, group), timeout) or network
 
-    return connect(rank, ranks, gather, timeout) or network
+
+def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value, in rank order, on every rank; what JSON can say, with tuples as lists.
+
+    torch's own gathering of objects unpickles, and so runs, what arrives on a socket.
+    """
+    nccl = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    text = json.dumps(value).encode()
+    own = torch.tensor([len(text)], device=device)
+    sizes = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(sizes, own, group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(x.cpu().numpy())) for x in texts]

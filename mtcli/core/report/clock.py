@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from mtcli.core.parallel.collectives import gather_objects
+from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
 
 ROUNDS = 8  # barriers between which clocks of two machines are compared
@@ -101,9 +101,9 @@ def clock_offset(world: Axis) -> float:
     """
     moments = []
     for _ in range(ROUNDS):
-        gather_objects(None, world)
+        gather_values(None, world)
         moments.append(perf_counter())
-    told = gather_objects((_machine(), moments), world)
+    told = gather_values((_machine(), moments), world)
     return offset_between(told[0], told[world.rank])
 
 

@@ -17,6 +17,7 @@ from mtcli.core.spec.foreign import is_number, parse_json, shown
 from mtcli.core.spec.layout import smallest_world
 from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model import count_parameters
+from mtcli.core.spec.untrusted import read_untrusted
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
@@ -24,6 +25,7 @@ FIGURES = {"loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu"}  # o
 MORE_FIGURES = {"lr", "valid_loss", "expert_load_max_over_mean"}
 OF_SAVES = {"stall_seconds", "write_seconds", "bytes"}
 MAX_WORLD = 1 << 20
+MAX_FACTS_BYTES = 16 << 20
 FACTS = "run.json"  # what a config does not say: world, device peak
 
 
@@ -40,7 +42,7 @@ class FinishedRun(NamedTuple):
 
 def is_run(source: str) -> bool:
     """Whether a CONFIG argument is the folder of a run that has trained."""
-    return (Path(source) / METRICS).is_file()
+    return (Path(source) / METRICS).exists()
 
 
 def read_run(source: str) -> FinishedRun:
@@ -73,7 +75,7 @@ def read_run(source: str) -> FinishedRun:
 def _events(folder: Path) -> list[dict[str, Any]]:
     """What events.jsonl says; none where it is not there, nor a last line that was cut short."""
     path, events = folder / EVENTS, []
-    for line in _lines(path) if path.is_file() else []:
+    for line in _lines(path) if path.exists() else []:
         with suppress(ValueError):
             events.append(parse_json(line))
     return [event for event in events if _is_event(event)]
@@ -88,7 +90,7 @@ def _is_event(event: Any) -> bool:
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        return path.read_bytes().splitlines()
+        return read_untrusted(path).splitlines()
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is it a run's?") from None
 
@@ -108,10 +110,10 @@ def _row(line: bytes) -> dict[str, Any]:
 
 def _world(folder: Path, config: RunConfig) -> int | None:
     path = folder / FACTS
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        facts = parse_json(path.read_bytes())
+        facts = parse_json(read_untrusted(path, MAX_FACTS_BYTES))
     except (OSError, ValueError) as error:
         raise wrong(f"{path} is not JSON: {error}", "remove it: it is not needed") from None
     world = facts.get("world") if isinstance(facts, dict) else None

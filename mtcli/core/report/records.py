@@ -1,12 +1,13 @@
 """What the ranks of a profiled run hand to rank 0: times on rank 0's clock, bytes and kernels."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from mtcli.core.parallel.pp import OpSpan
-    from mtcli.core.parallel.traffic import Sent
-    from mtcli.core.trainer import Phases
+from pydantic import TypeAdapter
+
+from mtcli.core.parallel.pp import OpSpan
+from mtcli.core.parallel.traffic import Sent
+from mtcli.core.trainer import Phases
 
 
 class Waiting(NamedTuple):
@@ -22,8 +23,8 @@ class StepRecord(NamedTuple):
     `waiting` is None where collectives are waited for by a device, or are not all ours.
     """
 
-    phases: "Phases"
-    spans: tuple["OpSpan", ...]
+    phases: Phases
+    spans: tuple[OpSpan, ...]
     waiting: Waiting | None = None
 
     @property
@@ -71,9 +72,9 @@ class Profiled(NamedTuple):
     communication: dict[str, float]  # seconds by collective, hidden or not
     overlapped: float  # seconds in which computation hides them
     kernels: list[Kernel]  # by seconds, the longest first
-    memory: list["Held"]
+    memory: list[Held]
     by_axis: dict[str, float]  # seconds, where the trace tells the axis
-    sent: list["Sent"]
+    sent: list[Sent]
 
 
 class RankRecord(NamedTuple):
@@ -93,3 +94,7 @@ class RankRecord(NamedTuple):
         """The share of a step's ops of a kind that waits for collectives."""
         waiting = step.waiting.inside if step.waiting else self.profiled.exchanging
         return waiting.get(kind, 0.0)
+
+
+RANK_RECORD = TypeAdapter(RankRecord)
+"""Turns records into JSON, as ranks send them, and back."""

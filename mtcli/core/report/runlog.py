@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from mtcli.core.spec.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import count_parameters, forward_flops
-from mtcli.core.spec.outputs import folder_of
+from mtcli.core.spec.outputs import folder_of, write_whole
+from mtcli.core.spec.untrusted import append_untrusted, read_untrusted
 
 
 class RunLog:
@@ -43,8 +45,8 @@ class RunLog:
         config, batch = self.config, self.config.batch
         with folder_of("train.output", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-            (self.folder / FACTS).write_text(json.dumps({"world": world}) + "\n", encoding="utf-8")
+            write_whole(self.folder / "config.toml", dump_toml(config))
+            write_whole(self.folder / FACTS, json.dumps({"world": world}) + "\n")
             self.metrics = _truncated(self.folder / METRICS, self.first_step)
             self.events = _truncated(self.folder / EVENTS, self.first_step)
         if self.first_step:
@@ -183,10 +185,10 @@ def _truncated(path: Path, step: int) -> Any:
     """A file of records opened for appending, without the steps that will be run again."""
     kept = []
     if path.exists() and step:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_untrusted(path).decode(errors="replace").splitlines()
         kept = [line for line in lines if _is_before(line, step)]
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    return path.open("a", encoding="utf-8")
+    write_whole(path, "".join(line + "\n" for line in kept))
+    return TextIOWrapper(append_untrusted(path), encoding="utf-8")
 
 
 def _is_before(line: str, step: int) -> bool:

@@ -2,45 +2,43 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from mtcli.core.report.beside import fullest_stage, planned_memory
+from mtcli.core.report.console import print_line, print_table, width
 from mtcli.core.report.figures import Json, Profile
 from mtcli.core.schedule.timeline import Timeline, draw
 
 MIB = 2**20
 SHOWN_KERNELS = 10
+DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 
-def show_measured(profile: Profile, console: Console) -> None:
+def show_measured(profile: Profile) -> None:
     """Prints what was measured: figures, shares by pipeline rank, memory, kernels, timeline."""
     data = profile.measured_json()
-    _table(console, "", ("", "measured"), [row[:2] for row in summary_rows(data)])
-    _table(console, "Share of the step", *share_rows(data))
-    _table(console, "Memory (MiB)", *memory_rows(data))
-    _table(console, "Longest kernels of rank 0", *kernel_rows(data))
+    print_table("", ("", "measured"), [row[:2] for row in summary_rows(data)])
+    print_table("Share of the step", *share_rows(data), right=True)
+    print_table("Memory (MiB)", *memory_rows(data), right=True)
+    print_table("Longest kernels of rank 0", *kernel_rows(data), right=True)
     late = [row for row in data["stragglers"] if row["times_median"] > 1.1]
     for row in late:
         times = f"{row['times_median']:.2f} times its replicas' median"
-        console.print(f"straggler: rank {row['rank']} works {row['busy_seconds']:.4g} s, {times}")
-    _timeline(console, "Measured timeline", profile.measured, profile.measured.end)
+        print_line(f"straggler: rank {row['rank']} works {row['busy_seconds']:.4g} s, {times}")
+    _print_timeline("Measured timeline", profile.measured, profile.measured.end)
 
 
-def show_planned(profile: Profile, console: Console) -> None:
+def show_planned(profile: Profile) -> None:
     """Prints what `mtcli plan` says beside what was measured, where it knows the device."""
     if profile.planned is None:
         return
     data = profile.as_json()
     rows = [*summary_rows(data)[:-1], *planned_memory_rows(data)]
-    _table(console, "Beside the plan", ("", "measured", "planned"), rows)
+    print_table("Beside the plan", ("", "measured", "planned"), rows)
     end = max(profile.measured.end, profile.planned.end)
-    _timeline(console, "Planned timeline", profile.planned, end)
+    _print_timeline("Planned timeline", profile.planned, end)
 
 
-def _timeline(console: Console, title: str, timeline: Timeline, end: float) -> None:
-    console.print(f"\n{title}")
-    console.print(draw(timeline, min(100, console.width), end), markup=False, highlight=False)
+def _print_timeline(title: str, timeline: Timeline, end: float) -> None:
+    print_line(f"\n{title}\n{draw(timeline, width(DRAWN_WIDTH), end)}")
 
 
 def summary_rows(data: Json) -> list[list[str]]:
@@ -136,9 +134,9 @@ def run_rows(data: Json) -> list[list[str]]:
     return rows
 
 
-def show_run(rows: Sequence[Json], console: Console, data: Json) -> None:
+def show_run(rows: Sequence[Json], data: Json) -> None:
     """Prints what a finished run measured: its figures, its first, middle and last steps."""
-    _table(console, "", ("", "of the run"), run_rows(data))
+    print_table("", ("", "of the run"), run_rows(data))
     picked = [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 2 else list(rows)
     cells = [
         [
@@ -152,15 +150,4 @@ def show_run(rows: Sequence[Json], console: Console, data: Json) -> None:
         for row in picked
     ]
     columns = ("step", "loss", "gradient norm", "step time", "tokens/s", "MFU")
-    _table(console, f"{len(rows)} steps", columns, cells)
-
-
-def _table(
-    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
-) -> None:
-    table = Table(title=title or None, title_justify="left", box=None)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    print_table(f"{len(rows)} steps", columns, cells, right=True)

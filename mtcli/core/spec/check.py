@@ -6,15 +6,20 @@ The rules of settings that no layout changes are here, those of layouts in `layo
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
-from mtcli.core.spec.config import OptimizerConfig, RunConfig
+from mtcli.core.spec.config import ParallelConfig, RunConfig
+from mtcli.core.spec.datasets import read_blend, read_split
 from mtcli.core.spec.divisors import divides, divisors, listing
-from mtcli.core.spec.errors import MtcliError, Problem
+from mtcli.core.spec.errors import MtcliError, Problem, every
+from mtcli.core.spec.foreign import shown
 from mtcli.core.spec.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.spec.layout import ParallelLayout, smallest_world
 from mtcli.core.spec.layout_rules import LAYOUT_RULES, Rule
 from mtcli.core.spec.load import read_config
+from mtcli.core.spec.model_config import ARCHITECTURES, OF_EXPERTS
 from mtcli.core.spec.nearest import nearest_hint
 
 ONE_RANK = ParallelLayout(1)
@@ -22,9 +27,15 @@ MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
-def problems(config: RunConfig, world: int) -> list[Problem]:
-    """Every rule that `config` breaks on `world` ranks."""
-    return _broken(RULES, config, world)
+def problems(config: RunConfig, world: int, without: Collection[Rule] = ()) -> list[Problem]:
+    """Every rule that `config` breaks on `world` ranks, but for some."""
+    return _broken([rule for rule in RULES if rule not in without], config, world)
+
+
+def lasting_problems(config: RunConfig) -> list[Problem]:
+    """Every rule that `config` breaks on any layout."""
+    bare = config.model_copy(update={"parallel": ParallelConfig()})
+    return _broken([rule for rule in RULES if rule not in LAYOUT_RULES], bare, 1)
 
 
 def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
@@ -146,13 +157,7 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
             f"at most {allowed}, or more router_top_groups",
             "model.top_k",
         )
-    if m.router_bias_update_rate and not m.num_experts:
-        yield Problem(
-            f"router_bias_update_rate={m.router_bias_update_rate} with num_experts=0",
-            "0 where there are no experts",
-            "model.router_bias_update_rate",
-        )
-    if m.pad_to_capacity and not m.capacity_factor:
+    if m.num_experts and m.pad_to_capacity and not m.capacity_factor:
         yield Problem(
             "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
             "model.capacity_factor of 1.0 or more, or pad_to_capacity=false",
@@ -174,6 +179,12 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     o = config.optimizer
     if o.min_lr > o.lr:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
+    if o.warmup_steps > config.train.steps:
+        yield Problem(
+            f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}",
+            f"0 to {config.train.steps}",
+            "optimizer.warmup_steps",
+        )
 
 
 def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -184,36 +195,6 @@ def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem
             f"the least trust ratio {least:g} is above the largest {largest:g}",
             f"[{largest:g}, {least:g}]",
             "optimizer.trust_bounds",
-        )
-
-
-def _trust_bounds_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
-    o = config.optimizer
-    if o.trust_bounds != OptimizerConfig().trust_bounds and o.name != "lamb":
-        yield Problem(
-            f"trust_bounds={list(o.trust_bounds)} with name={o.name!r}, which has no trust ratio",
-            "optimizer.name = 'lamb', or leave optimizer.trust_bounds out",
-            "optimizer.trust_bounds",
-        )
-
-
-def _loss_scale_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
-    t = config.train
-    if t.loss_scale and t.precision != "fp16":
-        yield Problem(
-            f"loss_scale={t.loss_scale:g} with precision={t.precision!r}, whose loss is not scaled",
-            "train.precision = 'fp16', or train.loss_scale = 0.0",
-            "train.loss_scale",
-        )
-
-
-def _fp8_scaling_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
-    t = config.train
-    if t.fp8_scaling != "rowwise" and t.precision != "fp8":
-        yield Problem(
-            f"fp8_scaling={t.fp8_scaling!r} with precision={t.precision!r}, which scales nothing",
-            "train.precision = 'fp8', or leave train.fp8_scaling out",
-            "train.fp8_scaling",
         )
 
 
@@ -270,6 +251,115 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
+def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
+    """The one head predicts the next token, which is no prediction where attention sees it."""
+    if not config.model.causal:
+        yield Problem(
+            "causal=false: every token sees the next one, which the language model is to predict",
+            "model.causal = true",
+            "model.causal",
+        )
+
+
+def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
+    """That the words of the data section make sense, whatever is in the files."""
+    d = config.data
+    named = (("data.train", d.train), ("data.valid", d.valid))
+    blends = (partial(read_blend, words, field) for field, words in named if words)
+    try:
+        *_, (train, valid, _) = every(*blends, partial(read_split, d.split, "data.split"))
+    except MtcliError as error:
+        yield from error.problems
+        return
+    if not d.train or d.valid:  # the split is of one set of prefixes
+        return
+    needed = {"train": train} | ({"valid": valid} if config.train.eval_every else {})
+    for name in (name for name, share in needed.items() if not share):
+        message = f"split {d.split!r} gives {name} a share of 0"
+        yield Problem(message, "a share above 0, as in '969,30,1'", "data.split")
+
+
+def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
+    given = config.train.trackers
+    for name in dict.fromkeys(given):
+        if given.count(name) > 1:
+            yield Problem(
+                f"{name!r} is in it {given.count(name)} times", "each once", "train.trackers"
+            )
+
+
+def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
+    scaling = config.model.rope_scaling
+    if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield Problem(
+            f"low_freq_factor={scaling.low_freq_factor:g} is not below "
+            f"high_freq_factor={scaling.high_freq_factor:g}",
+            f"below {scaling.high_freq_factor:g}, as 1 and 4",
+            "model.rope_scaling.low_freq_factor",
+        )
+
+
+class Need(NamedTuple):
+    """What some fields of a section need to have a meaning."""
+
+    fields: tuple[str, ...]
+    met: Callable[[RunConfig], bool]
+    lacking: Callable[[RunConfig], str]  # what the config has instead, and why that is no use
+    hint: str
+
+
+NEEDS = (
+    Need(
+        tuple(f"model.{name}" for name in OF_EXPERTS),
+        lambda c: c.model.num_experts > 0,
+        lambda c: "num_experts=0, a dense model",
+        "model.num_experts of 1 or more",
+    ),
+    Need(
+        ("model.rope_theta", "model.rope_scaling"),
+        lambda c: c.model.position == "rope",
+        lambda c: f"position={c.model.position!r}, which turns nothing",
+        "model.position = 'rope'",
+    ),
+    Need(
+        ("optimizer.trust_bounds",),
+        lambda c: c.optimizer.name == "lamb",
+        lambda c: f"name={c.optimizer.name!r}, which has no trust ratio",
+        "optimizer.name = 'lamb'",
+    ),
+    Need(
+        ("train.loss_scale",),
+        lambda c: c.train.precision == "fp16",
+        lambda c: f"precision={c.train.precision!r}, whose loss is not scaled",
+        "train.precision = 'fp16'",
+    ),
+    Need(
+        ("train.fp8_scaling",),
+        lambda c: c.train.precision == "fp8",
+        lambda c: f"precision={c.train.precision!r}, which scales nothing",
+        "train.precision = 'fp8'",
+    ),
+)
+
+
+def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
+    """That no field is set which the rest of the config makes meaningless."""
+    by_name = ARCHITECTURES[config.model.architecture]
+    for need in NEEDS:
+        for field in () if need.met(config) else need.fields:
+            section, _, name = field.partition(".")
+            part = getattr(config, section)
+            value, default = getattr(part, name), type(part).model_fields[name].get_default()
+            if value not in (default, by_name.get(name, default)):
+                said = shown(list(value) if isinstance(value, tuple) else value)
+                hint = f"{need.hint}, or leave {field} out"
+                yield Problem(f"{name}={said} with {need.lacking(config)}", hint, field)
+
+
+# Of what is trained. A model that is there may be one that no training takes, and have fields that
+# it has no use for.
+TRAINING_RULES: tuple[Rule, ...] = (next_tokens_are_hidden, fields_are_used, data_is_shared_out)
+
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
     _engine_cuts_in_one_dimension,
     _compiler_is_there,
@@ -281,12 +371,14 @@ RULES: tuple[Rule, ...] = (
     _experts_are_whole,
     *LAYOUT_RULES,
     _sequence_fits,
+    next_tokens_are_hidden,
+    _rope_scaling_is_a_range,
     _curve_fits,
     _trust_bounds_are_a_range,
-    _trust_bounds_are_used,
-    _loss_scale_is_used,
+    fields_are_used,
     _weights_are_compiled,
     _graphs_are_the_same_each_time,
-    _fp8_scaling_is_used,
     _fp8_has_products,
+    data_is_shared_out,
+    _trackers_differ,
 )

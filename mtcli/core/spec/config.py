@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.section import Fraction, NonNegative, Positive, Section, Whole
+from mtcli.core.spec.section import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 
+Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
+TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 OptimizerName = Literal["adamw", "lamb"]
 
@@ -18,27 +20,27 @@ OptimizerName = Literal["adamw", "lamb"]
 class ParallelConfig(Section):
     """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
 
-    tp: Positive = 1
-    """tensor parallel size"""
+    tp: Ranks = 1
+    """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a square of tp ranks, which only plan knows"""
     sequence_parallel: bool = True
     """norms, dropout and residuals hold 1/tp of the tokens"""
-    cp: Positive = 1
+    cp: Ranks = 1
     """context parallel size"""
     cp_mode: Literal["ring", "all_gather", "a2a"] = "ring"
     """how context parallel attention sees other ranks' keys and values"""
-    pp: Positive = 1
+    pp: Ranks = 1
     """pipeline parallel size"""
-    vpp: Positive = 1
+    vpp: Annotated[Int, Field(ge=1, le=10_000)] = 1
     """model chunks per pipeline rank"""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """order of forwards and backwards"""
     stage_layers: tuple[Whole, ...] = ()
     """layers of each of the pp*vpp stages [num_layers / (pp*vpp)]"""
-    ep: Positive = 1
+    ep: Ranks = 1
     """expert parallel size"""
-    etp: Positive = 1
+    etp: Ranks = 1
     """tensor parallel size inside an expert"""
     dispatcher: Literal["all_to_all", "all_gather"] = "all_to_all"
     """how tokens reach their experts: each to its own ranks, or all to all of them"""
@@ -46,7 +48,7 @@ class ParallelConfig(Section):
     """0 replicates the optimizer, 1 shards it over dp, 3 shards parameters too (FSDP2)"""
     recompute: Literal["none", "selective", "full"] = "none"
     """activations computed again in the backward pass"""
-    bucket_mib: Annotated[float, Field(gt=0.0)] = 25.0
+    bucket_mib: Annotated[Real, Field(ge=1e-6, le=1e6)] = 25.0
     """gradients are reduced in buckets of this many MiB"""
 
 
@@ -66,34 +68,34 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = "adamw"
     """update rule; lamb scales each parameter's step by a trust ratio, for large batches"""
-    lr: NonNegative = 3e-4
+    lr: Rate = 3e-4
     """peak learning rate"""
-    min_lr: NonNegative = 0.0
+    min_lr: Rate = 0.0
     """learning rate at the end of the decay"""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """decay of the first and second moments"""
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-8
     """added to the square root of the second moment"""
-    weight_decay: NonNegative = 0.1
+    weight_decay: Annotated[Real, Field(ge=0.0, le=100.0)] = 0.1
     """decoupled; not applied to biases, norms (tensors of one dimension)"""
-    trust_bounds: tuple[NonNegative, NonNegative] = (0.01, 10.0)
+    trust_bounds: tuple[TrustRatio, TrustRatio] = (0.01, 10.0)
     """lamb: the least and the largest trust ratio, of a parameter's norm to its step's"""
-    clip: NonNegative = 1.0
+    clip: Annotated[Real, Field(ge=0.0, le=1e9)] = 1.0
     """largest global gradient norm; 0 does not clip"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """shape of the decay after the warm-up"""
     warmup_steps: Whole = 0
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
-    """steps of the decay after the warm-up; for wsd those of its final decay [all that is left]"""
+    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
 
 
 class DataConfig(Section):
     """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs."""
 
-    train: tuple[str, ...] = ()
+    train: tuple[PathText, ...] = ()
     """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]"""
-    valid: tuple[str, ...] = ()
+    valid: tuple[PathText, ...] = ()
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
     """shares of train, valid and test where one set of prefixes serves all three"""
@@ -108,7 +110,7 @@ class TrainConfig(Section):
 
     steps: Positive = 100
     """optimizer steps"""
-    output: str = "runs/run"
+    output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""
@@ -116,9 +118,9 @@ class TrainConfig(Section):
     """of weights and activations, fp8 of products; sums and optimizer: fp32, or fp64 in fp64"""
     fp8_scaling: Fp8Scaling = "rowwise"
     """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
-    loss_scale: NonNegative = 0.0
+    loss_scale: Annotated[Real, Field(ge=0.0, le=1e15)] = 0.0
     """fp16: fixed factor on the loss; 0 is dynamic"""
-    initial_loss_scale: Annotated[float, Field(ge=1.0)] = 65536.0
+    initial_loss_scale: Annotated[Real, Field(ge=1.0, le=1e15)] = 65536.0
     """fp16: the dynamic loss scale that a run starts from"""
     loss_scale_window: Positive = 1000
     """fp16: steps in a row without overflow after which the loss scale doubles"""
@@ -144,7 +146,7 @@ class TrainConfig(Section):
     """global batches of an evaluation"""
     log_every: Positive = 1
     """steps between progress lines and tracker records"""
-    timeout: Annotated[float, Field(gt=0.0, le=1e9)] = 600.0
+    timeout: Annotated[Real, Field(ge=0.01, le=1e9)] = 600.0
     """seconds a rank may wait for another before the run ends and says who is missing"""
     debug_collectives: bool = False
     """ranks compare every collective (op, number, shape, dtype, line) before it runs; slow"""
@@ -157,7 +159,7 @@ class TrainConfig(Section):
 class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same curve on any layout."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
+    seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] = 1234
     """key of initialisation, dropout and data order"""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()

@@ -45,6 +45,17 @@ class MtcliError(Exception):
         told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]
         return {"ok": False, "problems": told}
 
+    def dump(self) -> dict[str, Any]:
+        """All of it, as one rank tells another in JSON."""
+        problems = [list(problem) for problem in self.problems]
+        return {"code": int(self.code), "problems": problems, "hint": self.hint}
+
+    @staticmethod
+    def load(fields: dict[str, Any]) -> "MtcliError":
+        """The error that `dump` has told."""
+        problems = (Problem(*problem) for problem in fields["problems"])
+        return MtcliError(*problems, code=Exit(fields["code"]), hint=fields["hint"])
+
 
 def wrong(message: str, hint: str = "", field: str = "") -> MtcliError:
     """The error for one thing that is wrong with the user's input (exit 2)."""

@@ -8,6 +8,7 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Sequence
+from datetime import date, time
 from typing import Any
 
 MAX_TOML_BYTES = 1 << 20
@@ -39,11 +40,31 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
 
 
+class _Shown(reprlib.Repr):
+    """Values as TOML has them, at any depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update(SHORT)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_date(self, value: date, level: int) -> str:
+        return value.isoformat()
+
+    repr_datetime = repr_date
+
+    def repr_time(self, value: time, level: int) -> str:
+        return value.isoformat()
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+
 def shown(value: Any) -> str:
-    """A value for a message: its repr, cut where it is long or deep."""
-    short = reprlib.Repr()
-    vars(short).update(SHORT)
-    return short.repr(value)
+    """A value for a message, as TOML has it; cut where it is long or deep."""
+    return _Shown().repr(value)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -58,6 +79,12 @@ def is_text(value: Any) -> bool:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
+
+
+def names_a_file(text: str) -> bool:
+    """Whether a text can be a path: none is empty, which would be the current folder, and no system
+    has NUL bytes in one."""
+    return bool(text) and "\0" not in text
 
 
 def is_number(value: Any) -> bool:

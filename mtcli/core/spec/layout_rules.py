@@ -11,6 +11,7 @@ from mtcli.core.spec.divisors import divides, divisors, listing, multiples_aroun
 from mtcli.core.spec.errors import Problem
 from mtcli.core.spec.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.spec.model_config import ModelConfig
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
@@ -82,11 +83,32 @@ def _square_divides(config: RunConfig, world: int) -> Iterator[Problem]:
             yield Problem(f"{message}{name}={size}", f"tp {listing(legal)}", "parallel.tp")
 
 
+def uneven_heads(model: ModelConfig, tp: int) -> str:
+    """Why tp ranks cannot have as many query heads each; empty where they can.
+
+    A key-value head is one rank's, or that of tp / num_kv_heads ranks, which cut its columns.
+    """
+    m = model
+    if m.num_kv_heads % tp == 0:
+        return ""
+    if tp % m.num_kv_heads:
+        return f"tp={tp} does not divide num_kv_heads={m.num_kv_heads}"
+    if m.num_heads % tp:
+        return f"tp={tp} does not divide num_heads={m.num_heads}"
+    sharers = tp // m.num_kv_heads
+    if m.head_dim % sharers:
+        each = f"tp/num_kv_heads = {tp}/{m.num_kv_heads} = {sharers} ranks share a key-value head"
+        return f"{each} and do not divide head_dim={m.head_dim}"
+    return ""
+
+
 def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, m = config.parallel, config.model
     if p.tp_mode == "2d":
         return
-    yield from divides("parallel.tp", p.tp, "model.num_kv_heads", m.num_kv_heads)
+    if problem := uneven_heads(m, p.tp):
+        legal = [tp for tp in divisors(m.num_heads) if not uneven_heads(m, tp)]
+        yield Problem(problem, listing(legal), "parallel.tp")
     if m.num_experts == 0:
         yield from divides("parallel.tp", p.tp, "model.ffn_hidden_size", m.ffn_hidden_size)
     elif m.shared_expert_ffn_hidden_size:
@@ -104,7 +126,8 @@ def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
             yield problem._replace(hint=problem.hint + whole)
 
 
-def _context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Every context parallel rank gets two chunks of each sequence, so that their work is equal."""
     p, m, b = config.parallel, config.model, config.batch
     if p.cp > 1 and b.seq_len % (2 * p.cp):
         yield Problem(
@@ -215,7 +238,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _square_divides,
     _tensor_parallel_divides,
     _sequence_divides,
-    _context_divides,
+    context_divides,
     _layers_fill_stages,
     _schedule_fits,
     _sharding_fits,

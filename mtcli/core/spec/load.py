@@ -1,7 +1,6 @@
 """Reading and writing run configs: TOML or a preset, overrides, all problems at once."""
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -13,11 +12,20 @@ from pydantic_core import ErrorDetails
 from mtcli.core.spec.config import RunConfig, TrainConfig
 from mtcli.core.spec.divisors import divides
 from mtcli.core.spec.errors import MtcliError, Problem, wrong
-from mtcli.core.spec.foreign import parse_toml, shown
+from mtcli.core.spec.fields import either, field_kind, refused_value, section_at
+from mtcli.core.spec.foreign import MAX_TOML_BYTES, parse_toml
+from mtcli.core.spec.model_config import ARCHITECTURES, ModelConfig
 from mtcli.core.spec.section import LARGEST
+from mtcli.core.spec.synonyms import closest, meant_fields, meant_value
+from mtcli.core.spec.untrusted import read_untrusted
 
 Table = dict[str, Any]
 MAX_PROBLEMS = 100
+FOLLOWS = {  # fields of [model] that `with_model_defaults` derives, and from which
+    "num_kv_heads": ("num_heads",),
+    "head_dim": ("num_heads", "hidden_size"),
+    "ffn_hidden_size": ("hidden_size",),
+}
 USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
 
 
@@ -27,7 +35,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
     join several fields, or need the world size, are `check.problems`.
     """
-    return config_of(read_table(source), overrides)
+    return config_of(table_of(source, overrides))
 
 
 def config_of(table: Table, overrides: Sequence[str] = ()) -> RunConfig:
@@ -43,7 +51,21 @@ def read_config(
 ) -> tuple[RunConfig | None, list[Problem]]:
     """The config and its problems; illegal fields are left at their defaults, so that the rules
     of `check.py` can still be applied to the rest. None where too little is left."""
-    return validate(with_overrides(read_table(source), overrides))
+    return validate(table_of(source, overrides))
+
+
+def table_of(source: str, overrides: Sequence[str] = ()) -> Table:
+    """The table of a TOML file, run folder or preset with overrides on top.
+
+    The warm-up ends with the run where an override makes that shorter and says nothing of it.
+    """
+    table = with_overrides(read_table(source), overrides)
+    fields = {item.partition("=")[0].strip() for item in overrides}
+    if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
+        match table:
+            case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:
+                return _with(table, ["optimizer", "warmup_steps"], n)
+    return table
 
 
 def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
@@ -62,10 +84,12 @@ def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
 def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
     """As `read_config`, for a table that was already read."""
     table, problems = _with_model_preset(table)
+    table, more = _with_architecture(table)
+    problems += more
     try:
         return RunConfig.model_validate(table), problems
     except ValidationError as error:
-        found, rest = error.errors(), table
+        found, rest = _causes(error.errors(), table), table
         problems += [_problem(detail) for detail in found[:MAX_PROBLEMS]]
         if len(found) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
             return None, [*problems, Problem(f"{len(found) - MAX_PROBLEMS} more fields are wrong")]
@@ -106,12 +130,13 @@ def read_table(source: str) -> Table:
             hint = "a run folder holds one; give it, a TOML file, or a preset"
             raise wrong(f"the folder {source} has no config.toml", hint)
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode())
     except (FileNotFoundError, NotADirectoryError):
         hint = "give a TOML file, a run folder, or a preset" + closest(source, preset_names())
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None
     except ValueError as error:
-        raise wrong(f"{path} is not TOML: {error}", "see docs/config.md") from None
+        hint = "a line is [section] or field = value, and text stands in quotes"
+        raise wrong(f"{path} is not TOML: {error}", hint) from None
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
 
@@ -137,12 +162,6 @@ def with_overrides(table: Table, overrides: Iterable[str], flag: str = "--set") 
     return table
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """A clause for a hint: the closest known name, or nothing where none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
     model = table.get("model")
     if not isinstance(model, dict) or "preset" not in model:
@@ -156,24 +175,66 @@ def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
     ]
 
 
+def _causes(details: list[ErrorDetails], table: Table) -> list[ErrorDetails]:
+    """Without the fields of [model] that nobody set and that follow from a wrong one."""
+    wrong, model = {detail["loc"] for detail in details}, table.get("model")
+
+    def is_derived(detail: ErrorDetails) -> bool:
+        section, *names = detail["loc"]
+        if section != "model" or not isinstance(model, dict) or not names or names[0] in model:
+            return False
+        return any(("model", source) in wrong for source in FOLLOWS.get(str(names[0]), ()))
+
+    return [detail for detail in details if not is_derived(detail)]
+
+
+def _with_architecture(table: Table) -> tuple[Table, list[Problem]]:
+    """The table with the architecture that was most likely meant where it names an unknown one:
+    what its name leaves open is then not missing as well."""
+    model = table.get("model")
+    name = model.get("architecture", "gpt") if isinstance(model, dict) else "gpt"
+    if name in list(ARCHITECTURES):
+        return table, []
+    kind = field_kind(ModelConfig.model_fields["architecture"])
+    detail = ErrorDetails(type="literal_error", loc=("model", "architecture"), msg="", input=name)
+    meant = meant_value("model.architecture", name, kind.options) or "gpt"
+    return _with(table, ["model", "architecture"], meant), [refused_value(RunConfig, detail)]
+
+
 def _problem(detail: ErrorDetails) -> Problem:
     path = [str(key) for key in detail["loc"]]
-    field = ".".join(path)
     if detail["type"] == "extra_forbidden":
-        near = closest(path[-1], _fields_of(path[:-1]))
-        where = f"in [{'.'.join(path[:-1])}]" if path[1:] else "at the top level"
-        known = ", ".join(_fields_of(path[:-1]))
-        return Problem(
-            f"unknown key {path[-1]!r} {where}", (near[2:] if near else f"known: {known}"), field
-        )
+        return _unknown(path)
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list
+        return refused_value(RunConfig, detail | {"type": "too_short", "loc": detail["loc"][:-1]})
     if detail["type"] == "missing":
-        add = f"add {path[-1]} to [{path[0]}] or name a preset"
-        return _no_whole_heads(detail) or Problem("this field is missing", add, field)
-    if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
-        value = shown(detail["input"])
-        return Problem(f"{value} should be a list", f"{path[-1]} = [{value}]", field)
-    message = detail["msg"].replace("Input should be", f"{shown(detail['input'])} should be")
-    return Problem(message[0].lower() + message[1:], "see docs/config.md", field)
+        return _no_whole_heads(detail) or Problem(
+            "this field is missing", _way_to_add(path), ".".join(path)
+        )
+    if detail["type"] == "no_path":
+        hint = "give it a path without NUL bytes, such as runs/a"
+        return Problem(detail["msg"], hint, ".".join(path))
+    return refused_value(RunConfig, detail)
+
+
+def _unknown(path: list[str]) -> Problem:
+    *parents, name = path
+    section = ".".join(parents)
+    where = f"in [{section}]" if parents else "at the top level"
+    here = _fields_of(parents)
+    meant = [field.removeprefix(f"{section}.") for field in meant_fields(name, here, all_fields())]
+    hint = f"known: {', '.join(here)}"
+    if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
+        hint = "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"
+    elif meant:
+        hint = f"did you mean {either([repr(field) for field in meant])}?"
+    return Problem(f"unknown key {name!r} {where}", hint, ".".join(path))
+
+
+def _way_to_add(path: list[str]) -> str:
+    if path == ["model"]:
+        return "model.preset = 'tiny', or [model] with num_layers, hidden_size and the others"
+    return f"add {path[-1]} to [{path[0]}] or name a preset"
 
 
 def _no_whole_heads(detail: ErrorDetails) -> Problem | None:
@@ -187,15 +248,24 @@ def _no_whole_heads(detail: ErrorDetails) -> Problem | None:
     return problem._replace(hint=f"{problem.hint}, or set model.head_dim")
 
 
-def _fields_of(path: list[str]) -> tuple[str, ...]:
-    section: type[BaseModel] = RunConfig
-    for key in path:
-        annotation = section.model_fields[key].annotation if key in section.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return ()
-        section = annotation
-    preset = ("preset",) if path == ["model"] else ()
-    return (*section.model_fields, *preset)
+def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
+    section = section_at(RunConfig, path)
+    preset = ("preset",) if list(path) == ["model"] else ()
+    return (*section.model_fields, *preset) if section else ()
+
+
+@cache
+def all_fields() -> tuple[str, ...]:
+    """Every field that holds a value, as section.name."""
+    return tuple(_leaves(RunConfig, ""))
+
+
+def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:
+    for name in section.model_fields:
+        if inner := section_at(section, [name]):
+            yield from _leaves(inner, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
 
 
 def _value(text: str) -> Any:

@@ -2,8 +2,9 @@
 
 Names follow the token: embedding, blocks.<i>.attention, blocks.<i>.mlp, final_norm, head. A fused
 projection is one rectangle per shard: query, key and value are one tensor
-[kv_heads, q_per_kv + 2, head_dim, hidden] cut on dim 0; gate and up are one [2, ffn, hidden] cut on
-dim 1. So a cut of any layout is a slice, and Hugging Face names are plain reshapes.
+[kv_heads, q_per_kv + 2, head_dim, hidden] cut on dim 0, and by more ranks than it has heads on dim
+2 too; gate and up are one [2, ffn, hidden] cut on dim 1. So a cut of any layout is a slice, and
+Hugging Face names are plain reshapes.
 """
 
 from collections.abc import Iterator
@@ -114,7 +115,7 @@ def _norm(model: ModelConfig, name: str, owner: Owner) -> list[Parameter]:
 def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     groups, hidden = model.num_kv_heads, model.hidden_size
     fused = (groups, model.num_heads // groups + 2, model.head_dim)
-    cut = ("tp", None, None)
+    cut = ("tp", None, "tp")
     yield Parameter(f"{name}.qkv.weight", (*fused, hidden), (*cut, None), "normal", layer)
     if model.qkv_bias:
         yield Parameter(f"{name}.qkv.bias", fused, cut, "zeros", layer)

@@ -83,6 +83,29 @@ def whole(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file in UTF-8; a link or a pipe of its name is replaced, and not written through.
+
+    Raises OSError where the disk does not take it.
+    """
+    with whole(path) as made:
+        made.write_text(text, encoding="utf-8")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, their names durable; it may be there already."""
+    try:
+        folder.mkdir()
+    except FileNotFoundError:
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)

@@ -1,15 +1,47 @@
-"""What every section of the config is: a frozen pydantic model that refuses unknown keys."""
+"""What every section of the config is: a frozen pydantic model that refuses unknown keys, and the
+kinds of numbers that its fields are.
 
-from typing import Annotated
+Every number of the config has a range, outside of which it would be a slip of the pen. The range is
+the field's own bounds: `fields.py` puts it into words for errors and for docs/config.md.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from mtcli.core.spec.foreign import names_a_file, shown
 
 LARGEST = 10**9  # of a config's whole numbers: none overflows, and its divisors are found at once
-Positive = Annotated[int, Field(gt=0, le=LARGEST)]
-Whole = Annotated[int, Field(ge=0, le=LARGEST)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Count = Annotated[int, Field(ge=0)]
+MAX_RANKS = 2**20
+SMALLEST = 1e-30  # what is nearer to 0 is lost in products of float32
+
+
+def _is_number(value: Any) -> Any:
+    """TOML's booleans are no numbers, though Python's are."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    if isinstance(value, float) and 0.0 < abs(value) < SMALLEST:
+        raise ValueError(f"should be 0 or at least {SMALLEST:g}")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_is_number)]
+Real = Annotated[float, BeforeValidator(_is_number)]
+Positive = Annotated[Int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[Int, Field(ge=0, le=LARGEST)]
+Ranks = Annotated[Int, Field(ge=1, le=MAX_RANKS)]
+Fraction = Annotated[Real, Field(ge=0.0, lt=1.0)]
+Count = Annotated[Int, Field(ge=0)]
+
+
+def _path(text: str) -> str:
+    if not names_a_file(text):
+        raise PydanticCustomError("no_path", "{text} names nothing", {"text": shown(text)})
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path)]
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ in to_empty(), load_state_dict(assign=True) and deepcopy.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Literal, NamedTuple
 
 from mtcli.core.spec.layout import ParallelLayout
@@ -69,7 +69,9 @@ class Block(NamedTuple):
 class Parameter:
     """A parameter of the whole model, by canonical name; shapes are global and never padded.
 
-    `cut` names, per dimension, the mesh axis that cuts it evenly (None: not cut). `owner` is the
+    `cut` names, per dimension, the mesh axis that cuts it evenly (None: not cut). An axis that two
+    dimensions name cuts the first as far as that divides it, and the second into what is left: 4
+    ranks of ("tp", None, "tp") share 2 heads, half of the columns of a head each. `owner` is the
     block that holds it, or "first" / "last" for the pipeline's ends. A vocabulary dimension is
     padded on the ranks so that it cuts evenly: `padded` says which dimension that is. One that is
     not `trained` has no gradient and no optimizer state, and keeps at least float32.
@@ -100,18 +102,20 @@ class Parameter:
 
     def local_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
         """The shape of what every rank holds, padding included."""
-        return tuple(
-            -(-size // layout.size(axis)) if axis else size
-            for size, axis in zip(self._padded_shape(layout), self.cut, strict=True)
-        )
+        sizes = zip(self._padded_shape(layout), self._parts(layout), strict=True)
+        return tuple(-(-size // parts) for size, parts in sizes)
 
     def rectangle(self, layout: ParallelLayout, rank: int) -> Rectangle:
         """The part of the global tensor that a rank holds; without padding, so maybe empty."""
-        place, local = layout.place(rank), self.local_shape(layout)
-        start = [place[axis] * n if axis else 0 for n, axis in zip(local, self.cut, strict=True)]
-        start = [min(a, size) for a, size in zip(start, self.shape, strict=True)]
-        size = [min(n, s - a) for n, s, a in zip(local, self.shape, start, strict=True)]
-        return Rectangle(tuple(start), tuple(size))
+        place, local, start = layout.place(rank), self.local_shape(layout), list[int]()
+        dims = zip(self.shape, local, self.cut, self._parts(layout), strict=True)
+        for size, n, axis, parts in reversed(list(dims)):
+            part = 0
+            if axis:  # neighbours differ in the last dimension that it cuts
+                place[axis], part = divmod(place[axis], parts)
+            start.insert(0, min(part * n, size))
+        held = [min(n, s - a) for n, s, a in zip(local, self.shape, start, strict=True)]
+        return Rectangle(tuple(start), tuple(held))
 
     def stored_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
         """What every rank allocates: `local_shape` as a matrix [rows, columns], or a vector.
@@ -154,6 +158,19 @@ class Parameter:
         """
         axes = self.replicated_over(layout)
         return axes if sequence_parallel else tuple(axis for axis in axes if axis != "tp")
+
+    def _parts(self, layout: ParallelLayout) -> list[int]:
+        """Into how many parts each dimension is cut."""
+        left = {axis: layout.size(axis) for axis in self.cut if axis}
+        parts = []
+        for dim, (size, axis) in enumerate(zip(self.shape, self.cut, strict=True)):
+            if axis is None:
+                parts.append(1)
+                continue
+            is_last = axis not in self.cut[dim + 1 :]
+            parts.append(left[axis] if is_last else gcd(size, left[axis]))
+            left[axis] //= parts[-1]
+        return parts
 
     def _padded_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
         if self.padded is None:

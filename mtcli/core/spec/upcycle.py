@@ -16,8 +16,9 @@ from mtcli.core.spec import check
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.divisors import divisors, listing
 from mtcli.core.spec.errors import MtcliError, Problem
-from mtcli.core.spec.load import closest, validate, with_overrides
+from mtcli.core.spec.load import validate, with_overrides
 from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.spec.synonyms import closest
 
 FLAG = "--upcycle"
 SIZES = ("num_experts", "top_k")
@@ -50,7 +51,7 @@ def recipe_of(text: str, dense: ModelConfig) -> Recipe:
     model, more = _mixture(dense, given, own["granularity"])
     found += more + [*_is_copied(dense), *_has_sizes(given)]
     if model.num_experts and model.top_k:
-        broken = check.problems(RunConfig(model=model), 1)
+        broken = check.problems(RunConfig(model=model), 1, check.TRAINING_RULES)
         found += [problem for problem in broken if problem.field.startswith("model.")]
         found += [*_slices(model, dense, own["granularity"]), *_is_exact(model)]
     if found:

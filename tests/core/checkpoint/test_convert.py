@@ -47,7 +47,7 @@ MOE = ModelConfig(
     num_experts=4,
     top_k=2,
     moe_ffn_hidden_size=4,
-    shared_expert_ffn_hidden_size=6,
+    shared_expert_ffn_hidden_size=8,
 )
 
 

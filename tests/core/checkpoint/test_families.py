@@ -2,6 +2,7 @@
 
 import filecmp
 import os
+from math import gcd
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def sizes(draw, tied=(False, True), ropes=({"rope_type": "default", "rope_theta"
     return {
         "vocab_size": draw(st.integers(30, 61)),
         "hidden_size": heads * draw(st.sampled_from([5, 7, 9])),
-        "intermediate_size": kv * draw(st.sampled_from([5, 7, 11])),
+        "intermediate_size": heads * draw(st.sampled_from([5, 7, 11])),
         "num_hidden_layers": draw(st.integers(1, 3)),
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
@@ -103,9 +104,9 @@ def qwen2_moe(draw):
 
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
-    "llama": (dense("Llama"), "tp=KV,pp=PP"),
-    "mistral": (dense("Mistral", sliding_window=None), "tp=KV,dp=2"),
-    "qwen2": (dense("Qwen2"), "tp=KV,pp=PP"),
+    "llama": (dense("Llama"), "tp=TP,pp=PP"),
+    "mistral": (dense("Mistral", sliding_window=None), "tp=TP,dp=2"),
+    "qwen2": (dense("Qwen2"), "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),
     "qwen2_moe": (qwen2_moe, "ep=EP,dp=EP"),
 }
@@ -124,7 +125,9 @@ def test_a_family_of_any_sizes_has_transformers_logits_and_gives_its_bytes_back(
         folder = tmp_path_factory.mktemp(name)
         theirs = saved(config, folder / "hf", seed=data.draw(st.integers(0, 99)))
         model = open_checkpoint(folder / "hf").model
-        axes = {"KV": model.num_kv_heads, "PP": model.num_layers, "EP": model.num_experts}
+        kv = model.num_kv_heads  # as many ranks as share them
+        tp = kv * gcd(model.num_heads // kv, model.head_dim)
+        axes = {"TP": tp, "PP": model.num_layers, "EP": model.num_experts}
         text = layout
         for key, value in axes.items():
             text = text.replace(key, str(value))

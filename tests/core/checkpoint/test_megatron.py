@@ -120,7 +120,7 @@ def test_all_arguments_that_we_have_no_way_of_are_named():
     found = [problem.message for problem in error.value.problems]
     assert found == [
         "x/common.pt: rotary_percent=0.5 cannot be represented",
-        "x/common.pt: qk_layernorm=True cannot be represented",
+        "x/common.pt: qk_layernorm=true cannot be represented",
     ]
 
 
@@ -135,7 +135,7 @@ def test_an_argument_that_refers_to_itself_many_times_is_shown_in_short():
 
 @pytest.mark.parametrize("base", ["x", [500]])
 def test_a_rotary_base_that_is_no_number_is_refused(base):
-    with pytest.raises(MtcliError, match="common.pt: rope_theta: Input should be a valid number"):
+    with pytest.raises(MtcliError, match="common.pt: rope_theta: .* should be a number"):
         model_of(megatron_saves.LLAMA | {"rotary_base": base}, Path("common.pt"))
 
 

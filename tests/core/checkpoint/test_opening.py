@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile import write_manifest
 from hypothesis import given
 from hypothesis import strategies as st
 from saving import MODEL, save_halves, values
@@ -36,13 +37,13 @@ def newest(run):
 def edit_manifest(folder, change):
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder / "manifest.json", manifest)
 
 
 def test_a_config_with_an_illegal_field_is_named(run):
     path = newest(run) / "config.toml"
     path.write_text(path.read_text().replace("num_layers = 2", "num_layers = 0"))
-    with pytest.raises(MtcliError, match="config.toml: model.num_layers: 0 should be greater"):
+    with pytest.raises(MtcliError, match="config.toml: model.num_layers: 0 should be at least"):
         open_checkpoint(newest(run))
 
 
@@ -152,7 +153,7 @@ def test_who_reads_weights_alone_hashes_no_optimizer_state(tmp_path, monkeypatch
         whole = (folder / name).read_bytes()
         parts = [whole[at : at + 8] for at in range(0, len(whole), 8)]
         record["xxh3_128"] = [blocks.hash_of(part) for part in parts]
-    manifest.write_text(json.dumps(table))
+    write_manifest(manifest, table)
     path = folder / RANK
     good = path.read_bytes()
     header = tensorfile.read_header(path)
@@ -221,12 +222,12 @@ def test_a_manifest_that_cannot_be_true_is_refused(run, change, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 4])
 def test_a_checkpoint_of_another_version_says_both_versions(run, version):
     edit_manifest(newest(run), lambda m: m.update(version=version))
     with pytest.raises(MtcliError) as error:
         open_checkpoint(newest(run))
-    expected = f"is of version {version} of the format, and this mtcli reads version 2"
+    expected = f"is of version {version} of the format, and this mtcli reads 2 and 3"
     assert expected in str(error.value) and "mtcli shard SRC DST --to hf" in str(error.value)
     assert "damaged" not in str(error.value)
 
@@ -282,6 +283,35 @@ def test_any_bytes_as_a_manifest_give_an_error(tmp_path_factory, text):
 def test_a_manifest_comes_back_as_it_was(run):
     manifest = read_manifest(newest(run))
     assert Manifest.model_validate_json(manifest.to_bytes()) == manifest
+
+
+def test_any_flipped_bit_of_a_manifest_is_laid_on_the_manifest(run):
+    """Whatever it turns a step, a hash of a file or the version into."""
+    path = newest(run) / "manifest.json"
+    whole = path.read_bytes()
+    for at in {*range(0, len(whole), 97), *range(60), *range(len(whole) - 60, len(whole))}:
+        for bit in (0, 2, 6):
+            text = bytearray(whole)
+            text[at] ^= 1 << bit
+            path.write_bytes(text)
+            with pytest.raises(MtcliError) as error:
+                open_checkpoint(newest(run)).verify_hashes()
+            assert str(error.value).startswith(f"error: {path} is "), (at, bit)
+            assert RANK not in error.value.problems[0].message
+    path.write_bytes(whole)
+    open_checkpoint(newest(run)).verify_hashes()
+
+
+def test_a_manifest_of_version_2_has_no_hash_of_its_own_and_is_read(run):
+    path = newest(run) / "manifest.json"
+    table = json.loads(path.read_text())
+    del table["xxh3_128"]
+    path.write_text(json.dumps(table))
+    with pytest.raises(MtcliError, match="manifest.json is damaged: it does not end with its own"):
+        open_checkpoint(run)
+    path.write_text(json.dumps(table | {"version": 2}))
+    assert open_checkpoint(run).step == 2
+    open_checkpoint(run).verify_hashes()
 
 
 def test_a_box_is_read_across_pieces(run):

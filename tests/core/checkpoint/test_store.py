@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from safetensors.torch import load_file
 from saving import CONFIG, MODEL, on_ranks, save_halves, values
 
 from mtcli.core.checkpoint import store
+from mtcli.core.checkpoint.convert import Options, to_mtcli
+from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Piece, save
 from mtcli.core.checkpoint.tensorfile import read_header
@@ -217,7 +221,7 @@ def test_a_dtype_that_checkpoints_do_not_hold_is_refused(tmp_path):
 def test_the_manifest_is_plain_json(tmp_path):
     folder, _ = save_halves(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["version"] == 2
+    assert manifest["version"] == 3
     assert manifest["step"] == 1
     assert manifest["tensors"]["embedding.weight"]["shape"] == [13, 12]
     assert manifest["tensors"]["embedding.weight"]["pieces"][1] == {
@@ -228,3 +232,54 @@ def test_the_manifest_is_plain_json(tmp_path):
     }
     size = manifest["files"]["rank-00000.safetensors"]["bytes"]
     assert size == os.path.getsize(folder / "rank-00000.safetensors")
+
+
+@pytest.fixture
+def durable(monkeypatch, tmp_path):
+    """Checks at each rename that what gets its name is durable; the names that were given.
+
+    A file is durable once it is fsynced, and its name once its folder is, after that.
+    """
+    synced, named, clock = {}, [], count()
+    fsync, rename = os.fsync, os.rename
+
+    def noted(file):
+        fsync(file)
+        synced[os.readlink(f"/proc/self/fd/{file}")] = next(clock)
+
+    def checked(source, target):
+        source, target = str(source), str(target)
+        for path in (path for path in Path(source).rglob("*") if path.is_file()):
+            assert str(path) in synced, f"{path} was not fsynced"
+            for folder in path.parents[: len(path.relative_to(source).parts)]:
+                assert synced.get(str(folder), -1) > synced[str(path)], f"{folder}: {path.name}"
+        rename(source, target)
+        for path in [path for path in synced if f"{path}/".startswith(f"{source}/")]:
+            synced[target + path.removeprefix(source)] = synced.pop(path)
+        synced.pop(str(Path(target).parent), None)
+        named.append(Path(target))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", checked)
+    yield named
+    above = {folder for path in named for folder in path.parents if tmp_path in folder.parents}
+    assert not {str(folder) for folder in above} - synced.keys(), "names that may be lost"
+
+
+def test_a_checkpoint_is_durable_before_it_has_its_name_and_its_name_when_it_is_told(
+    tmp_path, durable
+):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    save_halves(tmp_path / "runs" / "x" / "checkpoints", 1, tokenizer=source)
+    save_halves(tmp_path / "runs" / "x" / "checkpoints", 1, tokenizer=source)  # over it
+    name = tmp_path / "runs/x/checkpoints/step-00000001"
+    assert durable == [name, name.with_name(f"{name.name}.old.partial"), name]
+
+
+def test_a_conversion_is_durable_before_it_has_its_name(tmp_path, durable):
+    save_halves(tmp_path / "run", 1)
+    target = tmp_path / "a" / "b" / "c"
+    to_mtcli(open_checkpoint(tmp_path / "run"), target, *parse_layout(""), Options())
+    assert durable[1:] == [target]

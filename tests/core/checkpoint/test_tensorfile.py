@@ -59,7 +59,7 @@ def test_tensors_start_at_a_multiple_of_eight():
         ({"a": {**GOOD["a"], "dtype": "F33"}}, "unknown dtype 'F33'"),
         ({"a": {**GOOD["a"], "dtype": ["F32"]}}, "unknown dtype"),
         ({"a": {**GOOD["a"], "shape": [2, -3]}}, "has the shape [2, -3]"),
-        ({"a": {**GOOD["a"], "shape": [2, True]}}, "has the shape [2, True]"),
+        ({"a": {**GOOD["a"], "shape": [2, True]}}, "has the shape [2, true]"),
         ({"a": {**GOOD["a"], "shape": [1] * 17}}, "has the shape"),
         ({"a": {**GOOD["a"], "data_offsets": [24]}}, "data_offsets [24]"),
         ({"a": {**GOOD["a"], "data_offsets": [0, 20]}}, "20 bytes and its shape takes 24"),

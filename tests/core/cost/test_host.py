@@ -152,6 +152,14 @@ def test_tensor_parallel_blocks_gather_and_scatter_twice_each_way():
     assert reduced == pytest.approx(4 * 2 * entries * 0.5 + agreed)
 
 
+def test_ranks_that_share_a_key_value_head_exchange_whole_heads():
+    known = replace(FREE, links=FREE.links | {"exchange": (0.25, 1e-6)})
+    one_key = GPT.model_copy(update={"num_kv_heads": 1})
+    heads = 2 * S * (HEADS / 2 + 2) * (D / HEADS) * 4  # bytes of a rank's queries, key and value
+    found = step(known, one_key, world=2, tp=2).step_seconds
+    assert found == pytest.approx(4 * 2 * L * (0.25 + 1e-6 * heads / 2))
+
+
 def test_gradients_of_data_ranks_are_reduced_in_full_view():
     known = replace(MADE_UP, links=FREE.links | {"reduce": (0.0, 1e-9)})
     elements = 12 * D * D * L + 13 * D * L + 2 * D + V * D + S * D

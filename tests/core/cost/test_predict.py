@@ -114,6 +114,19 @@ def test_tensor_parallelism_moves_the_published_volume(tp):
     assert (times.forward + times.backward) * 1e9 == pytest.approx(2 * elements)
 
 
+def test_ranks_that_share_a_key_value_head_exchange_whole_heads_and_pass_them_round_a_ring():
+    grouped = LARGE.model_copy(update={"num_kv_heads": 2})  # 64 query heads of 128 columns
+    each, shared = (
+        sent.tensor_parallel(step(ParallelLayout(8, tp=8), model=m), FLAT, PERFECT)
+        for m in (LARGE, grouped)
+    )
+    exchanged = 2048 * (64 / 8 + 2) * 128 * 3 / 4  # elements: all but the rank's own quarter
+    assert (shared.forward - each.forward) * 1e9 == pytest.approx(2 * exchanged)
+    assert (shared.backward - each.backward) * 1e9 == pytest.approx(2 * exchanged)
+    ring = sent.context_parallel(step(ParallelLayout(32, tp=8, cp=4), model=grouped), FLAT, PERFECT)
+    assert ring.forward * 1e9 == pytest.approx(2 * 2048 * 2 * 128 * 3 / 4)  # a head of each rank
+
+
 def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs():
     layout = ParallelLayout(8)
     plain = sent.gradient_seconds(Held(1000, 0, 0), step(layout), FLAT, PERFECT)

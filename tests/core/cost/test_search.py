@@ -91,6 +91,15 @@ def test_every_layout_that_is_tried_beside_a_pin_is_legal(pin):
     assert bool(found.best) == (pin != "ep=2"), "this model has no experts"
 
 
+def test_ranks_that_share_key_value_heads_are_searched():
+    few = ["model.num_kv_heads=2", "model.head_dim=128", "batch.global_batch_size=64"]
+    config = load_config("llama-3.1-8b", [*few, "train.precision=bf16"])  # 32 query heads
+    found = search(config, 32, GPUS["h100"], 4)
+    tried = {work.layout.tp for work in found.works if work.mesh == 1}
+    assert tried == {1, 2, 4, 8, 16, 32}
+    assert all(problems(apply(config, work), 32) == [] for work in found.works if work.mesh == 1)
+
+
 def test_uneven_stages_are_searched_and_written_out():
     config = load_config("llama-3.1-405b", ["batch.global_batch_size=256", "train.precision=bf16"])
     found = search(config, 512, GPUS["h100"], 1)

@@ -172,7 +172,7 @@ def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):
         "18: ep=8 is more than 4 experts",
         "13: pp=-1 is no whole number above 0",
         "14: iter_time_s=0 is no positive number",
-        "11: None is no table",
+        "11: null is no table",
         "11: no field 'model'",
         "19: tp*cp*pp*dp=16 is not n_gpus=8",
         "20: mfu=40 is more than the peak: give a share of 1",

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 import mtcli.core.data.batches as batches_module
 import mtcli.core.data.cache as cache
-from mtcli.core.data.batches import Batches
-from mtcli.core.data.describe import describe, tokenizer_folder
+from mtcli.core.data.batches import Batches, require_ids, require_stated_ids
+from mtcli.core.data.describe import describe, max_token_id, tokenizer_folder
 from mtcli.core.data.indexed import Indexed, write_dataset
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.data.preprocess import preprocess
@@ -116,15 +117,45 @@ def test_the_largest_token_and_the_tokenizer_come_from_preprocess(tmp_path, make
     request = Request((str(tmp_path / "a.txt"),), tmp_path / "out", "bytes", append_eod=False)
     preprocess(request, print)
     prefix = str(tmp_path / "out")
-    assert make(prefix, 10).max_token_id() == ord("x")
+    assert max_token_id(prefix) == ord("x")
+    require_stated_ids([prefix], ord("x") + 1)
+    with pytest.raises(MtcliError, match="out: the largest token id is 120, and vocab_size=120"):
+        require_stated_ids([prefix], ord("x"))
     assert tokenizer_folder(prefix) == tmp_path / "out.tokenizer"
     foreign, _ = make_dataset("foreign")
-    assert make([prefix, foreign], 10).max_token_id() is None
+    require_stated_ids([foreign], 1)  # which says nothing: its rows are checked as they are read
+    with pytest.raises(MtcliError, match="out: the largest token id is 120"):
+        require_stated_ids([foreign, prefix], 120)
     assert (describe(foreign), tokenizer_folder(foreign)) == (None, None)
     for text, message in (("{", "out.json is not JSON"), ("[]", "out.json holds no object")):
         (tmp_path / "out.json").write_text(text)
         with pytest.raises(MtcliError, match=message):
             describe(prefix)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "<u2", "<i2", "<i4", "<i8"])
+@pytest.mark.parametrize("bad", [100, -1])
+def test_an_id_that_the_vocabulary_lacks_is_named_with_its_document(tmp_path, dtype, bad):
+    bad = int(np.array(bad).astype(dtype))  # -1 is the largest id where there are none below 0
+    documents = [np.arange(n, n + 7) for n in range(9)]
+    documents[4][5] = bad
+    write_dataset(tmp_path / "x", documents, np.dtype(dtype))
+    write_dataset(tmp_path / "y", [np.arange(99)], np.dtype("<u2"))
+    words = ["0.5", str(tmp_path / "y"), "0.5", str(tmp_path / "x")]
+    batches = Batches(words, "1", "train", 40, 6, 1)
+    told = set()
+    for start in range(0, 40, 4):
+        rows = batches.batch(start, 4)
+        if bad >= 0:
+            require_ids(batches, start, rows, bad + 1)
+        if bad in rows:
+            with pytest.raises(MtcliError) as error:
+                require_ids(batches, start, rows, 100)
+            told.add(error.value.problems[0].message)
+        else:
+            require_ids(batches, start, rows, 100)
+    x = tmp_path / "x"
+    assert told == {f"{x}: token 5 of document 4 is id {bad}, and vocab_size=100 takes 0 to 99"}
 
 
 def test_large_indices_are_built_once_and_mapped(make_dataset, monkeypatch):
@@ -239,3 +270,44 @@ def test_the_facts_of_a_dataset_are_what_the_command_reported(tmp_path):
     report = preprocess(request, print)
     facts = json.loads((tmp_path / "out.json").read_text())
     assert {name: report[name] for name in facts} == facts
+
+
+def spans(batches):
+    return Counter((sample.prefix, *sample.spans) for sample in batches.sample_ids(0, len(batches)))
+
+
+@pytest.mark.parametrize("kind", ["alone", "weighted", "by tokens", "by tokens, several epochs"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_longer_run_begins_with_the_samples_of_the_one_it_was_planned_as(
+    make_dataset, monkeypatch, kind, kept
+):
+    """Whatever the epochs; and before any sample comes again, all of its dataset have come."""
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0 if kept else 1 << 30)
+    prefixes = [make_dataset(name, 40, 50, seed=i)[0] for i, name in enumerate("abc")]
+    words = {"alone": prefixes[:1], "weighted": ["3", prefixes[0], "2", prefixes[1]]}
+    words = words.get(kind, prefixes)
+    one = sum(len(Indexed(p).tokens) // 16 for p in words if p in prefixes)
+    planned = int(one * (2.5 if "several" in kind else 0.7))
+    first = make(words, planned).batch(0, planned)
+    for number in (planned + 1, one + 3, 2 * one + 5, 5 * one):
+        number = max(number, planned)
+        longer = Batches(words, "1", "train", number, 16, 1, planned)
+        assert np.array_equal(longer.batch(0, planned), first)
+        assert longer.planned == planned
+        again = Batches(words, "1", "train", number + 100, 16, 1, planned)
+        assert np.array_equal(longer.batch(0, number), again.batch(0, number))
+    if kind == "alone":
+        lengthened = Batches(words, "1", "train", 5 * one, 16, 1, planned)
+        assert max(spans(lengthened).values()) <= 6
+        seen = len(set(map(bytes, lengthened.batch(0, one))))
+        assert seen == one, "the second epoch comes after the first"
+
+
+def test_kept_indices_are_of_one_plan(make_dataset, monkeypatch):
+    prefix, _ = make_dataset("a", 40, 50)
+    plain = {n: Batches([prefix], "1", "train", 300, 16, 1, n).batch(0, 300) for n in (40, 300)}
+    assert not np.array_equal(plain[40], plain[300])
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    for planned, expected in plain.items():
+        kept = Batches([prefix], "1", "train", 300, 16, 1, planned)
+        assert np.array_equal(kept.batch(0, 300), expected)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mtcli.core.data.batches import Batches
-from mtcli.core.data.blend import SPLITS, blend_indices, parse_blend, parse_split, split_range
+from mtcli.core.data.blend import blend_indices, parse_blend, parse_split, split_range
+from mtcli.core.spec.datasets import SPLITS
 from mtcli.core.spec.errors import MtcliError
 
 

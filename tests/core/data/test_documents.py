@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ JSONL = "".join(json.dumps({"text": f"number {n} ½", "id": n}) + "\n" for n in 
 
 def read(path, blank=False, key="text", cuttable=True, size=1 << 22):
     reading = Reading(key, blank, cuttable)
-    sources = find_sources([str(path)])
+    sources = find_sources([str(path)]).sources
     return [
         item
         for block in cut(sources, blank, size)
@@ -182,7 +183,9 @@ def test_parquet_rows_are_documents(tmp_path):
     one, bad, half = read(tmp_path / "a.parquet", key="body")
     assert (one.text, half) == ("one", Text("½", 2))
     assert bad == Bad(2, "not text", '"body" is null, not a string')
-    with pytest.raises(MtcliError, match='has no column "text"\n\nhint: --text-key of: body, n'):
+    with pytest.raises(
+        MtcliError, match='has no column "text"\n\nhint: --text-key of: .body., .n.'
+    ):
         read(tmp_path / "a.parquet")
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(MtcliError, match="a.parquet is damaged"):
@@ -190,18 +193,25 @@ def test_parquet_rows_are_documents(tmp_path):
 
 
 def test_folders_and_globs_are_read_in_order_and_only_what_is_ours(tmp_path):
-    for name in ("b/2.txt", "b/10.txt", "a.jsonl.gz", "notes.md", ".hidden.txt", "x.parquet.gz"):
+    names = ("b/2.txt", "b/10.txt", "a.jsonl.gz", "notes.md", ".hidden.txt", "x.parquet.gz")
+    for name in (*names, "b/3.md.zst"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
-    names = [source.path for source in find_sources([str(tmp_path)])]
+    os.mkfifo(tmp_path / "b" / "pipe.txt")
+    found = find_sources([str(tmp_path)])
+    names = [source.path for source in found.sources]
+    others = {".md": 1, ".md.zst": 1, ".parquet.gz": 1, "pipes, devices and broken links": 1}
+    assert found.left_out == others
+    named = find_sources([str(tmp_path / "notes.md"), str(tmp_path / "b" / "*.zst")])
+    assert [source.kind for source in named.sources] == ["text", "text"] and not named.left_out
     assert names == [str(tmp_path / name) for name in ("a.jsonl.gz", "b/10.txt", "b/2.txt")]
-    names = [source.path for source in find_sources([str(tmp_path / "b" / "*0.txt")])]
+    names = [source.path for source in find_sources([str(tmp_path / "b" / "*0.txt")]).sources]
     assert names == [str(tmp_path / "b" / "10.txt")]
 
 
 def test_stdlib_is_source_without_tests():
-    paths = [source.path for source in find_sources(["stdlib"])]
+    paths = [source.path for source in find_sources(["stdlib"]).sources]
     assert paths == sorted(paths)
     assert any(path.endswith("/json/decoder.py") for path in paths)
     assert not any("/test/" in path or "site-packages" in path for path in paths)
@@ -211,11 +221,18 @@ def test_stdlib_is_source_without_tests():
     ("make", "name", "message"),
     [
         (
-            lambda p: (p / "a.md").touch(),
-            "a.md",
-            "is of no kind that can be read\n\nhint: files end in .txt",
+            lambda p: (p / "a.pdf").touch(),
+            "a.pdf",
+            "is of no kind that is known by its name\n\nhint: files end in .txt",
         ),
-        (lambda p: (p / "e").mkdir(), "e", "holds no file to read"),
+        (lambda p: (p / "e").mkdir(), "e", "holds no file to read\n"),
+        (
+            lambda p: [(p / name).touch() for name in ("a.md", "b.csv", "c.csv", "d.csv.gz", "e")],
+            "",
+            r"no file to read, and 5 others: 2 .csv, 1 .csv.gz, 1 .md, 1 without an ending\n"
+            r"\nhint: files end in .* or --format text\|jsonl\|csv\|tsv\|parquet",
+        ),
+        (lambda p: os.mkfifo(p / "a.txt"), "a.txt", "a.txt cannot be read: it is a named pipe"),
         (lambda p: None, "absent.txt", "no input .*absent.txt"),
         (lambda p: None, "*.txt", "no input "),
     ],
@@ -228,7 +245,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, make, name, message):
 
 def test_a_file_that_went_away_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    (source,) = find_sources([str(tmp_path / "a.txt")])
+    (source,) = find_sources([str(tmp_path / "a.txt")]).sources
     (tmp_path / "a.txt").unlink()
     with pytest.raises(MtcliError, match="a.txt cannot be read"):
         list(read_documents(Piece(source, 0, 1), Reading("text", False, True)))

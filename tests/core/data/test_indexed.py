@@ -111,6 +111,13 @@ def test_a_missing_file_is_named(tmp_path, make_dataset):
         Indexed(prefix)
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_a_file_of_a_pair_is_answered_with_its_prefix(make_dataset, suffix):
+    prefix, _ = make_dataset("data.v1")
+    with pytest.raises(MtcliError, match=rf"hint: name the prefix of the pair: {prefix}$"):
+        Indexed(prefix + suffix)
+
+
 def test_another_tools_dtype_table_is_seen_by_the_size(make_dataset):
     prefix, _ = make_dataset(vocab=70000)  # int32
     _mutated(prefix, lambda d: d.__setitem__(17, 8))

@@ -235,14 +235,17 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path, options, message):
 
 
 def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path):
-    inputs = [str(tmp_path / name) for name in ("a.csv", "absent.txt", "empty")]
+    inputs = [str(tmp_path / name) for name in ("a.pdf", "absent.txt", "empty")]
     Path(inputs[0]).touch()
     Path(inputs[2]).mkdir()
     with pytest.raises(MtcliError) as error:
         run(inputs, tmp_path / "out", "train:9", workers=0)
     told = [problem.message for problem in error.value.problems]
     assert len(told) == 5
-    assert told[:2] == [f"{inputs[0]} is of no kind that can be read", f"no input {inputs[1]}"]
+    assert told[:2] == [
+        f"{inputs[0]} is of no kind that is known by its name",
+        f"no input {inputs[1]}",
+    ]
 
 
 def test_a_folder_that_has_the_tokenizer_s_name_is_not_replaced_unless_forced(tmp_path):
@@ -425,7 +428,7 @@ def test_a_full_disk_is_said_and_nothing_has_the_final_name(corpus, tmp_path, li
 
 
 def test_a_worker_that_dies_is_said():
-    def die(item):
+    def die(item, tell):
         os.kill(os.getpid(), signal.SIGKILL)
 
     with (
@@ -436,7 +439,7 @@ def test_a_worker_that_dies_is_said():
 
 
 def test_a_mistake_in_a_worker_is_an_error_and_not_a_traceback(capfd):
-    with Pool(lambda item: 1 // item, 2) as pool, pytest.raises(MtcliError) as error:
+    with Pool(lambda item, tell: 1 // item, 2) as pool, pytest.raises(MtcliError) as error:
         list(pool.map([1, 0]))
     assert error.value.code == Exit.FAILED
     assert "ZeroDivisionError in a worker: integer division" in str(error.value)
@@ -444,7 +447,7 @@ def test_a_mistake_in_a_worker_is_an_error_and_not_a_traceback(capfd):
 
 
 def test_results_come_in_order_and_the_first_error_in_order_is_raised():
-    def work(item):
+    def work(item, tell):
         time.sleep(0.002 * (item % 3))
         if item in (7, 8):
             raise MtcliError(workspace.wrong(f"item {item}").problems[0])

@@ -104,3 +104,38 @@ def test_empty_sequences_are_stepped_over_as_megatrons_helper_does(seed):
     epochs, per_epoch = len(samples.documents) // 30, int(lengths.sum())
     rows = helpers.build_sample_idx(lengths, samples.documents, 5, epochs, per_epoch, True, True)
     assert np.array_equal(samples.rows, rows)
+
+
+def longer(lengths, num_samples, planned, seq_len=7, seed=3):
+    return build_samples(lengths, range(len(lengths)), num_samples, seq_len, seed, planned)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_made_longer_goes_on_after_the_epochs_it_was_planned_with(seed):
+    """What was planned stays, element by element; each epoch after it is shuffled by its number."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 40, int(random.integers(1, 30))).astype(np.int32)
+    planned = int(random.integers(1, 200))
+    first = longer(lengths, planned, None)
+    per_epoch, count = int(lengths.sum()), len(lengths)
+    epochs = len(first.documents) // count
+    found = longer(lengths, planned + int(random.integers(1, 500)), planned)
+    assert np.array_equal(found.documents[: len(first.documents)], first.documents)
+    assert np.array_equal(found.order[: len(first)], first.order)
+    assert np.array_equal(found.rows[: len(first) + 1], first.rows)
+    for epoch in range(epochs, len(found.documents) // count):
+        order = np.random.RandomState([3, epoch])
+        part = found.documents[epoch * count : (epoch + 1) * count]
+        assert np.array_equal(part, order.permutation(count))
+        begin, end = ((n * per_epoch - 1) // 7 for n in (epoch, epoch + 1))
+        assert np.array_equal(found.order[begin:end], begin + order.permutation(end - begin))
+
+
+@pytest.mark.parametrize("planned", [10, 70, 85, 110])
+def test_a_run_made_longer_twice_or_shorter_again_has_one_order(planned):
+    lengths = np.full(40, 11, np.int32)
+    samples = {n: longer(lengths, n, planned) for n in (5, 10, 70, 85, 110, 300, 500)}
+    longest = samples[500]
+    for found in samples.values():
+        assert np.array_equal(found.order, longest.order[: len(found)])
+        assert np.array_equal(found.documents, longest.documents[: len(found.documents)])

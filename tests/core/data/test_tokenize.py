@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtcli.core.data.encoders import make_encode
-from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer, train_tokenizer
+from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from mtcli.core.spec.errors import MtcliError
 
 TEXTS = ["", " a  b\n\n", "I'll say: ½ naïve 日本 👩‍👩‍👧 <|endoftext|> \x00\r\n", "x" * 300]
@@ -148,3 +148,17 @@ def test_damaged_files_are_refused_by_name(tmp_path):
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(MtcliError, match="train:100 is less than the 256 bytes .* = 257"):
         train_tokenizer(["a"], 100)
+
+
+def test_truncation_and_padding_that_a_file_was_saved_with_change_no_ids(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.enable_truncation(4)
+    tokenizer.backend.enable_padding(length=6, pad_id=0)
+    Tokenizer(tokenizer.backend).save(tmp_path)
+    found = load_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("a", "more than four"):
+        assert found.encode(text) == found.encode_with_specials(text) == list(text.encode())
+        assert theirs(text).input_ids == list(text.encode())

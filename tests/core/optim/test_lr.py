@@ -43,8 +43,11 @@ def test_a_decay_shorter_than_the_run_ends_at_the_minimum_and_stays(schedule):
     assert rates[6] > MIN
 
 
-def test_a_decay_longer_than_the_run_fills_what_is_left():
-    assert curve(9, schedule="linear", decay_steps=900) == curve(9, schedule="linear")
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_decay_longer_than_the_run_is_the_beginning_of_one_of_that_length(schedule):
+    settings = {"schedule": schedule, "warmup_steps": 2, "decay_steps": 900}
+    assert curve(9, **settings) == curve(902, **settings)[:9]
+    assert curve(9, **settings)[-1] > 0.98 * LR
 
 
 def test_wsd_stays_at_the_peak_until_its_final_decay():

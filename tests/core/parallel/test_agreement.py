@@ -61,7 +61,7 @@ def operators(groups, rank):
 
 def orders(groups, rank):
     if rank:
-        collectives.gather_objects("x", groups.tp)
+        collectives.gather_values("x", groups.tp)
     reduce(torch.ones(4), groups.tp)
 
 
@@ -130,7 +130,7 @@ DIFFERENT = {
     "orders": (
         "number 1 on tp",
         rf"all_reduce of \[4\] float32 \(SUM\) at {AT}reduce",
-        rf"gather_objects at {AT}orders",
+        rf"gather_values at {AT}orders",
     ),
     "extra_of_the_same_shape": (
         "number 1 on tp",

@@ -81,7 +81,7 @@ def plain(runtime):
     axis, x = axis_of(runtime), given(runtime.rank, N)
     largest = collectives.all_reduce(x.clone(), axis, torch.distributed.ReduceOp.MAX)
     strided = collectives.all_gather(given(runtime.rank, N).T, axis)
-    told = collectives.gather_objects({"rank": runtime.rank}, axis)
+    told = collectives.gather_values({"rank": runtime.rank}, axis)
     return largest, strided, told, collectives.all_reduce(x, axis) is x
 
 

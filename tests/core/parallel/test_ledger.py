@@ -118,11 +118,11 @@ def test_a_thread_beside_training_is_seen_and_not_compared():
     compared, marked = [], []
     ledger = Ledger(lambda *call: compared.append(call), lambda: marked.append(1))
     beside = ledger.beside()
-    with pytest.raises(RuntimeError), beside.call("gather_objects", axis(beside, "saving")) as call:
+    with pytest.raises(RuntimeError), beside.call("gather_values", axis(beside, "saving")) as call:
         assert call is None and ledger.oldest().channel == "saving"
         raise RuntimeError("lost")
     assert ledger.counts == {"saving": 1} and ledger.broken.error == "lost"
-    with beside.call("gather_objects", axis(beside, "saving")):
+    with beside.call("gather_values", axis(beside, "saving")):
         pass
     assert (compared, marked) == ([], []) and ledger.counts == {"saving": 2}
     with ledger.call("all_reduce", axis(ledger)):

@@ -1,15 +1,19 @@
 """Collectives through shared memory, against sums and permutations written out by hand."""
 
+import multiprocessing.connection
 import os
+import socket
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, warm
 
 from mtcli.core.parallel import neighbours, shared_memory
 from mtcli.core.parallel.neighbours import connect
 from mtcli.core.parallel.shared_memory import SMALL_BYTES
+from mtcli.core.parallel.wire import gather_json
 
 SIZES = [1, 3, 1000, SMALL_BYTES // 4 + 7]
 
@@ -21,7 +25,7 @@ def connected(runtime, slot_bytes=shared_memory.SLOT_BYTES):
 
 def test_ranks_that_share_no_machine_leave_no_file_open():
     def two_machines(value):
-        return [value, ("another", b"address")]
+        return [value, ["another", b"address".hex()]]
 
     before = len(os.listdir("/proc/self/fd"))
     assert connect(0, range(2), two_machines, timeout=1.0) is None
@@ -29,9 +33,7 @@ def test_ranks_that_share_no_machine_leave_no_file_open():
 
 
 def gather(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return gather_json(value, dist.group.WORLD)
 
 
 def values(rank, count, dtype=torch.float64, salt=0):
@@ -159,7 +161,7 @@ def test_ranks_of_several_machines_share_nothing():
 def not_there(runtime, late):
     """A rank that says where it is, and is not there."""
     if runtime.rank == late:
-        return gather((neighbours._machine(), b"\0nobody"))
+        return gather([neighbours._machine(), b"\0nobody".hex()])
     try:
         connect(runtime.rank, range(runtime.world), gather, timeout=0.5)
     except RuntimeError as error:
@@ -183,3 +185,33 @@ def forbidden(runtime):
 
 def test_where_one_rank_gets_no_memory_all_stay_with_the_network():
     assert run_ranks(2, forbidden) == [None, None]
+
+
+def stranger(address):
+    """Another user's process that says it is rank 1; it exits with 0 if it was sent away."""
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20.0)
+        connection.connect(address)
+        with suppress(ConnectionError):
+            connection.send((1).to_bytes(4, "little"))
+            os._exit(len(connection.recv(1)))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_a_process_of_another_user_gets_no_memory():
+    listener = neighbours._listener()
+    address = listener.getsockname()
+    awaited = neighbours._connections(0, listener, [address, b""], 20.0)
+    sent_away = warm().Process(target=stranger, args=(address,))
+    sent_away.start()
+    multiprocessing.connection.wait([listener])  # it is the first to call
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        connection.send((1).to_bytes(4, "little"))
+        ((peer, accepted),) = awaited
+        accepted.send(b"!")
+        assert peer == 1 and connection.recv(1) == b"!"
+        accepted.close()
+    sent_away.join()
+    assert sent_away.exitcode == 0

@@ -7,7 +7,9 @@ from ranks import run_ranks
 
 from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.tp import ColumnLinear, RowLinear, VocabEmbedding
+from mtcli.core.parallel.ledger import Ledger
+from mtcli.core.parallel.tp import ColumnLinear, HeadsLinear, RowLinear, VocabEmbedding
+from mtcli.core.parallel.traffic import Traffic
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.sharding import Parameter
 
@@ -68,6 +70,71 @@ def test_a_column_and_a_row_layer_are_the_dense_layers(tp, sequence_parallel):
         torch.testing.assert_close(torch.cat([r[2][name] for r in ranks], dim), grads[name])
     bias = [r[3] for r in ranks]  # partial sums under sequence parallelism, else each the whole
     torch.testing.assert_close(sum(bias) if sequence_parallel else bias[-1], dy.sum(0))
+
+
+QUERIES, W = 4, 8  # query heads in all, and the columns of a head
+
+
+def head_weights(kv_heads):
+    """The table, and whole values of its two parameters."""
+    shape, cut = (kv_heads, QUERIES // kv_heads + 2, W), ("tp", None, "tp")
+    weight = Parameter("qkv.weight", (*shape, D), (*cut, None), "normal", 0)
+    bias = Parameter("qkv.bias", shape, cut, "zeros", 0)
+    values = {"qkv.weight": seeded(*shape, D, seed=1), "qkv.bias": seeded(*shape, seed=2)}
+    return {"qkv.weight": weight, "qkv.bias": bias}, values
+
+
+def some_heads(runtime, kv_heads, sequence_parallel):
+    """(this rank's heads [T, _, W], gradient of x, others with their boxes, bytes sent forward)."""
+    (table, values), tp, ledger = head_weights(kv_heads), runtime.world, Ledger()
+    groups = make_groups(ParallelLayout(tp, tp=tp), runtime.rank, "cpu", ledger=ledger)
+    made = Build(table, groups, torch.float64, sequence_parallel)
+    layer = HeadsLinear("qkv", made)
+    boxes = {name: table[name].rectangle(groups.layout, runtime.rank).slices for name in table}
+    for name, parameter in (("qkv.weight", layer.weight), ("qkv.bias", layer.bias)):
+        parameter.data.copy_(values[name][boxes[name]].reshape(parameter.shape))
+    x = made.my_tokens(seeded(T, D, seed=5)).requires_grad_()
+    ledger.traffic = Traffic()
+    heads = layer(x).view(T, -1, W)
+    sent = {one.receiver: one.bytes for one in ledger.traffic.sent}
+    heads.backward(seeded(*heads.shape, seed=10 + runtime.rank))
+    grads = {"qkv.weight": layer.weight.grad, "qkv.bias": layer.bias.grad}
+    found = {
+        name: (grad.view(values[name][box].shape), box)
+        for (name, grad), box in zip(grads.items(), boxes.values(), strict=True)
+    }
+    return heads.detach(), x.grad, found, sent
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (2, 1), (4, 2), (4, 1)])
+def test_ranks_that_share_a_key_value_head_each_have_it_whole(tp, kv_heads, sequence_parallel):
+    _, values = head_weights(kv_heads)
+    x, sharers, queries = seeded(T, D, seed=5), max(1, tp // kv_heads), QUERIES // tp
+    every = torch.einsum("td,gqwd->tgqw", x, values["qkv.weight"]) + values["qkv.bias"]
+    d_every = torch.zeros_like(every)
+    ranks = run_ranks(tp, some_heads, kv_heads, sequence_parallel)
+    for rank, (heads, *_) in enumerate(ranks):
+        group, first = rank // sharers, rank % sharers * queries
+        chosen = [*range(first, first + queries), -2, -1]  # its queries, and key and value
+        torch.testing.assert_close(heads, every[:, group, chosen])
+        d_every[:, group, chosen] += seeded(*heads.shape, seed=10 + rank)
+    dx = torch.einsum("tgqw,gqwd->td", d_every, values["qkv.weight"])
+    parts = [dx_rank for _, dx_rank, *_ in ranks]
+    torch.testing.assert_close(torch.cat(parts) if sequence_parallel else parts[-1], dx)
+    grads = {
+        "qkv.weight": torch.einsum("tgqw,td->gqwd", d_every, x),
+        "qkv.bias": d_every.sum(0),
+    }
+    for _, _, found, _ in ranks:
+        for name, (grad, box) in found.items():
+            torch.testing.assert_close(grad, grads[name][box])
+
+
+def test_ranks_that_share_a_head_send_each_its_columns_of_what_it_needs():
+    for rank, (*_, sent) in enumerate(run_ranks(4, some_heads, 2, False)):
+        columns = (1 + 2) * W // 2  # of the other's one query head, of key and of value: one half
+        assert sent == {rank ^ 1: T * columns * 8}
 
 
 # 255: the first id past a shard of 128 and the last; 128 of 2 shards: the second is all padding

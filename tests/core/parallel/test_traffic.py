@@ -31,7 +31,9 @@ def test_what_a_ring_moves_goes_to_the_next_rank(op, bytes_):
 
 
 def test_each_rank_gets_its_part_of_an_all_to_all():
-    assert sent("all_to_all") == {4: (24, 1), 5: (24, 1), 6: (24, 1)}
+    assert sent("all_to_all", X.view(4, 6)) == {4: (24, 1), 5: (24, 1), 6: (24, 1)}
+    pairs = X.view(2, 12)  # between 4 and 5, and between 6 and 7
+    assert sent("all_to_all", pairs) == {6: (48, 1)}
     rows = ([1, 0, 2, 5], [2, 2, 2, 2])  # sent and received; its own five rows stay
     assert sent("all_to_all_v", detail=rows) == {4: (12, 1), 5: (0, 1), 6: (24, 1)}
 
@@ -42,7 +44,7 @@ def test_a_message_is_counted_by_its_sender():
 
 
 def test_what_has_no_tensor_is_not_counted_and_a_number_is():
-    assert sent("gather_objects", None) == {}
+    assert sent("gather_values", None) == {}
     assert sent("all_reduce", torch.tensor(1.0, dtype=torch.float64)) == {4: (12, 1)}
 
 

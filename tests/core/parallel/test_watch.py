@@ -184,7 +184,7 @@ def quick(runtime, path):
     watch = Watch(groups.tp.ledger, store, runtime.rank, 2, TIMEOUT, ended)
     watch.start(os.getpid())
     end = time.monotonic() + 2.0 * TIMEOUT
-    while collectives.gather_objects(time.monotonic() < end, groups.tp)[0]:
+    while collectives.gather_values(time.monotonic() < end, groups.tp)[0]:
         tensor(groups)
     watch.leave()
     still = [thread for thread in watch.threads if thread.is_alive()]

@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import replace
-from io import BufferedWriter, BytesIO, StringIO, TextIOWrapper
+from io import BufferedWriter, BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 from handmade import config_table, record_of
-from rich.console import Console
 
 from mtcli.commands.profile import _show_profile
 from mtcli.core.cost.hardware import HERE
@@ -48,7 +47,7 @@ def test_hardware_flops_add_what_is_computed_again(records, recompute, again):
 
 
 @pytest.mark.parametrize("ranks", [64, 1], ids=["a core each", "two ranks on a core"])
-def test_step_timeline_and_bubble_are_planned_once(records, ranks, tmp_path, monkeypatch):
+def test_step_timeline_and_bubble_are_planned_once(records, ranks, tmp_path, monkeypatch, capsys):
     """The plan's own step, by hand from a calibration in which only flops and the update cost."""
     monkeypatch.setenv("MTCLI_CALIBRATION", calibration_of(tmp_path, ranks))
     profile = Profile(config_of(config_table()), 2, "cpu", records)
@@ -73,7 +72,9 @@ def test_step_timeline_and_bubble_are_planned_once(records, ranks, tmp_path, mon
     rows = {row[0]: row[2] for row in summary_rows(data)}
     assert rows["step time"] == f"{step:.4g} s"
     assert rows["pipeline, as drawn"] == f"{pipeline:.4g} s"
-    assert planned_end(profile) == 9.5  # where the measured one ends: both are drawn to one scale
+    assert (
+        planned_end(profile, capsys) == 9.5
+    )  # where the measured one ends: both are drawn to one scale
 
 
 def calibration_of(folder, ranks):
@@ -89,11 +90,10 @@ def calibration_of(folder, ranks):
     return str(file)
 
 
-def planned_end(profile):
+def planned_end(profile, capsys):
     """The last moment on the ruler of the planned timeline."""
-    out = StringIO()
-    show_planned(profile, Console(file=out, width=100))
-    *_, ruler, _ = out.getvalue().splitlines()
+    show_planned(profile)
+    *_, ruler, _ = capsys.readouterr().out.splitlines()
     return float(ruler.split()[-2])
 
 
@@ -160,13 +160,13 @@ def test_measured_and_planned_memory_are_of_the_same_rank(records, fullest, elem
     assert planned_memory_rows(data)[0][0] == f"rank {fullest} weights"
 
 
-def test_a_device_that_plan_does_not_know_has_nothing_planned(profile):
-    data, out = profile.as_json(), StringIO()
+def test_a_device_that_plan_does_not_know_has_nothing_planned(profile, capsys):
+    data = profile.as_json()
     assert {row["planned"] for row in data["figures"].values()} == {None}
     assert {row["planned_start"] for row in data["joined_timeline"]} == {None}
     assert data["planned_timeline"] is data["bubble_fraction"]["planned"] is None
-    show_planned(profile, Console(file=out))
-    assert out.getvalue() == ""
+    show_planned(profile)
+    assert capsys.readouterr().out == ""
 
 
 def test_what_was_measured_has_left_before_a_cpu_is_calibrated(cpu_profile, monkeypatch):
@@ -183,12 +183,14 @@ def test_what_was_measured_has_left_before_a_cpu_is_calibrated(cpu_profile, monk
     assert "Beside the plan" not in seen[0] and len(seen) == 1
 
 
-def test_without_calibration_a_roofline_is_beside_what_was_measured(cpu_profile, monkeypatch):
+def test_without_calibration_a_roofline_is_beside_what_was_measured(
+    cpu_profile, monkeypatch, capsys
+):
     monkeypatch.setattr("mtcli.core.cost.hardware.calibrated", lambda *_: pytest.fail("asked"))
-    profile, out = replace(cpu_profile, calibrates=False), StringIO()
+    profile = replace(cpu_profile, calibrates=False)
     assert profile.as_json()["predicted"]["device_rates"] == "roofline"
-    show_planned(profile, Console(file=out, width=100))
-    assert "a roofline, not calibrated" in out.getvalue()
+    show_planned(profile)
+    assert "a roofline, not calibrated" in capsys.readouterr().out
 
 
 def test_the_matrix_adds_up_the_axes_from_rank_to_rank(profile):
@@ -271,14 +273,13 @@ def test_a_known_device_has_the_plans_figures_at_the_measured_peak(records):
     assert data["predicted"]["memory_bytes"]["weights"] > 0
 
 
-def test_the_text_shows_shares_kernels_stragglers_and_both_timelines(profile, cpu_profile):
-    out = StringIO()
+def test_the_text_shows_shares_kernels_stragglers_and_both_timelines(profile, cpu_profile, capsys):
     slow = record_of(0)._replace(rank=2, speaks=False)
     longer = slow._replace(steps=[s._replace(spans=_stretched(s.spans)) for s in slow.steps])
     profile = Profile(profile.config, 3, "", [*profile.records, longer])
-    show_measured(profile, Console(file=out, width=100))
-    show_planned(cpu_profile, Console(file=out, width=100))
-    text = out.getvalue()
+    show_measured(profile)
+    show_planned(cpu_profile)
+    text = capsys.readouterr().out
     assert "optimizer" in text and "10.4%" in text  # 1.25 of 12 s
     assert "aten::mm" in text and "3,000.00 ms" in text
     assert "straggler: rank 2" in text

@@ -11,8 +11,9 @@ from mtcli.core.spec.check import (
 from mtcli.core.spec.divisors import divisors, listing
 from mtcli.core.spec.errors import Exit, MtcliError
 from mtcli.core.spec.layout_rules import data_parallel_size
-from mtcli.core.spec.load import load_config
+from mtcli.core.spec.load import config_of, load_config
 
+LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_size=96")
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
 # fmt: off
@@ -51,7 +52,7 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"], 8, "parallel.tp",
         "tp=8 does not divide the tokens of a micro-batch=12",
         "1, 2, 3, 4, 6 or 12, or parallel.sequence_parallel = false"),
-    "_context_divides": (
+    "context_divides": (
         ["parallel.cp=2", "batch.seq_len=250"], 2, "parallel.cp",
         "2*cp=4 does not divide seq_len=250: each rank holds two chunks", "seq_len 248 or 252"),
     "_layers_fill_stages": (
@@ -81,14 +82,25 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_trust_bounds_are_a_range": (
         ["optimizer.name=lamb", "optimizer.trust_bounds=[0.3, 0.01]"], 1, "optimizer.trust_bounds",
         "the least trust ratio 0.3 is above the largest 0.01", "[0.01, 0.3]"),
-    "_trust_bounds_are_used": (
+    "fields_are_used": (
         ["optimizer.trust_bounds=[0.01, 0.3]"], 1, "optimizer.trust_bounds",
         "trust_bounds=[0.01, 0.3] with name='adamw', which has no trust ratio",
         "optimizer.name = 'lamb', or leave optimizer.trust_bounds out"),
-    "_loss_scale_is_used": (
-        ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
-        "loss_scale=128 with precision='bf16', whose loss is not scaled",
-        "train.precision = 'fp16', or train.loss_scale = 0.0"),
+    "next_tokens_are_hidden": (
+        ["model.causal=false"], 1, "model.causal",
+        "causal=false: every token sees the next one, which the language model is to predict",
+        "model.causal = true"),
+    "_rope_scaling_is_a_range": (
+        ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
+        "model.rope_scaling.low_freq_factor",
+        "low_freq_factor=4 is not below high_freq_factor=4", "below 4, as 1 and 4"),
+    "data_is_shared_out": (
+        ["data.split=-1,2,3"], 1, "data.split",
+        'split "-1,2,3" is not up to three numbers >= 0 with a sum > 0',
+        '"969,30,1" gives 96.9 % to train, 3 % to valid, 0.1 % to test'),
+    "_trackers_differ": (
+        ['train.trackers=["wandb", "tensorboard", "wandb"]'], 1, "train.trackers",
+        "'wandb' is in it 2 times", "each once"),
     "_weights_are_compiled": (
         ["train.compile=true", "parallel.pp=2", "parallel.schedule=zero_bubble"], 2,
         "train.compile",
@@ -101,10 +113,6 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "cuda_graphs=true with tp=2, attention_dropout=0.1, zero=3, device='cpu': what is "
         "replayed runs on one GPU, exchanges nothing and asks no tensor for its values",
         "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1"),
-    "_fp8_scaling_is_used": (
-        ["train.precision=bf16", "train.fp8_scaling=blockwise"], 1, "train.fp8_scaling",
-        "fp8_scaling='blockwise' with precision='bf16', which scales nothing",
-        "train.precision = 'fp8', or leave train.fp8_scaling out"),
     "_fp8_has_products": (
         ["train.precision=fp8", "model.hidden_size=250"], 1, "train.precision",
         "fp8_scaling='rowwise' takes weights whose rows and columns are multiples of 16, and the "
@@ -130,7 +138,37 @@ ALSO = {  # further branches of the same rules
         "top_k=2 of num_experts=0 experts", "0 where there are no experts"),
     "a bias of no expert": (
         ["model.router_bias_update_rate=0.001"], 1, "model.router_bias_update_rate",
-        "router_bias_update_rate=0.001 with num_experts=0", "0 where there are no experts"),
+        "router_bias_update_rate=0.001 with num_experts=0, a dense model",
+        "model.num_experts of 1 or more, or leave model.router_bias_update_rate out"),
+    "a loss that only fp16 scales": (
+        ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
+        "loss_scale=128.0 with precision='bf16', whose loss is not scaled",
+        "train.precision = 'fp16', or leave train.loss_scale out"),
+    "scales without float8": (
+        ["train.precision=bf16", "train.fp8_scaling=blockwise"], 1, "train.fp8_scaling",
+        "fp8_scaling='blockwise' with precision='bf16', which scales nothing",
+        "train.precision = 'fp8', or leave train.fp8_scaling out"),
+    "a base of positions that do not turn": (
+        ["model.rope_theta=5e5"], 1, "model.rope_theta",
+        "rope_theta=500000.0 with position='learned', which turns nothing",
+        "model.position = 'rope', or leave model.rope_theta out"),
+    "a warm-up beyond the run": (
+        ["optimizer.warmup_steps=11", "train.steps=10"], 1, "optimizer.warmup_steps",
+        "warmup_steps=11 is above train.steps=10", "0 to 10"),
+    "weights that are no numbers": (
+        ['data.train=["nan", "a"]'], 1, "data.train",
+        "weights [nan] are not all >= 0 with a sum > 0",
+        "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0"),
+    "a negative weight of validation": (
+        ['data.valid=["-1", "a", "3", "b"]'], 1, "data.valid",
+        "weights [-1.0, 3.0] are not all >= 0 with a sum > 0",
+        "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0"),
+    "a split that leaves nothing to train on": (
+        ["data.split=0,1,1", 'data.train=["a"]'], 1, "data.split",
+        "split '0,1,1' gives train a share of 0", "a share above 0, as in '969,30,1'"),
+    "a split that leaves nothing to evaluate": (
+        ["data.split=9,0,1", 'data.train=["a"]', "train.eval_every=5"], 1, "data.split",
+        "split '9,0,1' gives valid a share of 0", "a share above 0, as in '969,30,1'"),
     "groups that do not divide the experts": (
         [*MOE, "model.router_groups=3"], 1, "model.router_groups",
         "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
@@ -160,6 +198,16 @@ ALSO = {  # further branches of the same rules
     "an expert's width that etp does not divide": (
         [*MOE, "parallel.etp=5"], 5, "parallel.etp",
         "etp=5 does not divide moe_ffn_hidden_size=96", "1, 2, 3, 4, 6, 8, 12 or 16"),
+    "fewer heads than ranks": (
+        ["parallel.tp=16", "batch.global_batch_size=64"], 16, "parallel.tp",
+        "tp=16 does not divide num_heads=8", "1, 2, 4 or 8"),
+    "key-value heads that ranks share unevenly": (
+        ["parallel.tp=4", *LLAMA, "model.num_kv_heads=3"], 4, "parallel.tp",
+        "tp=4 does not divide num_kv_heads=3", "1, 3, 6 or 12"),
+    "columns of a head that ranks share": (
+        ["parallel.tp=12", *LLAMA, "model.num_kv_heads=1", "model.head_dim=32"], 12, "parallel.tp",
+        "tp/num_kv_heads = 12/1 = 12 ranks share a key-value head and do not divide head_dim=32",
+        "1, 2 or 4"),
     "an MLP that tp does not divide": (
         ["parallel.tp=4", "model.ffn_hidden_size=90"], 4, "parallel.tp",
         "tp=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
@@ -277,6 +325,40 @@ def test_data_parallel_is_what_the_other_axes_leave():
     assert data_parallel_size(config, 5) == 1  # never 0: other rules are still applied
 
 
+def test_the_split_and_the_weights_are_told_together():
+    given = ["data.split=x", 'data.train=["-1", "a"]', 'data.valid=["0", "b"]']
+    fields = [problem.field for problem in problems(load_config("tiny", given), 1)]
+    assert fields == ["data.train", "data.valid", "data.split"]
+
+
+@pytest.mark.parametrize("split", ["x", "nan,1,1", "-1,2,3", "1,inf,1", "1e400,1,1", "9" * 400, ""])
+def test_a_split_that_makes_no_sense_needs_no_data_to_be_refused(split):
+    (problem,) = problems(load_config("tiny", [f"data.split='{split}'"]), 1)
+    assert problem.field == "data.split"
+
+
+def test_every_field_of_experts_is_refused_on_a_dense_model():
+    given = {
+        "moe_ffn_hidden_size": 64, "shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True,
+        "normalize_top_k": False, "router_score": "sigmoid", "router_groups": 2,
+        "router_top_groups": 2, "capacity_factor": 1.0, "drop_policy": "position",
+        "drop_scope": "sub_sequence", "pad_to_capacity": True, "aux_loss_coeff": 0.1,
+        "sequence_aux_loss_coeff": 0.1, "router_bias_update_rate": 0.1, "z_loss_coeff": 0.1,
+    }  # fmt: skip
+    model = load_config("tiny").model.model_copy(update=given | {"router_groups": 2})
+    config = load_config("tiny").model_copy(update={"model": model})
+    assert [p.field for p in problems(config, 1)] == [f"model.{name}" for name in given]
+    names = list(type(model).model_fields)
+    rest = {"num_experts", "top_k"}
+    assert {*names[names.index("num_experts") :]} == {*given} | rest, "and there are no others"
+
+
+def test_a_dense_model_of_an_architecture_with_experts_is_told_what_the_user_set():
+    table = {"model": {"preset": "tiny", "architecture": "qwen2-moe", "num_experts": 0, "top_k": 0}}
+    table["model"] |= {"position": "learned", "capacity_factor": 1.0}
+    assert [p.field for p in problems(config_of(table), 1)] == ["model.capacity_factor"]
+
+
 def test_divisors_are_all_the_numbers_that_divide():
     for n in range(1, 200):
         assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
@@ -294,7 +376,7 @@ def test_unknown_keys_illegal_values_and_broken_rules_are_reported_together():
         load_checked("tiny", given, 2)
     text = str(caught.value)
     assert "unknown key 'lrr' in [optimizer]" in text
-    assert "parallel.pp: 0 should be greater than 0" in text
+    assert "parallel.pp: 0 should be at least 1" in text
     assert "tp*cp*pp = 3*1*1 = 3 does not divide the world of 2 ranks" in text
     assert "micro_batch_size*dp = 8*1 = 8 does not divide global_batch_size=7" in text
     assert load_checked("tiny", [], 2) == load_config("tiny")

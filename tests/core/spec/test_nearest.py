@@ -22,6 +22,7 @@ MODELS = {
     "a2a": (*MOE, "parallel.cp_mode=a2a"),
     "uneven": ("parallel.stage_layers=[2, 1, 1, 2]",),
     "short": ("batch.seq_len=6",),
+    "few key heads": ("model.num_kv_heads=2", "model.head_dim=6"),
     "odd batch": ("batch.global_batch_size=3", *MOE),
 }
 

@@ -17,6 +17,7 @@ LLAMA = ModelConfig(
     architecture="llama", num_layers=1, hidden_size=32, num_heads=8, num_kv_heads=4,
     ffn_hidden_size=24, vocab_size=700, max_seq_len=8,
 )  # fmt: skip
+TWO_KEYS = LLAMA.model_copy(update={"num_kv_heads": 2, "qkv_bias": True})
 QWEN = ModelConfig(
     architecture="qwen2-moe", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=4,
     ffn_hidden_size=8, moe_ffn_hidden_size=8, shared_expert_ffn_hidden_size=8, num_experts=8,
@@ -27,8 +28,8 @@ QWEN = ModelConfig(
 @st.composite
 def runs(draw):
     """A model and a layout that divides its heads, widths and experts."""
-    model = draw(st.sampled_from([GPT, LLAMA, QWEN]))
-    tp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2, 4]))
+    model = draw(st.sampled_from([GPT, LLAMA, TWO_KEYS, QWEN]))
+    tp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4, 8], [1, 2], [1, 2, 4]))
     stage = tp * cp * dp
     ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if stage % n == 0])) if model is QWEN else 1
     etp = draw(st.sampled_from([n for n in (1, 2, 4) if stage // ep % n == 0]))
@@ -121,6 +122,18 @@ def test_a_head_is_never_split_and_gate_and_up_are_cut_alike():
     assert gate_up.rectangle(layout, 1) == Rectangle((0, 12, 0), (2, 12, 32))
     out = parameters(LLAMA)["blocks.0.attention.out.weight"]
     assert out.rectangle(layout, 1) == Rectangle((0, 16), (32, 16))
+
+
+def test_ranks_beyond_the_key_value_heads_cut_the_columns_of_one_that_they_share():
+    qkv, layout = parameters(TWO_KEYS)["blocks.0.attention.qkv.weight"], ParallelLayout(4, tp=4)
+    assert qkv.shape == (2, 6, 4, 32)  # kv heads, 4 queries + key + value, head dim, hidden
+    boxes = [qkv.rectangle(layout, rank) for rank in range(4)]
+    assert [box.start for box in boxes] == [(0, 0, 0, 0), (0, 0, 2, 0), (1, 0, 0, 0), (1, 0, 2, 0)]
+    assert {box.size for box in boxes} == {(1, 6, 2, 32)}
+    bias = parameters(TWO_KEYS)["blocks.0.attention.qkv.bias"]
+    assert bias.rectangle(layout, 3) == Rectangle((1, 0, 2), (1, 6, 2))
+    out = parameters(TWO_KEYS)["blocks.0.attention.out.weight"]
+    assert out.rectangle(layout, 3) == Rectangle((0, 24), (32, 8)), "its queries follow each other"
 
 
 def test_a_gradient_is_partial_over_data_and_under_sequence_parallelism_over_tp():

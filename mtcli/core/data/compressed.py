@@ -1,0 +1,111 @@
+"""Compressed files, decompressed in pieces of at most PIECE_BYTES, whatever their ratio.
+
+A file is read whole or not at all: one that ends inside a stream is an error, which the zstandard
+package's own reader takes as ended, and one of several streams or frames is read to the last.
+"""
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Iterator
+from functools import partial
+from typing import IO
+
+from mtcli.core.spec.errors import wrong
+
+COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+PIECE_BYTES = 1 << 20
+FED_BYTES = 1 << 16  # read of a compressed file at a time
+MAX_XZ_BYTES = 256 << 20  # of a decoder's memory: `xz -9` asks for 65 MiB, a file may ask for 4 GiB
+XZ_MAGIC = b"\xfd7zXZ\0"
+ZST_BLOCK_BYTES = 128 << 10  # of a block, compressed or not
+RLE = 1  # a block that repeats one byte
+
+
+def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
+    """What a file holds, decompressed.
+
+    Raises EOFError where it ends inside a stream; OSError, zlib.error or lzma.LZMAError where it is
+    damaged; MtcliError where a package is missing.
+    """
+    if compression == ".zst":
+        return _zst(file, path)
+    if compression == ".xz":
+        return _xz(file)
+    if compression == ".gz":
+        stream: IO[bytes] = gzip.GzipFile(fileobj=file)
+    else:
+        stream = bz2.BZ2File(file) if compression == ".bz2" else file
+    return iter(partial(stream.read, PIECE_BYTES), b"")
+
+
+def _xz(file: IO[bytes]) -> Iterator[bytes]:
+    """Streams of xz or lzma. Bytes after the last that are no stream are left out, as by Python."""
+    held, is_first = file.read(FED_BYTES), True
+    while held or is_first:
+        decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES)
+        try:
+            yield decoder.decompress(held, PIECE_BYTES)
+        except lzma.LZMAError:
+            if is_first or held.startswith(XZ_MAGIC):
+                raise
+            return
+        while not decoder.eof:
+            data = file.read(FED_BYTES) if decoder.needs_input else b""
+            if decoder.needs_input and not data:
+                raise EOFError("it ends inside a stream")
+            yield decoder.decompress(data, PIECE_BYTES)
+        held, is_first = decoder.unused_data.lstrip(b"\0"), False  # zeros pad a stream
+        held = held or file.read(FED_BYTES).lstrip(b"\0")
+
+
+def _zst(file: IO[bytes], path: str) -> Iterator[bytes]:
+    """Frames of Zstandard (RFC 8878), fed a block at a time: none gives more than 128 KiB.
+
+    What the package decodes at a time has no bound: 64 KiB of blocks may hold 2 GiB.
+    """
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        raise wrong(f"{path} needs the package zstandard", "pip install 'mtcli[data]'") from None
+    try:
+        while magic := file.read(4):
+            if int.from_bytes(magic, "little") & 0xFFFFFFF0 == 0x184D2A50:  # a frame to be skipped
+                size = int.from_bytes(_exactly(file, 4), "little")
+                while size:
+                    size -= len(_exactly(file, min(size, PIECE_BYTES)))
+                continue
+            decoder = zstandard.ZstdDecompressor().decompressobj()
+            yield from map(decoder.decompress, _frame(magic, file))
+    except zstandard.ZstdError as error:
+        raise OSError(str(error)) from None
+
+
+def _frame(magic: bytes, file: IO[bytes]) -> Iterator[bytes]:
+    """A frame's header, its blocks and its checksum."""
+    flags = _exactly(file, 1)
+    of_size, is_single, has_checksum, of_dictionary = (
+        flags[0] >> 6,
+        flags[0] >> 5 & 1,
+        flags[0] >> 2 & 1,
+        flags[0] & 3,
+    )
+    length = 1 - is_single + (0, 1, 2, 4)[of_dictionary] + (is_single, 2, 4, 8)[of_size]
+    yield magic + flags + _exactly(file, length)
+    is_last = 0
+    while not is_last:
+        head = _exactly(file, 3)
+        bits = int.from_bytes(head, "little")
+        is_last, kind, size = bits & 1, bits >> 1 & 3, bits >> 3
+        if size > ZST_BLOCK_BYTES:
+            raise OSError(f"a block of {size} bytes, and {ZST_BLOCK_BYTES} is the most")
+        yield head + _exactly(file, 1 if kind == RLE else size)
+    if has_checksum:
+        yield _exactly(file, 4)
+
+
+def _exactly(file: IO[bytes], count: int) -> bytes:
+    data = file.read(count)
+    if len(data) < count:
+        raise EOFError("it ends inside a frame")
+    return data

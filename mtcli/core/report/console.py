@@ -1,0 +1,96 @@
+"""Tables on stdout that are readable in any width: in a narrow terminal, and piped to a file.
+
+Figures are never cut off or broken. Longer words wrap; where even that is too wide, a row becomes
+a block of lines, one for each of its cells.
+"""
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PROSE = 24  # letters beyond which a cell may go on in the next line
+WORD = 40  # letters of a word, such as a path, beyond which it is broken
+UNITS = "[KMGT]?i?B|ms|us|s"
+HARD_SPACE = "\ue000"  # of no word: rich wraps at every blank of Unicode
+UNBOUNDED = 100_000  # columns of a pipe, whose reader wraps as it likes
+
+Rows = Sequence[Sequence[str]]
+
+
+def width(most: int = UNBOUNDED) -> int:
+    """The columns of what is printed: COLUMNS where that is set, the terminal's, or as many as
+    wanted where stdout is no terminal."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and 0 < int(told) < UNBOUNDED:
+        return min(most, int(told))
+    console = Console(file=sys.stdout)
+    return min(most, console.width) if console.is_terminal else most
+
+
+def print_table(title: str, columns: Sequence[str], rows: Rows, *, right: bool = False) -> None:
+    """Prints rows below their headings; headings that are all empty are left out.
+
+    With `right`, all cells but the first of a row are flush right.
+    """
+    room, table = width(), _table(columns, rows, right)
+    if title:
+        _print(Text(title, style="italic"), room)
+    if _least(table) <= room or len(columns) < 3:
+        _print(table, max(room, _least(table)))
+        return
+    names = [name.replace("\n", " ") for name in columns]
+    for number, row in enumerate(rows):
+        if number:
+            print_line("")
+        _print(_table(("", ""), list(zip(names, row, strict=True)), right=False), room)
+
+
+def print_line(text: str, indent: str | None = None) -> None:
+    """Prints text as it is; with an `indent`, of the lines after the first, it wraps."""
+    if indent is not None:
+        text = textwrap.fill(text, width(), subsequent_indent=indent, break_long_words=False)
+    sys.stdout.write(text + "\n")
+
+
+def _table(columns: Sequence[str], rows: Rows, right: bool) -> Table:
+    table = Table(show_header=any(columns), box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        cells = [_joined(row[place]) for row in rows]
+        words = max((len(word) for cell in cells for word in cell.split(" ")), default=0)
+        table.add_column(
+            column,
+            justify="right" if right and place else "left",
+            overflow="fold",
+            no_wrap=max(map(len, cells), default=0) <= PROSE,
+            min_width=min(words, WORD),
+        )
+    for row in rows:
+        table.add_row(*(Text(_joined(cell)) for cell in row))  # [brackets] are no markup
+    return table
+
+
+def _joined(cell: str) -> str:
+    """A cell whose figures stay beside their units where it wraps."""
+    return re.sub(rf"(?<=\d) (?=(?:{UNITS})\b)", HARD_SPACE, cell)
+
+
+def _least(table: Table) -> int:
+    """Columns that a table takes at least."""
+    console = Console(file=StringIO(), width=UNBOUNDED)
+    return console.measure(table, options=console.options.update(max_width=UNBOUNDED)).minimum
+
+
+def _print(shown: Table | Text, columns: int) -> None:
+    """Prints without the blanks that fill lines up: a pipe's reader would keep them."""
+    console = Console(file=sys.stdout, width=columns)
+    with console.capture() as captured:
+        console.print(shown)
+    for line in captured.get().splitlines():
+        print_line(line.rstrip().replace(HARD_SPACE, " "))
