@@ -392,7 +392,11 @@ def tokenizer(folder):
     def check(data):
         (folder / "tokenizer.json").write_bytes(data)
         found = load_tokenizer(folder)
-        expected = Tokenizer.from_str(data.decode()).encode("a b", add_special_tokens=False).ids
+        table = json.loads(data.decode())  # settings of batches and of training are not read
+        table |= {"padding": None, "truncation": None}
+        table["model"] = table["model"] | {"dropout": None}
+        theirs = Tokenizer.from_str(json.dumps(table))
+        expected = theirs.encode("a b", add_special_tokens=False).ids
         assert found.encode("a b") == expected
 
     small = json.loads(byte_tokenizer().definition)
@@ -404,10 +408,11 @@ def tokenizer(folder):
 def tokenizer_config(folder):
     """tokenizer_config.json, which names the tokens at the ends."""
     byte_tokenizer().save(folder)
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
 
     def check(data):
         (folder / "tokenizer_config.json").write_bytes(data)
-        found, table, vocab = load_tokenizer(folder), json.loads(data.decode()), {"a": 97}
+        found, table = load_tokenizer(folder), json.loads(data.decode())
         for key, read in (
             ("eos_token", found.eod_id),
             ("bos_token", encoder_for(found).prefix_id),

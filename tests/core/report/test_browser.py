@@ -84,7 +84,9 @@ def _check_values(page, data):
         assert bars[f"{name} planned", row["op"]] == pytest.approx(planned)
     shares = {t["name"]: t["x"] for t in page.evaluate(VALUES, "chart-shares")}
     for kind, told in shares.items():
-        assert told == pytest.approx([100 * row[kind] for row in data["shares_by_rank"]])
+        rows = [row[kind] for row in data["shares_by_rank"]]
+        planned = data["figures"][f"share.{kind}"]["planned"]
+        assert told == pytest.approx([100 * share for share in (*rows, planned)])
     assert page.evaluate(VALUES, "chart-steps")[0]["y"] == data["steps"]
     assert page.evaluate(VALUES, "chart-matrix")[0]["z"] == data["communication_matrix_bytes"]
     held = {t["name"]: t["y"] for t in page.evaluate(VALUES, "chart-memory-over-time")}
