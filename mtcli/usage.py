@@ -85,7 +85,7 @@ def _wrong_option(ctx: typer.Context, error: typer.TyperException) -> Problem:
 
 
 def _meant_option(name: str, options: list[str]) -> list[str]:
-    """What an unknown option most likely stands for: another one, or a field of the config."""
+    """Guesses what an unknown option stands for: another one, or a field of the config."""
     from mtcli.core.spec.load import all_fields
     from mtcli.core.spec.synonyms import fields_named, meant_fields, nearest
 
@@ -116,7 +116,7 @@ def _is_short(word: str, name: str) -> bool:
 def _wrong_value(
     ctx: typer.Context, param: Any, value: Any, error: typer.TyperException
 ) -> Problem:
-    """What is wrong with a parameter's value, in the words of the config's fields."""
+    """The problem of a parameter's value, in the words of the config's fields."""
     is_option = isinstance(param, TyperOption)
     name = param.opts[0] if is_option else (param.metavar or param.name)
     if value is None or value == []:

@@ -127,7 +127,7 @@ def answering(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
-    """What of a checkpoint can be refused on `world` ranks before torch is imported: that it is
+    """Refuses, before torch is imported, a checkpoint that `world` ranks cannot open: one that is
     none, its model and its layout. Raises MtcliError."""
     from pathlib import Path
 

@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -60,9 +61,18 @@ def train(
 
 
 def _require_start(source: str, overrides: list[str], resume: bool, init: str | None) -> None:
+    """Raises MtcliError with all that is wrong with a run's data, folder and first weights."""
+    from mtcli.core.checkpoint.finding import find_checkpoint
+    from mtcli.core.data.batches import require_data
+    from mtcli.core.run_lock import require_startable
+    from mtcli.core.spec.errors import every
     from mtcli.core.spec.load import read_config
-    from mtcli.core.starting import require_start
 
     config, _ = read_config(source, overrides)
-    if config is not None:
-        require_start(config, resume, init)
+    if config is None:
+        return
+    steps = [
+        lambda: require_data(config),
+        lambda: require_startable(Path(config.train.output), resume),
+    ]
+    every(*steps, *([lambda: find_checkpoint(Path(init))] if init else []))

@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def _rank(facts: Facts, store: str, rank: int, ranks: int, share: float) -> Calibration:
-    """What a rank finds before its share of processor time ends it."""
+    """Measurements of one rank, ended by its share of processor time."""
     signal.setitimer(signal.ITIMER_PROF, share)  # of processor time; its signal ends the process
     torch.set_num_threads(max(1, facts["cores"] // facts["ranks"]))
     set_matmul(facts["matmul"])
@@ -148,7 +148,7 @@ def _rank(facts: Facts, store: str, rank: int, ranks: int, share: float) -> Cali
 def calibrate(
     facts: Facts, rank: int, ranks: int, share: float, shapes: Sequence[Shape] = SHAPES
 ) -> Calibration:
-    """What rank `rank` of those that measure finds in `share` seconds of its processor time.
+    """Measurements of rank `rank`, taken in at most `share` seconds of its processor time.
 
     Collective where there are several. Raises RuntimeError where that is too little to train
     enough models.

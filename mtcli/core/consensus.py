@@ -1,4 +1,4 @@
-"""What all ranks agree on before the first step: errors, the checkpoint, the data.
+"""Agreement of all ranks before the first step: on errors, the checkpoint and the data.
 
 Every rank reads its files for itself, and a folder need not be the same one everywhere: a directory
 cache may be stale, or a disk one machine's own. Ranks would then train from mixed weights.
@@ -26,7 +26,7 @@ SHARED = "put it where all machines see the same files, or wait until their cach
 
 
 def together(axis: Axis, work: Callable[[], Value]) -> Value:
-    """What `work` gives on this rank, once it is done on all. Collective.
+    """Runs `work` on every rank and returns this rank's result. Collective.
 
     Raises the MtcliError of the first rank that raises one on every rank.
     """

@@ -38,7 +38,7 @@ FIXED += ("data.document_mask", "data.document_positions")
 
 
 class StartingPoint(NamedTuple):
-    """What a run starts from: its own newest checkpoint, another model's, or (None) the seed."""
+    """Where a run starts: at its own newest checkpoint, another model's, or (None) the seed."""
 
     checkpoint: Checkpoint | None
     is_own: bool

@@ -78,7 +78,7 @@ class Answer:
 
     @property
     def evaluation(self) -> Json | None:
-        """What evaluation between the steps takes, where the config asks for it: {every, batches,
+        """Cost of evaluation between the steps, where the config asks for it: {every, batches,
         seconds of each, seconds_per_step, memory_bytes of a rank at most}."""
         train = self.config.train
         if not train.eval_every:
@@ -169,7 +169,7 @@ class Answer:
             )
 
     def _way_to_fit(self) -> str:
-        """What would fit, where no layout on the devices asked for does."""
+        """Names the fewest devices that hold the model, where those asked for do not."""
         p, more = self.prediction, []
         if self.enough is not None:
             wider = self.enough.prediction

@@ -1,4 +1,4 @@
-"""What this machine's processor does in a training step, and all that this depends on.
+"""Seconds per unit of work of this machine's processor, and all that they depend on.
 
 `mtcli.core.calibrate` measures it; `calibration_cache.py` has it measured once and keeps it.
 """

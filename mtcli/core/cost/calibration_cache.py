@@ -138,7 +138,7 @@ def _read_any(name: str, facts: Facts, folders: Sequence[Path]) -> Calibration |
 
 
 def _read(file: Path, facts: Facts) -> Calibration | Failure | None:
-    """What a file holds, where it is whole and of these facts."""
+    """Reads a kept calibration; None where the file is damaged or of other facts."""
     try:
         data = json.loads(read_untrusted(file))
         if data["facts"] != facts:
@@ -152,7 +152,7 @@ def _read(file: Path, facts: Facts) -> Calibration | Failure | None:
 
 
 def _measured(file: Path, facts: Facts, measure: Measure) -> Calibration | Failure:
-    """What measuring gives, which the file keeps."""
+    """Measures this machine and keeps the result in the file."""
     ranks = f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''}"
     cost = f"at most {BUDGET:g} s of processor time"
     _say(f"measuring this CPU for {ranks} of {facts['precision']}, once: {cost}")
@@ -217,7 +217,7 @@ def _lock_file() -> int | None:
 
 
 def _measure(facts: Facts) -> str:
-    """What `python -m mtcli.core.calibrate` prints. Raises RuntimeError.
+    """Runs `python -m mtcli.core.calibrate` and returns its stdout. Raises RuntimeError.
 
     It ends when this process does: that holds the one write end of its stdin.
     """

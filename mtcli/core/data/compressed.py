@@ -23,7 +23,7 @@ RLE = 1  # a block that repeats one byte
 
 
 def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
-    """What a file holds, decompressed.
+    """Decompressed contents of a file, piece by piece.
 
     Raises EOFError where it ends inside a stream; OSError, zlib.error or lzma.LZMAError where it is
     damaged; MtcliError where a package is missing.

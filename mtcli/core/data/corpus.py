@@ -72,14 +72,14 @@ class Block(NamedTuple):
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
-class Found(NamedTuple):
+class SourceList(NamedTuple):
     """The files to read, and how many others folders hold, by their endings."""
 
     sources: list[Source]
     left_out: dict[str, int]
 
 
-def find_sources(inputs: Sequence[str], kind: Kind | None = None) -> Found:
+def find_sources(inputs: Sequence[str], kind: Kind | None = None) -> SourceList:
     """The files that `inputs` name, in order; folders and globs give theirs sorted by path.
 
     Each is read as its ending says, or as `kind`. Raises MtcliError for an input that is not there,
@@ -87,7 +87,7 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None) -> Found:
     """
     left_out: Counter[str] = Counter()
     found = every(*(partial(_named, name, kind, left_out) for name in inputs))
-    return Found(list(chain(*found)), dict(sorted(left_out.items())))
+    return SourceList(list(chain(*found)), dict(sorted(left_out.items())))
 
 
 def cut(sources: Iterable[Source], blank: bool, size: int = BLOCK_BYTES) -> Iterator[Block]:

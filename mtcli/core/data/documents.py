@@ -126,7 +126,7 @@ def end_of_first(kind: Kind, data: bytes) -> int:
 
 
 def begun(kind: Kind, data: bytes) -> bytes:
-    """What `data` ends with that may be the beginning of such a place: a line of space so far."""
+    """The end of `data` that may begin a document boundary: a line of blanks so far."""
     line = data[max(0, data.rfind(b"\n")) :] if kind == "text" else b""
     return line if line.startswith(b"\n") and line.isspace() else b""
 
@@ -396,7 +396,7 @@ def _safe_cut(text: str) -> int:
 
 
 def _fault(piece: Piece, reading: Reading, tell: Tell) -> Bad | None:
-    """What keeps a file from being read in parts: bytes that are no UTF-8, or too many of them."""
+    """A reason not to read a file in parts: bytes that are no UTF-8, or too many of them."""
     decoder, line, size, uncut = codecs.getincrementaldecoder("utf-8")(), 1, 0, 0
     with _opened(piece, tell) as windows:
         for data in chain(windows, [b""]):

@@ -87,7 +87,7 @@ class Pool(Generic[Item, Result]):
             raise self._died(end) from None
 
     def _receive(self, end: Connection) -> Answer | float:
-        """What a worker has sent: an item's answer, or how far it has come."""
+        """Receives a worker's message: an item's answer, or its progress."""
         try:
             return end.recv()
         except (EOFError, ConnectionResetError):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mtcli.core.data.corpus import Block, Found, Source, cut, told
+from mtcli.core.data.corpus import Block, Source, SourceList, cut, told
 from mtcli.core.data.describe import describe
 from mtcli.core.data.documents import Reading, Tell, Text, read_documents
 from mtcli.core.data.encoders import SAMPLE_BYTES, is_cuttable, make_encode
@@ -57,7 +57,7 @@ def preprocess(request: Request, say: Say) -> dict[str, object]:
     }
 
 
-def _in_workspace(request: Request, found: Found, name: str, say: Say) -> dict[str, object]:
+def _in_workspace(request: Request, found: SourceList, name: str, say: Say) -> dict[str, object]:
     """The facts of a run that leaves its workspace only where it can be resumed."""
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _in_workspace(request: Request, found: Found, name: str, say: Say) -> dict[s
     return facts
 
 
-def _run(request: Request, found: Found, space: Workspace, say: Say) -> dict[str, object]:
+def _run(request: Request, found: SourceList, space: Workspace, say: Say) -> dict[str, object]:
     sources = found.sources
     if space.is_finished:
         space.publish()

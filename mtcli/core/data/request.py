@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Found, Kind, Source, find_sources
+from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Kind, Source, SourceList, find_sources
 from mtcli.core.data.describe import describe
 from mtcli.core.data.indexed import with_suffix
 from mtcli.core.data.tokenize import require_trainable
@@ -51,14 +51,14 @@ class Request(NamedTuple):
         return int(size)
 
 
-def named_sources(request: Request) -> Found:
+def named_sources(request: Request) -> SourceList:
     """The files to read; none for standard input. Raises MtcliError for all that cannot be."""
     checks = (_require_workers, _require_train_size, _require_output)
     found, *_ = every(partial(_sources, request), *(partial(check, request) for check in checks))
     return found
 
 
-def _sources(request: Request) -> Found:
+def _sources(request: Request) -> SourceList:
     if not request.inputs:
         raise wrong("no input", "give files, folders, globs, - or stdlib")
     if not request.from_stdin:
@@ -75,7 +75,7 @@ def _sources(request: Request) -> Found:
         raise wrong("standard input cannot be Parquet, which is read from its end", "give a file")
     if sys.stdin is None:
         raise wrong("standard input is closed", "pipe the text in, or give files")
-    return Found([], {})
+    return SourceList([], {})
 
 
 def _require_workers(request: Request) -> None:

@@ -300,7 +300,7 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
 
 
 class Need(NamedTuple):
-    """What some fields of a section need to have a meaning."""
+    """A condition without which some fields of a section have no meaning."""
 
     fields: tuple[str, ...]
     met: Callable[[RunConfig], bool]

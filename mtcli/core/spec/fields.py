@@ -1,4 +1,4 @@
-"""What a field of the config takes, in words: for errors, and for the tables of docs/config.md.
+"""Words for the values that a config field takes: for errors, and for docs/config.md.
 
 The one truth is the field's own type and bounds; nothing here repeats a number.
 """
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What a value should be: 'a whole number from 1 to 1,000,000,000', ''a' or 'b''."""
+        """The legal values in words: 'a whole number from 1 to 1,000,000,000', ''a' or 'b''."""
         if self.options:
             return either(map(shown, self.options))
         if self.base is tuple:
@@ -98,7 +98,7 @@ def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseMod
 
 
 def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
-    """What is wrong with a value that pydantic refused, and one that would be right."""
+    """The problem of a value that pydantic refused, with a legal value as its hint."""
     *parents, name = detail["loc"]
     items = [name] if isinstance(name, int) else []
     if items:
@@ -117,7 +117,7 @@ def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
 
 
 def refused(name: str, kind: Kind, value: Any, default: Any = None) -> Problem:
-    """What is wrong with a value of a field or flag, and one that would be right.
+    """The problem of an illegal value of a field or flag, with a legal one as its hint.
 
     The words of a command line are taken for the numbers that they are.
     """
@@ -134,7 +134,7 @@ def _number(word: Any) -> Any:
 
 
 def _fault(kind: Kind, value: Any) -> str:
-    """What a value should be instead, with the bound that it breaks where it is a number."""
+    """The legal values in words, with the bound that a number breaks."""
     if kind.base not in (int, float):
         return kind.words
     if type(value) not in (int, float):
