@@ -127,8 +127,8 @@ def answering(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
-    """Refuses, before torch is imported, a checkpoint that `world` ranks cannot open: one that is
-    none, its model and its layout. Raises MtcliError."""
+    """Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
+    model `world` ranks cannot open with these overrides."""
     from pathlib import Path
 
     from mtcli.core.checkpoint.finding import find_checkpoint, model_of
