@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from mtcli.core.checkpoint import hfconfig
 from mtcli.core.checkpoint.families.family import Family
-from mtcli.core.engine import DTYPES, wire_of
 from mtcli.core.model.init import initial_values
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.pp import Pipeline
@@ -29,6 +28,7 @@ from mtcli.core.schedule.generators import forward_only
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.stages import DTYPES, wire_of
 from mtcli.core.trainer import Phases, Trainer
 
 COMPARED = 256  # tokens whose losses are compared before training

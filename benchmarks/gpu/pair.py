@@ -15,7 +15,7 @@ from turns import Answer, Child
 
 from mtcli.core.cost.conventions import CAUSAL, MODEL
 from mtcli.core.cost.hardware import GPUS
-from mtcli.core.measure import board_name
+from mtcli.core.peak import board_name
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.spec.model import count_active, count_parameters

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mtcli.core import engine
+from mtcli.core import stages
 from mtcli.core.parallel.collectives import Pending
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels import permute  # noqa: F401
@@ -80,7 +80,7 @@ def fake_shards(where: torch.device) -> Iterator[None]:
 
     replaced = (
         (torch, "meta", torch.cpu),
-        (engine, "HOLLOW", where),
+        (stages, "HOLLOW", where),
         (_fully_shard, "_get_device_from_mesh", lambda mesh: where),
         (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         (_fsdp_param.FSDPParam, "reset_sharded_param", lambda parameter: None),

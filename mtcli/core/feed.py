@@ -19,13 +19,13 @@ from mtcli.core.data.batches import (
     require_stated_ids,
 )
 from mtcli.core.data.prefetch import Prefetcher
-from mtcli.core.engine import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.cp import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.seen import restarted
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.model import stage_layers
+from mtcli.core.stages import DTYPES
 
 
 class Read(NamedTuple):

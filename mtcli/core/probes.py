@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.cost.calibration import Row
-from mtcli.core.engine import DTYPES
 from mtcli.core.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from mtcli.core.parallel.cp import attention_over
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ledger import Ledger
 from mtcli.core.parallel.seen import Seen
+from mtcli.core.stages import DTYPES
 from mtcli.kernels.products import matmul
 
 SIDE = 1024  # of a large product

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtcli.core.checkpoint.names import CHECKPOINTS, step_folders
-from mtcli.core.report.finished import FACTS, METRICS
+from mtcli.core.report.runlog import FACTS, METRICS
 from mtcli.core.spec.errors import MtcliError, wrong
 from mtcli.core.spec.foreign import parse_json
 from mtcli.core.spec.outputs import folder_of, make_folder

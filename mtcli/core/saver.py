@@ -24,8 +24,7 @@ from mtcli.core.data.describe import tokenizer_folder
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ledger import SAVING
-from mtcli.core.report.records import SaveRecord
-from mtcli.core.report.runlog import RunLog
+from mtcli.core.report.runlog import RunLog, SaveRecord
 from mtcli.core.saving import Progress, pieces
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.errors import Exit, MtcliError, failed

@@ -18,9 +18,9 @@ from mtcli.core.consensus import newest_step, open_agreed, require_alike, togeth
 from mtcli.core.data.batches import require_data
 from mtcli.core.diagnose import first_nonfinite
 from mtcli.core.feed import Feed, open_feed
-from mtcli.core.measure import peak_flops
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
+from mtcli.core.peak import peak_flops
 from mtcli.core.report.runlog import RunLog
 from mtcli.core.run_lock import held
 from mtcli.core.runtime import Runtime, StopSignal

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.checkpoint import Checkpoint
-from mtcli.core.engine import DTYPES, build_stages, load_weights, wire_of
 from mtcli.core.feed import Feed
 from mtcli.core.graphed import CudaGraphs, Graphed
 from mtcli.core.model.balance import Balance
@@ -36,6 +35,7 @@ from mtcli.core.spec.errors import wrong
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
 from mtcli.core.spec.owning import cuts_parameters
+from mtcli.core.stages import DTYPES, build_stages, load_weights, wire_of
 
 
 class Step(NamedTuple):

@@ -5,8 +5,8 @@ import torch
 from ranks import run_ranks
 
 from mtcli.core.engine import open_model
-from mtcli.core.evaluate.requests import ScoreBatch
 from mtcli.core.runtime import Runtime
+from mtcli.core.scorer import ScoreBatch
 from mtcli.core.spec.errors import MtcliError
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))

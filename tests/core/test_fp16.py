@@ -11,11 +11,11 @@ from tiny import GPT, MOE, Samples, documents, run_config
 
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.engine import open_model
-from mtcli.core.evaluate.requests import ScoreBatch
 from mtcli.core.feed import Feed
 from mtcli.core.model.inputs import Cache
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.runtime import Runtime
+from mtcli.core.scorer import ScoreBatch
 from mtcli.core.spec.errors import MtcliError
 from mtcli.core.train import train
 from mtcli.core.trainer import Trainer

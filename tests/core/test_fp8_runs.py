@@ -14,7 +14,7 @@ from trained import train_and_save
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.engine import open_engine
-from mtcli.core.evaluate.requests import ScoreBatch
+from mtcli.core.scorer import ScoreBatch
 
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 2}
 BLOCKS = {"hidden_size": 256, "ffn_hidden_size": 256, "num_kv_heads": 4, "num_layers": 2}

@@ -8,8 +8,9 @@ import torch
 
 from mtcli.core import measure as measuring
 from mtcli.core.cost.memory import state_bytes
-from mtcli.core.measure import Counter, board_name, measure, peak_flops
+from mtcli.core.measure import Counter, measure
 from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.peak import board_name, peak_flops
 from mtcli.core.report.figures import Profile
 from mtcli.core.runtime import Runtime
 from mtcli.core.spec.load import config_of

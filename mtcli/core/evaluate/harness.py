@@ -16,8 +16,9 @@ from lm_eval.tasks import TaskManager
 
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.prepared import Progress, Report, read_text
-from mtcli.core.evaluate.requests import Request, Score, Scorer, request, rolling_windows
+from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
 from mtcli.core.evaluate.scoring import plan, run
+from mtcli.core.scorer import Scorer
 from mtcli.core.spec.errors import failed, wrong
 from mtcli.core.spec.synonyms import closest
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.prepared import Options, Progress, Report
-from mtcli.core.evaluate.requests import Scorer
 from mtcli.core.evaluate.scoring import plan, run
 from mtcli.core.evaluate.tasks import HARNESS_PREFIX, TASKS, TaskSpec
+from mtcli.core.scorer import Scorer
 from mtcli.core.spec.errors import every, wrong
 
 

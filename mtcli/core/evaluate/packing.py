@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mtcli.core.evaluate.requests import Ids, Request, ScoreBatch
+from mtcli.core.evaluate.requests import Ids, Request
+from mtcli.core.scorer import ScoreBatch
 
 # Sharing saves the common tokens' layers and costs the masked part of the attention; below a
 # quarter in common the saving is small and the plain causal path is taken.

@@ -6,7 +6,8 @@ import numpy as np
 
 from mtcli.core.evaluate.packing import Plan, batches, pack
 from mtcli.core.evaluate.prepared import Progress
-from mtcli.core.evaluate.requests import Request, Score, Scorer, fit
+from mtcli.core.evaluate.requests import Request, Score, fit
+from mtcli.core.scorer import Scorer
 from mtcli.core.spec.errors import failed
 
 # Tokens of a forward pass, by device. On one core of a CPU 1024, 2048 and 4096 took the same time

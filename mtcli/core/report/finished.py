@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mtcli.core.cost.workload import Workload
 from mtcli.core.report.history import curves_of, once, quantiles
 from mtcli.core.report.placing import rank_map
+from mtcli.core.report.runlog import EVENTS, FACTS, METRICS
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.timeline import Timeline, simulate
 from mtcli.core.spec.config import RunConfig
@@ -19,14 +20,11 @@ from mtcli.core.spec.load import load_config
 from mtcli.core.spec.model import count_parameters
 from mtcli.core.spec.untrusted import read_untrusted
 
-METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
 FIGURES = {"loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu"}  # of every step
 MORE_FIGURES = {"lr", "valid_loss", "expert_load_max_over_mean"}
 OF_SAVES = {"stall_seconds", "write_seconds", "bytes"}
 MAX_WORLD = 1 << 20
 MAX_FACTS_BYTES = 16 << 20
-FACTS = "run.json"  # what a config does not say: world, device peak
 
 
 class FinishedRun(NamedTuple):

@@ -1,6 +1,5 @@
 """What the ranks of a profiled run hand to rank 0: times on rank 0's clock, bytes and kernels."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import TypeAdapter
@@ -31,16 +30,6 @@ class StepRecord(NamedTuple):
     def seconds(self) -> float:
         """The length of the step on this rank."""
         return self.phases.end - self.phases.begin
-
-
-class SaveRecord(NamedTuple):
-    """A checkpoint that was written."""
-
-    step: int
-    folder: Path
-    bytes: int  # of its tensors
-    stall_seconds: float  # in which training stood still for it
-    write_seconds: float  # until it was durable
 
 
 class Kernel(NamedTuple):

@@ -6,13 +6,11 @@ import sys
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from tqdm import tqdm
 
-from mtcli.core.report.finished import EVENTS, FACTS, METRICS
-from mtcli.core.report.records import SaveRecord
 from mtcli.core.report.trackers import open_trackers
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.foreign import parse_json
@@ -22,6 +20,20 @@ from mtcli.core.spec.load import dump_toml
 from mtcli.core.spec.model import count_parameters, forward_flops
 from mtcli.core.spec.outputs import folder_of, write_whole
 from mtcli.core.spec.untrusted import append_untrusted, read_untrusted
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
+FACTS = "run.json"  # what a config does not say: world, device peak
+
+
+class SaveRecord(NamedTuple):
+    """A checkpoint that was written."""
+
+    step: int
+    folder: Path
+    bytes: int  # of its tensors
+    stall_seconds: float  # in which training stood still for it
+    write_seconds: float  # until it was durable
 
 
 class RunLog:

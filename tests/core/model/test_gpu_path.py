@@ -7,12 +7,12 @@ import torch
 from tiny import BIASED, GPT, LLAMA, MOE, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtcli.core.engine import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import whole
 from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.stages import build_stages
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny import GPT, LLAMA, run_config
 
-from mtcli.core.engine import build_stages
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import Cache, make_inputs
@@ -18,6 +17,7 @@ from mtcli.core.parallel.ownership import whole
 from mtcli.core.parallel.seen import restarted
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters
+from mtcli.core.stages import build_stages
 from mtcli.kernels.random import keep_mask, stream_key
 
 B, S = 2, 8

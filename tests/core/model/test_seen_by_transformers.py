@@ -13,12 +13,12 @@ from tiny import DOCUMENTS
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.data.indexed import token_dtype, write_dataset
-from mtcli.core.engine import build_stages, load_weights
 from mtcli.core.feed import open_feed
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import whole
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
+from mtcli.core.stages import build_stages, load_weights
 
 B, S, BEGIN = 8, 16, 0  # token 0 begins every document and stands nowhere else
 

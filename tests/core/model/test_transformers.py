@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.engine import build_stages, load_weights
 from mtcli.core.model.inputs import Cache, make_inputs
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import whole
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.load import config_of
+from mtcli.core.stages import build_stages, load_weights
 
 B, S, VOCAB = 3, 12, 97
 SCALING = {
