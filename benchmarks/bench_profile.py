@@ -41,13 +41,13 @@ def met(held: bool) -> str:
 
 
 def measure(pairs: int) -> dict[str, float]:
-    from mtcli.core.measure import counted, timed_step
-    from mtcli.core.report.attribution import attribute
-    from mtcli.core.report.clock import HostClock
-    from mtcli.core.report.records import Profiled, RankRecord
-    from mtcli.core.runtime import bring_up
-    from mtcli.core.spec.load import load_config
-    from mtcli.core.trainer import Trainer
+    from mtcli.core.config.loading import load_config
+    from mtcli.core.profile.breakdown import attribute
+    from mtcli.core.profile.clock import HostClock
+    from mtcli.core.profile.measure import counted, timed_step
+    from mtcli.core.profile.records import Profiled, RankRecord
+    from mtcli.core.runtime.launch import bring_up
+    from mtcli.core.training.step import Trainer
 
     config = load_config("tiny", ["batch.global_batch_size=4", "batch.micro_batch_size=1"])
     with bring_up("cpu", 60.0) as runtime:

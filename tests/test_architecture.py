@@ -110,7 +110,7 @@ def test_a_command_module_is_light_until_it_runs(path):
         ours = {name for name in outside if name.split(".")[0] == "mtcli"}
         others = {name.split(".")[0] for name in outside - ours} - sys.stdlib_module_names
         assert others <= {"typer"}
-        assert all(room(n) in ("commands", "cli") or n == "mtcli.core.spec.errors" for n in ours)
+        assert all(room(n) in ("commands", "cli") or n == "mtcli.core.config.errors" for n in ours)
 
 
 def test_no_module_imports_itself_around_a_circle():

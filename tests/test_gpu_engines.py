@@ -14,17 +14,17 @@ from tiny import BIASED, DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_conf
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
+from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.rules import require
 from mtcli.core.data.tokenize import byte_tokenizer
-from mtcli.core.feed import Feed
-from mtcli.core.parallel import vocab_loss
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.parallel import vocab_parallel
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.report.clock import clock_for
-from mtcli.core.runtime import Runtime
-from mtcli.core.saving import pieces
-from mtcli.core.spec.check import require
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.load import dump_toml
-from mtcli.core.trainer import Trainer
+from mtcli.core.profile.clock import clock_for
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import shards
+from mtcli.core.training.step import Trainer
 
 pytestmark = pytest.mark.gpu
 STEPS = 6
@@ -72,7 +72,7 @@ def trainer_on(device, model, sections):
     require(config, 1)
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device(device)))
     trainer.initialise()
-    return trainer, Feed(Samples(config), config, trainer.groups)
+    return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 
 def steps_on(device, model, sections):
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_a_gpu_goes_on_bit_for_bit_there_and_closely_on_a_cpu(na
         first.train_step(feed)
     feed.close()
     how = {"rank": 0, "extra": {}, "tokenizer": None, "keep": 0, "gather": lambda x: [x]}
-    folder = save(tmp_path, 3, pieces(first), config_toml=dump_toml(first.config), **how)
+    folder = save(tmp_path, 3, shards(first), config_toml=dump_toml(first.config), **how)
     for device, close in (("cuda", 0.0), ("cpu", 1e-4)):
         again, feed = trainer_on(device, *RUNS[name])
         again.resume(open_checkpoint(folder))
@@ -124,13 +124,13 @@ def test_the_phases_of_a_step_are_in_order_by_the_devices_clock():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_in_several_chunks_has_the_gradients_of_float64(monkeypatch, dtype):
     tokens, hidden, vocabulary = 300, 64, 512
-    monkeypatch.setattr(vocab_loss, "CHUNK_BYTES", 128 * vocabulary * dtype.itemsize)
+    monkeypatch.setattr(vocab_parallel, "CHUNK_BYTES", 128 * vocabulary * dtype.itemsize)
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
     made = [torch.randn(n, hidden, generator=generator) / 4 for n in (tokens, vocabulary)]
     x, table = (one.to(device, dtype).requires_grad_() for one in made)
     labels = torch.arange(tokens) * 7 % vocabulary
-    shard = vocab_loss.Shard(0, vocabulary, make_groups(ParallelLayout(1), 0, device).tp)
-    _, loss = vocab_loss.ChunkedLoss.apply(x, table, labels.to(device), shard, 1.0 / tokens)
+    shard = vocab_parallel.Shard(0, vocabulary, make_groups(ParallelLayout(1), 0, device).tp)
+    _, loss = vocab_parallel.ChunkedLoss.apply(x, table, labels.to(device), shard, 1.0 / tokens)
     exact = [one.detach().double().cpu().requires_grad_() for one in (x, table)]
     expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, labels)
     found = [loss, *torch.autograd.grad(loss, (x, table))]

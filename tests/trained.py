@@ -6,11 +6,11 @@ from tiny import Samples
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
-from mtcli.core.feed import Feed
+from mtcli.core.config.loading import dump_toml
 from mtcli.core.parallel.collectives import gather_values
-from mtcli.core.saving import pieces, progress
-from mtcli.core.spec.load import dump_toml
-from mtcli.core.trainer import Trainer
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import progress, shards
+from mtcli.core.training.step import Trainer
 
 
 def train_and_save(runtime, config, folder=None, start=0, stop=4):
@@ -24,7 +24,7 @@ def train_and_save(runtime, config, folder=None, start=0, stop=4):
     else:
         trainer.initialise()
     assert trainer.step == start
-    feed = Feed(Samples(config), config, trainer.groups)
+    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
     done = [trainer.train_step(feed) for _ in range(stop - start)]
     feed.close()
     if folder:
@@ -38,7 +38,7 @@ def save_to(folder, trainer):
     return save(
         folder,
         trainer.step,
-        pieces(trainer),
+        shards(trainer),
         rank=trainer.groups.rank,
         gather=partial(gather_values, axis=trainer.groups.world),
         extra=progress(trainer).model_dump(),

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from harness import Entry, leaf, seeded
 
+from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.vocab_loss import ChunkedLoss, Shard
-from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.parallel.vocab_parallel import ChunkedLoss, Shard
 from mtcli.kernels.cross_entropy import (
     logits_gradient_,
     logits_gradient_reference,

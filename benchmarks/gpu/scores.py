@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from harness import Entry, leaf
 
-from mtcli.core.parallel.cp import _rectangle as rectangle
-from mtcli.core.parallel.cp import sequence_order, zigzag
+from mtcli.core.parallel.context import _rectangle as rectangle
+from mtcli.core.parallel.context import sequence_order, zigzag
 from mtcli.kernels.attention import (
     attention,
     attention_backward_reference,

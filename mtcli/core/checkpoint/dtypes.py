@@ -2,8 +2,8 @@
 
 import torch
 
-from mtcli.core.checkpoint.codes import CODES
-from mtcli.core.spec.errors import wrong
+from mtcli.core.checkpoint.dtype_names import CODES
+from mtcli.core.config.errors import wrong
 
 DTYPES = {
     "float64": torch.float64,

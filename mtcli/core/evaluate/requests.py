@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mtcli.core.spec.errors import wrong
+from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:  # tasks are read and checked before torch is loaded
     pass

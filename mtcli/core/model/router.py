@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_gather, all_reduce
-from mtcli.core.parallel.cp import sequence_order, zigzag
-from mtcli.core.parallel.ep import Routing
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.parallel.context import sequence_order, zigzag
+from mtcli.core.parallel.expert import Routing
+from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.top_k import Choice, route
 
 
 class Router(nn.Module):
     """A linear layer over experts, and what is made of its logits."""
 
-    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")

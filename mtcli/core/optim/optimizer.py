@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.optim.adamw import adamw
 from mtcli.core.optim.lamb import Lamb
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.core.spec.config import OptimizerConfig
 from mtcli.kernels.adamw import Parts, Update
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.packed import Packed, pack
 
-Rule = Callable[[Parts, Sequence[Tensor], Update, Packed | None], None]
+UpdateRule = Callable[[Parts, Sequence[Tensor], Update, Packed | None], None]
 
 
 class Optimizer:
@@ -42,7 +42,7 @@ class Optimizer:
         decays = [ownership.table[name].decays for name in self.named]
         kinds = (self.masters, *self.moments.values(), self.named)
         self.parts = Parts(*(list(kind.values()) for kind in kinds), decays)
-        self.rule: Rule = adamw
+        self.rule: UpdateRule = adamw
         if config.name == "lamb":
             self.rule = Lamb(self.named, ownership, config.trust_bounds)
         held = (*self.masters.values(), *self.named.values())

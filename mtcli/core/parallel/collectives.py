@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.ledger import Call
-from mtcli.core.parallel.wire import Work, gather_json
+from mtcli.core.parallel.health.flight_recorder import Call
+from mtcli.core.parallel.transport.process_group import PendingWork, gather_json
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -49,7 +49,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 class Pending:
     """A collective under way, beside what this rank does next."""
 
-    def __init__(self, call: Call, start: Callable[[], Work]) -> None:
+    def __init__(self, call: Call, start: Callable[[], PendingWork]) -> None:
         self.call = call
         with call:  # a wire may have to end an earlier one first
             self.work = start()
@@ -150,7 +150,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return _exchange_even(x, axis)
 
 
-class Rotation:
+class RingShift:
     """x of the previous rank of a ring, on its way while this rank computes."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:

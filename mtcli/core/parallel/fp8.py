@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.spec.config import Fp8Scaling
-from mtcli.core.spec.errors import wrong
-from mtcli.core.spec.fp8 import is_narrow
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.config.schema import Fp8Scaling
 from mtcli.kernels.fp8 import ROW, SQUARES, STRIPS, WHOLE, Block, product, quantize
 from mtcli.kernels.products import PLAIN, Products
 
@@ -27,7 +27,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OLDEST = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0)}  # compute capabilities
 
 
-class Recipe(NamedTuple):
+class ScalingRecipe(NamedTuple):
     """How operands are scaled."""
 
     tokens: Block  # of x and of gradients, as they are and transposed
@@ -36,10 +36,10 @@ class Recipe(NamedTuple):
     use_fast_accum: tuple[bool, bool]  # in forwards, in backwards
 
 
-RECIPES: dict[Fp8Scaling, Recipe] = {
-    "tensorwise": Recipe(WHOLE, WHOLE, E5M2, (True, False)),
-    "rowwise": Recipe(ROW, ROW, E4M3, (True, True)),
-    "blockwise": Recipe(STRIPS, SQUARES, E4M3, (False, False)),
+RECIPES: dict[Fp8Scaling, ScalingRecipe] = {
+    "tensorwise": ScalingRecipe(WHOLE, WHOLE, E5M2, (True, False)),
+    "rowwise": ScalingRecipe(ROW, ROW, E4M3, (True, True)),
+    "blockwise": ScalingRecipe(STRIPS, SQUARES, E4M3, (False, False)),
 }
 
 

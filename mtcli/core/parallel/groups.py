@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mtcli.core.parallel.ledger import Ledger
-from mtcli.core.parallel.wire import Wire, wire_between
-from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.parallel.transport.process_group import Transport, transport_between
 
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
@@ -43,8 +43,8 @@ class Axis(NamedTuple):
     ranks: tuple[int, ...]
     rank: int  # this rank's place in `ranks`
     group: dist.ProcessGroup | None  # None where there is nobody to talk to
-    ledger: Ledger  # of this process
-    wire: Wire | None = None  # what carries its collectives, where there is somebody
+    ledger: FlightRecorder  # of this process
+    wire: Transport | None = None  # what carries its collectives, where there is somebody
 
     @property
     def size(self) -> int:
@@ -94,7 +94,7 @@ class Groups:
         return next(self.axes[name] for name, own in AXES.items() if set(own) == wanted)
 
 
-def world_axis(rank: int, world: int, ledger: Ledger) -> Axis:
+def world_axis(rank: int, world: int, ledger: FlightRecorder) -> Axis:
     """Every rank, for what is exchanged before there is a layout: objects, and no tensors."""
     whole = dist.group.WORLD if world > 1 else None
     return Axis("world", tuple(range(world)), rank, whole, ledger)
@@ -105,13 +105,13 @@ def make_groups(
     rank: int,
     device: torch.device,
     timeout: float = 600.0,
-    ledger: Ledger | None = None,
+    ledger: FlightRecorder | None = None,
 ) -> Groups:
     """The process groups of a rank, whose collectives are written to its ledger.
 
     Collective: every rank calls it with the same layout.
     """
-    ledger = ledger or Ledger()
+    ledger = ledger or FlightRecorder()
     world = world_axis(rank, layout.world, ledger)
     lists = {name: _groups(layout, own) for name, own in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
@@ -147,7 +147,7 @@ def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Ax
 def _wired(axis: Axis, timeout: float) -> Axis:
     if axis.group is None:
         return axis
-    return axis._replace(wire=wire_between(axis.group, axis.ranks, axis.rank, timeout))
+    return axis._replace(wire=transport_between(axis.group, axis.ranks, axis.rank, timeout))
 
 
 def _pipeline_ends(layout: ParallelLayout) -> list[list[int]]:
