@@ -79,12 +79,12 @@ def train_on(runtime, config, steps):
     trainer = Trainer(config, runtime)
     trainer.initialise()
     weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.gradients.held.items()}
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed)]
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader)]
     gradients = {name: view.clone() for name, view in trainer.gradients.views.items()}
     rows = {name: trainer.ownership.rows(name) for name in gradients}
-    done += [trainer.train_step(feed) for _ in range(steps - 1)]
-    feed.close()
+    done += [trainer.train_step(loader) for _ in range(steps - 1)]
+    loader.close()
     held = trainer.gradients.held
     untrained = {n: held[n].tensor.clone() for n in held if n not in gradients}
     return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)), untrained)

@@ -9,7 +9,7 @@ from mtcli.core.checkpoint.store import save
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import progress, shards
+from mtcli.core.training.state import progress, resume, shards
 from mtcli.core.training.step import Trainer
 
 
@@ -20,13 +20,13 @@ def train_and_save(runtime, config, folder=None, start=0, stop=4):
     """
     trainer = Trainer(config, runtime)
     if start:
-        trainer.resume(checkpoint_of(folder, start))
+        resume(trainer, checkpoint_of(folder, start))
     else:
         trainer.initialise()
     assert trainer.step == start
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed) for _ in range(stop - start)]
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader) for _ in range(stop - start)]
+    loader.close()
     if folder:
         written = save_to(folder, trainer)
         assert written.name == f"step-{stop:08d}"

@@ -53,15 +53,15 @@ def ours(config: RunConfig, device: torch.device) -> Contender:
     """The training step of `mtcli train`, fed with rows that are on the device already."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, device))
     trainer.initialise()
-    feed = _Fixed(trainer)
+    loader = _Fixed(trainer)
 
     def train(rows: Tensor) -> float:
-        feed.rows = rows
-        return trainer.train_step(feed).loss
+        loader.rows = rows
+        return trainer.train_step(loader).loss
 
     def losses(rows: Tensor) -> Tensor:
-        feed.rows = rows[:1]
-        inputs = feed.step(0, 0.0)(0)
+        loader.rows = rows[:1]
+        inputs = loader.step(0, 0.0)(0)
         pipeline = Pipeline(
             trainer.stages, forward_only(1, 1), trainer.groups, activation_format(trainer.config)
         )
@@ -89,7 +89,7 @@ def ours(config: RunConfig, device: torch.device) -> Contender:
 
 
 class _Fixed:
-    """A feed that gives the rows it was told last."""
+    """A loader that gives the rows it was told last."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.model, self.rows = trainer.config.model, torch.empty(0)

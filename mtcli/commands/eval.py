@@ -182,7 +182,7 @@ def _print(result: dict, json_out: str | None) -> None:
 
 
 def _print_table(tasks: "dict[str, Report]") -> None:
-    from mtcli.commands.tables import print_table
+    from mtcli.core.runtime.console import print_table
 
     rows = [
         [task if number == 0 else "", metric, _show(value)]

@@ -185,8 +185,8 @@ def _dry_run(found: "PlanAnswer", rank: int | None) -> "DryRun":
 def _show(
     found: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
-    from mtcli.commands.tables import print_table
     from mtcli.core.plan.tables import rank_groups, rank_places
+    from mtcli.core.runtime.console import print_table
 
     layout = found.prediction.work.layout
     if json_out:
@@ -215,7 +215,7 @@ def _show(
 
 
 def _draw(found: "PlanAnswer") -> None:
-    from mtcli.commands.tables import width
+    from mtcli.core.runtime.console import width
     from mtcli.core.schedule.timeline import draw as draw_timeline
 
     typer.echo(found.drawing_title)
@@ -223,8 +223,8 @@ def _draw(found: "PlanAnswer") -> None:
 
 
 def _show_ranks(layout: "ParallelLayout") -> None:
-    from mtcli.commands.tables import print_line, print_table
     from mtcli.core.plan.tables import group_lines, rank_table
+    from mtcli.core.runtime.console import print_line, print_table
 
     print_table(*rank_table(layout))
     for line in group_lines(layout):
@@ -232,7 +232,6 @@ def _show_ranks(layout: "ParallelLayout") -> None:
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:
-    from mtcli.commands.tables import print_table
     from mtcli.core.plan.published.validate import (
         memory_line,
         read_records,
@@ -240,6 +239,7 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
         summarize,
         summary_rows,
     )
+    from mtcli.core.runtime.console import print_table
 
     records, left_out = read_records(path)
     for line in left_out:
@@ -270,9 +270,9 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
 
 
 def _list_presets(json_out: str | None) -> None:
-    from mtcli.commands.tables import print_table
     from mtcli.core.config.loading import load_config, preset_names
     from mtcli.core.mesh.parameters import count_active, count_parameters
+    from mtcli.core.runtime.console import print_table
 
     models = {name: load_config(name).model for name in preset_names()}
     counts = {name: (count_parameters(m), count_active(m)) for name, m in models.items()}

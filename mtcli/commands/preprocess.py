@@ -110,7 +110,7 @@ def _show(report: dict[str, object], json_out: str | None) -> None:
         write_answer(report, json_out)
     if json_out == "-":
         return
-    from mtcli.commands.tables import print_table
+    from mtcli.core.runtime.console import print_table
 
     counts = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text")
     rows = [[name.replace("_", " "), f"{report[name]:,}"] for name in counts]

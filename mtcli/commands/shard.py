@@ -278,6 +278,6 @@ def _show(value: Any) -> str:
 
 
 def _print_table(rows: dict[str, str]) -> None:
-    from mtcli.commands.tables import print_table
+    from mtcli.core.runtime.console import print_table
 
     print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])

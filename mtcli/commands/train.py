@@ -53,9 +53,12 @@ def train(
         return
     settings = run.train.device, run.train.timeout, run.train.matmul
     with bring_up(*settings, run.train.debug_collectives) as runtime:
-        from mtcli.core.training.loop import train as train_run  # imports torch: after the checks
+        # both import torch: after the checks
+        from mtcli.core.profile.peak import peak_flops
+        from mtcli.core.training.loop import train as train_run
 
-        finished = train_run(run, runtime, resume=resume, init=init)
+        measure_peak = partial(peak_flops, run, runtime)
+        finished = train_run(run, runtime, resume=resume, init=init, measure_peak=measure_peak)
     if not finished:
         raise KeyboardInterrupt
 

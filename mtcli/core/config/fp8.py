@@ -5,14 +5,13 @@ rows of whole 16 bytes, and blocks of 128: a layer whose weight on a rank has an
 multiplied in bfloat16, with the same result as under precision = "bf16".
 """
 
+from collections.abc import Iterator
+
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import Fp8Scaling
-from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import parameters
 
 MULTIPLE: dict[Fp8Scaling, int] = {"rowwise": 16, "blockwise": 128, "tensorwise": 16}
 LayerSizes = dict[str, tuple[int, int]]  # rows and columns by layer, such as "attention.qkv"
-LAYERS = ("qkv", "out", "up", "gate_up", "down")  # the last word of a linear layer's name
 
 
 def is_narrow(scaling: Fp8Scaling, rows: int, columns: int) -> bool:
@@ -20,18 +19,29 @@ def is_narrow(scaling: Fp8Scaling, rows: int, columns: int) -> bool:
     return rows % MULTIPLE[scaling] == 0 == columns % MULTIPLE[scaling]
 
 
-def weight_sizes(model: ModelConfig, layout: ParallelLayout) -> LayerSizes:
-    """What a rank holds of each linear layer of a block; of experts, one's."""
-    block = model.model_copy(update={"num_layers": 1})
-    found = {}
-    for name, parameter in parameters(block).items():
-        layer = name.removeprefix("blocks.0.").removesuffix(".weight")
-        if name.endswith(".weight") and layer.rpartition(".")[2] in LAYERS:
-            rows, columns = parameter.stored_shape(layout)
-            if parameter.is_expert:
-                rows //= parameter.local_shape(layout)[0]
-            found[layer] = (rows, columns)
-    return found
+def weight_sizes(model: ModelConfig, tp: int, etp: int) -> LayerSizes:
+    """Rows and columns on a rank of each linear layer of a block; of experts, one's.
+
+    The same as those of the parameter table, which needs a layout and cannot be read by rules.
+    """
+    hidden, heads = model.hidden_size, model.num_heads * model.head_dim
+    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    up, rows = ("gate_up", 2) if model.activation == "swiglu" else ("up", 1)
+    sizes = {"attention.qkv": (-(-qkv // tp), hidden), "attention.out": (hidden, -(-heads // tp))}
+    for name, ffn, parts in _feed_forwards(model, tp, etp):
+        columns = -(-ffn // parts)
+        sizes |= {f"{name}.{up}": (rows * columns, hidden), f"{name}.down": (hidden, columns)}
+    return sizes
+
+
+def _feed_forwards(model: ModelConfig, tp: int, etp: int) -> Iterator[tuple[str, int, int]]:
+    """(name, width, ranks that share it) of a block's feed-forward layers."""
+    if not model.num_experts:
+        yield "mlp", model.ffn_hidden_size, tp
+        return
+    yield "mlp.experts", model.moe_ffn_hidden_size, etp
+    if model.shared_expert_ffn_hidden_size:
+        yield "mlp.shared_expert", model.shared_expert_ffn_hidden_size, tp
 
 
 def narrow_layers(scaling: Fp8Scaling, sizes: LayerSizes) -> LayerSizes:

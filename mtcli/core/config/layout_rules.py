@@ -11,7 +11,6 @@ from mtcli.core.config.errors import Problem
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.layout import ParallelLayout
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
@@ -218,10 +217,7 @@ def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
     p, t = config.parallel, config.train
     if t.precision != "fp8":
         return
-    whole, cut = (
-        weight_sizes(config.model, ParallelLayout(tp * etp, tp=tp, etp=etp))
-        for tp, etp in ((1, 1), (p.tp, p.etp))
-    )
+    whole, cut = (weight_sizes(config.model, tp, etp) for tp, etp in ((1, 1), (p.tp, p.etp)))
     if narrow_layers(t.fp8_scaling, whole) and not narrow_layers(t.fp8_scaling, cut):
         yield Problem(
             f"tp={p.tp} etp={p.etp} leave no weight whose rows and columns are multiples of "

@@ -20,9 +20,7 @@ from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.untrusted import shown
-from mtcli.core.mesh.layout import ParallelLayout, smallest_world
 
-ONE_RANK = ParallelLayout(1)
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
@@ -73,7 +71,7 @@ def refusal(
     """The error of what was found to be wrong. Where another layout would cure some of it, the last
     words are the nearest legal ones on `world` ranks; on as many as each needs where that is None.
     """
-    ranks = world or smallest_world(config.parallel)
+    ranks = world or config.parallel.smallest_world
     curable = _broken((*LAYOUT_RULES, *more), config, ranks)
     lasting = [p for p in problems(config, ranks) if p not in curable]
     misread = [p for p in found if p not in curable and p not in lasting]
@@ -199,7 +197,7 @@ def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem
 
 
 def _fp8_has_products(config: RunConfig, world: int) -> Iterator[Problem]:
-    t, sizes = config.train, weight_sizes(config.model, ONE_RANK)
+    t, sizes = config.train, weight_sizes(config.model, 1, 1)
     if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
         multiple = MULTIPLE[t.fp8_scaling]
         yield Problem(

@@ -4,6 +4,7 @@ A config is a TOML file or a preset's name, with `section.field=value` overrides
 reports every problem of every section at once; the cross-field rules are in `check.py`.
 """
 
+from math import lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -50,6 +51,11 @@ class ParallelConfig(Section):
     """activations computed again in the backward pass"""
     bucket_mib: Annotated[Real, Field(ge=1e-6, le=1e6)] = 25.0
     """gradients are reduced in buckets of this many MiB"""
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks that hold both grids: pp times what tp*cp and ep*etp both divide."""
+        return self.pp * lcm(self.tp * self.cp, self.ep * self.etp)
 
 
 class BatchConfig(Section):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from mtcli.core.config.divisors import divisors
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.layout import smallest_world
 
 LayoutSizes = dict[str, Any]  # some of the fields that make a layout: FIELDS, by their own names
 Legal = Callable[[RunConfig, int], bool]  # of a config on a world of ranks
@@ -160,7 +159,7 @@ class _Search:
             return
         self.asked += 1
         config = with_sizes(self.config, sizes)
-        world = self.world or smallest_world(config.parallel)
+        world = self.world or config.parallel.smallest_world
         if self.legal(config, world):
             insort(self.found, Near(len(changes), round(far, 9), key, world))
             del self.found[SHOWN:]
@@ -203,7 +202,7 @@ def _is_legal_alone(config: RunConfig, sizes: LayoutSizes, legal: Legal) -> bool
     """Whether sizes are legal on just their own ranks, with the least or the most in a micro-batch:
     what is not will not be in company, and the search is spared it."""
     few = with_sizes(config, ALONE | sizes)
-    world, most = smallest_world(few.parallel), config.batch.global_batch_size
+    world, most = few.parallel.smallest_world, config.batch.global_batch_size
     batch = few.batch.model_copy(update={"global_batch_size": world * most})
     few = few.model_copy(update={"batch": batch})
     return legal(few, world) or legal(with_sizes(few, {FIELDS[0]: most}), world)

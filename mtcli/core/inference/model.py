@@ -162,7 +162,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     bytes that do not have their hashes, and for a model that is not causal: what a token tells of
     the next one is then no prediction.
     """
-    world = world_axis(runtime.rank, runtime.world, runtime.ledger)
+    world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     checkpoint = open_agreed(Path(path), world)
     require_causal(path, checkpoint.model)
     together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
@@ -179,7 +179,7 @@ def open_inference_model(
     config = forward_config(checkpoint.model, overrides, runtime.world)
     layout = ParallelLayout.of(config.parallel, runtime.world)
     place, timeout = (runtime.rank, runtime.device), config.train.timeout
-    groups = make_groups(layout, *place, timeout, runtime.ledger)
+    groups = make_groups(layout, *place, timeout, runtime.recorder)
     stages = build_stages(config, groups)
     load_weights(unsharded(stages), checkpoint, config.model, groups)
     for stage in stages.values():

@@ -8,14 +8,9 @@ arXiv:2504.14960, section 3; its printed listing with tp innermost and pp inside
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import lcm, prod
+from math import prod
 
 from mtcli.core.config.schema import ParallelConfig
-
-
-def smallest_world(parallel: ParallelConfig) -> int:
-    """The fewest ranks that hold both grids: pp times what tp*cp and ep*etp both divide."""
-    return parallel.pp * lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
 
 
 @dataclass(frozen=True)

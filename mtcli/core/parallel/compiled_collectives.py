@@ -2,7 +2,7 @@
 
 An operator takes tensors and plain values alone, so an axis goes by a name, which is looked up when
 the graph runs: torch's own functional collectives name process groups likewise. What is done is
-what `collectives.py` does, written in the same ledger.
+what `collectives.py` does, written in the same recorder.
 """
 
 from collections.abc import Callable

@@ -62,11 +62,11 @@ class Pipeline(Generic[Given]):
         stages: dict[int, StageModule[Given]],
         schedule: Schedule,
         groups: Groups,
-        wire: ActivationFormat,
+        format: ActivationFormat,
     ) -> None:
         self.stages, self.schedule = stages, schedule
         self.ops = schedule.ops[groups.pp_rank]
-        self.hops = _Hops(schedule, groups, wire)
+        self.hops = _Hops(schedule, groups, format)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
         self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # each op
         self.spans: list[OpSpan] = []
@@ -222,8 +222,8 @@ class _Hops:
     that come early, so any schedule without a deadlock works over first-in first-out channels.
     """
 
-    def __init__(self, schedule: Schedule, groups: Groups, wire: ActivationFormat) -> None:
-        self.schedule, self.wire, self.tp = schedule, wire, groups.tp
+    def __init__(self, schedule: Schedule, groups: Groups, format: ActivationFormat) -> None:
+        self.schedule, self.format, self.tp = schedule, format, groups.tp
         back = groups.axes["pp_backward"]
         self.axes = {"F": groups.axes["pp_forward"], "B": back, "I": back}
         self.me, self.device = groups.pp_rank, groups.device
@@ -279,18 +279,18 @@ class _Hops:
         assert not self.arrived, f"results nobody took: {[str(op) for op in self.arrived]}"
 
     def _receive(self, op: Op, sender: int, tokens: int) -> Tensor:
-        axis, wire = self.axes[op.kind], self.wire
-        if not wire.same_on_tp:
-            shape = (tokens // self.tp.size, wire.columns)
-            part = torch.empty(shape, dtype=wire.dtype, device=self.device)
+        axis, format = self.axes[op.kind], self.format
+        if not format.same_on_tp:
+            shape = (tokens // self.tp.size, format.columns)
+            part = torch.empty(shape, dtype=format.dtype, device=self.device)
             return receive(part, axis, sender, str(op))
-        size = -(-tokens * wire.columns // self.tp.size)
-        part = torch.empty(size, dtype=wire.dtype, device=self.device)
+        size = -(-tokens * format.columns // self.tp.size)
+        part = torch.empty(size, dtype=format.dtype, device=self.device)
         receive(part, axis, sender, str(op))
-        return all_gather(part, self.tp)[: tokens * wire.columns].view(tokens, wire.columns)
+        return all_gather(part, self.tp)[: tokens * format.columns].view(tokens, format.columns)
 
     def _my_part(self, x: Tensor) -> Tensor:
-        if not self.wire.same_on_tp:
+        if not self.format.same_on_tp:
             return x.contiguous()
         flat, size = x.flatten(), -(-x.numel() // self.tp.size)
         part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]

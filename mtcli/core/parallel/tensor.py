@@ -25,7 +25,7 @@ from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.vocab_parallel import (
     ChunkedLoss,
     FusedCrossEntropy,
-    Shard,
+    VocabShard,
     losses_in_chunks,
 )
 from mtcli.kernels.activation import Activation
@@ -149,9 +149,9 @@ class VocabEmbedding(nn.Module):
         return linear(self.enter(x_TD, self.tp), self.weight)
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> VocabShard:
         """This rank's part of the vocabulary."""
-        return Shard(self.first, self.valid, self.tp)
+        return VocabShard(self.first, self.valid, self.tp)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""

@@ -21,7 +21,7 @@ from mtcli.kernels.products import linear, matmul
 CHUNK_BYTES = 2**28  # of logits at a time: 1024 tokens of 128k columns in 16 bits
 
 
-class Shard(NamedTuple):
+class VocabShard(NamedTuple):
     """This rank's part of a vocabulary: `valid` columns from id `first` on, then padding."""
 
     first: int
@@ -49,7 +49,7 @@ class FusedCrossEntropy(torch.autograd.Function):
     """The losses [T] of logits, in two passes over them: they become their own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: Shard) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard) -> Tensor:
         """Returns the losses [T]."""
         logits_TV, local_T = logits_TV.detach(), _column_or_none(labels_T, shard)
         lse_T, target_T = shard.lse_and_target(logits_TV, local_T)
@@ -73,7 +73,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: Shard, scale: float
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: VocabShard, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Returns (losses [T], scale * their sum)."""
         local_T, parts = _column_or_none(labels_T, shard), []
@@ -102,7 +102,9 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def losses_in_chunks(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: Shard) -> Tensor:
+def losses_in_chunks(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: VocabShard
+) -> Tensor:
     """The losses [T] alone, a chunk's logits at a time."""
     local_T, parts = _column_or_none(labels_T, shard), []
     for rows in chunks(x_TD, weight_VD):
@@ -118,7 +120,7 @@ def chunks(x_TD: Tensor, weight_VD: Tensor) -> list[slice]:
     return [slice(i, min(i + step, len(x_TD))) for i in range(0, len(x_TD), step)]
 
 
-def _column_or_none(labels_T: Tensor, shard: Shard) -> Tensor:
+def _column_or_none(labels_T: Tensor, shard: VocabShard) -> Tensor:
     local_T, owned_T = shard.owned(labels_T)
     return local_T.masked_fill(~owned_T, -1)
 

@@ -139,14 +139,14 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
         trainer = Trainer(config, Runtime(rank, world, rank, world, where))
         trainers.append(trainer)
         state = trainer.state_bytes_by_kind()
-        feed = MicroBatchLoader(Blank(config), config, trainer.groups)
+        loader = MicroBatchLoader(Blank(config), config, trainer.groups)
         live.begin()
-        with closing(feed):
-            trainer.train_step(feed)
+        with closing(loader):
+            trainer.train_step(loader)
             step_peak, peak_at = live.peak, live.peak_at
             live.begin()
             if config.train.eval_every:
-                trainer.evaluate(feed)
+                trainer.evaluate(loader)
     held = sum(state.values())
     return DryRun(
         rank=rank,

@@ -41,9 +41,9 @@ from mtcli.core.plan.probes import (
     stopwatch,
 )
 from mtcli.core.plan.workload import Workload
-from mtcli.core.profile.measure import counted
 from mtcli.core.runtime.launch import Runtime, set_matmul
 from mtcli.core.runtime.lifeline import end_with
+from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.step import Phases, Trainer
 from mtcli.kernels.products import is_slow
 
@@ -217,14 +217,14 @@ def _train(config: RunConfig, timer: Stopwatch) -> list[Timed]:
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     trainer.initialise()
     trainer.pipeline.clock = timer.clock
-    feed, work = counted(config, trainer), Workload.of(config, 1)
+    loader, work = synthetic_loader(config, trainer.groups), Workload.of(config, 1)
     steps: list[Timed] = []
     for _ in range(WARMUP + STEPS):
         timer.together()
-        trainer.train_step(feed)
+        trainer.train_step(loader)
         assert trainer.phases is not None, "a step leaves its phases"
         steps.append(_timed(work, trainer.phases, trainer.pipeline.spans))
-    feed.close()
+    loader.close()
     return steps[WARMUP:]
 
 

@@ -111,7 +111,7 @@ def attention_row(
 
 
 class Still:
-    """A wire on which what a rank sends comes back to it, at no cost."""
+    """A transport on which what a rank sends comes back to it, at no cost."""
 
     def shift(self, out: Tensor, x: Tensor) -> "Still":
         """Gives `out` the memory of x."""

@@ -7,7 +7,6 @@ from mtcli.core.config.errors import Problem
 from mtcli.core.config.loading import Table, preset_names, table_of, validate, with_overrides
 from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.layout import smallest_world
 from mtcli.core.plan.hardware import Device, device_named
 
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
@@ -48,7 +47,7 @@ def read_request(
     bare = source in preset_names() and gpus is not None and not own_layout
     table = _filled(table, gpus, chosen)
     config, problems = validate(table)
-    world = gpus or (smallest_world(config.parallel) if config else 1)
+    world = gpus or (config.parallel.smallest_world if config else 1)
     pinned = frozenset(item.partition("=")[0].strip() for item in fixed)
     problems += _not_searched(pinned)
     found = tuple(problems)

@@ -17,7 +17,6 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import is_number, parse_json, read_untrusted, shown
-from mtcli.core.mesh.layout import smallest_world
 from mtcli.core.mesh.parameters import count_parameters
 from mtcli.core.plan.tables import rank_places
 from mtcli.core.plan.workload import Workload
@@ -211,7 +210,7 @@ def _world(folder: Path, config: RunConfig) -> int | None:
     world = facts.get("world") if isinstance(facts, dict) else None
     if type(world) is not int or not 0 < world <= MAX_WORLD:
         raise wrong(f"{path}: world={shown(world)} is no number of ranks", "remove it")
-    if world % (fewest := smallest_world(config.parallel)):
+    if world % (fewest := config.parallel.smallest_world):
         raise wrong(f"{path}: world={world} is no multiple of the layout's {fewest}", "remove it")
     return world
 

@@ -11,15 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.loader import Batches
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.health.traffic import Traffic
@@ -31,7 +29,7 @@ from mtcli.core.profile.records import RANK_RECORD, Profiled, RankRecord, StepRe
 from mtcli.core.profile.summary import summarized, waiting_of
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.ops import Op
-from mtcli.core.training.loader import MicroBatchLoader, open_loader
+from mtcli.core.training.loader import MicroBatchLoader, open_loader, synthetic_loader
 from mtcli.core.training.step import Phases, Trainer
 
 
@@ -53,22 +51,23 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     trainer.initialise()
     clock = trainer.pipeline.clock = clock_for(runtime.device)
     trainer.pipeline.around = op_range(runtime.device)
-    feed = open_loader(config, trainer.groups) if config.data.train else counted(config, trainer)
+    open_data = open_loader if config.data.train else synthetic_loader
+    loader = open_data(config, trainer.groups)
     peak = peak_flops(config, runtime)
     offset = clock_offset(trainer.groups.world)
     bar = tqdm(total=warmup + steps + 1, unit="step", file=sys.stderr, disable=runtime.rank > 0)
     for _ in range(warmup):
-        timed_step(trainer, feed, clock, offset)
+        timed_step(trainer, loader, clock, offset)
         bar.update()
     timed = []
     for _ in range(steps):
-        timed.append(timed_step(trainer, feed, clock, offset))
+        timed.append(timed_step(trainer, loader, clock, offset))
         bar.update()
     allocated, process = _allocated_bytes(runtime.device), _process_bytes(runtime.device)
-    profiled, trace = profiled_step(trainer, feed, clock, offset)
+    profiled, trace = profiled_step(trainer, loader, clock, offset)
     bar.update()
     bar.close()
-    feed.close()
+    loader.close()
     record = RankRecord(
         rank=runtime.rank,
         pp_rank=trainer.groups.pp_rank,
@@ -85,21 +84,23 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     return Measured(records, trace, device_name(runtime.device))
 
 
-def timed_step(trainer: Trainer, feed: MicroBatchLoader, clock: Clock, offset: float) -> StepRecord:
+def timed_step(
+    trainer: Trainer, loader: MicroBatchLoader, clock: Clock, offset: float
+) -> StepRecord:
     """One training step and when its parts ran, on rank 0's clock."""
-    return _watched_step(trainer, feed, clock, offset)[0]
+    return _watched_step(trainer, loader, clock, offset)[0]
 
 
 def _watched_step(
-    trainer: Trainer, feed: MicroBatchLoader, clock: Clock, offset: float
+    trainer: Trainer, loader: MicroBatchLoader, clock: Clock, offset: float
 ) -> tuple[StepRecord, Traffic]:
     """A timed step and what its collectives moved and waited for."""
-    ledger = trainer.groups.world.ledger
-    traffic = ledger.traffic = Traffic()
+    recorder = trainer.groups.world.recorder
+    traffic = recorder.traffic = Traffic()
     clock.begin()
-    trainer.train_step(feed)
+    trainer.train_step(loader)
     clock.end()
-    ledger.traffic = None
+    recorder.traffic = None
 
     def moment(stamp: float) -> float:
         return clock.seconds(stamp) + offset
@@ -110,13 +111,13 @@ def _watched_step(
     step = StepRecord(phases, tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans))
     if trainer.groups.device.type == "cuda":
         traffic.waits.clear()  # the host went on, its device waited
-    elif not trainer.is_sharded:  # torch's FSDP2 waits for collectives that no ledger sees
+    elif not trainer.is_sharded:  # torch's FSDP2 waits for collectives that no recorder sees
         step = step._replace(waiting=waiting_of(step, traffic, offset))
     return step, traffic
 
 
 def profiled_step(
-    trainer: Trainer, feed: MicroBatchLoader, clock: Clock, offset: float
+    trainer: Trainer, loader: MicroBatchLoader, clock: Clock, offset: float
 ) -> tuple[Profiled, dict[str, Any]]:
     """One training step under torch.profiler: what it showed, and its Chrome trace."""
     activities = [ProfilerActivity.CPU]
@@ -129,7 +130,7 @@ def profiled_step(
     ) as profiler:
         begin = perf_counter()
         with record_function(traces.STEP):
-            step, traffic = _watched_step(trainer, feed, clock, offset)
+            step, traffic = _watched_step(trainer, loader, clock, offset)
     trainer.pipeline.around = around
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -142,32 +143,6 @@ def profiled_step(
 
 def _annotated(op: Op) -> AbstractContextManager[None]:
     return record_function(f"{traces.OP}{op}")
-
-
-class Counter:
-    """Samples of tokens 0, 1, 2, ... for a profile without data: the work is that of any text."""
-
-    def __init__(self, seq_len: int, vocab_size: int, num_samples: int) -> None:
-        self.seq_len, self.vocab_size, self.num_samples = seq_len, vocab_size, num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def batch(self, start: int, count: int) -> np.ndarray:
-        """Samples start ... start + count - 1: int64 [count, seq_len + 1]."""
-        first = np.arange(start, start + count, dtype=np.int64)[:, None] * self.seq_len
-        return (first + np.arange(self.seq_len + 1)) % self.vocab_size
-
-    def documents(self, start: int, count: int) -> np.ndarray:
-        """Each sample is one document: int32 zeros [count, seq_len + 1]."""
-        return np.zeros((count, self.seq_len + 1), np.int32)
-
-
-def counted(config: RunConfig, trainer: Trainer) -> MicroBatchLoader:
-    """A feed of counted tokens."""
-    samples = config.train.steps * config.batch.global_batch_size
-    counter = Counter(config.batch.seq_len, config.model.vocab_size, samples)
-    return MicroBatchLoader(cast(Batches, counter), config, trainer.groups)
 
 
 def _is_first_replica(groups: Groups) -> bool:

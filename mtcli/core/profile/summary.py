@@ -128,7 +128,7 @@ def shares_inside(
 
 
 def _seconds_on_host(on_wire: list[traces.Event], traffic: Traffic) -> dict[str, float]:
-    """Of waits by their axis; what the wire tells besides is FSDP2's, which is all of dp."""
+    """Of waits by their axis; what the transport tells besides is FSDP2's, which is all of dp."""
     told = _summed((wait.axis, wait) for wait in traffic.waits)
     sharding = [e for e in on_wire if not e["name"].startswith(traces.RECEIVE)]
     told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())

@@ -38,7 +38,7 @@ class Runtime:
     local_rank: int
     local_world: int
     device: "torch.device"
-    ledger: FlightRecorder = field(default_factory=FlightRecorder)  # of its collectives
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)  # of its collectives
 
 
 def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -148,8 +148,8 @@ def _start(
 
     store = meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo", restarts())
     check = _check(rank, store) if debug_collectives else None
-    ledger = FlightRecorder(check, _mark if where.type == "cuda" else None)
-    return Runtime(rank, world, local_rank, local_world, where, ledger), store
+    recorder = FlightRecorder(check, _mark if where.type == "cuda" else None)
+    return Runtime(rank, world, local_rank, local_world, where, recorder), store
 
 
 def _check(rank: int, store: "dist.Store") -> Check:
@@ -163,7 +163,7 @@ def _check(rank: int, store: "dist.Store") -> Check:
 
 @contextmanager
 def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> Iterator[None]:
-    """Watches over this rank's ledger, where it has peers."""
+    """Watches over this rank's recorder, where it has peers."""
     if store is None:
         yield
         return
@@ -173,7 +173,7 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
 
     # A connection of its own: what waits on one holds up every other thread that uses it.
     own = dist.PrefixStore("watch", store.clone())
-    watch = Watchdog(runtime.ledger, own, runtime.rank, runtime.world, timeout, end_rank)
+    watch = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end_rank)
     watch.start(os.getpid())
     try:
         yield

@@ -5,7 +5,7 @@ and so on for mbs samples: a global batch holds the same samples on every layout
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from mtcli.core.data.loader import (
     require_named,
     require_stated_ids,
 )
+from mtcli.core.data.synthetic import CountedTokens
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -155,3 +156,10 @@ def open_loader(
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return MicroBatchLoader(batches, config, groups)
+
+
+def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:
+    """Micro-batches of counted tokens, as many as the config trains on, for runs without data."""
+    samples = config.train.steps * config.batch.global_batch_size
+    tokens = CountedTokens(config.batch.seq_len, config.model.vocab_size, samples)
+    return MicroBatchLoader(cast(Batches, tokens), config, groups)

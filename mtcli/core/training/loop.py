@@ -1,7 +1,7 @@
 """`mtcli train`: the loop. Reads top to bottom as a run goes."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -20,7 +20,6 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
-from mtcli.core.profile.peak import peak_flops
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
@@ -28,7 +27,7 @@ from mtcli.core.training.metrics import RunLog
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
-from mtcli.core.training.state import planned_samples, progress, progress_of
+from mtcli.core.training.state import planned_samples, progress, progress_of, resume
 from mtcli.core.training.step import Step, Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
@@ -54,14 +53,22 @@ class StartingPoint(NamedTuple):
         return f"{self.checkpoint.folder}, step {self.checkpoint.step}"
 
 
-def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None) -> bool:
+def train(
+    config: RunConfig,
+    runtime: Runtime,
+    *,
+    resume: bool,
+    init: str | None,
+    measure_peak: Callable[[], float],
+) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
 
     `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
     layout wrote it. `init` takes the weights of a checkpoint or Hugging Face folder at step 0.
+    `measure_peak` tells a device's FLOP/s, which MFU is a fraction of; all ranks call it at once.
     """
     stop = StopSignal()
-    world = world_axis(runtime.rank, runtime.world, runtime.ledger)
+    world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     with _held(config, resume, world):
         source = _source(config, init, world)
         if source.step >= config.train.steps:
@@ -69,18 +76,18 @@ def train(config: RunConfig, runtime: Runtime, *, resume: bool, init: str | None
                 done = f"step {source.step} of train.steps={config.train.steps} is done"
                 typer.echo(f"nothing to do: {done}; set more train.steps to go on from {source}")
             return True
-        return _train(config, runtime, source, stop)
+        return _train(config, runtime, source, stop, measure_peak)
 
 
 @contextmanager
-def _held(config: RunConfig, resume: bool, world: Axis) -> Iterator[None]:
+def _held(config: RunConfig, resumes: bool, world: Axis) -> Iterator[None]:
     """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused."""
     with ExitStack() as stack:
 
         def take() -> str:
             if world.rank:
                 return ""
-            return stack.enter_context(held(Path(config.train.output), resume))
+            return stack.enter_context(held(Path(config.train.output), resumes))
 
         checked_later = partial(require_data, config)
         (notice,) = together(world, lambda: every(take, otherwise=checked_later))
@@ -109,21 +116,27 @@ def _verify(checkpoint: Checkpoint, world: Axis) -> None:
         checkpoint.verify_hashes(world.rank, world.size)
 
 
-def _train(config: RunConfig, runtime: Runtime, source: StartingPoint, stop: StopSignal) -> bool:
+def _train(
+    config: RunConfig,
+    runtime: Runtime,
+    source: StartingPoint,
+    stop: StopSignal,
+    measure_peak: Callable[[], float],
+) -> bool:
     trainer = Trainer(config, runtime)
     world = trainer.groups.world
-    feed, valid = together(world, lambda: _feeds(config, trainer.groups, source))
-    samples = ConsumedSamples(config, feed.batches)
+    loader, valid = together(world, lambda: _open_loaders(config, trainer.groups, source))
+    samples = ConsumedSamples(config, loader.batches)
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = _fill(trainer, samples, source)
-    log = RunLog(config, runtime.rank == 0, trainer.step, peak_flops(config, runtime))
+    log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     log.begin(runtime.world, trainer.state_bytes(), str(source))
     stopped = False
-    with closing(log), closing(feed), Saver(trainer, log, last_good) as saver:
+    with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
-            step = trainer.train_step(feed)
+            step = trainer.train_step(loader)
             if step.outcome == "fault":
-                _skip(trainer, step, first_nonfinite(trainer, feed))
+                _skip(trainer, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":
                 samples.skip(step.step, step.outcome)
             valid_loss = None
@@ -139,18 +152,18 @@ def _train(config: RunConfig, runtime: Runtime, source: StartingPoint, stop: Sto
     return trainer.step >= config.train.steps
 
 
-def _feeds(
+def _open_loaders(
     config: RunConfig, groups: Groups, source: StartingPoint
 ) -> tuple[MicroBatchLoader, MicroBatchLoader | None]:
     """The data to train on, and to validate on where that is asked for."""
     planned = None
     if source.checkpoint and source.is_own:
         planned = planned_samples(source.checkpoint)
-    feed, valid = every(
+    loader, valid = every(
         lambda: open_loader(config, groups, planned=planned),
         lambda: open_loader(config, groups, validation=True) if config.train.eval_every else None,
     )
-    return feed, valid
+    return loader, valid
 
 
 def _fill(trainer: Trainer, samples: ConsumedSamples, source: StartingPoint) -> Path | None:
@@ -161,7 +174,7 @@ def _fill(trainer: Trainer, samples: ConsumedSamples, source: StartingPoint) -> 
     elif source.is_own:
         consumed = checkpoint.step * trainer.config.batch.global_batch_size
         samples.resume(progress_of(checkpoint).samples, consumed)
-        trainer.resume(checkpoint)
+        resume(trainer, checkpoint)
         return checkpoint.folder
     else:
         trainer.load_weights(checkpoint)

@@ -18,7 +18,6 @@ from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
-from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import count_parameters, forward_flops
 from mtcli.core.runtime.atomic_writes import folder_of, write_whole
 
@@ -239,7 +238,7 @@ def _precision(config: RunConfig, world: int) -> str:
     t = config.train
     if t.precision != "fp8":
         return t.precision
-    sizes = weight_sizes(config.model, ParallelLayout.of(config.parallel, world))
+    sizes = weight_sizes(config.model, config.parallel.tp, config.parallel.etp)
     wide = {k: v for k, v in sizes.items() if k not in narrow_layers(t.fp8_scaling, sizes)}
     return f"fp8 {t.fp8_scaling}" + (f"; in bf16 {listed(wide)}" if wide else "")
 

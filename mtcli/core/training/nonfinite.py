@@ -37,7 +37,7 @@ class Finding(NamedTuple):
         )
 
 
-def first_nonfinite(trainer: Trainer, feed: MicroBatchLoader) -> str:
+def first_nonfinite(trainer: Trainer, loader: MicroBatchLoader) -> str:
     """Names the first module whose output or gradient is not finite. Every rank calls it."""
     found: list[Finding] = []
     pipeline = trainer.pipeline
@@ -46,13 +46,13 @@ def first_nonfinite(trainer: Trainer, feed: MicroBatchLoader) -> str:
         op = pipeline.current
         if found or op is None:
             return
-        ids = feed.sample_ids(trainer.step, op.micro_batch)
+        ids = loader.sample_ids(trainer.step, op.micro_batch)
         where = ", ".join(f"{i.prefix} sequence {i.spans[0][0]}+{i.spans[0][1]}" for i in ids)
         order, rank = pipeline.ops.index(op), trainer.groups.rank
         found.append(Finding(phase, order, op.stage, rank, module, op.micro_batch, where))
 
     with uncompiled(trainer.config.train.compile), _watched(trainer.stages, report):
-        trainer.forward_backward(feed, as_written=True)
+        trainer.forward_backward(loader, as_written=True)
     everyone = gather_values(found[0] if found else None, trainer.groups.world)
     findings = sorted(Finding(*fields) for fields in everyone if fields)
     return str(findings[0]) if findings else "the sum of gradients that are finite one by one"

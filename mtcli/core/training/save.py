@@ -75,7 +75,7 @@ class Saver:
         self.trainer, self.log, self.last_good = trainer, log, last_good
         self.config: RunConfig = trainer.config
         self.axis = _own_axis(trainer.groups)
-        self.note_progress = trainer.groups.world.ledger.note_progress
+        self.note_progress = trainer.groups.world.recorder.note_progress
         self.snapshot = Snapshot(trainer.groups.device)
         self.pending: BackgroundWrite | None = None
         self.step = 0  # of the save that is pending, or else of the last one
@@ -181,7 +181,9 @@ def _own_axis(groups: Groups) -> Axis:
 
     gloo's own timeout would end a save that only takes long; the watch ends one that hangs.
     """
-    world = groups.world._replace(name=SAVING, wire=None, ledger=groups.world.ledger.beside())
+    world = groups.world._replace(
+        name=SAVING, transport=None, recorder=groups.world.recorder.beside()
+    )
     if world.size == 1:
         return world
     return world._replace(group=dist.new_group(backend="gloo", timeout=timedelta(days=7)))

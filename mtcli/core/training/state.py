@@ -1,6 +1,6 @@
 """A run's tensors as the pieces of a checkpoint, and back: every rank its own rectangles."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import ConfigDict, ValidationError
@@ -10,12 +10,11 @@ from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.safetensors_file import damaged
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.section import Count, Section
+from mtcli.core.model.build import load_weights
 from mtcli.core.optim.loss_scale import ScaleState
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.training.consumed_samples import ConsumedSamples, SampleRecord
-
-if TYPE_CHECKING:
-    from mtcli.core.training.step import Trainer
+from mtcli.core.training.step import Trainer
 
 
 class RandomState(Section):
@@ -45,7 +44,7 @@ class RunProgress(Section):
     """the sample ledger"""
 
 
-def progress(trainer: "Trainer", samples: ConsumedSamples | None = None) -> RunProgress:
+def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunProgress:
     """How far a run has come, and with which data where there is a ledger of it."""
     return RunProgress(
         consumed_samples=trainer.consumed_samples,
@@ -56,7 +55,7 @@ def progress(trainer: "Trainer", samples: ConsumedSamples | None = None) -> RunP
     )
 
 
-def shards(trainer: "Trainer") -> list[Shard]:
+def shards(trainer: Trainer) -> list[Shard]:
     """The weights and the optimizer state that this rank answers for, on its device, unpadded."""
     found = []
     for name, held in trainer.gradients.held.items():
@@ -71,8 +70,20 @@ def shards(trainer: "Trainer") -> list[Shard]:
     return found
 
 
+def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Restores weights, optimizer and step of a run's checkpoint, whatever layout wrote it and in
+    whatever precision: its float32 master weights are lost in none.
+
+    Raises MtcliError where the manifest's counters make no sense.
+    """
+    model, held = trainer.config.model, trainer.gradients.held
+    load_weights(held, checkpoint, model, trainer.groups, from_masters=True)
+    _load_optimizer(trainer, checkpoint)
+    trainer.step = checkpoint.step
+
+
 @torch.no_grad()
-def load_optimizer(trainer: "Trainer", checkpoint: Checkpoint) -> None:
+def _load_optimizer(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Fills the optimizer state with this rank's shares of a checkpoint's, and its counters.
 
     A master that the checkpoint lacks, because it was trained in fp32, is the weight itself.
@@ -114,7 +125,7 @@ def planned_samples(checkpoint: Checkpoint) -> int | None:
     return config and config.train.steps * config.batch.global_batch_size
 
 
-def _pieces(trainer: "Trainer", stored: str, name: str, held: OwnedShard) -> list[Shard]:
+def _pieces(trainer: Trainer, stored: str, name: str, held: OwnedShard) -> list[Shard]:
     """What a rank holds of a parameter or of its state, under the name it is `stored` by."""
     described = trainer.table[name]
     return [

@@ -35,7 +35,6 @@ from mtcli.core.sync.all_reduce import BucketedGradients, Reduction, square_sum
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphs, GraphedPipeline
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import load_optimizer
 
 
 class Step(NamedTuple):
@@ -74,7 +73,7 @@ class Trainer:
         self.config = config
         self.layout = ParallelLayout.of(config.parallel, runtime.world)
         place, timeout = (runtime.rank, runtime.device), config.train.timeout
-        self.groups = make_groups(self.layout, *place, timeout, runtime.ledger)
+        self.groups = make_groups(self.layout, *place, timeout, runtime.recorder)
         b, p = config.batch, config.parallel
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
         self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
@@ -110,14 +109,6 @@ class Trainer:
         load_weights(self.gradients.held, checkpoint, self.config.model, self.groups)
         self.optimizer.reset_masters()
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Takes weights, optimizer and step of a run's checkpoint, whatever layout wrote it and in
-        whatever precision: its float32 master weights are lost in none."""
-        model, held = self.config.model, self.gradients.held
-        load_weights(held, checkpoint, model, self.groups, from_masters=True)
-        load_optimizer(self, checkpoint)
-        self.step = checkpoint.step
-
     def saves(self, name: str) -> bool:
         """Whether this rank writes what it holds of a parameter into a checkpoint."""
         if self.is_sharded:
@@ -145,11 +136,11 @@ class Trainer:
         """Sequences trained on so far: with the seed, all that the next batch depends on."""
         return self.step * self.config.batch.global_batch_size
 
-    def train_step(self, feed: MicroBatchLoader) -> Step:
+    def train_step(self, loader: MicroBatchLoader) -> Step:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
         config, start = self.config, perf_counter()
-        self.groups.world.ledger.step = self.step + 1
-        loss_sum, marks = self.forward_backward(feed)
+        self.groups.world.recorder.step = self.step + 1
+        loss_sum, marks = self.forward_backward(loader)
         squares = square_sum(self.gradients)
         marks.append(self.pipeline.clock())
         loss, scaled_norm = self._global(loss_sum, squares)
@@ -169,7 +160,7 @@ class Trainer:
         return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load)
 
     def forward_backward(
-        self, feed: MicroBatchLoader, as_written: bool = False
+        self, loader: MicroBatchLoader, as_written: bool = False
     ) -> tuple[float, list[float]]:
         """(sum of this rank's losses, when its phases ended), with the gradients reduced.
 
@@ -178,7 +169,7 @@ class Trainer:
         batch, clock = self.config.batch, self.pipeline.clock
         marks = [clock()]
         gradient_scale = self.loss_scale.scale / (batch.global_batch_size * batch.seq_len)
-        load = feed.step(self.step, gradient_scale)
+        load = loader.step(self.step, gradient_scale)
         marks.append(clock())
         self.gradients.begin()
         self.balance.begin()
@@ -241,7 +232,7 @@ class Trainer:
         self.gradients.share_parameters()
 
     @torch.no_grad()
-    def evaluate(self, feed: MicroBatchLoader) -> float:
+    def evaluate(self, loader: MicroBatchLoader) -> float:
         """The mean loss over train.eval_batches global batches of the validation data.
 
         The losses of a micro-batch are summed when it has passed the last stage, so the memory that
@@ -258,7 +249,7 @@ class Trainer:
             total.add_(last.losses(x_TD, inputs).double().sum())
 
         for step in range(steps):
-            load = feed.step(step, gradient_scale=0.0)
+            load = loader.step(step, gradient_scale=0.0)
             pipeline.forward(load, self.micro_batch_tokens, add)
         loss, _ = self._global(float(total), 0.0)
         return loss / steps

@@ -3,13 +3,29 @@
 from mtcli.core.config.fp8 import is_narrow, listed, narrow_layers, weight_sizes
 from mtcli.core.config.loading import load_config
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
 
 MOE = ["num_experts=8", "top_k=2", "moe_ffn_hidden_size=192", "shared_expert_ffn_hidden_size=256"]
 
 
 def sizes(layout, *overrides):
     config = load_config("tiny", [f"model.{word}" for word in overrides])
-    return weight_sizes(config.model, layout)
+    found = weight_sizes(config.model, layout.tp, layout.etp)
+    assert found == of_the_table(config.model, layout)
+    return found
+
+
+def of_the_table(model, layout):
+    """The matrices of the parameter table's first block, but router and gate."""
+    found = {}
+    for name, parameter in parameters(model).items():
+        layer = name.removeprefix("blocks.0.").removesuffix(".weight")
+        is_linear = name.endswith(".weight") and name.startswith("blocks.0.")
+        if is_linear and layer.rpartition(".")[2] in ("qkv", "out", "up", "gate_up", "down"):
+            rows, columns = parameter.stored_shape(layout)
+            experts = parameter.local_shape(layout)[0] if parameter.is_expert else 1
+            found[layer] = rows // experts, columns
+    return found
 
 
 def test_the_layers_of_a_dense_block_are_cut_as_their_weights_are():

@@ -11,7 +11,6 @@ from mtcli.core.config import rules
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.suggest import FIELDS, SHOWN, layout_sizes, nearest_layouts, with_sizes
-from mtcli.core.mesh.layout import smallest_world
 
 SMALL = ("model.num_layers=6", "model.num_heads=12", "model.num_kv_heads=4", "model.head_dim=8")
 SMALL += ("model.ffn_hidden_size=48", "batch.seq_len=24", "batch.global_batch_size=12")
@@ -125,7 +124,7 @@ BATCH = ("batch.micro_batch_size=1", "batch.global_batch_size=24")
 
 def refusal_of(world, *overrides):
     config = config_of(*BATCH, *overrides)
-    found = rules.problems(config, world or smallest_world(config.parallel))
+    found = rules.problems(config, world or config.parallel.smallest_world)
     return str(rules.refusal(config, world, found))
 
 

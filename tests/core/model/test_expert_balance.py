@@ -30,9 +30,9 @@ def trainer_of(config, runtime=ALONE):
 
 def moved(runtime, config):
     """(the loads' ratio of each step, the last bias where this rank has the layer)."""
-    trainer, feed = trainer_of(config, runtime)
-    ratios = [trainer.train_step(feed).expert_load for _ in range(STEPS)]
-    feed.close()
+    trainer, loader = trainer_of(config, runtime)
+    ratios = [trainer.train_step(loader).expert_load for _ in range(STEPS)]
+    loader.close()
     return ratios, [router.bias.tolist() for router in trainer.balance.routers]
 
 
@@ -40,14 +40,14 @@ def moved(runtime, config):
 def by_hand(num_experts):
     """The same in plain Python: a token, an expert and a step at a time."""
     model = ONE | {"num_experts": num_experts}
-    trainer, feed = trainer_of(run_config(model, optimizer=STILL, train={"precision": "fp64"}))
+    trainer, loader = trainer_of(run_config(model, optimizer=STILL, train={"precision": "fp64"}))
     (router,) = trainer.balance.routers
     seen = []
     router.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].detach()))
     bias, ratios = [0.0] * num_experts, []
     for _ in range(STEPS):
         seen.clear()
-        trainer.train_step(feed)
+        trainer.train_step(loader)
         loads = [0] * num_experts
         for logits in (torch.cat(seen) @ router.weight.T).tolist():
             biased = [1 / (1 + math.exp(-z)) + b for z, b in zip(logits, bias, strict=True)]
@@ -58,7 +58,7 @@ def by_hand(num_experts):
         ratios.append(max(loads) / mean)
         for expert, load in enumerate(loads):
             bias[expert] += RATE * ((mean > load) - (mean < load))
-    feed.close()
+    loader.close()
     return ratios, bias
 
 
@@ -92,10 +92,10 @@ def test_biases_move_by_the_loads_of_the_whole_global_batch(world, parallel, bat
 
 def counted(runtime, config):
     """The copies that each router of this rank counted in the second of two steps."""
-    trainer, feed = trainer_of(config, runtime)
+    trainer, loader = trainer_of(config, runtime)
     for _ in range(2):
-        trainer.train_step(feed)
-    feed.close()
+        trainer.train_step(loader)
+    loader.close()
     return [int(router.load_E.sum()) for router in trainer.balance.routers]
 
 
@@ -121,29 +121,29 @@ def test_a_copy_counts_once_however_often_it_is_computed(world, parallel, change
 
 
 def test_evaluation_counts_nothing_and_moves_nothing():
-    trainer, feed = trainer_of(run_config(BIASED, train={"eval_batches": 2}))
-    trainer.evaluate(feed)
-    feed.close()
+    trainer, loader = trainer_of(run_config(BIASED, train={"eval_batches": 2}))
+    trainer.evaluate(loader)
+    loader.close()
     for router in trainer.balance.routers:
         assert not router.load_E.any() and not router.bias.any()
 
 
 def test_a_step_that_is_not_finite_moves_no_bias_and_leaves_no_load_to_the_next():
-    trainer, feed = trainer_of(run_config(BIASED))
-    trainer.train_step(feed)
+    trainer, loader = trainer_of(run_config(BIASED))
+    trainer.train_step(loader)
     (router, _), before = trainer.balance.routers, trainer.balance.routers[0].bias.clone()
     norm = trainer.stages[0].get_parameter("final_norm.weight")
     kept = norm.detach().clone()
     with torch.no_grad():
         norm.fill_(float("nan"))
-    step = trainer.train_step(feed)
+    step = trainer.train_step(loader)
     assert step.outcome == "fault" and step.expert_load is None
     assert torch.equal(router.bias, before) and before.any()
-    trainer.forward_backward(feed)  # as the search for the first fault does
+    trainer.forward_backward(loader)  # as the search for the first fault does
     with torch.no_grad():
         norm.copy_(kept)
-    assert trainer.train_step(feed).outcome == "updated"
-    feed.close()
+    assert trainer.train_step(loader).outcome == "updated"
+    loader.close()
     assert int(router.load_E.sum()) == 4 * 8 * 2
 
 
@@ -151,7 +151,7 @@ def skewed(rate):
     """Each step's largest load over the mean, by the router's answers, where one expert leads."""
     model = ONE | {"router_bias_update_rate": rate}
     batch = {"micro_batch_size": 8, "global_batch_size": 16}
-    trainer, feed = trainer_of(run_config(model, optimizer=STILL, batch=batch))
+    trainer, loader = trainer_of(run_config(model, optimizer=STILL, batch=batch))
     stage, chosen = trainer.stages[0], []
     router = stage.get_submodule("blocks.0.mlp.router")
     router.register_forward_hook(lambda *call: chosen.append(call[2][1].experts))
@@ -161,10 +161,10 @@ def skewed(rate):
     ratios = []
     for _ in range(40):
         chosen.clear()
-        trainer.train_step(feed)
+        trainer.train_step(loader)
         loads = torch.bincount(torch.cat(chosen).flatten(), minlength=8)
         ratios.append(float(loads.max() / loads.double().mean()))
-    feed.close()
+    loader.close()
     return ratios
 
 
@@ -176,9 +176,9 @@ def test_a_skewed_load_evens_out_with_biases_and_stays_without():
 
 
 def test_biases_are_float32_under_bfloat16_and_have_no_gradient_or_optimizer_state():
-    trainer, feed = trainer_of(run_config(BIASED, train={"precision": "bf16"}))
-    trainer.train_step(feed)
-    feed.close()
+    trainer, loader = trainer_of(run_config(BIASED, train={"precision": "bf16"}))
+    trainer.train_step(loader)
+    loader.close()
     (bias, _) = [router.bias for router in trainer.balance.routers]
     assert bias.dtype == torch.float32 and bias.grad is None and not bias.requires_grad
     steps = {round(value / 0.01, 4) for value in bias.tolist()}

@@ -49,9 +49,9 @@ def opened(family, folder, prefix, causal):
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     stages = build_stages(config, groups)
     load_weights(unsharded(stages), replace(checkpoint, model=model), config.model, groups)
-    feed = open_loader(config, groups)
-    inputs = feed.step(0, 1.0)(0)
-    feed.close()
+    loader = open_loader(config, groups)
+    inputs = loader.step(0, 1.0)(0)
+    loader.close()
     return theirs.double(), stages[0], inputs
 
 

@@ -50,9 +50,9 @@ def stepped(runtime, parallel, batch):
             for router in trainer.balance.routers:
                 with torch.no_grad():
                     router.bias[5] = 9.0
-        feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-        loss = trainer.train_step(feed).loss
-        feed.close()
+        loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+        loss = trainer.train_step(loader).loss
+        loader.close()
         views = {key: view.clone() for key, view in trainer.gradients.views.items()}
         rows = {key: trainer.ownership.rows(key) for key in views}
         untouched = set() if parallel.get("zero") == 3 else trainer.gradients.fresh

@@ -41,8 +41,8 @@ def pipeline(runtime, schedule, vpp):
         ParallelLayout(runtime.world, pp=runtime.world, vpp=vpp), runtime.rank, "cpu"
     )
     stages = {index: Times(index) for index in groups.layout.stages(groups.pp_rank)}
-    wire = ActivationFormat(torch.float32, COLUMNS, same_on_tp=False)
-    return stages, Pipeline(stages, schedule, groups, wire)
+    format = ActivationFormat(torch.float32, COLUMNS, same_on_tp=False)
+    return stages, Pipeline(stages, schedule, groups, format)
 
 
 def trained(runtime, name, vpp):
@@ -96,8 +96,8 @@ def scattered(runtime):
     """Hops where tp ranks hold the same activations: each sends its part, the receivers gather."""
     groups = make_groups(ParallelLayout(4, tp=2, pp=2), runtime.rank, "cpu")
     stages = {groups.pp_rank: Times(groups.pp_rank)}
-    wire = ActivationFormat(torch.float32, COLUMNS, same_on_tp=True)
-    pipe = Pipeline(stages, schedule_for("1f1b", 2, 1, 2), groups, wire)
+    format = ActivationFormat(torch.float32, COLUMNS, same_on_tp=True)
+    pipe = Pipeline(stages, schedule_for("1f1b", 2, 1, 2), groups, format)
     sent = []
     send = torch.distributed.isend
     torch.distributed.isend = lambda x, *a, **k: (sent.append(x.numel()), send(x, *a, **k))[1]

@@ -86,17 +86,17 @@ def head_weights(kv_heads):
 
 def some_heads(runtime, kv_heads, sequence_parallel):
     """(this rank's heads [T, _, W], gradient of x, others with their boxes, bytes sent forward)."""
-    (table, values), tp, ledger = head_weights(kv_heads), runtime.world, FlightRecorder()
-    groups = make_groups(ParallelLayout(tp, tp=tp), runtime.rank, "cpu", ledger=ledger)
+    (table, values), tp, recorder = head_weights(kv_heads), runtime.world, FlightRecorder()
+    groups = make_groups(ParallelLayout(tp, tp=tp), runtime.rank, "cpu", recorder=recorder)
     made = LayerFactory(table, groups, torch.float64, sequence_parallel)
     layer = HeadsLinear("qkv", made)
     boxes = {name: table[name].rectangle(groups.layout, runtime.rank).slices for name in table}
     for name, parameter in (("qkv.weight", layer.weight), ("qkv.bias", layer.bias)):
         parameter.data.copy_(values[name][boxes[name]].reshape(parameter.shape))
     x = made.my_tokens(seeded(T, D, seed=5)).requires_grad_()
-    ledger.traffic = Traffic()
+    recorder.traffic = Traffic()
     heads = layer(x).view(T, -1, W)
-    sent = {one.receiver: one.bytes for one in ledger.traffic.sent}
+    sent = {one.receiver: one.bytes for one in recorder.traffic.sent}
     heads.backward(seeded(*heads.shape, seed=10 + runtime.rank))
     grads = {"qkv.weight": layer.weight.grad, "qkv.bias": layer.bias.grad}
     found = {

@@ -242,8 +242,8 @@ def _measure(runtime, row):
         trainer.initialise()
         state = sum(trainer.state_bytes_by_kind().values())
         live.begin()
-        with closing(MicroBatchLoader(Samples(config), config, trainer.groups)) as feed:
-            trainer.train_step(feed)
+        with closing(MicroBatchLoader(Samples(config), config, trainer.groups)) as loader:
+            trainer.train_step(loader)
     return state, live.peak - state, sum(piece.tensor.nbytes for piece in shards(trainer))
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mtcli.core.config.loading import config_of
+from mtcli.core.data.synthetic import CountedTokens
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.plan.memory import state_bytes
 from mtcli.core.profile import measure as measuring
 from mtcli.core.profile.figures import Profile
-from mtcli.core.profile.measure import Counter, measure
+from mtcli.core.profile.measure import measure
 from mtcli.core.profile.peak import board_name, peak_flops
 from mtcli.core.runtime.launch import Runtime
 
@@ -82,7 +83,7 @@ def test_slow_data_is_seen_as_waiting_for_data(monkeypatch):
         sleep(0.2)
         return np.zeros((count, self.seq_len + 1), dtype=np.int64)
 
-    monkeypatch.setattr(Counter, "batch", slow)
+    monkeypatch.setattr(CountedTokens, "batch", slow)
     found = measure(config_of(TABLE), RUNTIME, warmup=0, steps=3)
     data = Profile(config_of(TABLE), 1, found.device, found.records).as_json()
     # 4 micro-batches are read in 0.8 s, of which a step's computation hides some.
@@ -105,10 +106,10 @@ def test_a_slow_optimizer_is_seen_in_the_optimizer(monkeypatch):
 
 
 def test_counted_tokens_go_on_from_sample_to_sample():
-    batch = Counter(seq_len=4, vocab_size=10, num_samples=100).batch(1, 2)
+    batch = CountedTokens(seq_len=4, vocab_size=10, num_samples=100).batch(1, 2)
     assert batch.tolist() == [[4, 5, 6, 7, 8], [8, 9, 0, 1, 2]]
     assert batch.dtype == np.int64
-    assert (Counter(4, 10, 100).documents(1, 2) == np.zeros((2, 5))).all()
+    assert (CountedTokens(4, 10, 100).documents(1, 2) == np.zeros((2, 5))).all()
 
 
 @pytest.mark.parametrize(

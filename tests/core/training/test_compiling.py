@@ -49,9 +49,9 @@ def curve(runtime, config, steps=2):
     """[(loss, norm)] of the first steps."""
     trainer = Trainer(config, runtime)
     trainer.initialise()
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed) for _ in range(steps)]
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader) for _ in range(steps)]
+    loader.close()
     return [(step.loss, step.grad_norm) for step in done]
 
 
@@ -63,7 +63,7 @@ def both_ways(runtime, model, parallel, data, backend="aot_eager"):
     torch._dynamo.reset()
     counters.clear()
     training.compile_blocks = partial(compile_blocks, backend=backend)  # of this fork alone
-    counts = runtime.ledger.counts
+    counts = runtime.recorder.counts
     plain = curve(runtime, config_of(model, parallel, data, False))
     once = counts.get("tp", 0)
     compiled = curve(runtime, config_of(model, parallel, data, True))
@@ -93,14 +93,14 @@ def test_a_compiled_model_keeps_its_names_and_names_the_module_of_a_fault(quickl
     names = [list(trainer.stages[0].state_dict()) for trainer in (plain, compiled)]
     assert names[0] == names[1]
     compiled.initialise()
-    feed = MicroBatchLoader(Samples(compiled.config), compiled.config, compiled.groups)
-    feed.sample_ids = lambda step, micro_batch: []
-    compiled.train_step(feed)
+    loader = MicroBatchLoader(Samples(compiled.config), compiled.config, compiled.groups)
+    loader.sample_ids = lambda step, micro_batch: []
+    compiled.train_step(loader)
     weight = dict(compiled.stages[0].named_parameters())["blocks.1.mlp.up.weight"]
     weight.data[0, 0] = float("nan")
-    assert compiled.train_step(feed).outcome == "fault"
-    assert first_nonfinite(compiled, feed).startswith("the output of blocks.1.mlp.up on rank 0")
-    feed.close()
+    assert compiled.train_step(loader).outcome == "fault"
+    assert first_nonfinite(compiled, loader).startswith("the output of blocks.1.mlp.up on rank 0")
+    loader.close()
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_a_hash_of_blocks_sees_length_order_and_both_ends_of_large_files(tmp_pat
 def run(runtime, config, resume):
     """The error of a run, or what its newest checkpoint says of its progress, and in words."""
     try:
-        train(config, runtime, resume=resume, init=None)
+        train(config, runtime, resume=resume, init=None, measure_peak=lambda: 1e12)
     except MtcliError as error:
         return str(error), int(error.code)
     checkpoint = open_checkpoint(Path(config.train.output))
@@ -199,10 +199,10 @@ def read(runtime, config, resume):
     """The samples of each step that a run makes, and its ledger's plan."""
     rows, real = {}, Trainer.train_step
 
-    def noted(self, feed):
+    def noted(self, loader):
         size = config.batch.global_batch_size
-        rows[self.step + 1] = feed.batches.sample_ids(self.step * size, size)
-        return real(self, feed)
+        rows[self.step + 1] = loader.batches.sample_ids(self.step * size, size)
+        return real(self, loader)
 
     Trainer.train_step = noted
     extra, _ = run(runtime, config, resume)

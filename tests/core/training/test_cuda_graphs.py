@@ -37,9 +37,9 @@ def curve(config, recorder=None):
     trainer.initialise()
     if recorder:
         trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.gradients, recorder)
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed) for _ in range(3)]
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader) for _ in range(3)]
+    loader.close()
     return [(s.loss, s.grad_norm) for s in done], [span.op for span in trainer.pipeline.spans]
 
 

@@ -34,9 +34,9 @@ def started(config, checkpoint=None):
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 
-def steps_of(trainer, feed, count=STEPS):
-    done = [trainer.train_step(feed) for _ in range(count)]
-    feed.close()
+def steps_of(trainer, loader, count=STEPS):
+    done = [trainer.train_step(loader) for _ in range(count)]
+    loader.close()
     return done
 
 
@@ -93,9 +93,9 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit_of_a_float32_run(model, r
     for scale in (1.0, 2.0**12):
         optimizer = {"name": rule, "clip": 0.5}
         config = run_config(model, optimizer=optimizer, train={"matmul": "strict"})
-        trainer, feed = started(config)
+        trainer, loader = started(config)
         trainer.loss_scale = LossScale(scale)
-        done = steps_of(trainer, feed, 5)
+        done = steps_of(trainer, loader, 5)
         numbers = [(step.loss, step.grad_norm, step.outcome) for step in done]
         runs.append((numbers, dict(trainer.stages[0].named_parameters())))
     (plain, weights), (scaled, others) = runs
@@ -107,8 +107,8 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit_of_a_float32_run(model, r
 @pytest.mark.parametrize("clip", [0.0, 0.05, 50.0])
 def test_gradients_reach_the_optimizer_clipped_and_without_the_scale(precision, clip):
     settings = half(precision=precision)
-    trainer, feed = started(run_config(optimizer={"clip": clip}, train=settings))
-    (step,) = steps_of(trainer, feed, 1)
+    trainer, loader = started(run_config(optimizer={"clip": clip}, train=settings))
+    (step,) = steps_of(trainer, loader, 1)
     squares = sum(view.double().square().sum() for view in trainer.gradients.views.values())
     assert 0.05 < step.grad_norm < 50.0
     expected = 0.05 if clip == 0.05 else step.grad_norm
@@ -119,14 +119,14 @@ def test_gradients_reach_the_optimizer_clipped_and_without_the_scale(precision, 
 def test_an_overflow_halves_the_scale_passes_the_batch_over_and_updates_nothing(rule):
     settings = half(initial_loss_scale=2.0**36, loss_scale_window=3)
     config = run_config(optimizer={"name": rule}, train=settings)
-    trainer, feed = started(config)
+    trainer, loader = started(config)
     before = {key: tensor.clone() for key, tensor in trainer.optimizer.state().items()}
-    first = trainer.train_step(feed)
+    first = trainer.train_step(loader)
     assert (first.step, first.outcome, first.loss_scale) == (1, "overflow", 2.0**36)
     assert math.isfinite(first.loss) and not math.isfinite(first.grad_norm)
     assert all(torch.equal(t, before[key]) for key, t in trainer.optimizer.state().items())
     assert (trainer.step, trainer.consumed_samples, trainer.optimizer.updates) == (1, 4, 0)
-    done = [first, *steps_of(trainer, feed, 28)]
+    done = [first, *steps_of(trainer, loader, 28)]
     assert [step.step for step in done] == list(range(1, 30))
     skipped = [step for step in done if step.outcome == "overflow"]
     assert trainer.optimizer.updates == 29 - len(skipped) and 10 < len(skipped) < 25
@@ -138,29 +138,29 @@ def test_an_overflow_halves_the_scale_passes_the_batch_over_and_updates_nothing(
 
 def test_an_overflow_moves_no_router_bias():
     model = MOE | {"router_bias_update_rate": 0.01}
-    trainer, feed = started(run_config(model, train=half(initial_loss_scale=2.0**36)))
-    (step,) = steps_of(trainer, feed, 1)
+    trainer, loader = started(run_config(model, train=half(initial_loss_scale=2.0**36)))
+    (step,) = steps_of(trainer, loader, 1)
     assert (step.outcome, step.expert_load) == ("overflow", None)
     assert not any(router.bias.any() for router in trainer.balance.routers)
 
 
 @pytest.mark.parametrize("broken", ["loss", "fixed"])
 def test_a_loss_that_is_not_finite_or_an_overflow_of_a_fixed_scale_is_a_fault(broken):
-    trainer, feed = started(run_config(train=half(loss_scale=2.0**40 * (broken == "fixed"))))
+    trainer, loader = started(run_config(train=half(loss_scale=2.0**40 * (broken == "fixed"))))
     if broken == "loss":
         with torch.no_grad():
             dict(trainer.stages[0].named_parameters())["final_norm.weight"].fill_(float("nan"))
     scale = trainer.loss_scale.scale
-    (step,) = steps_of(trainer, feed, 1)
+    (step,) = steps_of(trainer, loader, 1)
     assert (step.step, step.outcome) == (1, "fault")
     assert math.isfinite(step.loss) == (broken == "fixed")
     assert (trainer.step, trainer.loss_scale.scale, trainer.optimizer.updates) == (0, scale, 0)
 
 
 def test_an_overflow_at_the_lowest_scale_is_a_fault():
-    trainer, feed = started(run_config(train=half(initial_loss_scale=2.0**36)))
+    trainer, loader = started(run_config(train=half(initial_loss_scale=2.0**36)))
     trainer.loss_scale.lowest = 2.0**35
-    (first, second, third) = steps_of(trainer, feed, 3)
+    (first, second, third) = steps_of(trainer, loader, 3)
     assert [s.outcome for s in (first, second, third)] == ["overflow", "overflow", "fault"]
     assert (third.step, third.loss_scale, trainer.step) == (3, 2.0**35, 2)
 
@@ -168,7 +168,7 @@ def test_an_overflow_at_the_lowest_scale_is_a_fault():
 def trained(runtime, config):
     """(finished or the error, the rows of metrics.jsonl) of a run from the command's function."""
     try:
-        answer = train(config, runtime, resume=False, init=None)
+        answer = train(config, runtime, resume=False, init=None, measure_peak=lambda: 1e12)
     except MtcliError as error:
         answer = error.problems[0].message
     lines = (Path(config.train.output) / "metrics.jsonl").read_text().splitlines()

@@ -48,7 +48,7 @@ def config_of(name, parallel, batch, **train):
 
 
 def begun(runtime, config):
-    """A trainer with the seed's weights as float16 has them, and its feed."""
+    """A trainer with the seed's weights as float16 has them, and its loader."""
     trainer = Trainer(config, runtime)
     trainer.initialise()
     with torch.no_grad():
@@ -67,9 +67,9 @@ class First(NamedTuple):
 
 def first_step(runtime, config):
     """The First of a config, its gradients clipped and unscaled."""
-    trainer, feed = begun(runtime, config)
-    norm = trainer.train_step(feed).grad_norm
-    feed.close()
+    trainer, loader = begun(runtime, config)
+    norm = trainer.train_step(loader).grad_norm
+    loader.close()
     found = []
     for name, view in trainer.gradients.views.items():
         kept = OwnedShard(view, trainer.ownership.rows(name))
@@ -81,9 +81,9 @@ def first_step(runtime, config):
 def scales(runtime, name, parallel, batch):
     """(loss scale, outcome) of 20 steps from a scale that is far too large."""
     far = {"initial_loss_scale": FAR[name], "loss_scale_hysteresis": 1}
-    trainer, feed = begun(runtime, config_of(name, parallel, batch, **far))
-    done = [trainer.train_step(feed) for _ in range(20)]
-    feed.close()
+    trainer, loader = begun(runtime, config_of(name, parallel, batch, **far))
+    done = [trainer.train_step(loader) for _ in range(20)]
+    loader.close()
     return [(step.loss_scale, step.outcome) for step in done]
 
 

@@ -25,11 +25,11 @@ def groups_of(layout, rank):
 
 def rows_of(config, layout, rank, step, gradient_scale=1.0):
     """(tokens, labels, positions, numbers) of every micro-batch of a rank, one after another."""
-    feed = MicroBatchLoader(Samples(config), config, groups_of(layout, rank))
-    load = feed.step(step, gradient_scale)
+    loader = MicroBatchLoader(Samples(config), config, groups_of(layout, rank))
+    load = loader.step(step, gradient_scale)
     count = config.batch.global_batch_size // (config.batch.micro_batch_size * layout.dp)
     found = [load(m) for m in range(count)]
-    feed.close()
+    loader.close()
     return found
 
 
@@ -49,11 +49,11 @@ def test_micro_batch_m_of_data_rank_r_is_the_contiguous_block_that_compat_md_giv
 def test_rows_for_a_gpu_wait_in_pinned_memory_and_arrive_as_they_are():
     config = run_config(batch=BATCH, data=DOCUMENTS)
     groups = make_groups(ParallelLayout(1), 0, torch.device("cuda"))
-    feed = MicroBatchLoader(Samples(config), config, groups)
-    read = feed._read(0, 2)
+    loader = MicroBatchLoader(Samples(config), config, groups)
+    read = loader._read(0, 2)
     assert read.tokens.is_pinned() and read.documents.is_pinned()
-    inputs = feed.step(0, 1.0)(0)
-    feed.close()
+    inputs = loader.step(0, 1.0)(0)
+    loader.close()
     assert torch.equal(inputs.tokens.cpu(), torch.from_numpy(Samples(config).batch(0, 2)[:, :-1]))
 
 
@@ -135,19 +135,19 @@ class Counting(Samples):
 def test_later_steps_are_read_ahead_and_none_past_the_end():
     config = run_config(batch=BATCH | {"micro_batch_size": 12})
     batches = Counting(config, 30)  # of 12: the last 6 are not a step
-    feed = MicroBatchLoader(batches, config, groups_of(ParallelLayout(1), 0))
-    feed.step(0, 1.0)
+    loader = MicroBatchLoader(batches, config, groups_of(ParallelLayout(1), 0))
+    loader.step(0, 1.0)
     end = time.monotonic() + 10.0
     while len(batches.asked) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     assert batches.asked == [0, 12]
-    feed.step(1, 1.0)
+    loader.step(1, 1.0)
     assert batches.asked == [0, 12]
     whole = torch.from_numpy(batches.batch(0, 12)[:, :-1])
-    assert torch.equal(feed.step(0, 0.0)(0).tokens, whole), (
+    assert torch.equal(loader.step(0, 0.0)(0).tokens, whole), (
         "back, as an evaluation that starts over"
     )
-    feed.close()
+    loader.close()
 
 
 @pytest.fixture
@@ -161,9 +161,9 @@ def open_for(data, model=GPT, **options):
     return open_loader(config, make_groups(ParallelLayout(1), 0, torch.device("cpu")), **options)
 
 
-def tokens_of(feed):
-    load = feed.step(0, 1.0)
-    feed.close()
+def tokens_of(loader):
+    load = loader.step(0, 1.0)
+    loader.close()
     return load(0).tokens
 
 

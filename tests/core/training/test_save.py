@@ -48,7 +48,7 @@ def told(runtime, config, fault=None, resume=False):
     said = io.StringIO()
     with redirect_stderr(said):
         try:
-            answer = train(config, runtime, resume=resume, init=None)
+            answer = train(config, runtime, resume=resume, init=None, measure_peak=lambda: 1e12)
         except MtcliError as error:
             answer = str(error), int(error.code)
     lines = (Path(config.train.output) / "events.jsonl").read_text().splitlines()
@@ -340,10 +340,10 @@ def interrupted_at_3(runtime, output):
     before_writing(lambda path: time.sleep(30.0))
     train_step = Trainer.train_step
 
-    def interrupted(self, feed):
+    def interrupted(self, loader):
         if self.step == 2:
             raise KeyboardInterrupt
-        return train_step(self, feed)
+        return train_step(self, loader)
 
     Trainer.train_step = interrupted
 

@@ -16,6 +16,7 @@ from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loop import _require_same_run
+from mtcli.core.training.state import resume
 from mtcli.core.training.step import Trainer
 
 TALL = {"micro_batch_size": 2}
@@ -110,7 +111,7 @@ def test_saving_without_a_step_between_changes_no_bit(run, layout, tmp_path):
 
 def copy(runtime, config, folder, to):
     trainer = Trainer(config, runtime)
-    trainer.resume(checkpoint_of(folder, STOP))
+    resume(trainer, checkpoint_of(folder, STOP))
     save_to(to, trainer)
 
 
@@ -277,16 +278,16 @@ def test_counters_that_make_no_sense_are_a_damaged_checkpoint(run, extra, messag
     checkpoint = replace(checkpoint_of(run[1], STOP), extra=extra)
     trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
     with pytest.raises(MtcliError, match="is damaged: ") as caught:
-        trainer.resume(checkpoint)
+        resume(trainer, checkpoint)
     assert message in str(caught.value)
 
 
 def test_updates_are_those_the_checkpoint_counts_or_its_steps(run):
     checkpoint = checkpoint_of(run[1], STOP)
     trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
-    trainer.resume(replace(checkpoint, extra={}))  # as by older versions
+    resume(trainer, replace(checkpoint, extra={}))  # as by older versions
     assert trainer.optimizer.updates == STOP
-    trainer.resume(replace(checkpoint, extra={"updates": 3, "of a later version": 1}))
+    resume(trainer, replace(checkpoint, extra={"updates": 3, "of a later version": 1}))
     assert (trainer.optimizer.updates, trainer.step) == (3, STOP)
 
 

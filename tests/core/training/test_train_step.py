@@ -61,9 +61,9 @@ def test_a_run_is_the_plain_loop_on_transformers_model(gpt2):
     config = run_config(fields, train=train, optimizer=optimizer)
     trainer = Trainer(config, ALONE)
     trainer.load_weights(checkpoint)
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-    found = [trainer.train_step(feed) for _ in range(STEPS)]
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    found = [trainer.train_step(loader) for _ in range(STEPS)]
+    loader.close()
     expected = plain_loop(model, config)
     assert [norm > 0.5 for _, norm, _ in expected][:3] == [True] * 3, "clipping is at work"
     assert [step.step for step in found] == list(range(1, STEPS + 1))
@@ -74,9 +74,9 @@ def test_a_run_is_the_plain_loop_on_transformers_model(gpt2):
 
 
 def test_the_loss_falls_on_text_that_can_be_learnt():
-    trainer, feed = trainer_of(run_config(optimizer={"lr": 1e-2}, train={"steps": 40}))
-    losses = [trainer.train_step(feed).loss for _ in range(40)]
-    feed.close()
+    trainer, loader = trainer_of(run_config(optimizer={"lr": 1e-2}, train={"steps": 40}))
+    losses = [trainer.train_step(loader).loss for _ in range(40)]
+    loader.close()
     assert losses[0] == pytest.approx(math.log(101), abs=0.1)
     assert losses[-1] < losses[0] - 0.3
     assert trainer.consumed_samples == 160
@@ -85,9 +85,9 @@ def test_the_loss_falls_on_text_that_can_be_learnt():
 def evaluated(runtime, config):
     trainer = Trainer(config, runtime)
     trainer.initialise()
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-    answer = trainer.evaluate(feed), trainer.evaluate(feed)
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    answer = trainer.evaluate(loader), trainer.evaluate(loader)
+    loader.close()
     return answer
 
 
@@ -104,13 +104,13 @@ def evaluated_bytes(runtime, config):
     """The most that evaluation takes beside what was there, on this rank."""
     trainer = Trainer(config, runtime)
     trainer.initialise()
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     with LiveMemory() as live:
-        trainer.evaluate(feed)  # from here on the memory that ranks share is counted
+        trainer.evaluate(loader)  # from here on the memory that ranks share is counted
         before = live.bytes
         live.begin()
-        trainer.evaluate(feed)
-    feed.close()
+        trainer.evaluate(loader)
+    loader.close()
     return live.peak - before
 
 
@@ -141,21 +141,21 @@ def test_evaluation_is_the_mean_loss_without_dropout_on_any_layout(world, parall
     answers = run_ranks(world, evaluated, config)
     assert len(set(sum(answers, ()))) == 1, "every rank and every time the same"
     still = run_config(GPT, optimizer={"lr": 0.0}, train=train)
-    trainer, feed = trainer_of(still)
-    losses = [trainer.train_step(feed).loss for _ in range(2)]
-    feed.close()
+    trainer, loader = trainer_of(still)
+    losses = [trainer.train_step(loader).loss for _ in range(2)]
+    loader.close()
     assert answers[0][0] == pytest.approx(sum(losses) / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_says_so_and_changes_nothing(broken):
-    trainer, feed = trainer_of(run_config())
+    trainer, loader = trainer_of(run_config())
     weight = dict(trainer.stages[0].named_parameters())["final_norm.weight"]
     with torch.no_grad():
         weight.fill_(float("nan") if broken == "loss" else 1e38)
     before = [p.detach().clone() for p in trainer.stages[0].parameters()]
-    step = trainer.train_step(feed)
-    feed.close()
+    step = trainer.train_step(loader)
+    loader.close()
     assert (step.step, step.outcome) == (1, "fault")
     assert not math.isfinite(step.loss + step.grad_norm)
     assert trainer.step == 0
@@ -167,7 +167,7 @@ def test_a_step_that_is_not_finite_says_so_and_changes_nothing(broken):
 def diverging(runtime, config):
     """What a run whose weights overflow in its first step comes to: (finished or error, rows)."""
     try:
-        answer = train(config, runtime, resume=False, init=None)
+        answer = train(config, runtime, resume=False, init=None, measure_peak=lambda: 1e12)
     except MtcliError as error:
         answer = error.problems, int(error.code)
     lines = (Path(config.train.output) / "metrics.jsonl").read_text().splitlines()

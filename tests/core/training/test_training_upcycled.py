@@ -45,9 +45,9 @@ def losses_of(runtime, config, folder):
     """Losses of a run whose weights come from a checkpoint."""
     trainer = Trainer(config, runtime)
     trainer.load_weights(open_checkpoint(folder))
-    feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-    losses = [trainer.train_step(feed).loss for _ in range(STEPS)]
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    losses = [trainer.train_step(loader).loss for _ in range(STEPS)]
+    loader.close()
     return losses
 
 

@@ -90,13 +90,13 @@ class ConsistencyGuard:
         if not self.store.check([f"now/{rank}"]):
             return ""
         channel, number, needed, theirs = json.loads(self.store.get(f"now/{rank}"))
-        come = call.ledger.counts.get(channel, 0) >= number
+        come = call.recorder.counts.get(channel, 0) >= number
         if come or self.rank not in needed or self.store.check([_key(call, rank)]):
             return ""
         return f"rank {rank} in {_numbered(channel, number)}, {Fingerprint(*theirs)}"
 
     def _fail(self, call: Call, what: str, both: tuple[str, str]) -> NoReturn:
-        step = f" (step {call.ledger.step})" if call.ledger.step else ""
+        step = f" (step {call.recorder.step})" if call.recorder.step else ""
         raise failed(f"{what}{step}: {both[0]}; {both[1]}", HINT)
 
 

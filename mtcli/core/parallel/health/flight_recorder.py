@@ -1,4 +1,4 @@
-"""The ledger of a process: which collectives it takes part in, and where it waits for others.
+"""The recorder of a process: which collectives it takes part in, and where it waits for others.
 
 Collectives of an axis are numbered from 1, so ranks that agree are always at the same number; a
 message from one rank to another has a number of its own per pair. A thread that waits stands in
@@ -16,22 +16,45 @@ from pathlib import Path
 from threading import get_ident
 from time import monotonic
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mtcli.core.parallel.groups import Axis
-    from mtcli.core.parallel.health.traffic import Traffic
-
-HERE = Path(__file__).parent
-PACKAGE = str(HERE.parents[1]) + os.sep
+PARALLEL = Path(__file__).parents[1]
+PACKAGE = str(PARALLEL.parents[1]) + os.sep
 # What stands between a collective and the code that wanted it: these, and all of torch.
-_FILES = ("ledger", "collectives", "agreement", "wire", "shared_memory")
-_BETWEEN = {str(HERE / f"{name}.py") for name in _FILES}
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_COLLECTIVES = (
+    str(PARALLEL / "collectives.py"),
+    str(PARALLEL / "health"),
+    str(PARALLEL / "transport"),
+)
+SAVING = "saving"  # the axis on which ranks wait for each other's parts of a save
+Reached = Callable[[], bool]  # whether the device has got past a mark in its queue
+
+
+class Members(Protocol):
+    """The ranks that exchange along an axis; `parallel.groups.Axis` is one."""
+
+    @property
+    def name(self) -> str:
+        """The axis."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the world, in grid order."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in `ranks`."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
 
 
 def caller(frame: FrameType | None) -> str:
@@ -39,10 +62,10 @@ def caller(frame: FrameType | None) -> str:
 
     In a thread of autograd's the collective itself, as nothing else is on its stack.
     """
-    innermost = frame
+    innermost, torch = frame, os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
     while frame is not None:
         name = frame.f_code.co_filename
-        if name not in _BETWEEN and not name.startswith(_TORCH):
+        if not name.startswith((*_COLLECTIVES, torch)):
             return _words(frame)
         frame = frame.f_back
     return _words(innermost)
@@ -68,40 +91,36 @@ def _words(frame: FrameType | None) -> str:
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
 
 
-SAVING = "saving"  # the axis on which ranks wait for each other's parts of a save
-Reached = Callable[[], bool]  # whether the device has got past a mark in its queue
-
-
 class Call:
     """One collective of this rank. Inside `with` its thread waits for the other ranks."""
 
-    __slots__ = ("axis", "channel", "ledger", "number", "op", "peer", "since", "thread")
+    __slots__ = ("axis", "channel", "recorder", "number", "op", "peer", "since", "thread")
 
-    def __init__(self, ledger: "FlightRecorder", op: str, axis: "Axis", peer: int | None) -> None:
-        self.ledger, self.op, self.axis, self.peer = ledger, op, axis, peer
+    def __init__(
+        self, recorder: "FlightRecorder", op: str, axis: Members, peer: int | None
+    ) -> None:
+        self.recorder, self.op, self.axis, self.peer = recorder, op, axis, peer
         self.channel = axis.name
         if peer is not None:
             ends = (axis.rank, peer) if op == "send" else (peer, axis.rank)
             self.channel = "{} {}>{}".format(axis.name, *(axis.ranks[end] for end in ends))
-        self.number = ledger.counts[self.channel] = ledger.counts.get(self.channel, 0) + 1
+        self.number = recorder.counts[self.channel] = recorder.counts.get(self.channel, 0) + 1
         self.since, self.thread = 0.0, 0
 
     def __enter__(self) -> None:
         self.since, self.thread = monotonic(), get_ident()
-        self.ledger.waits[self.thread] = self
+        self.recorder.waits[self.thread] = self
 
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self.ledger.waits[self.thread]
-        if self.ledger.traffic is not None:
-            self.ledger.traffic.waited(self, monotonic() - self.since)
+        del self.recorder.waits[self.thread]
+        if self.recorder.traffic is not None:
+            self.recorder.traffic.waited(self, monotonic() - self.since)
         if isinstance(error, RuntimeError):
-            pass  # imports torch: it is here by now
-
-            self.ledger.breaks.append(Broken(self, caller(sys._getframe()), str(error)))
-        if self.ledger.mark is not None and error is None:
-            self.ledger.queued.append((self, self.ledger.mark()))
+            self.recorder.breaks.append(Broken(self, caller(sys._getframe()), str(error)))
+        if self.recorder.mark is not None and error is None:
+            self.recorder.queued.append((self, self.recorder.mark()))
 
     def peers(self) -> tuple[int, ...]:
         """The ranks of the world that it needs, this one included."""
@@ -116,6 +135,18 @@ class Broken(NamedTuple):
     call: Call
     place: str
     error: str
+
+
+class CallObserver(Protocol):
+    """What is told of every collective and of every wait for one."""
+
+    def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
+        """Notes a collective on x, before it starts."""
+        ...
+
+    def waited(self, call: Call, seconds: float) -> None:
+        """Notes that a call has ended, for which its thread waited."""
+        ...
 
 
 Check = Callable[[Call, "Tensor | None", object], None]
@@ -139,12 +170,12 @@ class FlightRecorder:
         self.breaks: list[Broken] = []
         self.step = 0  # of training: the one that runs
         self.progress = 0  # parts of saves that this rank has written
-        self.traffic: Traffic | None = None  # profile counts bytes and waits of a step here
+        self.traffic: CallObserver | None = None  # profile counts bytes and waits of a step here
 
     def call(
         self,
         op: str,
-        axis: "Axis",
+        axis: Members,
         x: "Tensor | None" = None,
         detail: object = None,
         peer: int | None = None,
@@ -172,7 +203,7 @@ class FlightRecorder:
         return self.breaks[0] if self.breaks else None
 
     def beside(self) -> "FlightRecorder":
-        """This ledger for a thread whose calls come in no fixed order among those of training.
+        """This recorder for a thread whose calls come in no fixed order among those of training.
 
         They are not compared with other ranks' nor counted as a step's, and no device waits.
         """

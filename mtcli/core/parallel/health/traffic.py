@@ -10,11 +10,10 @@ that travel as JSON are not counted.
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from mtcli.core.parallel.health.flight_recorder import Call, Members
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from mtcli.core.parallel.groups import Axis
-    from mtcli.core.parallel.health.flight_recorder import Call
 
 
 class Sent(NamedTuple):
@@ -36,7 +35,7 @@ class WaitInterval(NamedTuple):
 
 
 class Traffic:
-    """The collectives of this rank while a ledger holds it."""
+    """The collectives of this rank while a recorder holds it."""
 
     def __init__(self) -> None:
         self.waits: list[WaitInterval] = []
@@ -47,7 +46,7 @@ class Traffic:
         """The sums by axis and receiver."""
         return list(self._sent.values())
 
-    def note(self, call: "Call", x: "Tensor | None", detail: object) -> None:
+    def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Adds what a collective on x makes this rank send."""
         if x is None or call.op == "recv":
             return
@@ -55,22 +54,22 @@ class Traffic:
         for place, count in sent_by(call, size, rows, detail).items():
             self._add(call.axis, place, count)
 
-    def add(self, axis: "Axis", size: int) -> None:
+    def add(self, axis: Members, size: int) -> None:
         """Adds a collective by its bytes to the next rank of the axis."""
         self._add(axis, (axis.rank + 1) % axis.size, size)
 
-    def waited(self, call: "Call", seconds: float) -> None:
+    def waited(self, call: Call, seconds: float) -> None:
         """Notes that a call has ended, for which its thread waited."""
         end = perf_counter()
         self.waits.append(WaitInterval(call.axis.name, call.op, end - seconds, end))
 
-    def _add(self, axis: "Axis", place: int, size: int) -> None:
+    def _add(self, axis: Members, place: int, size: int) -> None:
         key = axis.name, axis.ranks[place]
         before = self._sent.get(key, Sent(*key, 0, 0))
         self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
 
 
-def sent_by(call: "Call", size: int, rows: int, detail: object) -> dict[int, int]:
+def sent_by(call: Call, size: int, rows: int, detail: object) -> dict[int, int]:
     """Bytes for each place of the axis that a call sends to; its tensor has `size` bytes."""
     axis = call.axis
     n, after = axis.size, (axis.rank + 1) % axis.size

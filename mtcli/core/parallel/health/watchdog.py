@@ -171,20 +171,20 @@ End = Callable[[MtcliError | None, list[int], bool], None]
 
 
 class Watchdog:
-    """Watches over a rank's ledger from its start to `stop`. `store` is its own connection."""
+    """Watches over a rank's recorder from its start to `stop`. `store` is its own connection."""
 
     def __init__(
         self,
-        ledger: FlightRecorder,
+        recorder: FlightRecorder,
         store: dist.Store,
         rank: int,
         world: int,
         timeout: float,
         end: End,
     ) -> None:
-        self.ledger, self.store, self.rank, self.world = ledger, store, rank, world
+        self.recorder, self.store, self.rank, self.world = recorder, store, rank, world
         self.timeout, self.end = timeout, end
-        self.tick = min(0.25, timeout / 8.0)  # between looks at this rank's ledger
+        self.tick = min(0.25, timeout / 8.0)  # between looks at this rank's recorder
         self.poll = 4.0 * self.tick  # between looks at the store: 70 us of it
         self.grace = self.poll + 1.5  # by then every rank that lives has answered
         self.main, self.stopped = threading.get_ident(), threading.Event()
@@ -204,14 +204,14 @@ class Watchdog:
 
     def explain(self) -> None:
         """Where a collective broke, waits until the watch has ended this rank with the reason."""
-        if self.ledger.broken is not None:
+        if self.recorder.broken is not None:
             self.threads[0].join(timeout=2.0 * self.grace)
 
     def give_up(self) -> None:
         """Ends the watch of a rank that failed by itself: the others leave, without a word."""
         self.stop()
         with suppress(RuntimeError):  # the store may have ended first
-            answer = RankStatus(self.rank, self.ledger.step, "the end of its run", {})
+            answer = RankStatus(self.rank, self.recorder.step, "the end of its run", {})
             self.store.compare_set(ALARM, "", answer.dump())
             self.store.set(REPORTED, "")
 
@@ -242,23 +242,23 @@ class Watchdog:
                 if self.store.check([ALARM]):
                     self._respond(RankStatus.load(self.store.get(ALARM)))
                     return
-            self._tell(RankStatus(self.rank, self.ledger.step, "the end of its run", {}))
+            self._tell(RankStatus(self.rank, self.recorder.step, "the end of its run", {}))
         except RuntimeError:
             self._end_alone()
 
     def _has_cause(self) -> bool:
         """Whether this rank has waited too long, or a collective of it broke."""
-        call = self.ledger.oldest()
+        call = self.recorder.oldest()
         late = call is not None and time.monotonic() - call.since > self.timeout
-        return late or self.ledger.broken is not None
+        return late or self.recorder.broken is not None
 
     def _follow_saves(self) -> None:
         """Publishes that this rank's save goes on; where any rank's does, the wait for it begins
         anew: a slow disk is no hang."""
-        if self.published != self.ledger.progress:
-            self.published = self.ledger.progress
+        if self.published != self.recorder.progress:
+            self.published = self.recorder.progress
             self.store.add(PROGRESS, 1)
-        waits = [call for call in list(self.ledger.waits.values()) if call.axis.name == SAVING]
+        waits = [call for call in list(self.recorder.waits.values()) if call.axis.name == SAVING]
         if waits and (progress := self.store.add(PROGRESS, 0)) != self.progress:
             self.progress = progress
             for call in waits:
@@ -296,16 +296,16 @@ class Watchdog:
     def _is_over(self) -> bool:
         """Whether this rank ends by itself, or waits for the one that has failed: until then it may
         have an error of its own to tell, or a checkpoint to write."""
-        call = self.ledger.oldest()
+        call = self.recorder.oldest()
         waits = call is not None and time.monotonic() - call.since > LEAVING
-        return waits or self.ledger.broken is not None or self.stopped.is_set()
+        return waits or self.recorder.broken is not None or self.stopped.is_set()
 
     def _end_alone(self) -> None:
         """Ends a rank that has lost the store, which the launcher holds, or rank 0."""
         if self.answered:
             self.end(None, [], True)
             return
-        self._await(lambda: self.stopped.is_set() or self.ledger.broken is not None, self.grace)
+        self._await(lambda: self.stopped.is_set() or self.recorder.broken is not None, self.grace)
         if self.stopped.is_set():
             return
         own = self._answer()
@@ -326,11 +326,11 @@ class Watchdog:
         self.store.set(f"answer/{self.rank}", answer.dump())
 
     def _answer(self) -> RankStatus:
-        step, counts = self.ledger.step, dict(self.ledger.counts)
-        if broken := self.ledger.broken:
+        step, counts = self.recorder.step, dict(self.recorder.counts)
+        if broken := self.recorder.broken:
             wait = self._wait(broken.call)
             return RankStatus(self.rank, step, broken.place, counts, wait, broken.error)
-        call = self.ledger.oldest()
+        call = self.recorder.oldest()
         if call is None:
             return RankStatus(self.rank, step, place(self.main), counts)
         return RankStatus(self.rank, step, calling(call.thread), counts, self._wait(call))
@@ -342,7 +342,7 @@ class Watchdog:
     def _fall_back(self) -> None:
         """Ends a rank whose store does not answer: its host may be what has stopped."""
         while not self.stopped.wait(self.poll):
-            call = self.ledger.oldest()
+            call = self.recorder.oldest()
             if call is None or time.monotonic() - call.since < self.timeout + 2.0 * self.grace:
                 continue
             wait, where = self._wait(call), calling(call.thread)

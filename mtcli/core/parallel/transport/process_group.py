@@ -46,7 +46,7 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """The wire of a process group: NCCL's or gloo's."""
+    """The transport of a process group: NCCL's or gloo's."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
         self.group, self.ranks, self.rank = group, ranks, rank

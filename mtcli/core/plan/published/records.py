@@ -317,9 +317,6 @@ def device_of(gpu: str, source: str) -> Device:
     return GPUS[name]
 
 
-Table = dict[str, Any]
-
-
 STEPS_PER_EPOCH = 68507  # of arXiv:1909.08053, section 5.2, which prints days
 
 

@@ -154,9 +154,6 @@ def step_bars(seconds: Sequence[float]) -> go.Figure:
     return figure
 
 
-Row = Mapping[str, Any]
-
-
 def curves(told: Mapping[str, Row], resumed: Sequence[int] = ()) -> go.Figure:
     """{curve: {steps, values}} on one step axis; a line where the run took up again."""
     shown = {name: one for name, one in told.items() if name in CURVES}
@@ -230,8 +227,6 @@ MIB = 2**20
 STATE = ("weights", "gradients", "optimizer")
 KINDS = (*STATE, "activations")
 NEAR = 2.0  # times the process: a limit beyond that is told in words, not drawn
-
-Row = Mapping[str, Any]
 
 
 def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> go.Figure:
@@ -310,8 +305,6 @@ def by_rank(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
 MOST_LABELLED = 256  # ranks; the map of a larger world tells a rank's place on hover only
 MOST_CELLS = 128  # rows of the matrix; of a larger world, ranks are added up in blocks
 INNER = {"attention": ("dp", "cp", "tp"), "experts": ("edp", "ep", "etp")}
-
-Row = Mapping[str, Any]
 
 
 def grid_map(ranks: Sequence[Row], grid: str) -> go.Figure:

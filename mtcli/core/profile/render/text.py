@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from mtcli.commands.tables import print_line, print_table, width
 from mtcli.core.profile.compare import fullest_stage, planned_memory
 from mtcli.core.profile.figures import Json, Profile
+from mtcli.core.runtime.console import print_line, print_table, width
 from mtcli.core.schedule.timeline import Timeline, draw
 
 MIB = 2**20

@@ -22,7 +22,7 @@ HINT = "the ranks of an axis must make the same calls in the same order; later o
 
 
 def guarded(runtime, path):
-    """(a ledger that compares calls, the connection it has to the other ranks)."""
+    """(a recorder that compares calls, the connection it has to the other ranks)."""
     store = dist.FileStore(path, runtime.world)
     return FlightRecorder(ConsistencyGuard(store, runtime.rank).compare), store
 
@@ -31,10 +31,10 @@ def told(runtime, path, cases):
     """What each rank is told in each of the cases; the store outlives them."""
     found = []
     for number, case in enumerate(cases):
-        ledger, _ = guarded(runtime, f"{path}-{number}")
+        recorder, _ = guarded(runtime, f"{path}-{number}")
         layout = ParallelLayout(runtime.world, **({"pp": 2} if "message" in case else {"tp": 2}))
-        groups = make_groups(layout, runtime.rank, "cpu", ledger=ledger)
-        ledger.step = 7
+        groups = make_groups(layout, runtime.rank, "cpu", recorder=recorder)
+        recorder.step = 7
         try:
             globals()[case](groups, runtime.rank)
         except MtcliError as error:
@@ -201,14 +201,14 @@ def test_two_ranks_that_wait_for_each_other_in_different_calls_are_told(tmp_path
 def trained(runtime, path, config):
     """[(losses and weights of two steps, keys in the store)] without and with comparisons."""
     found = []
-    for ledger, store in ((FlightRecorder(), None), guarded(runtime, path)):
-        trainer = Trainer(config, replace(runtime, ledger=ledger))
+    for recorder, store in ((FlightRecorder(), None), guarded(runtime, path)):
+        trainer = Trainer(config, replace(runtime, recorder=recorder))
         trainer.initialise()
-        feed = MicroBatchLoader(Samples(config), config, trainer.groups)
-        losses = [trainer.train_step(feed).loss for _ in range(2)]
-        feed.close()
+        loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+        losses = [trainer.train_step(loader).loss for _ in range(2)]
+        loader.close()
         weights = {n: p.data for s in trainer.stages.values() for n, p in s.named_parameters()}
-        found.append((losses, weights, store.num_keys() if store else 0, dict(ledger.counts)))
+        found.append((losses, weights, store.num_keys() if store else 0, dict(recorder.counts)))
     return found
 
 

@@ -8,16 +8,16 @@ from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder, place
 
 
-def axis(ledger, name="tp", ranks=(2, 3), rank=0):
-    return Axis(name, ranks, rank, None, ledger)
+def axis(recorder, name="tp", ranks=(2, 3), rank=0):
+    return Axis(name, ranks, rank, None, recorder)
 
 
 def test_collectives_are_numbered_by_axis_and_messages_by_pair():
-    ledger = FlightRecorder()
-    tp, pp = axis(ledger), axis(ledger, "pp_forward", (0, 4, 8), rank=1)
-    made = [ledger.call("all_reduce", tp), ledger.call("all_gather", tp)]
-    made += [ledger.call("send", pp, peer=2), ledger.call("recv", pp, peer=0)]
-    made += [ledger.call("send", pp, peer=2)]
+    recorder = FlightRecorder()
+    tp, pp = axis(recorder), axis(recorder, "pp_forward", (0, 4, 8), rank=1)
+    made = [recorder.call("all_reduce", tp), recorder.call("all_gather", tp)]
+    made += [recorder.call("send", pp, peer=2), recorder.call("recv", pp, peer=0)]
+    made += [recorder.call("send", pp, peer=2)]
     assert [(call.channel, call.number) for call in made] == [
         ("tp", 1), ("tp", 2), ("pp_forward 4>8", 1), ("pp_forward 0>4", 1), ("pp_forward 4>8", 2),
     ]  # fmt: skip
@@ -25,29 +25,29 @@ def test_collectives_are_numbered_by_axis_and_messages_by_pair():
 
 
 def test_a_rank_waits_only_between_the_start_and_the_end_of_a_call():
-    ledger = FlightRecorder()
-    call = ledger.call("all_reduce", axis(ledger))
-    assert ledger.oldest() is None, "it is numbered and not yet made"
+    recorder = FlightRecorder()
+    call = recorder.call("all_reduce", axis(recorder))
+    assert recorder.oldest() is None, "it is numbered and not yet made"
     with call:
-        assert ledger.oldest() is call
-    assert ledger.oldest() is None
+        assert recorder.oldest() is call
+    assert recorder.oldest() is None
 
 
 def test_the_first_collective_that_breaks_is_kept_with_its_place():
-    ledger = FlightRecorder()
+    recorder = FlightRecorder()
     for op in ("all_reduce", "all_gather"):
-        with pytest.raises(RuntimeError), ledger.call(op, axis(ledger)):
+        with pytest.raises(RuntimeError), recorder.call(op, axis(recorder)):
             raise RuntimeError(f"{op} lost")
-    with pytest.raises(KeyError), ledger.call("all_reduce", axis(ledger)):
+    with pytest.raises(KeyError), recorder.call("all_reduce", axis(recorder)):
         raise KeyError("of ours")
-    assert ledger.oldest() is None
-    assert ledger.broken.call.op == "all_reduce" and ledger.broken.error == "all_reduce lost"
-    assert re.fullmatch(r"test_ledger\.py:\d+ in test_the_first\w+", ledger.broken.place)
+    assert recorder.oldest() is None
+    assert recorder.broken.call.op == "all_reduce" and recorder.broken.error == "all_reduce lost"
+    assert re.fullmatch(r"test_ledger\.py:\d+ in test_the_first\w+", recorder.broken.place)
 
 
 def test_of_several_threads_the_one_that_has_waited_longest_counts():
-    ledger, done, inside = FlightRecorder(), threading.Event(), threading.Event()
-    first, second = (ledger.call(op, axis(ledger)) for op in ("all_gather", "all_reduce"))
+    recorder, done, inside = FlightRecorder(), threading.Event(), threading.Event()
+    first, second = (recorder.call(op, axis(recorder)) for op in ("all_gather", "all_reduce"))
 
     def wait():
         with first:
@@ -58,11 +58,11 @@ def test_of_several_threads_the_one_that_has_waited_longest_counts():
     thread.start()
     inside.wait(10.0)
     with second:
-        assert ledger.oldest() is first
+        assert recorder.oldest() is first
         assert first.since < second.since
         done.set()
         thread.join()
-        assert ledger.oldest() is second
+        assert recorder.oldest() is second
 
 
 def test_a_device_that_waits_by_itself_is_asked_whether_it_has_got_past():
@@ -73,25 +73,25 @@ def test_a_device_that_waits_by_itself_is_asked_whether_it_has_got_past():
         name = next(names)
         return lambda: reached[name]
 
-    ledger = FlightRecorder(mark=mark)
-    calls = [ledger.call(op, axis(ledger)) for op in reached]
+    recorder = FlightRecorder(mark=mark)
+    calls = [recorder.call(op, axis(recorder)) for op in reached]
     for call in calls:
         with call:
             pass
-    assert ledger.oldest() is calls[0]
+    assert recorder.oldest() is calls[0]
     reached["all_gather"] = True
-    assert ledger.oldest() is calls[1]
+    assert recorder.oldest() is calls[1]
     reached["all_reduce"] = True
-    assert ledger.oldest() is None and not ledger.queued
+    assert recorder.oldest() is None and not recorder.queued
 
 
 def test_a_check_sees_each_call_while_its_rank_waits():
     seen = []
-    ledger = FlightRecorder(
-        check=lambda call, x, detail: seen.append((call, x, detail, ledger.oldest()))
+    recorder = FlightRecorder(
+        check=lambda call, x, detail: seen.append((call, x, detail, recorder.oldest()))
     )
-    call = ledger.call("all_reduce", axis(ledger), "x", "sum")
-    assert seen == [(call, "x", "sum", call)] and ledger.oldest() is None
+    call = recorder.call("all_reduce", axis(recorder), "x", "sum")
+    assert seen == [(call, "x", "sum", call)] and recorder.oldest() is None
 
 
 def test_a_place_is_the_innermost_frame_of_the_package_or_at_all():
@@ -102,7 +102,7 @@ def test_a_place_is_the_innermost_frame_of_the_package_or_at_all():
         done.wait(10.0)
 
     work = [lambda: FlightRecorder(check=check).call("all_reduce", axis(FlightRecorder())), check]
-    expected = [r"ledger\.py:\d+ in call", r"threading\.py:\d+ in wait"]
+    expected = [r"recorder\.py:\d+ in call", r"threading\.py:\d+ in wait"]
     for target, words in zip(work, expected, strict=True):
         inside.clear(), done.clear()
         thread = threading.Thread(target=target)
@@ -117,15 +117,15 @@ def test_a_place_is_the_innermost_frame_of_the_package_or_at_all():
 
 def test_a_thread_beside_training_is_seen_and_not_compared():
     compared, marked = [], []
-    ledger = FlightRecorder(lambda *call: compared.append(call), lambda: marked.append(1))
-    beside = ledger.beside()
+    recorder = FlightRecorder(lambda *call: compared.append(call), lambda: marked.append(1))
+    beside = recorder.beside()
     with pytest.raises(RuntimeError), beside.call("gather_values", axis(beside, "saving")) as call:
-        assert call is None and ledger.oldest().channel == "saving"
+        assert call is None and recorder.oldest().channel == "saving"
         raise RuntimeError("lost")
-    assert ledger.counts == {"saving": 1} and ledger.broken.error == "lost"
+    assert recorder.counts == {"saving": 1} and recorder.broken.error == "lost"
     with beside.call("gather_values", axis(beside, "saving")):
         pass
-    assert (compared, marked) == ([], []) and ledger.counts == {"saving": 2}
-    with ledger.call("all_reduce", axis(ledger)):
+    assert (compared, marked) == ([], []) and recorder.counts == {"saving": 2}
+    with recorder.call("all_reduce", axis(recorder)):
         pass
     assert len(compared) == 1 and marked

@@ -21,7 +21,7 @@ def waiting(rank, wait, counts=None):
 
 
 def computing(rank, counts):
-    return RankStatus(rank, 7, "feed.py:50 in step", counts)
+    return RankStatus(rank, 7, "loader.py:50 in step", counts)
 
 
 def told(alarm, *others, world=4):
@@ -35,7 +35,7 @@ def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place_and_last_number()
     problem = told(waiting(2, on_tp()), computing(3, {"tp": 11}), world=4)
     assert problem.message == (
         "all_reduce number 12 on tp (ranks 2, 3) has waited for 10 s on rank 2, "
-        "at tp.py:62 in forward (step 7): rank 3 is absent: it is at feed.py:50 in step, and its "
+        "at tp.py:62 in forward (step 7): rank 3 is absent: it is at loader.py:50 in step, and its "
         "last collective on tp was number 11"
     )
     assert problem.hint == KEPT + "raise train.timeout (10 s) if the rank was only slow"
@@ -61,7 +61,7 @@ def test_the_ranks_between_are_followed_to_the_one_that_waits_for_nobody():
     )
     assert problem.message == (
         "all_reduce number 5 on world (ranks 0, 1, 2, 3) has waited for 9 s on rank 1, "
-        "at tp.py:61 in forward (step 7): rank 0 is absent: it is at feed.py:50 in step, and its "
+        "at tp.py:61 in forward (step 7): rank 0 is absent: it is at loader.py:50 in step, and its "
         "last collective on world was number 4"
     )
 
@@ -76,7 +76,7 @@ def test_a_message_names_its_two_ends():
     problem = told(waiting(1, receiving(0, 1)), computing(0, {"pp_forward 0>1": 2}), world=2)
     assert problem.message == (
         "recv number 3 on pp_forward (rank 0 to rank 1) has waited for 10 s on rank 1, "
-        "at tp.py:61 in forward (step 7): rank 0 is absent: it is at feed.py:50 in step, and its "
+        "at tp.py:61 in forward (step 7): rank 0 is absent: it is at loader.py:50 in step, and its "
         "last collective on pp_forward was number 2"
     )
 
@@ -96,7 +96,7 @@ def test_ranks_that_wait_for_each_other_are_all_told():
 def test_a_rank_that_has_come_and_gone_on_is_told_with_its_place():
     alarm = waiting(0, on_tp(ranks=(0, 1)))
     message = told(alarm, computing(1, {"tp": 12}), world=2).message
-    assert message.endswith("; rank 1 is in no collective, at feed.py:50 in step")
+    assert message.endswith("; rank 1 is in no collective, at loader.py:50 in step")
 
 
 def test_where_nobody_who_is_waited_for_is_absent_the_silent_are():

@@ -17,10 +17,10 @@ X = torch.zeros(8, 3, dtype=torch.float32)  # 96 bytes, of which a quarter is 24
 
 
 def sent(op, x=X, **named):
-    ledger = FlightRecorder()
-    ledger.traffic = Traffic()
-    ledger.call(op, RING._replace(ledger=ledger), x, **named)
-    return {one.receiver: (one.bytes, one.calls) for one in ledger.traffic.sent}
+    recorder = FlightRecorder()
+    recorder.traffic = Traffic()
+    recorder.call(op, RING._replace(recorder=recorder), x, **named)
+    return {one.receiver: (one.bytes, one.calls) for one in recorder.traffic.sent}
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_ranks_that_communicate_note_bytes_and_waits():
 
 
 def _check_two_ranks(runtime):
-    ledger, rank = FlightRecorder(), runtime.rank
-    groups = make_groups(ParallelLayout(2, tp=2), rank, torch.device("cpu"), 60.0, ledger)
-    traffic = ledger.traffic = Traffic()
+    recorder, rank = FlightRecorder(), runtime.rank
+    groups = make_groups(ParallelLayout(2, tp=2), rank, torch.device("cpu"), 60.0, recorder)
+    traffic = recorder.traffic = Traffic()
     x = torch.ones(4, 2, dtype=torch.float64)  # 64 bytes
     collectives.all_reduce(x, groups.tp)
     collectives.all_gather(x, groups.tp)
-    ledger.traffic = None
+    recorder.traffic = None
     collectives.all_reduce(x, groups.tp)
     assert traffic.sent == [Sent("tp", 1 - rank, 128, 2)]
     assert [wait.op for wait in traffic.waits] == ["all_reduce", "all_gather"]

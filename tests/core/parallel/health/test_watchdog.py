@@ -36,8 +36,8 @@ def watched(runtime, path, work, missing, answers=True):
     """(error, silent) of a rank's watch while all do `work`, the `missing` one long too late."""
     ended, groups = Ended(), make_groups(LAYOUTS[work](runtime.world), runtime.rank, "cpu")
     store = dist.FileStore(path, runtime.world)
-    watch = Watchdog(groups.tp.ledger, store, runtime.rank, runtime.world, TIMEOUT, ended)
-    groups.tp.ledger.step = 7
+    watch = Watchdog(groups.tp.recorder, store, runtime.rank, runtime.world, TIMEOUT, ended)
+    groups.tp.recorder.step = 7
     if runtime.rank != missing or answers:
         watch.start(1000 + runtime.rank)
         at_work = runtime.rank != missing or ended.wait(20.0)
@@ -118,12 +118,12 @@ def broken(runtime, path):
     """What rank 0's watch says where a collective of it breaks, and rank 1 is busy or gone."""
     ended = Ended()
     groups = make_groups(ParallelLayout(3, tp=3), runtime.rank, "cpu")
-    watch = Watchdog(groups.tp.ledger, dist.FileStore(path, 3), runtime.rank, 3, 30.0, ended)
+    watch = Watchdog(groups.tp.recorder, dist.FileStore(path, 3), runtime.rank, 3, 30.0, ended)
     if runtime.rank < 2:
         watch.start(1)
     start = time.monotonic()
     if runtime.rank == 0:
-        with pytest.raises(RuntimeError), groups.tp.ledger.call("all_reduce", groups.tp):
+        with pytest.raises(RuntimeError), groups.tp.recorder.call("all_reduce", groups.tp):
             raise RuntimeError("Connection closed by peer. And so on")
         watch.explain()
     elif runtime.rank == 1:
@@ -152,7 +152,7 @@ def given_up(runtime, path, both):
         seen.extend([error, lost])
         ended(error, silent, lost)
 
-    watch = Watchdog(groups.tp.ledger, dist.FileStore(path, 2), runtime.rank, 2, 30.0, end)
+    watch = Watchdog(groups.tp.recorder, dist.FileStore(path, 2), runtime.rank, 2, 30.0, end)
     watch.start(1)
     start = time.monotonic()
     while both and runtime.rank == 0 and not watch.answered:
@@ -160,7 +160,7 @@ def given_up(runtime, path, both):
     if both or runtime.rank == 1:
         watch.give_up()
     else:
-        with groups.tp.ledger.call("all_reduce", groups.tp):  # where it waits for the other
+        with groups.tp.recorder.call("all_reduce", groups.tp):  # where it waits for the other
             ended.wait(20.0)
     return seen, time.monotonic() - start
 
@@ -181,7 +181,7 @@ def quick(runtime, path):
     ended = Ended()
     groups = make_groups(ParallelLayout(2, tp=2), runtime.rank, "cpu")
     store = dist.FileStore(path, 2)
-    watch = Watchdog(groups.tp.ledger, store, runtime.rank, 2, TIMEOUT, ended)
+    watch = Watchdog(groups.tp.recorder, store, runtime.rank, 2, TIMEOUT, ended)
     watch.start(os.getpid())
     end = time.monotonic() + 2.0 * TIMEOUT
     while collectives.gather_values(time.monotonic() < end, groups.tp)[0]:
@@ -217,10 +217,10 @@ class Stopped:
 def test_a_rank_whose_store_does_not_answer_speaks_for_itself():
     ended, store = Ended(), Stopped()
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
-    watch = Watchdog(groups.tp.ledger, store, 0, 2, 0.4, ended)
+    watch = Watchdog(groups.tp.recorder, store, 0, 2, 0.4, ended)
     watch.grace = 0.2
     watch.start(1)
-    with groups.tp.ledger.call("all_reduce", groups.tp):
+    with groups.tp.recorder.call("all_reduce", groups.tp):
         assert ended.wait(10.0)
     store.free.set()
     watch.stop()
@@ -234,11 +234,11 @@ def test_a_rank_whose_store_does_not_answer_speaks_for_itself():
 
 
 def test_a_collective_that_breaks_with_the_store_names_the_host_of_both():
-    ended, ledger = Ended(), make_groups(ParallelLayout(1), 0, torch.device("cpu")).tp.ledger
-    axis = Axis("data", (0, 1), 1, None, ledger)
-    watch = Watchdog(ledger, Gone(), 1, 2, 30.0, ended)
+    ended, recorder = Ended(), make_groups(ParallelLayout(1), 0, torch.device("cpu")).tp.recorder
+    axis = Axis("data", (0, 1), 1, None, recorder)
+    watch = Watchdog(recorder, Gone(), 1, 2, 30.0, ended)
     watch.start(1)
-    with pytest.raises(RuntimeError), ledger.call("all_reduce", axis):
+    with pytest.raises(RuntimeError), recorder.call("all_reduce", axis):
         raise RuntimeError("Connection reset by peer")
     watch.explain()
     assert re.fullmatch(
@@ -250,8 +250,8 @@ def test_a_collective_that_breaks_with_the_store_names_the_host_of_both():
 
 
 def test_a_rank_that_has_lost_the_store_ends_where_it_is():
-    ended, ledger = Ended(), make_groups(ParallelLayout(1), 0, torch.device("cpu")).tp.ledger
-    watch = Watchdog(ledger, Gone(), 1, 2, 30.0, ended)
+    ended, recorder = Ended(), make_groups(ParallelLayout(1), 0, torch.device("cpu")).tp.recorder
+    watch = Watchdog(recorder, Gone(), 1, 2, 30.0, ended)
     watch.grace = 0.2
     watch.start(1)
     assert ended.wait(10.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mtcli.__main__ import run
-from mtcli.commands.tables import print_table, width
+from mtcli.core.runtime.console import print_table, width
 
 COLUMNS = ["", "layout", "step", "memory", "reason"]
 ROWS = [
@@ -83,7 +83,7 @@ def test_every_table_of_a_plan_is_as_wide_as_the_terminal_at_most(capsys, monkey
 
 
 def test_all_tables_are_printed_here():
-    root = Path(__file__).parents[2] / "mtcli"
+    root = Path(__file__).parents[3] / "mtcli"
     assert [path.name for path in root.rglob("*.py") if "from rich" in path.read_text()] == [
         "console.py"
     ]
