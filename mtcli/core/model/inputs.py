@@ -41,7 +41,7 @@ class Inputs:
     numbers: Tensor | None = None  # [b, s] int64
     seen: AttentionMask = AttentionMask()
     mask: Tensor | None = None  # [b, s, s] bool, True may attend, in place of what `seen` says
-    rotary_table: RotaryTable | None = None
+    rotation: RotaryTable | None = None
     cache: Cache | None = None
     aux_scale: float = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 
