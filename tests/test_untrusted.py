@@ -307,7 +307,7 @@ OPENERS: dict[str, str] = {
     "core/run_lock.py": "the kernel's files",
     "core/parallel/neighbours.py": "the kernel's files",
     "core/report/clock.py": "the kernel's files",
-    "kernels/choices.py": "the user's own cache",
+    "kernels/autotune.py": "the user's own cache",
 }
 
 

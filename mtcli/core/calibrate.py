@@ -45,7 +45,7 @@ from mtcli.core.runtime import Runtime, set_matmul
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.trainer import Phases, Trainer
-from mtcli.kernels.products import is_slow
+from mtcli.kernels.gemm import runs_in_float32
 
 ROUNDS, STEPS, WARMUP = 2, 2, 1  # rounds, so that no slow moment of the machine is in all
 MOST_RANKS = 4  # that measure at once: more would have too little of the budget each
@@ -244,7 +244,7 @@ def _without_passes(facts: Facts, rank: int, timer: Watch, budget: Budget) -> Ca
             rows.append(attention_row(length, kind["head_dim"], kind["causal"], precision, timer))
     return Calibration(
         ranks=facts["ranks"],
-        widens=is_slow(torch.empty(0, dtype=torch.bfloat16)),
+        widens=runs_in_float32(torch.empty(0, dtype=torch.bfloat16)),
         flops=product_rate(precision, timer),
         memory_bandwidth=copy_rate(timer),
         forward=Amounts(),

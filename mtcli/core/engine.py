@@ -31,7 +31,7 @@ from mtcli.core.spec.forward import forward_config, require_causal
 from mtcli.core.spec.layout import ParallelLayout
 from mtcli.core.spec.model import parameters, stage_layers
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.kernels.products import PLAIN, Products
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
 
 HOLLOW = torch.device("meta")  # where stages are built that take memory once they are cut
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
@@ -60,7 +60,9 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
-        weight_work=WeightWork(products or PLAIN) if parallel.schedule == "zero_bubble" else None,
+        weight_work=WeightWork(products or DEFAULT_GEMMS)
+        if parallel.schedule == "zero_bubble"
+        else None,
         products=products,
         remakes_activations=parallel.recompute != "full",
     )
@@ -86,7 +88,7 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
     return stages
 
 
-def _products(config: RunConfig, device: torch.device) -> Products | None:
+def _products(config: RunConfig, device: torch.device) -> LinearGemms | None:
     """How linear layers multiply, where it is not torch's own way."""
     if config.train.precision != "fp8":
         return None

@@ -34,7 +34,7 @@ from mtcli.core.runtime import Runtime
 from mtcli.core.schedule.ops import Op
 from mtcli.core.spec.config import RunConfig
 from mtcli.core.trainer import Phases, Trainer
-from mtcli.kernels.products import matmul
+from mtcli.kernels.gemm import matmul
 
 SIDE = {"cpu": 1024, "cuda": 8192}  # large enough to run at full speed; 10 to 20 ms on a core
 OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates

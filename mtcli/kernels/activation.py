@@ -1,4 +1,4 @@
-"""The functions between the two products of a feed-forward layer, by their names in the config."""
+"""Activations of MLPs and experts by their names in the config, with backwards that recompute."""
 
 from collections.abc import Callable
 from functools import partial

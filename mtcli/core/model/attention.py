@@ -12,9 +12,9 @@ from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.cp import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.tp import HeadsLinear, RowLinear
 from mtcli.core.spec.model_config import ModelConfig
-from mtcli.kernels.products import matmul
+from mtcli.kernels.attention.softmax import masked_softmax
+from mtcli.kernels.gemm import matmul
 from mtcli.kernels.random import keep_mask, stream_key
-from mtcli.kernels.softmax import masked_softmax
 
 
 class Attention(nn.Module):

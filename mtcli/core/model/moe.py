@@ -16,9 +16,9 @@ from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.ep import dispatch
 from mtcli.core.spec.model_config import ModelConfig
 from mtcli.kernels.activation import ACTIVATIONS
-from mtcli.kernels.grouped import grouped_linear
+from mtcli.kernels.gemm import linear
+from mtcli.kernels.grouped_gemm import grouped_linear
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import linear
 
 
 class ExpertArray(nn.Module):

@@ -1,7 +1,7 @@
-"""Results of attention over two blocks of keys, merged by their log-sum-exps.
+"""Merges attention over two blocks of keys by their log-sum-exps, as ring attention needs.
 
-b sequences, h query heads, n queries, d head width. A query that has seen no key in a block has the
-log-sum-exp -inf there, and merges as nothing.
+b sequences, h query heads, n queries, d head width. A query that attends to no key of a block has
+the log-sum-exp -inf there, and the merge leaves it as it is.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mtcli.kernels.flash_parts import program_of, programs, rowwise, strides
-from mtcli.kernels.launch import kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.attention.tiles import contiguous_rows, head_grid, program_of, strides
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel, power_of_two, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-TILES = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), (32, 4), (64, 8)))
+CONFIGS = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), (32, 4), (64, 8)))
 
 
 def merge_reference_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -37,12 +38,13 @@ def finite(lse: Tensor) -> Tensor:
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
-@kernel(TILES, key=["d"])
+@kernel(CONFIGS, key=["d"])
 def _merge(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, h, n, d, ob: tl.int64, oh: tl.int64, on,
     lb: tl.int64, lh: tl.int64, pb: tl.int64, ph: tl.int64, pn, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip  # strides of out, lse and part; part_lse [b, h, n] is contiguous
+):  # fmt: skip
+    """Strides are those of out, lse and part; part_lse [b, h, n] is contiguous."""
     tile, b, head = program_of(n, h, ROWS)
     row = tile * ROWS + tl.arange(0, ROWS)
     real, column = row < n, tl.arange(0, WIDTH)[None, :]
@@ -71,15 +73,9 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         merge_reference_(out, lse, part, part_lse)
 
 
-def _run(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    part, part_lse, (b, h, n, d) = rowwise(part), part_lse.contiguous(), out.shape
+@custom_op("merge_(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()")
+def _merge_op(out, lse, part, part_lse):
+    part, part_lse, (b, h, n, d) = contiguous_rows(part), part_lse.contiguous(), out.shape
     assert lse.stride(2) == 1, f"strides {lse.stride()}"
     layout = (*strides(out), *lse.stride()[:2], *strides(part))
-    _merge[programs(n, b * h)](out, lse, part, part_lse, h, n, d, *layout, WIDTH=power_of_two(d))
-
-
-_merge_op = operator(
-    "merge_(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()",
-    _run,
-    lambda out, lse, part, part_lse: None,
-)
+    _merge[head_grid(n, b * h)](out, lse, part, part_lse, h, n, d, *layout, WIDTH=power_of_two(d))
