@@ -15,6 +15,7 @@ from mtcli.kernels.multi_tensor import (
     OptimizerStep,
     OptimizerTensors,
     TensorTable,
+    chunk_of,
     fill_,
     pointers_at,
 )
@@ -74,10 +75,7 @@ def _adamw(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """step: lr / (1 - beta1^t); root: (1 - beta2^t)^-0.5; `_like` give dtypes alone."""
-    tensor, chunk = tl.load(chunks_ptr + tl.program_id(0) * 2), tl.program_id(0) * 2 + 1
-    start = tl.load(chunks_ptr + chunk) * CHUNK
-    row = table_ptr + tensor * 8
-    numel, decays = tl.load(row), tl.load(row + 1)
+    _, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     gradient_ptr = tl.pointer_type(gradient_like.dtype.element_ty)
     weight_ptr = tl.pointer_type(weight_like.dtype.element_ty)

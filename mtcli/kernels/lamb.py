@@ -20,6 +20,7 @@ from mtcli.kernels.multi_tensor import (
     OptimizerStep,
     OptimizerTensors,
     TensorTable,
+    chunk_of,
     fill_,
     pointers_at,
 )
@@ -87,10 +88,7 @@ def _moments(
     decay, factor, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates the moments; squares [chunks, 2] are the sums of x^2 and of u^2."""
-    tensor = tl.load(chunks_ptr + tl.program_id(0) * 2)
-    start = tl.load(chunks_ptr + tl.program_id(0) * 2 + 1) * CHUNK
-    row = table_ptr + tensor * 8
-    numel, decays = tl.load(row), tl.load(row + 1)
+    _, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     master_at, m_at = tl.load(row + 2).to(float_ptr), tl.load(row + 3).to(float_ptr)
     v_at = tl.load(row + 4).to(float_ptr)
@@ -137,10 +135,7 @@ def _step(
     ALIGNED: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates the masters, and rounds them to the weights."""
-    tensor = tl.load(chunks_ptr + tl.program_id(0) * 2)
-    start = tl.load(chunks_ptr + tl.program_id(0) * 2 + 1) * CHUNK
-    row = table_ptr + tensor * 8
-    numel, decays = tl.load(row), tl.load(row + 1)
+    tensor, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
     length = lr * tl.load(ratios_ptr + tensor)
     float_ptr = tl.pointer_type(tl.float32)
     master_at, m_at = tl.load(row + 2).to(float_ptr), tl.load(row + 3).to(float_ptr)

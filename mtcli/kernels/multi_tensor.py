@@ -81,6 +81,15 @@ def fill_(table: TensorTable, roles: Sequence[Sequence[Tensor]], flags: Sequence
 
 
 @kernel()
+def chunk_of(table_ptr, chunks_ptr, CHUNK: tl.constexpr):
+    """(tensor, its row of the table, first element, elements, flag) of this program's chunk."""
+    at = chunks_ptr + tl.program_id(0) * 2
+    tensor = tl.load(at)
+    row = table_ptr + tensor * 8
+    return tensor, row, tl.load(at + 1) * CHUNK, tl.load(row), tl.load(row + 1)
+
+
+@kernel()
 def pointers_at(ptr, at, ALIGNED: tl.constexpr):
     """Pointers to the consecutive elements `at`; if ALIGNED, 16 bytes are read at once.
 

@@ -162,12 +162,12 @@ def route(
 
     Bytes moved: 8 * T * E forward, 12 * T * E backward.
     """
-    whole = logits_TE.shape[-1] == power_of_two(logits_TE.shape[-1])
-    halves = choice.groups == power_of_two(choice.groups)
-    grouped = choice.groups == 1 or (whole and halves and logits_TE.shape[-1] > choice.groups)
-    if not runs_triton(logits_TE) or not grouped:
-        return route_reference(logits_TE, bias_E, choice)
-    return _route_op(logits_TE, bias_E, *choice)
+    experts, groups = logits_TE.shape[-1], choice.groups
+    # The kernel reshapes a row into groups, which takes powers of two.
+    powers = experts == power_of_two(experts) and groups == power_of_two(groups)
+    if runs_triton(logits_TE) and (groups == 1 or (powers and experts > groups)):
+        return _route_op(logits_TE, bias_E, *choice)
+    return route_reference(logits_TE, bias_E, choice)
 
 
 def _config(experts: int) -> dict[str, int]:
@@ -185,13 +185,9 @@ def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *others: Any) -> tupl
     "route(Tensor logits, Tensor? bias, int top_k, bool softmax, bool normalize, int groups,"
     " int top_groups) -> (Tensor, Tensor, Tensor)",
     fake=_fake,
-    saved=lambda outputs, logits, bias, top_k, softmax, normalize, *groups: (
-        *outputs,
-        softmax,
-        normalize,
-    ),
-    backward=lambda of_scores, of_weights, _, scores, weights, experts, *flags: _route_backward_op(
-        of_scores, of_weights, [scores, weights, experts], *flags
+    saved=lambda outputs, *inputs: (*outputs, *inputs[3:5]),
+    backward=lambda of_scores, of_weights, _, *saved: _route_backward_op(
+        of_scores, of_weights, list(saved[:3]), *saved[3:]
     ),
 )
 def _route_op(logits, bias, top_k, softmax, normalize, groups, top_groups):
@@ -213,11 +209,8 @@ def _route_op(logits, bias, top_k, softmax, normalize, groups, top_groups):
 def _route_backward_op(of_scores, of_weights, kept, softmax, normalize):
     scores, weights, chosen = kept
     of_scores, of_weights = of_scores.contiguous(), of_weights.contiguous()
-    (tokens, experts), out, config = (
-        scores.shape,
-        torch.empty_like(scores),
-        _config(scores.shape[1]),
-    )
+    (tokens, experts), out = scores.shape, torch.empty_like(scores)
+    config = _config(experts)
     pointers = (of_scores, of_weights, scores, weights, chosen, out)
     flags = {"SOFTMAX": softmax, "NORMALIZE": normalize, "TOP": weights.shape[1]}
     if tokens:
