@@ -37,16 +37,17 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor, empty
+from torch.distributed.tensor import Shard as DtensorShard
+from torch.distributed.tensor import distribute_tensor, empty
 
+from mtcli.core.checkpoint.async_save import Snapshot
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.snapshot import Snapshot
-from mtcli.core.checkpoint.store import Piece, save
-from mtcli.core.parallel.wire import gather_json
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.load import dump_toml
-from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.checkpoint.store import Shard, save
+from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.sharding import Box
+from mtcli.core.parallel.transport.process_group import gather_json
 
 SHAPE = (1024, 4096)  # 16 MiB
 BLOCK = 16 << 20
@@ -151,7 +152,7 @@ def save_raw(folder, tensors):
 
 
 def save_ours(folder, tensors):
-    pieces = [Piece(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
+    pieces = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
     save(folder / "ours", 1, pieces, rank=0, gather=lambda thing: [thing], **ABOUT)
 
 
@@ -240,7 +241,7 @@ LOADERS = {
 
 def stalls(tensors, root, repeats):
     """Seconds until an asynchronous save returns, for ours and DCP in turn, first in new memory."""
-    pieces = [Piece(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
+    pieces = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
     held, stager = Snapshot(torch.device("cpu")), DefaultStager(StagingOptions(*[False] * 4))
     times = {"mtcli": [], "DCP": []}
     for _ in range(repeats + 1):
@@ -296,14 +297,14 @@ def _rank(rank, world, store, work, results, *rest):
 def write_halves(rank, world, root, gib):
     mesh = init_device_mesh("cpu", (world,))
     tensors = make_tensors(gib)
-    cut = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in tensors.items()}
+    cut = {name: distribute_tensor(t, mesh, [DtensorShard(0)]) for name, t in tensors.items()}
     dcp.save(cut, checkpoint_id=str(root / "dcp"))
 
     def gather(value):
         return gather_json(value, dist.group.WORLD)
 
     start = (rank * SHAPE[0] // world, 0)
-    pieces = [Piece(name, t.to_local(), start, SHAPE) for name, t in cut.items()]
+    pieces = [Shard(name, t.to_local(), start, SHAPE) for name, t in cut.items()]
     save(root / "ours", 1, pieces, rank=rank, gather=gather, **ABOUT)
 
 
@@ -314,12 +315,12 @@ def read_columns(rank, world, root, gib, name):
     dist.barrier()
     start = perf_counter()
     if name == "DCP":
-        state = {n: empty(SHAPE, device_mesh=mesh, placements=[Shard(1)]) for n in names}
+        state = {n: empty(SHAPE, device_mesh=mesh, placements=[DtensorShard(1)]) for n in names}
         dcp.load(state, checkpoint_id=str(root / "dcp"))
         last = state[names[-1]].to_local()
     else:
         checkpoint = open_checkpoint(root / "ours")
-        box = Rectangle((0, rank * width), (SHAPE[0], width))
+        box = Box((0, rank * width), (SHAPE[0], width))
         last = {n: checkpoint.read(n, box) for n in names}[names[-1]]
     dist.barrier()
     seconds = perf_counter() - start

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from mtcli.core.parallel.neighbours import connect
-from mtcli.core.parallel.wire import gather_json
+from mtcli.core.parallel.transport.process_group import gather_json
+from mtcli.core.parallel.transport.same_machine import connect
 
 KIB = (4, 128, 512, 2048, 8192)  # what each rank gives
 CALLS = 60

@@ -98,7 +98,7 @@ def make_inputs(folder, size, items):
 
 def spawn(name, folder, arguments):
     """One run in a new process: seconds, processor seconds, [[log-likelihood] * 4] per item."""
-    from mtcli.core.spec.machine import ALLOCATOR
+    from mtcli.core.runtime.machine import ALLOCATOR
 
     settings = {} if name == "lm-eval" else ALLOCATOR
     settings |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": f"{folder}/cache"}
@@ -118,7 +118,7 @@ def work(arguments):
     if arguments.worker == "mtcli":
         import torch
 
-        from mtcli.core.runtime import bring_up
+        from mtcli.core.runtime.launch import bring_up
 
         with bring_up("cpu", 600.0) as runtime:
             torch.set_num_threads(arguments.threads)  # bring_up takes all cores
@@ -127,10 +127,10 @@ def work(arguments):
 
 
 def ours(arguments, runtime):
-    from mtcli.core.engine import open_model
     from mtcli.core.evaluate.encode import encoder_for
     from mtcli.core.evaluate.harness import HarnessModel
-    from mtcli.core.evaluate.scoring import BATCH_TOKENS
+    from mtcli.core.evaluate.packing import BATCH_TOKENS
+    from mtcli.core.inference.model import open_model
 
     overrides = [f"train.precision={arguments.dtype}"]
     opened = open_model(str(arguments.folder / "model"), overrides, runtime)

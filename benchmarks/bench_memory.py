@@ -16,9 +16,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from rich.console import Console
 from rich.table import Table
 
-from mtcli.core.cost.hardware import GPUS
-from mtcli.core.dryrun import dry_run
-from mtcli.core.spec.load import config_of
+from mtcli.core.config.loading import config_of
+from mtcli.core.plan.dry_run import dry_run
+from mtcli.core.plan.hardware import GPUS
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 1024}
 GPT = {**SHAPE, "architecture": "gpt", "max_seq_len": 256}

@@ -20,11 +20,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from tqdm import tqdm
 
-from mtcli.core.cost.hardware import GPUS
-from mtcli.core.dryrun import TOLERANCE, dry_run
-from mtcli.core.spec import check
-from mtcli.core.spec.errors import MtcliError
-from mtcli.core.spec.load import config_of
+from mtcli.core.config import rules
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.loading import config_of
+from mtcli.core.plan.dry_run import TOLERANCE, dry_run
+from mtcli.core.plan.hardware import GPUS
 
 DEVICES = {"h100": GPUS["h100"], "cpu": replace(GPUS["h100"], name="cpu")}
 ARCHITECTURES = ["gpt", "llama", "mixtral", "mixtral", "qwen2-moe"]
@@ -65,10 +65,10 @@ def legal(random: Random) -> tuple[int, Section]:
         world, table = draw(random)
         try:
             config = config_of(table)
-            check.require(config, world, *check.ENGINE_RULES)
+            rules.require(config, world, *rules.ENGINE_RULES)
         except MtcliError:
             continue
-        if not check.problems(config, world):
+        if not rules.problems(config, world):
             return world, table
 
 

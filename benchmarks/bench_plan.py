@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mtcli.core.cost.hardware import HERE
+from mtcli.core.plan.hardware import HERE
 
 GOAL_TIME, GOAL_MEMORY = 0.15, 0.05
 RESERVED = HERE.reserved_bytes  # of plan's `other`: what a process has besides tensors

@@ -79,7 +79,7 @@ def measure(args, folder):
 
 def write_corpus(path, megabytes):
     """Returns the bytes of text; every line is a document."""
-    from mtcli.core.data.corpus import find_sources
+    from mtcli.core.data.sources import find_sources
 
     written, copy = 0, 0
     with open(path, "w", encoding="utf-8") as file:

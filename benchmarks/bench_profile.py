@@ -41,35 +41,36 @@ def met(held: bool) -> str:
 
 
 def measure(pairs: int) -> dict[str, float]:
-    from mtcli.core.measure import counted, timed_step
-    from mtcli.core.report.attribution import attribute
-    from mtcli.core.report.clock import HostClock
-    from mtcli.core.report.records import Profiled, RankRecord
-    from mtcli.core.runtime import bring_up
-    from mtcli.core.spec.load import load_config
-    from mtcli.core.trainer import Trainer
+    from mtcli.core.config.loading import load_config
+    from mtcli.core.profile.breakdown import attribute
+    from mtcli.core.profile.clock import HostClock
+    from mtcli.core.profile.measure import timed_step
+    from mtcli.core.profile.records import Profiled, RankRecord
+    from mtcli.core.runtime.launch import bring_up
+    from mtcli.core.training.loader import synthetic_loader
+    from mtcli.core.training.step import Trainer
 
     config = load_config("tiny", ["batch.global_batch_size=4", "batch.micro_batch_size=1"])
     with bring_up("cpu", 60.0) as runtime:
         trainer = Trainer(config, runtime)
         trainer.initialise()
-        feed, clock = counted(config, trainer), HostClock()
+        loader, clock = synthetic_loader(config, trainer.groups), HostClock()
         bare, timed, records = [], [], []
 
         def run(with_timers: bool) -> None:
             trainer.pipeline.clock = clock if with_timers else (lambda: 0.0)
             start = perf_counter()
             if with_timers:
-                records.append(timed_step(trainer, feed, clock, 0.0))
+                records.append(timed_step(trainer, loader, clock, 0.0))
             else:
-                trainer.train_step(feed)
+                trainer.train_step(loader)
             (timed if with_timers else bare).append(perf_counter() - start)
 
         orders = random.Random(7)
         for _ in range(WARMUP + pairs):
             for with_timers in orders.sample((True, False), 2):
                 run(with_timers)
-        feed.close()
+        loader.close()
         bare, timed, records = bare[WARMUP:], timed[WARMUP:], records[WARMUP:]
         step = records[0]
         record = RankRecord(

@@ -23,8 +23,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np  # noqa: E402
 
-from mtcli.core.data.batches import Batches  # noqa: E402
 from mtcli.core.data.indexed import write_dataset  # noqa: E402
+from mtcli.core.data.loader import Batches  # noqa: E402
 
 SEQ_LEN, BATCH, SEED = 1024, 16, 1234
 GOALS = {"Megatron": 8.0, "gather": 0.5}

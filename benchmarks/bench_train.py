@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
 
 
 def spawn(args: argparse.Namespace, name: str) -> dict:
-    from mtcli.core.spec.machine import ALLOCATOR
+    from mtcli.core.runtime.machine import ALLOCATOR
 
     env = dict(os.environ)
     if name.startswith(("ours", "product")) or name.endswith("-tuned"):
@@ -114,7 +114,7 @@ def show(args: argparse.Namespace, rows: dict[str, dict]) -> None:
 
 def token_flops(args: argparse.Namespace) -> float:
     """3 forward passes, attention over the full square: goals' 6 N + 12 L d T."""
-    from mtcli.core.cost.conventions import MODEL
+    from mtcli.core.plan.predict import MODEL
 
     described = config(args)
     return MODEL.token_flops(described.model, described.batch.seq_len)
@@ -128,7 +128,7 @@ def set_torch(name: str) -> None:
     """Threads and products of this process as a contender has them."""
     import torch
 
-    from mtcli.core.runtime import set_matmul
+    from mtcli.core.runtime.launch import set_matmul
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if name.startswith("ours"):
@@ -175,7 +175,7 @@ def contender(args: argparse.Namespace) -> Callable:
 
 
 def config(args: argparse.Namespace):
-    from mtcli.core.spec.load import config_of
+    from mtcli.core.config.loading import config_of
 
     layers, hidden, heads, vocab, seq, batch = SIZES[args.model]
     model = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "vocab_size": vocab}

@@ -1,4 +1,4 @@
-"""Fits the constants of the time model (`mtcli/core/cost/physics.py`) to published runs, and tells
+"""Fits the constants of the time model (`mtcli/core/plan/physics.py`) to published runs, and tells
 how well constants that were fitted on other runs predict each source.
 
 Least squares on logarithms, softened so that a run that cannot be what its record says counts
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from mtcli.core.cost.physics import FITTED, PHYSICS, Physics
-from mtcli.core.cost.records import Record
-from mtcli.core.cost.search import lower_bound
-from mtcli.core.cost.step import block_costs
-from mtcli.core.cost.validate import Scored, read_records, score, summarize
+from mtcli.core.plan.physics import FITTED, PHYSICS, Physics
+from mtcli.core.plan.published.records import PublishedRun
+from mtcli.core.plan.published.validate import Scored, read_records, score, summarize
+from mtcli.core.plan.search import lower_bound
+from mtcli.core.plan.step_time import block_costs
 
 LARGEST = 0.5  # a ratio of 1.65 either way counts no more than this in the loss that is printed
 SMALL = 0.1  # up to here the square counts, beyond it the distance
@@ -50,7 +50,9 @@ def main() -> None:
             _print_errors(f"{options.check}, {title}", score(others, chosen))
 
 
-def fit(records: Sequence[Record], start: Physics = PHYSICS, fields: Sequence[str] = ()) -> Physics:
+def fit(
+    records: Sequence[PublishedRun], start: Physics = PHYSICS, fields: Sequence[str] = ()
+) -> Physics:
     """The constants with the least loss on some records.
 
     The pipeline is simulated once per record; while constants move, its step is taken as the same
@@ -79,7 +81,7 @@ def fit(records: Sequence[Record], start: Physics = PHYSICS, fields: Sequence[st
     return replace(start, **{n: exp(x) for n, x in zip(names, found.x, strict=True)})
 
 
-def _bound(record: Record, physics: Physics) -> float:
+def _bound(record: PublishedRun, physics: Physics) -> float:
     if record.of_block:
         block = block_costs(record.work, record.device, physics).block
         return block.forward + block.backward
@@ -96,7 +98,7 @@ def loss(scored: Sequence[Scored]) -> float:
     return (whole + mean(mean(found) for found in by_source.values())) / 2
 
 
-def _print_held_out(records: list[Record], processes: int) -> None:
+def _print_held_out(records: list[PublishedRun], processes: int) -> None:
     sources = sorted({record.source for record in records})
     rows, errors = [], []
     with ProcessPoolExecutor(processes) as pool:
@@ -114,19 +116,19 @@ def _print_held_out(records: list[Record], processes: int) -> None:
     _print_table("A random half predicted by constants fitted on the other", found)
 
 
-def _without(records: list[Record], source: str) -> list[Scored]:
+def _without(records: list[PublishedRun], source: str) -> list[Scored]:
     others = [record for record in records if record.source != source]
     return score([record for record in records if record.source == source], fit(others))
 
 
-def _half(records: list[Record], seed: int) -> tuple[int, float]:
+def _half(records: list[PublishedRun], seed: int) -> tuple[int, float]:
     shuffled = random.Random(seed).sample(records, len(records))
     middle = len(shuffled) // 2
     scored = score(shuffled[middle:], fit(shuffled[:middle]))
     return len(scored), median(abs(one.error) for one in scored)
 
 
-def _timed(records: Sequence[Record]) -> list[Record]:
+def _timed(records: Sequence[PublishedRun]) -> list[PublishedRun]:
     return [record for record in records if record.seconds]
 
 

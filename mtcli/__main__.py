@@ -10,7 +10,7 @@ from io import TextIOWrapper
 
 import typer
 
-from mtcli.core.spec.errors import Exit, MtcliError, Problem
+from mtcli.core.config.errors import Exit, MtcliError, Problem
 
 # Names out of files stand in messages: they move no cursor and ring no bell.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}

@@ -2,20 +2,149 @@
 
 `COMMANDS` is the whole command line: what each command is for, and where its function lives. The
 command's own options are the parameters of that function.
+
+A command line that is wrong, told as wrong configs are: all of it at once, and in JSON too.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
-from mtcli.core.spec.errors import wrong
-from mtcli.usage import Command
+from mtcli.core.config.errors import MtcliError, Problem, wrong
 
 if TYPE_CHECKING:  # typer keeps its copy of click under a private name
     from typer._click import HelpFormatter
+
+# What stands for a flag elsewhere: of other commands, and of the tools that users come from.
+FLAGS = {"--gpus": "--nproc", "--nproc-per-node": "--nproc", "--nproc": "--gpus", "--np": "--nproc"}
+FLAGS |= {"--config": "CONFIG", "--checkpoint": "CHECKPOINT"}
+TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
+
+
+class Command(TyperCommand):
+    """A subcommand that reports every problem of its arguments before it runs.
+
+    Raises MtcliError (exit 2), which is also written to --json where that is given.
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """The arguments that are left over, which are none."""
+        words, problems = list(args), list(_nameless(ctx, args))
+        told = {problem.field for problem in problems}
+        while True:
+            try:
+                given, rest, _ = self.make_parser(ctx).parse_args(args=list(words))
+                break
+            except typer.TyperException as error:
+                words = _without_option(words, error)
+                problems.append(_wrong_option(ctx, error))
+        misread = bool(problems)  # what stands beside an unknown option may be its value
+        for param in sorted(self.get_params(ctx), key=lambda param: not param.is_eager):
+            if told & set(param.opts):
+                continue
+            try:
+                param.handle_parse_result(ctx, given, rest)
+            except MtcliError as error:
+                problems += error.problems
+            except typer.TyperException as error:
+                if not misread or isinstance(param, TyperOption):
+                    problems.append(_wrong_value(ctx, param, given.get(param.name), error))
+        if rest and not misread:
+            problems.append(Problem(f"got unexpected extra argument {rest[0]!r}", _usage(ctx)))
+        if not problems:
+            return super().parse_args(ctx, args)
+        from mtcli.commands.options import refusing
+
+        target = given.get("json_out")
+        broken = any(problem.field == "--json" for problem in problems)
+        with refusing(target if isinstance(target, str) and not broken else None):
+            raise MtcliError(*problems)
+
+
+def _nameless(ctx: typer.Context, args: list[str]) -> Iterator[Problem]:
+    """The words that are empty or have a NUL byte, and so can name no file; an empty one would be
+    taken for the current folder."""
+    from mtcli.core.config.untrusted import (  # here, not above: --help needs none
+        names_a_file,
+        shown,
+    )
+
+    flag = ""
+    for word in args:
+        name, equals, value = word.partition("=")
+        is_flag = name.startswith("-") and name != "-"
+        flag, value = (name, value) if is_flag else (flag, word)
+        if (equals or not is_flag) and flag not in TEXTS and not names_a_file(value):
+            yield Problem(f"{shown(value)} names nothing", _usage(ctx), flag)
+        flag = name if is_flag and not equals else ""
+
+
+def _usage(ctx: typer.Context) -> str:
+    return f"`{ctx.command_path} --help` shows its usage"
+
+
+def _wrong_option(ctx: typer.Context, error: typer.TyperException) -> Problem:
+    """An option that the command has not, or that lacks its value."""
+    message, name = error.format_message().rstrip("."), error.option_name
+    options = [flag for param in ctx.command.get_params(ctx) for flag in param.opts]
+    if name in options:
+        return Problem(message[0].lower() + message[1:], _usage(ctx), name)
+    meant = _meant_option(name, options)
+    hint = f"did you mean {' or '.join(meant)}?" if meant else _usage(ctx)
+    return Problem("there is no such option", hint, name)
+
+
+def _meant_option(name: str, options: list[str]) -> list[str]:
+    """Guesses what an unknown option stands for: another one, or a field of the config."""
+    from mtcli.core.config.loading import all_fields
+    from mtcli.core.config.synonyms import fields_named, meant_fields, nearest
+
+    word, fields = name.lstrip("-"), all_fields() if "--set" in options else ()
+    if (other := FLAGS.get(name)) in (*options, "CONFIG", "CHECKPOINT"):
+        return [other]
+    exact = fields_named(word.rpartition(".")[2], fields)
+    near = nearest(word, (option.lstrip("-") for option in options if len(option) > 2))
+    if near and not exact:
+        return [f"--{near}"]
+    return [f"--set {field}=VALUE" for field in exact or meant_fields(word, (), fields)]
+
+
+def _without_option(words: list[str], error: typer.TyperException) -> list[str]:
+    """The words without the option that an error is about. Raises it where there is none."""
+    name = getattr(error, "option_name", None)
+    for place, word in enumerate(words):
+        if name is not None and (word.partition("=")[0] == name or _is_short(word, name)):
+            return words[:place] + words[place + 1 :]
+    raise error
+
+
+def _is_short(word: str, name: str) -> bool:
+    """Whether a word is a cluster of short options with this one in it."""
+    return len(name) == 2 and word[:1] == "-" != word[1:2] and name[1] in word
+
+
+def _wrong_value(
+    ctx: typer.Context, param: Any, value: Any, error: typer.TyperException
+) -> Problem:
+    """The problem of a parameter's value, in the words of the config's fields."""
+    is_option = isinstance(param, TyperOption)
+    name = param.opts[0] if is_option else (param.metavar or param.name)
+    if value is None or value == []:
+        return Problem("it is missing", _usage(ctx), name)
+    from mtcli.core.config.fields import FieldKind, refused
+
+    kind, limits = param.type_descriptor, param.type_descriptor.parameter_info
+    if kind.is_choice:
+        return refused(name, FieldKind(str, tuple(kind.choices)), value)
+    if kind.annotation in (int, float):
+        range = FieldKind(kind.annotation, low=limits.min, high=limits.max)
+        return refused(name, range, value, param.default)
+    message = error.format_message().rstrip(".")
+    return Problem(message[0].lower() + message[1:], _usage(ctx), name)
 
 
 class Target(NamedTuple):
@@ -62,7 +191,7 @@ class LazyGroup(TyperGroup):
         Raises MtcliError with the closest name where there is none (exit 2).
         """
         if cmd_name not in COMMANDS:
-            from mtcli.core.spec.synonyms import closest  # here, not above: --help needs none
+            from mtcli.core.config.synonyms import closest  # here, not above: --help needs none
 
             near = f"; did you mean {MEANT[cmd_name]!r}?" if cmd_name in MEANT else ""
             hint = "`mtcli --help` lists the commands" + (near or closest(cmd_name, COMMANDS))

@@ -11,9 +11,9 @@ from types import NoneType
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.fields import Kind, field_kind, section_at
-from mtcli.core.spec.model_config import ARCHITECTURES, ModelConfig
+from mtcli.core.config.fields import FieldKind, field_kind, section_at
+from mtcli.core.config.model import ARCHITECTURES, ModelConfig
+from mtcli.core.config.schema import RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "config.md"
 BEGIN, END = "<!-- fields: written by scripts/config_docs.py -->\n", "<!-- end of fields -->\n"
@@ -65,7 +65,7 @@ def architecture_table() -> str:
     return text
 
 
-def _type(kind: Kind) -> str:
+def _type(kind: FieldKind) -> str:
     if kind.options:
         return " or ".join(f"`{option}`" for option in kind.options)
     if kind.base is tuple:

@@ -7,10 +7,10 @@ import torch
 from ranks import run_ranks
 from tiny import BIASED, DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
 
-from mtcli.core.feed import Feed
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.model import parameters
-from mtcli.core.trainer import Trainer
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.step import Trainer
 
 STEPS = 20  # of the curve
 TWO_LAYERS = {"num_layers": 2}
@@ -79,12 +79,12 @@ def train_on(runtime, config, steps):
     trainer = Trainer(config, runtime)
     trainer.initialise()
     weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.gradients.held.items()}
-    feed = Feed(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed)]
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader)]
     gradients = {name: view.clone() for name, view in trainer.gradients.views.items()}
     rows = {name: trainer.ownership.rows(name) for name in gradients}
-    done += [trainer.train_step(feed) for _ in range(steps - 1)]
-    feed.close()
+    done += [trainer.train_step(loader) for _ in range(steps - 1)]
+    loader.close()
     held = trainer.gradients.held
     untrained = {n: held[n].tensor.clone() for n in held if n not in gradients}
     return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)), untrained)

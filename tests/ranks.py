@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 DEADLINE = 60.0  # seconds a call may take before every rank is killed
-PRELOADED = ["torch", "torch._dynamo", "mtcli.core.train", "pytest", "hypothesis"]
+PRELOADED = ["torch", "torch._dynamo", "mtcli.core.training.loop", "pytest", "hypothesis"]
 PRELOADED += ["mtcli.cli", "rich.table", "tomlkit"]  # of commands
 
 
@@ -65,7 +65,7 @@ def _run(rank, world, store, work):
     import torch
     import torch.distributed as dist
 
-    from mtcli.core.runtime import Runtime
+    from mtcli.core.runtime.launch import Runtime
 
     torch.set_num_threads(1)
     function, arguments = pickle.loads(work)

@@ -17,28 +17,27 @@ from pathlib import Path
 
 import numpy as np
 
-from mtcli.core.checkpoint.ends import end_ids
-from mtcli.core.checkpoint.hfconfig import model_of
+from mtcli.core.checkpoint.huggingface.config_json import model_of
 from mtcli.core.checkpoint.manifest import read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.tensorfile import encode_header, read_header
-from mtcli.core.cost.validate import read_records, score, summarize
-from mtcli.core.data.cache import load_kept
-from mtcli.core.data.corpus import Piece, find_sources
-from mtcli.core.data.describe import describe, max_token_id
+from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.loading import load_config
 from mtcli.core.data.documents import Bad, Reading, read_documents
-from mtcli.core.data.indexed import Indexed, write_dataset
+from mtcli.core.data.index_cache import load_kept
+from mtcli.core.data.indexed import Indexed, describe, max_token_id, write_dataset
 from mtcli.core.data.samples import Samples, build_samples
+from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 from mtcli.core.data.workspace import Workspace
 from mtcli.core.evaluate.encode import Encoder, encoder_for
-from mtcli.core.evaluate.lambada import prepare_lambada
-from mtcli.core.evaluate.prepared import Options
-from mtcli.core.evaluate.race import prepare_race
-from mtcli.core.evaluate.wikitext import prepare_wikitext
-from mtcli.core.report.finished import read_run, summary_of
-from mtcli.core.spec.errors import MtcliError
-from mtcli.core.spec.load import load_config
+from mtcli.core.evaluate.tasks.lambada import prepare_lambada
+from mtcli.core.evaluate.tasks.race import prepare_race
+from mtcli.core.evaluate.tasks.task import TaskOptions
+from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
+from mtcli.core.inference.end_of_text import end_ids
+from mtcli.core.plan.published.validate import read_records, score, summarize
+from mtcli.core.profile.finished_run import read_run, summary_of
 
 TOKENS = b"\x01\x00\x02\x00\x03\x00\x04\x00"
 MODEL_TOML = b"""seed = 3
@@ -142,8 +141,8 @@ def safetensors(folder):
 
 
 def _hf_folder(folder):
-    from mtcli.core.checkpoint.families.registry import BY_TYPE
-    from mtcli.core.spec.model import parameters
+    from mtcli.core.checkpoint.huggingface.registry import BY_TYPE
+    from mtcli.core.mesh.parameters import parameters
 
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
     model, family = model_of(HF_CONFIG, folder / "config.json"), BY_TYPE["llama"]
@@ -234,7 +233,7 @@ def toml(folder):
 def _texts(folder, name, data, blank=False):
     (folder / name).write_bytes(data)
     (source,) = find_sources([str(folder / name)]).sources
-    return list(read_documents(Piece(source, 0, source.size), Reading("text", blank, False)))
+    return list(read_documents(FileRange(source, 0, source.size), Reading("text", blank, False)))
 
 
 def jsonl(folder):
@@ -431,7 +430,7 @@ def lambada(folder):
 
     def check(data):
         (folder / "x.jsonl").write_bytes(data)
-        found = prepare_lambada(folder / "x.jsonl", BYTES, Options(32))
+        found = prepare_lambada(folder / "x.jsonl", BYTES, TaskOptions(32))
         lines = [line for line in data.decode().replace("\r\n", "\n").split("\n") if line.strip()]
         assert found.num_items == len(lines) == len(found.requests)
 
@@ -444,7 +443,7 @@ def race(folder):
 
     def check(data):
         (folder / "high" / "1.txt").write_bytes(data)
-        found = prepare_race(folder, BYTES, Options(32))
+        found = prepare_race(folder, BYTES, TaskOptions(32))
         assert (found.num_items, len(found.requests)) == (1, 4)
         assert {type(json.loads(data)[key]) for key in ("questions", "options")} == {list}
 
@@ -456,7 +455,7 @@ def wikitext(folder):
 
     def check(data):
         (folder / "x.test.tokens").write_bytes(data)
-        found = prepare_wikitext(folder, BYTES, Options(32))
+        found = prepare_wikitext(folder, BYTES, TaskOptions(32))
         decoded = data.decode().replace("\r\n", "\n").strip()
         assert found.num_items == len(decoded.split(" "))
 

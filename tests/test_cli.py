@@ -16,7 +16,7 @@ import typer
 from mtcli import cli
 from mtcli.__main__ import run
 from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides, write_json
-from mtcli.core.spec.errors import MtcliError, failed, wrong
+from mtcli.core.config.errors import MtcliError, failed, wrong
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "tqdm", "tokenizers")
 

@@ -18,8 +18,8 @@ import pytest
 from command_line import mtcli
 
 from mtcli.cli import COMMANDS
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.load import load_config, preset_names
+from mtcli.core.config.loading import load_config, preset_names
+from mtcli.core.config.schema import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,17 +14,17 @@ from tiny import BIASED, DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_conf
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
+from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.rules import require
 from mtcli.core.data.tokenize import byte_tokenizer
-from mtcli.core.feed import Feed
-from mtcli.core.parallel import vocab_loss
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.parallel import vocab_parallel
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.report.clock import clock_for
-from mtcli.core.runtime import Runtime
-from mtcli.core.saving import pieces
-from mtcli.core.spec.check import require
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.load import dump_toml
-from mtcli.core.trainer import Trainer
+from mtcli.core.profile.clock import clock_for
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import resume, shards
+from mtcli.core.training.step import Trainer
 
 pytestmark = pytest.mark.gpu
 STEPS = 6
@@ -72,14 +72,14 @@ def trainer_on(device, model, sections):
     require(config, 1)
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device(device)))
     trainer.initialise()
-    return trainer, Feed(Samples(config), config, trainer.groups)
+    return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 
 def steps_on(device, model, sections):
     """[loss, gradient norm, expert load or 0] of STEPS steps."""
-    trainer, feed = trainer_on(device, model, sections)
-    done = [trainer.train_step(feed) for _ in range(STEPS)]
-    feed.close()
+    trainer, loader = trainer_on(device, model, sections)
+    done = [trainer.train_step(loader) for _ in range(STEPS)]
+    loader.close()
     return [value for s in done for value in (s.loss, s.grad_norm, s.expert_load or 0.0)]
 
 
@@ -91,17 +91,17 @@ def test_each_engine_gives_the_losses_and_norms_of_the_cpu(name):
 @pytest.mark.parametrize("name", ["gpt with dropout", "llama", "mixtral of groups with biases"])
 def test_a_checkpoint_of_a_gpu_goes_on_bit_for_bit_there_and_closely_on_a_cpu(name, tmp_path):
     whole = steps_on("cuda", *RUNS[name])[3 * 3 :]
-    first, feed = trainer_on("cuda", *RUNS[name])
+    first, loader = trainer_on("cuda", *RUNS[name])
     for _ in range(3):
-        first.train_step(feed)
-    feed.close()
+        first.train_step(loader)
+    loader.close()
     how = {"rank": 0, "extra": {}, "tokenizer": None, "keep": 0, "gather": lambda x: [x]}
-    folder = save(tmp_path, 3, pieces(first), config_toml=dump_toml(first.config), **how)
+    folder = save(tmp_path, 3, shards(first), config_toml=dump_toml(first.config), **how)
     for device, close in (("cuda", 0.0), ("cpu", 1e-4)):
-        again, feed = trainer_on(device, *RUNS[name])
-        again.resume(open_checkpoint(folder))
-        done = [again.train_step(feed) for _ in range(STEPS - 3)]
-        feed.close()
+        again, loader = trainer_on(device, *RUNS[name])
+        resume(again, open_checkpoint(folder))
+        done = [again.train_step(loader) for _ in range(STEPS - 3)]
+        loader.close()
         rest = [value for s in done for value in (s.loss, s.grad_norm, s.expert_load or 0.0)]
         assert rest == pytest.approx(whole, rel=close, abs=0.0)
 
@@ -111,12 +111,12 @@ def test_a_run_on_a_gpu_repeats_itself_bit_for_bit():
 
 
 def test_the_phases_of_a_step_are_in_order_by_the_devices_clock():
-    trainer, feed = trainer_on("cuda", *RUNS["llama"])
+    trainer, loader = trainer_on("cuda", *RUNS["llama"])
     trainer.pipeline.clock = clock = clock_for(torch.device("cuda"))
     clock.begin()
-    trainer.train_step(feed)
+    trainer.train_step(loader)
     clock.end()
-    feed.close()
+    loader.close()
     ends = [clock.seconds(stamp) for stamp in trainer.phases]
     assert ends == sorted(ends) and 0.0 < ends[-1] - ends[0] < 60.0
 
@@ -124,13 +124,13 @@ def test_the_phases_of_a_step_are_in_order_by_the_devices_clock():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_in_several_chunks_has_the_gradients_of_float64(monkeypatch, dtype):
     tokens, hidden, vocabulary = 300, 64, 512
-    monkeypatch.setattr(vocab_loss, "CHUNK_BYTES", 128 * vocabulary * dtype.itemsize)
+    monkeypatch.setattr(vocab_parallel, "CHUNK_BYTES", 128 * vocabulary * dtype.itemsize)
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
     made = [torch.randn(n, hidden, generator=generator) / 4 for n in (tokens, vocabulary)]
     x, table = (one.to(device, dtype).requires_grad_() for one in made)
     labels = torch.arange(tokens) * 7 % vocabulary
-    shard = vocab_loss.Shard(0, vocabulary, make_groups(ParallelLayout(1), 0, device).tp)
-    _, loss = vocab_loss.ChunkedLoss.apply(x, table, labels.to(device), shard, 1.0 / tokens)
+    shard = vocab_parallel.Shard(0, vocabulary, make_groups(ParallelLayout(1), 0, device).tp)
+    _, loss = vocab_parallel.ChunkedLoss.apply(x, table, labels.to(device), shard, 1.0 / tokens)
     exact = [one.detach().double().cpu().requires_grad_() for one in (x, table)]
     expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, labels)
     found = [loss, *torch.autograd.grad(loss, (x, table))]

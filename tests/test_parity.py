@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from parity_runs import MODELS, Row, compare, one_rank, slices, train_on, worst
 from ranks import run_ranks
 
-from mtcli.core.spec import check
+from mtcli.core.config import rules
 
 EXACT, CLOSE = 1e-10, 1e-5  # relative, in float64 and float32
 
@@ -153,7 +153,7 @@ def doubled(draw, ranks, most):
 @settings(max_examples=8)
 @given(layouts())
 def test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients(row):
-    assume(not check.problems(row.config(), row.world))
+    assume(not rules.problems(row.config(), row.world))
     exact, _ = one_rank(row.model)
     for rank, mine in enumerate(run_ranks(row.world, train_on, row.config("fp64"), 1)):
         assert worst(exact, mine) < EXACT

@@ -9,11 +9,11 @@ from importlib.resources import files
 
 import pytest
 
-from mtcli.core.spec.check import problems
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.load import dump_toml, load_config, preset_names, validate
-from mtcli.core.spec.model import count_active, count_parameters
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.config.loading import dump_toml, load_config, preset_names, validate
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.rules import problems
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.parameters import count_active, count_parameters
 
 # fmt: off
 RELEASED = {  # parameters of the released checkpoints, to the unit

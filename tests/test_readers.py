@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from readers import READERS, RECORD, attempt
 
 from mtcli.core.checkpoint.manifest import read_manifest
-from mtcli.core.checkpoint.tensorfile import encode_header, read_header
-from mtcli.core.cost.validate import read_records
+from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.loading import load_config
+from mtcli.core.config.untrusted import parse_json, parse_toml, shown
 from mtcli.core.data.indexed import Indexed, write_dataset
-from mtcli.core.evaluate.wikitext import detokenise
-from mtcli.core.spec.errors import MtcliError
-from mtcli.core.spec.foreign import parse_json, parse_toml, shown
-from mtcli.core.spec.load import load_config
+from mtcli.core.evaluate.tasks.wikitext import detokenise
+from mtcli.core.plan.published.validate import read_records
 
 EXAMPLES = int(os.environ.get("MTCLI_EXAMPLES", "40"))
 

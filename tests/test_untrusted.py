@@ -21,7 +21,7 @@ import xxhash
 from hostile import write_manifest
 
 from mtcli.__main__ import run
-from mtcli.core.data.cache import load_kept
+from mtcli.core.data.index_cache import load_kept
 from mtcli.core.data.samples import Samples
 
 ROOT = Path(__file__).parent.parent / "mtcli"
@@ -297,16 +297,16 @@ def test_names_in_messages_move_no_cursor(capsys):
 
 # What opens files by itself, and why a stranger's cannot be in their place.
 OPENERS: dict[str, str] = {
-    "core/spec/untrusted.py": "the one way to open what may be a stranger's",
-    "core/spec/outputs.py": "what this process has just written",
-    "core/spec/load.py": "presets of the package",
-    "core/measure.py": "a trace that this process has just written",
-    "core/cost/calibration.py": "the kernel's files, and sources of packages",
-    "core/checkpoint/workers.py": "the kernel's files",
-    "core/failures.py": "the kernel's files",
-    "core/run_lock.py": "the kernel's files",
-    "core/parallel/neighbours.py": "the kernel's files",
-    "core/report/clock.py": "the kernel's files",
+    "core/config/untrusted.py": "the one way to open what may be a stranger's",
+    "core/runtime/atomic_writes.py": "what this process has just written",
+    "core/config/loading.py": "presets of the package",
+    "core/profile/measure.py": "a trace that this process has just written",
+    "core/plan/calibration.py": "the kernel's files, and sources of packages",
+    "core/runtime/process_pool.py": "the kernel's files",
+    "core/runtime/worker_errors.py": "the kernel's files",
+    "core/training/run_lock.py": "the kernel's files",
+    "core/parallel/transport/same_machine.py": "the kernel's files",
+    "core/profile/clock.py": "the kernel's files",
     "kernels/autotune.py": "the user's own cache",
 }
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from mtcli.core.config.loading import config_of, dump_toml
 from mtcli.core.data.indexed import token_dtype, write_dataset
-from mtcli.core.spec.load import config_of, dump_toml
 
 GPT = {
     "architecture": "gpt",

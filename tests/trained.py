@@ -6,11 +6,11 @@ from tiny import Samples
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
-from mtcli.core.feed import Feed
+from mtcli.core.config.loading import dump_toml
 from mtcli.core.parallel.collectives import gather_values
-from mtcli.core.saving import pieces, progress
-from mtcli.core.spec.load import dump_toml
-from mtcli.core.trainer import Trainer
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import progress, resume, shards
+from mtcli.core.training.step import Trainer
 
 
 def train_and_save(runtime, config, folder=None, start=0, stop=4):
@@ -20,13 +20,13 @@ def train_and_save(runtime, config, folder=None, start=0, stop=4):
     """
     trainer = Trainer(config, runtime)
     if start:
-        trainer.resume(checkpoint_of(folder, start))
+        resume(trainer, checkpoint_of(folder, start))
     else:
         trainer.initialise()
     assert trainer.step == start
-    feed = Feed(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed) for _ in range(stop - start)]
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader) for _ in range(stop - start)]
+    loader.close()
     if folder:
         written = save_to(folder, trainer)
         assert written.name == f"step-{stop:08d}"
@@ -38,7 +38,7 @@ def save_to(folder, trainer):
     return save(
         folder,
         trainer.step,
-        pieces(trainer),
+        shards(trainer),
         rank=trainer.groups.rank,
         gather=partial(gather_values, axis=trainer.groups.world),
         extra=progress(trainer).model_dump(),

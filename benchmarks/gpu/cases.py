@@ -9,9 +9,9 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mtcli.core.spec.check import require
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.load import config_of, read_table
+from mtcli.core.config.loading import config_of, read_table
+from mtcli.core.config.rules import require
+from mtcli.core.config.schema import RunConfig
 
 OURS = "mtcli"
 PACKAGES = {"hf": "transformers", "hf-bf16": "transformers", "megatron": "megatron"}

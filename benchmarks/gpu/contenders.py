@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtcli.core.checkpoint import hfconfig
-from mtcli.core.checkpoint.families.family import Family
-from mtcli.core.engine import DTYPES, wire_of
+from mtcli.core.checkpoint.huggingface import config_json
+from mtcli.core.checkpoint.huggingface.family import Family
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import Box
+from mtcli.core.model.build import DTYPES, activation_format
 from mtcli.core.model.init import initial_values
 from mtcli.core.model.inputs import Inputs, make_inputs
-from mtcli.core.parallel.pp import Pipeline
-from mtcli.core.report.clock import clock_for
-from mtcli.core.runtime import Runtime
+from mtcli.core.parallel.pipeline import Pipeline
+from mtcli.core.profile.clock import clock_for
+from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.model import parameters
-from mtcli.core.spec.sharding import Rectangle
-from mtcli.core.trainer import Phases, Trainer
+from mtcli.core.training.step import Phases, Trainer
 
 COMPARED = 256  # tokens whose losses are compared before training
 
@@ -53,17 +53,17 @@ def ours(config: RunConfig, device: torch.device) -> Contender:
     """The training step of `mtcli train`, fed with rows that are on the device already."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, device))
     trainer.initialise()
-    feed = _Fixed(trainer)
+    loader = _Fixed(trainer)
 
     def train(rows: Tensor) -> float:
-        feed.rows = rows
-        return trainer.train_step(feed).loss
+        loader.rows = rows
+        return trainer.train_step(loader).loss
 
     def losses(rows: Tensor) -> Tensor:
-        feed.rows = rows[:1]
-        inputs = feed.step(0, 0.0)(0)
+        loader.rows = rows[:1]
+        inputs = loader.step(0, 0.0)(0)
         pipeline = Pipeline(
-            trainer.stages, forward_only(1, 1), trainer.groups, wire_of(trainer.config)
+            trainer.stages, forward_only(1, 1), trainer.groups, activation_format(trainer.config)
         )
         found: list[Tensor] = []
 
@@ -89,7 +89,7 @@ def ours(config: RunConfig, device: torch.device) -> Contender:
 
 
 class _Fixed:
-    """A feed that gives the rows it was told last."""
+    """A loader that gives the rows it was told last."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.model, self.rows = trainer.config.model, torch.empty(0)
@@ -140,8 +140,8 @@ def _hugging_face(
 ) -> Contender:
     import transformers
 
-    family = hfconfig.family_of(config.model)
-    table = hfconfig.config_to_hf(config.model, family)
+    family = config_json.family_of(config.model)
+    table = config_json.config_to_hf(config.model, family)
     table |= {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
     described = transformers.AutoConfig.for_model(table.pop("model_type"), **table)
     model = getattr(transformers, family.architecture).from_pretrained(
@@ -166,7 +166,7 @@ def hf_state(
 ) -> dict[str, Tensor]:
     """The initial weights by Hugging Face's names, float32, rounded to the model's dtype."""
     model, dtype = config.model, DTYPES[config.train.precision]
-    family, state = family or hfconfig.family_of(model), {}
+    family, state = family or config_json.family_of(model), {}
     for name, described in parameters(model).items():
         weight = initial_weight(config, name, made_on or device).to(dtype).float()
         for part in family.parts(described, model):
@@ -179,7 +179,7 @@ def hf_state(
 def initial_weight(config: RunConfig, name: str, device: torch.device) -> Tensor:
     """A parameter as mtcli draws it on a kind of device, whole, float32."""
     described = parameters(config.model)[name]
-    box = Rectangle((0,) * len(described.shape), described.shape)
+    box = Box((0,) * len(described.shape), described.shape)
     return initial_values(described, config.model, box, config.seed, device)
 
 

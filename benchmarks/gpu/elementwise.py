@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from harness import Entry, leaf, seeded
 
+from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.vocab_loss import ChunkedLoss, Shard
-from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.parallel.vocab_parallel import ChunkedLoss, VocabShard
 from mtcli.kernels.attention.softmax import masked_softmax, masked_softmax_reference
 from mtcli.kernels.cross_entropy import (
     logits_gradient_,
@@ -129,7 +129,7 @@ def head_step(loss):
 
 def chunked_loss(x, table, labels):
     axis = make_groups(ParallelLayout(1), 0, x.device).tp
-    shard = Shard(0, len(table), axis)
+    shard = VocabShard(0, len(table), axis)
     return ChunkedLoss.apply(x, table, labels, shard, 1.0 / len(x))[1]
 
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from contenders import Contender, hf_state, initial_weight, stepper
 from torch import Tensor
 
-from mtcli.core.checkpoint.megatron_names import alternatives
-from mtcli.core.engine import DTYPES
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import wrong
-from mtcli.core.spec.model import parameters
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.checkpoint.megatron.names import alternatives
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.model.build import DTYPES
 
 
 def megatron(config: RunConfig, device: torch.device) -> Contender:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from harness import Entry, leaf
 
-from mtcli.core.parallel.cp import _rectangle as rectangle
-from mtcli.core.parallel.cp import sequence_order, zigzag
+from mtcli.core.parallel.context import _rectangle as rectangle
+from mtcli.core.parallel.context import sequence_order, zigzag
 from mtcli.kernels.attention.attention import (
     attention,
     attention_backward_reference,
@@ -56,7 +56,7 @@ def cut(device, dtype, b, h, g, n, d):
 
 
 def ring(q, k, v, ranks):
-    """The forward pass of every rank of a ring, without its messages: cp.py's blocks and merges."""
+    """The forward of every rank of a ring, without its messages: blocks and merges of context.py."""
     mixed = []
     for rank, (mine, _, _) in enumerate(ranks):
         out = torch.zeros(mine.shape, dtype=torch.float32, device=q.device)

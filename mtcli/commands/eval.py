@@ -14,14 +14,14 @@ from mtcli.commands.options import (
     require_model,
     write_answer,
 )
-from mtcli.core.spec.errors import wrong
+from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
-    from mtcli.core.engine import OpenModel
     from mtcli.core.evaluate.encode import Encoder
-    from mtcli.core.evaluate.jobs import Job
-    from mtcli.core.evaluate.prepared import Report
-    from mtcli.core.runtime import Runtime
+    from mtcli.core.evaluate.tasks.registry import TaskRun
+    from mtcli.core.evaluate.tasks.task import Report
+    from mtcli.core.inference.model import OpenModel
+    from mtcli.core.runtime.launch import Runtime
 
 Source = Annotated[
     str,
@@ -78,10 +78,10 @@ def eval(
     json_out: JsonOut = None,
 ) -> None:
     """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE or tasks of lm-evaluation-harness."""
-    from mtcli.core.evaluate.tasks import parse_tasks
-    from mtcli.core.runtime import bring_up, environment_world, launch
-    from mtcli.core.spec.errors import every
-    from mtcli.core.spec.load import train_settings
+    from mtcli.core.config.errors import every
+    from mtcli.core.config.loading import train_settings
+    from mtcli.core.evaluate.tasks.registry import parse_tasks
+    from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
     world = environment_world()
     specs, train, _ = every(
@@ -92,16 +92,16 @@ def eval(
     if world is None:
         return launch(nproc, sys.argv[1:])
     with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
-        from mtcli.core.engine import open_model
-        from mtcli.core.evaluate.jobs import make_jobs
-        from mtcli.core.evaluate.prepared import Options
-        from mtcli.core.evaluate.scoring import BATCH_TOKENS
+        from mtcli.core.evaluate.packing import BATCH_TOKENS
+        from mtcli.core.evaluate.tasks.registry import task_runs
+        from mtcli.core.evaluate.tasks.task import TaskOptions
+        from mtcli.core.inference.model import open_model
 
         opened = open_model(checkpoint, overrides, runtime)
         scorer, speaks = opened.scorer, runtime.rank == 0
-        options = Options(scorer.max_seq_len, limit, overlap)
+        options = TaskOptions(scorer.max_seq_len, limit, overlap)
         batch_tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
-        jobs = make_jobs(specs, scorer, _encoder(opened, tokenizer), options, batch_tokens)
+        jobs = task_runs(specs, scorer, _encoder(opened, tokenizer), options, batch_tokens)
         summary = _summary(checkpoint, opened, runtime)
         if speaks:
             _announce(summary, jobs)
@@ -125,7 +125,7 @@ def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
 
 
 def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[str, object]:
-    from mtcli.core.spec.model import count_parameters
+    from mtcli.core.mesh.parameters import count_parameters
 
     config = opened.scorer.config
     layout = opened.scorer.groups.layout
@@ -145,7 +145,7 @@ def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[s
     }
 
 
-def _announce(summary: dict, jobs: "list[Job]") -> None:
+def _announce(summary: dict, jobs: "list[TaskRun]") -> None:
     model, layout = summary["model"], summary["layout"]
     typer.echo(
         f"{summary['checkpoint']}: {model['architecture']}, "
@@ -158,7 +158,7 @@ def _announce(summary: dict, jobs: "list[Job]") -> None:
         typer.echo(f"{job.name}: {job.summary}", err=True)
 
 
-def _run(jobs: "list[Job]", quiet: bool) -> "tuple[dict[str, Report], float]":
+def _run(jobs: "list[TaskRun]", quiet: bool) -> "tuple[dict[str, Report], float]":
     """The report of each task by name, and the seconds they took together."""
     from time import perf_counter
 
@@ -182,7 +182,7 @@ def _print(result: dict, json_out: str | None) -> None:
 
 
 def _print_table(tasks: "dict[str, Report]") -> None:
-    from mtcli.core.report.console import print_table
+    from mtcli.core.runtime.console import print_table
 
     rows = [
         [task if number == 0 else "", metric, _show(value)]

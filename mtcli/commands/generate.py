@@ -45,9 +45,9 @@ def generate(
     json_out: JsonOut = None,
 ) -> None:
     """Sample text from a checkpoint, on any layout."""
-    from mtcli.core.runtime import bring_up, environment_world, launch
-    from mtcli.core.spec.errors import every
-    from mtcli.core.spec.load import train_settings
+    from mtcli.core.config.errors import every
+    from mtcli.core.config.loading import train_settings
+    from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
     world = environment_world()
     *_, train, _ = every(
@@ -60,9 +60,9 @@ def generate(
         launch(nproc, sys.argv[1:])
         return
     with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
-        from mtcli.core.engine import open_model
-        from mtcli.core.generate import Sampling
-        from mtcli.core.generate import generate as generate_tokens
+        from mtcli.core.inference.generate import Sampling
+        from mtcli.core.inference.generate import generate as generate_tokens
+        from mtcli.core.inference.model import open_model
 
         model = open_model(checkpoint, overrides, runtime)
         tokenizer, ends = model.require_tokenizer(), model.end_ids()
@@ -81,7 +81,7 @@ def generate(
 
 def _require_text(prompts: list[str]) -> None:
     """Bytes of the command line that are no text come as halves of surrogate pairs."""
-    from mtcli.core.spec.errors import wrong
+    from mtcli.core.config.errors import wrong
 
     for text in prompts:
         try:
@@ -92,7 +92,7 @@ def _require_text(prompts: list[str]) -> None:
 
 
 def _require_top_p(top_p: float) -> None:
-    from mtcli.core.spec.errors import wrong
+    from mtcli.core.config.errors import wrong
 
     if top_p == 0.0:
         raise wrong("top_p=0 keeps no token", "above 0 and at most 1; 1 cuts nothing", "--top-p")

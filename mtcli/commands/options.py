@@ -36,7 +36,7 @@ Overrides = Annotated[
 
 def _writable_json(target: str | None) -> str | None:
     if target and target != "-":
-        from mtcli.core.spec.outputs import require_writable
+        from mtcli.core.runtime.atomic_writes import require_writable
 
         require_writable(target, "--json")
     return target
@@ -78,7 +78,7 @@ def write_json(data: object, target: str) -> None:
     if target == "-":
         sys.stdout.write(text)
         return
-    from mtcli.core.spec.outputs import aside
+    from mtcli.core.runtime.atomic_writes import aside
 
     with aside(target) as path:
         path.write_text(text, encoding="utf-8")
@@ -103,7 +103,7 @@ def refusing(json_out: str | None, **others: object) -> Iterator[None]:
 
     Of several ranks the first writes.
     """
-    from mtcli.core.spec.errors import MtcliError
+    from mtcli.core.config.errors import MtcliError
 
     try:
         yield
@@ -131,8 +131,8 @@ def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
     model `world` ranks cannot open with these overrides."""
     from pathlib import Path
 
-    from mtcli.core.checkpoint.finding import find_checkpoint, model_of
-    from mtcli.core.spec.forward import forward_config, require_causal
+    from mtcli.core.checkpoint.folder import find_checkpoint, model_of
+    from mtcli.core.config.forward import forward_config, require_causal
 
     model = model_of(find_checkpoint(Path(checkpoint)))
     if model is not None:

@@ -10,9 +10,9 @@ from mtcli.commands.options import JsonOut, NoCalibrate, Overrides, refusing, wr
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mtcli.core.cost.answer import Answer
-    from mtcli.core.dryrun import DryRun
-    from mtcli.core.spec.layout import ParallelLayout
+    from mtcli.core.mesh.layout import ParallelLayout
+    from mtcli.core.plan.answer import PlanAnswer
+    from mtcli.core.plan.dry_run import DryRun
 
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
@@ -97,7 +97,7 @@ def plan(
     Exit codes: 2 where the config is illegal, with every problem; 1 where it does not fit, or where
     a dry run holds other bytes than were predicted.
     """
-    from mtcli.core.cost.report import NOTHING
+    from mtcli.core.plan.tables import NOTHING
 
     planned = {"CONFIG": config, "--set": overrides, "--fix": fixed, "--gpus": gpus}
     planned |= {"--device": device, "--top": top, "--global-batch": global_batch, "--seq": seq}
@@ -111,8 +111,8 @@ def plan(
         if validate:
             _require_none("--validate", planned)
             return _validate(validate, json_out, plot)
-        from mtcli.core.cost.answer import answer
-        from mtcli.core.cost.request import read_request
+        from mtcli.core.plan.answer import answer
+        from mtcli.core.plan.request import read_request
 
         source = _source(config, rank, dry_run)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
@@ -122,7 +122,7 @@ def plan(
     counted = _dry_run(found, rank) if dry_run else None
     _show(found, json_out, ranks, draw, counted)
     if plot:
-        from mtcli.core.cost.plot import save_timeline
+        from mtcli.core.profile.render.pictures import save_timeline
 
         save_timeline(found.drawing, found.drawing_title, plot)
         typer.echo(f"wrote {plot}", err=True)
@@ -136,7 +136,7 @@ def plan(
 
 def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
     """What is to be planned. Raises MtcliError where that, or what a flag is for, is missing."""
-    from mtcli.core.spec.errors import MtcliError, Problem
+    from mtcli.core.config.errors import MtcliError, Problem
 
     problems = []
     if rank is not None and not dry_run:
@@ -153,7 +153,7 @@ def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
 
 def _require_outputs(plot: str | None, output: str | None) -> None:
     """Raises MtcliError, before anything is measured, where a file could not be written after."""
-    from mtcli.core.spec.outputs import require_picture, require_writable
+    from mtcli.core.runtime.atomic_writes import require_picture, require_writable
 
     if plot:
         require_picture(plot, "--plot")
@@ -163,7 +163,7 @@ def _require_outputs(plot: str | None, output: str | None) -> None:
 
 def _require_none(flag: str, others: "Mapping[str, object]") -> None:
     """Raises MtcliError where a flag that plans nothing stands beside those of a plan."""
-    from mtcli.core.spec.errors import wrong
+    from mtcli.core.config.errors import wrong
 
     given = [name for name, value in others.items() if value or type(value) is int]
     if given:
@@ -171,22 +171,22 @@ def _require_none(flag: str, others: "Mapping[str, object]") -> None:
         raise wrong(said, f"{flag} without {'it' if len(given) == 1 else 'them'}", flag)
 
 
-def _dry_run(found: "Answer", rank: int | None) -> "DryRun":
+def _dry_run(found: "PlanAnswer", rank: int | None) -> "DryRun":
     """The one option that takes torch."""
     import os
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks, it would say
-    from mtcli.core.dryrun import dry_run
+    from mtcli.core.plan.dry_run import dry_run
 
     prediction = found.prediction
     return dry_run(found.config, prediction.work.layout.world, prediction.device, rank)
 
 
 def _show(
-    found: "Answer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
+    found: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
-    from mtcli.core.cost.ranks import rank_groups, rank_places
-    from mtcli.core.report.console import print_table
+    from mtcli.core.plan.tables import rank_groups, rank_places
+    from mtcli.core.runtime.console import print_table
 
     layout = found.prediction.work.layout
     if json_out:
@@ -214,8 +214,8 @@ def _show(
         _show_ranks(layout)
 
 
-def _draw(found: "Answer") -> None:
-    from mtcli.core.report.console import width
+def _draw(found: "PlanAnswer") -> None:
+    from mtcli.core.runtime.console import width
     from mtcli.core.schedule.timeline import draw as draw_timeline
 
     typer.echo(found.drawing_title)
@@ -223,8 +223,8 @@ def _draw(found: "Answer") -> None:
 
 
 def _show_ranks(layout: "ParallelLayout") -> None:
-    from mtcli.core.cost.ranks import group_lines, rank_table
-    from mtcli.core.report.console import print_line, print_table
+    from mtcli.core.plan.tables import group_lines, rank_table
+    from mtcli.core.runtime.console import print_line, print_table
 
     print_table(*rank_table(layout))
     for line in group_lines(layout):
@@ -232,14 +232,14 @@ def _show_ranks(layout: "ParallelLayout") -> None:
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:
-    from mtcli.core.cost.validate import (
+    from mtcli.core.plan.published.validate import (
         memory_line,
         read_records,
         score,
         summarize,
         summary_rows,
     )
-    from mtcli.core.report.console import print_table
+    from mtcli.core.runtime.console import print_table
 
     records, left_out = read_records(path)
     for line in left_out:
@@ -263,16 +263,16 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
         print_table("Predicted against published step times", columns, summary_rows(data))
         typer.echo(memory_line(data))
     if plot:
-        from mtcli.core.cost.plot import save_scatter
+        from mtcli.core.profile.render.pictures import save_scatter
 
         save_scatter(scored, plot)
         typer.echo(f"wrote {plot}", err=True)
 
 
 def _list_presets(json_out: str | None) -> None:
-    from mtcli.core.report.console import print_table
-    from mtcli.core.spec.load import load_config, preset_names
-    from mtcli.core.spec.model import count_active, count_parameters
+    from mtcli.core.config.loading import load_config, preset_names
+    from mtcli.core.mesh.parameters import count_active, count_parameters
+    from mtcli.core.runtime.console import print_table
 
     models = {name: load_config(name).model for name in preset_names()}
     counts = {name: (count_parameters(m), count_active(m)) for name, m in models.items()}

@@ -82,11 +82,11 @@ def preprocess(
     json_out: JsonOut = None,
 ) -> None:
     """Turn text into token files that Megatron and mtcli train read."""
-    from mtcli.core.data.pool import default_workers
     from mtcli.core.data.preprocess import preprocess as run
-    from mtcli.core.data.request import Request
+    from mtcli.core.data.request import PreprocessRequest
+    from mtcli.core.runtime.data_pool import default_workers
 
-    request = Request(
+    request = PreprocessRequest(
         inputs=tuple(inputs),
         output=output,
         tokenizer=tokenizer,
@@ -110,7 +110,7 @@ def _show(report: dict[str, object], json_out: str | None) -> None:
         write_answer(report, json_out)
     if json_out == "-":
         return
-    from mtcli.core.report.console import print_table
+    from mtcli.core.runtime.console import print_table
 
     counts = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text")
     rows = [[name.replace("_", " "), f"{report[name]:,}"] for name in counts]

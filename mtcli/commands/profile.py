@@ -17,8 +17,8 @@ from mtcli.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from mtcli.core.report.figures import Profile
-    from mtcli.core.spec.config import RunConfig
+    from mtcli.core.config.schema import RunConfig
+    from mtcli.core.profile.figures import Profile
 
 OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace", "no_calibrate"}
 
@@ -53,18 +53,18 @@ def profile(
 
     A run folder is only read, no step is run. To measure its config again, name its config.toml.
     """
-    from mtcli.core.report.finished import is_run
+    from mtcli.core.profile.finished_run import is_run
 
     _require_outputs(trace, report, plot)
     if is_run(config):
         _require_no_steps(context, config)
         _show_run(config, report, plot, json_out)
         return
-    from mtcli.core.runtime import bring_up, environment_world, launch
-    from mtcli.core.spec import check
+    from mtcli.core.config import rules
+    from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
     world = environment_world()
-    run = check.load_checked(config, overrides, world or nproc)
+    run = rules.load_checked(config, overrides, world or nproc)
     if world is None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
         launch(nproc, sys.argv[1:])
@@ -73,8 +73,8 @@ def profile(
     run = run.model_copy(update={"train": total})
     settings = run.train.device, run.train.timeout, run.train.matmul
     with bring_up(*settings, run.train.debug_collectives) as runtime:
-        from mtcli.core.measure import measure
-        from mtcli.core.report.figures import Profile
+        from mtcli.core.profile.figures import Profile
+        from mtcli.core.profile.measure import measure
 
         if runtime.rank == 0:
             typer.echo(_purpose(run, runtime.world, warmup, steps), err=True)
@@ -83,7 +83,7 @@ def profile(
             return
         found = Profile(run, runtime.world, measured.device, measured.records, not no_calibrate)
         if trace:
-            from mtcli.core.report.tracks import write_trace
+            from mtcli.core.profile.trace import write_trace
 
             write_trace(trace, measured.trace, measured.records)
         _show_profile(found, report, plot, json_out)
@@ -93,7 +93,7 @@ def profile(
 
 def _require_no_steps(context: typer.Context, run: str) -> None:
     """Raises MtcliError where a flag says how to take steps, beside a run that is only read."""
-    from mtcli.core.spec.errors import MtcliError, Problem
+    from mtcli.core.config.errors import MtcliError, Problem
 
     names = {p.name: p.opts[0] for p in context.command.params if p.name in OF_STEPS}
     sources = ((flag, context.get_parameter_source(name)) for name, flag in names.items())
@@ -106,8 +106,8 @@ def _require_no_steps(context: typer.Context, run: str) -> None:
 
 def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
     """What is about to be done, in numbers."""
-    from mtcli.core.cost.memory import state_bytes
-    from mtcli.core.cost.workload import Workload
+    from mtcli.core.plan.memory import state_bytes
+    from mtcli.core.plan.workload import Workload
 
     work = Workload.of(config, world)
     held = max(sum(state_bytes(work, pp_rank)) for pp_rank in range(work.layout.pp))
@@ -122,7 +122,11 @@ def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
 
 def _require_outputs(trace: str | None, report: str | None, plot: str | None) -> None:
     """Raises MtcliError, before any step is run, where a file could not be written after it."""
-    from mtcli.core.spec.outputs import require_extra, require_picture, require_writable
+    from mtcli.core.runtime.atomic_writes import (
+        require_extra,
+        require_picture,
+        require_writable,
+    )
 
     if trace:
         require_writable(trace, "--trace", (".json",))
@@ -137,7 +141,7 @@ def _show_profile(
     found: "Profile", report: str | None, plot: str | None, json_out: str | None
 ) -> None:
     """Shows what was measured before it asks what is planned, for which a CPU may be calibrated."""
-    from mtcli.core.report.tables import show_measured, show_planned
+    from mtcli.core.profile.render.text import show_measured, show_planned
 
     if json_out != "-":
         show_measured(found)
@@ -146,18 +150,18 @@ def _show_profile(
     if json_out:
         write_answer(found.as_json(), json_out)
     if report:
-        from mtcli.core.report.page import write_profile_page
+        from mtcli.core.profile.render.html import write_profile_page
 
         write_profile_page(report, found, found.as_json())
     if plot:
-        from mtcli.core.report.plots import save_profile
+        from mtcli.core.profile.render.pictures import save_profile
 
         save_profile(plot, found)
 
 
 def _show_run(folder: str, report: str | None, plot: str | None, json_out: str | None) -> None:
-    from mtcli.core.report.finished import read_run, summary_of
-    from mtcli.core.report.tables import show_run
+    from mtcli.core.profile.finished_run import read_run, summary_of
+    from mtcli.core.profile.render.text import show_run
 
     run = read_run(folder)
     data = summary_of(run)
@@ -166,11 +170,11 @@ def _show_run(folder: str, report: str | None, plot: str | None, json_out: str |
     if json_out != "-":
         show_run(run.rows, data)
     if report:
-        from mtcli.core.report.run_page import write_run_page
+        from mtcli.core.profile.render.run_page import write_run_page
 
         write_run_page(report, run, data)
     if plot:
-        from mtcli.core.report.plots import save_run
+        from mtcli.core.profile.render.pictures import save_run
 
         save_run(plot, data)
     for path in filter(None, (report, plot)):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtcli.commands.options import JsonOut, Nproc, Overrides, answering, write_answer
-from mtcli.core.spec.errors import MtcliError, Problem, every, wrong
+from mtcli.core.config.errors import MtcliError, Problem, every, wrong
 
 if TYPE_CHECKING:
-    from mtcli.core.checkpoint.checkpoint import Checkpoint
-    from mtcli.core.checkpoint.conversion import Plan
-    from mtcli.core.checkpoint.finding import CheckpointFolder
-    from mtcli.core.spec.model_config import ModelConfig
+    from mtcli.core.checkpoint.folder import CheckpointFolder
+    from mtcli.core.checkpoint.reader import Checkpoint
+    from mtcli.core.config.model import ModelConfig
+    from mtcli.core.convert.shard import ConversionPlan
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 COUNTS = {"inspect": 2, "verify": 3}  # words of what reads checkpoints and writes none
@@ -84,8 +84,8 @@ def shard(
     json_out: JsonOut = None,
 ) -> None:
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
-    from mtcli.core.checkpoint.codes import parse_dtype
-    from mtcli.core.checkpoint.layouts import parse_layout
+    from mtcli.core.checkpoint.dtype_names import parse_dtype
+    from mtcli.core.convert.layout import parse_layout
 
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
     given |= {"--max-shard-size": max_shard_size}
@@ -102,10 +102,10 @@ def shard(
     if verb == "convert":
         chosen = _target(sources[0], wanted, layout, max_shard_size)
         _require_free(Path(words[1]), force)
-    from mtcli.core.checkpoint.conversion import Plan, compare
     from mtcli.core.checkpoint.dtypes import DTYPES
     from mtcli.core.checkpoint.opening import open_checkpoint
-    from mtcli.core.spec.upcycle import recipe_of
+    from mtcli.core.convert.shard import ConversionPlan, compare
+    from mtcli.core.convert.upcycle_recipe import recipe_of
 
     cast = None if name is None else DTYPES[name]
     opened = every(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
@@ -116,13 +116,13 @@ def shard(
     else:
         source = opened[0]
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
-        plan = Plan(chosen, where, cast, size, verify, force, recipe, nproc)
+        plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc)
         _convert(source, Path(words[1]), plan, layout or "", json_out)
 
 
 def _sources(words: list[str]) -> "list[CheckpointFolder]":
     """The checkpoints that are there before. Raises MtcliError with all that are not."""
-    from mtcli.core.checkpoint.finding import find_checkpoint
+    from mtcli.core.checkpoint.folder import find_checkpoint
 
     return every(*(partial(find_checkpoint, Path(word)) for word in _read(words)))
 
@@ -134,7 +134,7 @@ def _require_free(target: Path, force: bool) -> None:
 
 
 def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":
-    from mtcli.core.spec.load import load_config
+    from mtcli.core.config.loading import load_config
 
     if overrides and config is None:
         raise wrong(
@@ -162,7 +162,7 @@ def _verb(words: list[str], given: dict[str, object], compared: dict[str, object
 
 
 def _inspect(source: "Checkpoint", json_out: str | None) -> None:
-    from mtcli.core.checkpoint.describe import describe, progress_rows
+    from mtcli.core.convert.inspect import describe, progress_rows
 
     facts = describe(source)
     if json_out is not None:
@@ -203,10 +203,10 @@ def _shape(model: dict[str, Any]) -> str:
 
 
 def _convert(
-    dense: "Checkpoint", target: Path, plan: "Plan", layout: str, json_out: str | None
+    dense: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str, json_out: str | None
 ) -> None:
-    from mtcli.core.checkpoint.conversion import convert, require_target
-    from mtcli.core.checkpoint.upcycle import upcycled
+    from mtcli.core.convert.shard import convert, require_target
+    from mtcli.core.convert.upcycle import upcycled
 
     source = dense if plan.recipe is None else upcycled(dense, plan.recipe)
     require_target(source, target, plan)
@@ -216,11 +216,11 @@ def _convert(
 
 
 def _announcement(
-    dense: "Checkpoint", source: "Checkpoint", target: Path, plan: "Plan", layout: str
+    dense: "Checkpoint", source: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str
 ) -> str:
-    from mtcli.core.checkpoint.conversion import left_out
-    from mtcli.core.checkpoint.describe import describe
-    from mtcli.core.spec.model import count_active, count_parameters
+    from mtcli.core.convert.inspect import describe
+    from mtcli.core.convert.shard import left_out
+    from mtcli.core.mesh.parameters import count_active, count_parameters
 
     before = describe(dense)
     line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
@@ -278,6 +278,6 @@ def _show(value: Any) -> str:
 
 
 def _print_table(rows: dict[str, str]) -> None:
-    from mtcli.core.report.console import print_table
+    from mtcli.core.runtime.console import print_table
 
     print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])

@@ -36,15 +36,15 @@ def train(
     max_restarts: MaxRestarts = 0,
 ) -> None:
     """Train or fine-tune a model from a config; a run folder comes out."""
-    from mtcli.core.runtime import bring_up, environment_world, launch, restarts
-    from mtcli.core.spec import check
-    from mtcli.core.spec.errors import every
+    from mtcli.core.config import rules
+    from mtcli.core.config.errors import every
+    from mtcli.core.runtime.launch import bring_up, environment_world, launch, restarts
 
     world = environment_world()
     resume = resume or restarts() > 0
     start = partial(_require_start, config, overrides, resume, init)
     run, *_ = every(
-        lambda: check.load_checked(config, overrides, world or nproc),
+        lambda: rules.load_checked(config, overrides, world or nproc),
         *([start] if world is None else []),  # ranks find out when they start
         otherwise=start,
     )
@@ -53,20 +53,23 @@ def train(
         return
     settings = run.train.device, run.train.timeout, run.train.matmul
     with bring_up(*settings, run.train.debug_collectives) as runtime:
-        from mtcli.core.train import train as train_run  # imports torch: after the checks
+        # both import torch: after the checks
+        from mtcli.core.profile.peak import peak_flops
+        from mtcli.core.training.loop import train as train_run
 
-        finished = train_run(run, runtime, resume=resume, init=init)
+        measure_peak = partial(peak_flops, run, runtime)
+        finished = train_run(run, runtime, resume=resume, init=init, measure_peak=measure_peak)
     if not finished:
         raise KeyboardInterrupt
 
 
 def _require_start(source: str, overrides: list[str], resume: bool, init: str | None) -> None:
     """Raises MtcliError with all that is wrong with a run's data, folder and first weights."""
-    from mtcli.core.checkpoint.finding import find_checkpoint
-    from mtcli.core.data.batches import require_data
-    from mtcli.core.run_lock import require_startable
-    from mtcli.core.spec.errors import every
-    from mtcli.core.spec.load import read_config
+    from mtcli.core.checkpoint.folder import find_checkpoint
+    from mtcli.core.config.errors import every
+    from mtcli.core.config.loading import read_config
+    from mtcli.core.data.loader import require_data
+    from mtcli.core.training.run_lock import require_startable
 
     config, _ = read_config(source, overrides)
     if config is None:

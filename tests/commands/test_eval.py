@@ -156,15 +156,14 @@ LAYOUTS = {
 
 def evaluate(runtime, folder, overrides, tasks, limit=None):
     """The reports of the tasks, on this rank."""
-    from mtcli.core.engine import open_model
     from mtcli.core.evaluate.encode import encoder_for
-    from mtcli.core.evaluate.jobs import make_jobs
-    from mtcli.core.evaluate.prepared import Options
-    from mtcli.core.evaluate.tasks import parse_tasks
+    from mtcli.core.evaluate.tasks.registry import parse_tasks, task_runs
+    from mtcli.core.evaluate.tasks.task import TaskOptions
+    from mtcli.core.inference.model import open_model
 
     opened = open_model(str(folder / "model"), overrides, runtime)
-    options = Options(opened.scorer.max_seq_len, limit, overlap=20)
-    jobs = make_jobs(parse_tasks(tasks), opened.scorer, encoder_for(opened.tokenizer), options, 256)
+    options = TaskOptions(opened.scorer.max_seq_len, limit, overlap=20)
+    jobs = task_runs(parse_tasks(tasks), opened.scorer, encoder_for(opened.tokenizer), options, 256)
     return [job.run(lambda done: None) for job in jobs]
 
 

@@ -53,7 +53,7 @@ def before_step(rank, step, act, *, on):
     """On rank `on`, calls act(trainer) when a step begins, once the save before it is written."""
     if rank != on:
         return
-    from mtcli.core.trainer import Trainer
+    from mtcli.core.training.step import Trainer
 
     real = Trainer.forward_backward
 
@@ -93,7 +93,7 @@ def test_a_rank_killed_in_a_step(drill, undisturbed):
 
 def gone_while_meeting(rank):
     """Rank 0, whose store the ranks meet by, is killed before they all have."""
-    from mtcli.core import rendezvous
+    from mtcli.core.runtime import rendezvous
 
     if rank == 0:
         rendezvous._await_all = kill

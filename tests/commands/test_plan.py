@@ -68,7 +68,7 @@ def test_evaluation_is_told_with_its_time_and_memory(capsys, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("search", [(), ("--top", "2")], ids=["planned", "searched"])
 def test_without_calibration_a_roofline_is_marked_in_table_and_json(capsys, monkeypatch, search):
-    monkeypatch.setattr("mtcli.core.cost.hardware.calibrated", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("mtcli.core.plan.hardware.calibrated", lambda *_: pytest.fail("measured"))
     flags = ["--device", "cpu", "--no-calibrate", *search]
     _, out, _ = run(capsys, "tiny", *flags)
     assert re.search(r"^rates +a roofline, not calibrated: [\d.]+ TFLOP/s", out, re.MULTILINE)

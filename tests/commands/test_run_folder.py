@@ -24,7 +24,7 @@ def drill(tmp_path):
 
 def paused(rank, step, go):
     """Rank 0 waits in a step, until there is the file `go`."""
-    from mtcli.core.trainer import Trainer
+    from mtcli.core.training.step import Trainer
 
     real = Trainer.forward_backward
 
@@ -172,7 +172,7 @@ def test_checkpoints_of_one_name_and_other_bytes_are_not_mixed(machines):
 
 def stale(rank):
     """Rank 1's list of checkpoints is an old one, though it can open the new one by its name."""
-    from mtcli.core import consensus
+    from mtcli.core.checkpoint import consensus
 
     if rank == 1:
         real = consensus.step_folders

@@ -12,10 +12,10 @@ from typer.main import get_command
 
 from mtcli.commands.shard import shard
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import About, Piece, commit, write_pieces
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import Exit, MtcliError
-from mtcli.core.spec.load import dump_toml
+from mtcli.core.checkpoint.store import About, Shard, commit, write_shards
+from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.schema import RunConfig
 
 app = typer.Typer(add_completion=False)
 app.command("shard")(shard)
@@ -105,7 +105,7 @@ def test_verify_names_the_first_tensor_that_differs_and_fails(gpt2, tmp_path, ca
 
 
 def test_zeros_of_another_sign_and_equal_nans_are_counted_by_their_bits(tmp_path, gpt2):
-    from mtcli.core.checkpoint.compare import differences
+    from mtcli.core.convert.verify import differences
 
     folders = []
     for number, row in enumerate(([0.0, float("nan"), 1.0], [-0.0, float("nan"), 1.0])):
@@ -146,9 +146,9 @@ def test_verify_says_what_was_compared_of_the_optimizer(gpt2, tmp_path, capsys, 
     for name, moment in (("none", None), ("some", 1.0), ("other", 2.0)):
         state = {"optimizer.exp_avg/final_norm.bias": torch.full((24,), moment)} if moment else {}
         tensors = (weights | state).items()
-        pieces = [Piece(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
+        pieces = [Shard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
         (tmp_path / name).mkdir()
-        written = [write_pieces(tmp_path / name, 0, pieces)]
+        written = [write_shards(tmp_path / name, 0, pieces)]
         commit(tmp_path / name, written, About(3, {}, toml, {}))
 
     def said(a, b):
@@ -224,10 +224,10 @@ def test_weights_that_are_not_finite_prove_nothing_and_are_named(gpt2, tmp_path,
 def test_the_step_is_the_run_s_and_a_hugging_face_folder_has_none(gpt2, tmp_path, capsys):
     source, kept = open_checkpoint(gpt2), tmp_path / "kept"
     tensors = ((name, source.read(name)) for name in source.names())
-    pieces = [Piece(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
+    pieces = [Shard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
     toml = dump_toml(RunConfig(model=source.model, batch={"seq_len": 17}))
     kept.mkdir()
-    commit(kept, [write_pieces(kept, 0, pieces)], About(3, {}, toml, {}))
+    commit(kept, [write_shards(kept, 0, pieces)], About(3, {}, toml, {}))
     run(kept, tmp_path / "hf", "--json", "-")
     out, err = capsys.readouterr()
     assert json.loads(out)["step"] == 3 and "step 3; writing hf" in err
@@ -250,7 +250,7 @@ def test_a_change_of_dtype_is_verified_within_its_rounding(gpt2, tmp_path, capsy
 
 
 def test_logits_that_differ_fail_the_command(gpt2, tmp_path, monkeypatch):
-    import mtcli.core.checkpoint.proof as proof
+    import mtcli.core.convert.verify as proof
 
     monkeypatch.setattr(proof, "logit_difference", lambda a, b: (1e-3, 1.0))
     with pytest.raises(MtcliError, match=r"are 0.001 apart, and 0 at most is rounding") as error:

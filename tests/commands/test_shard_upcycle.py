@@ -10,12 +10,12 @@ from typer.main import get_command
 
 from mtcli.commands.shard import shard
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import Piece, save
-from mtcli.core.spec.config import RunConfig
-from mtcli.core.spec.errors import Exit, MtcliError
-from mtcli.core.spec.load import dump_toml, load_config
-from mtcli.core.spec.model import count_active, count_parameters, parameters
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.checkpoint.store import Shard, save
+from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.config.loading import dump_toml, load_config
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.parameters import count_active, count_parameters, parameters
 
 app = typer.Typer(add_completion=False)
 app.command("shard")(shard)
@@ -35,7 +35,7 @@ def dense(tmp_path_factory):
     for name, parameter in parameters(MODEL).items():
         shape = parameter.shape
         for kind in ("", "optimizer.exp_avg/"):
-            pieces.append(Piece(kind + name, 0.2 * torch.randn(shape), (0,) * len(shape), shape))
+            pieces.append(Shard(kind + name, 0.2 * torch.randn(shape), (0,) * len(shape), shape))
     about = {"extra": {}, "config_toml": dump_toml(RunConfig(model=MODEL)), "tokenizer": None}
     root = tmp_path_factory.mktemp("dense")
     return save(root, 3, pieces, rank=0, gather=lambda value: [value], keep=0, **about)
@@ -72,7 +72,7 @@ def test_a_rounded_mixture_is_proven_within_its_rounding(dense, tmp_path, capsys
 
 
 def test_a_mixture_that_is_not_the_dense_function_fails_the_proof(dense, tmp_path, monkeypatch):
-    import mtcli.core.checkpoint.upcycle as upcycle
+    import mtcli.core.convert.upcycle as upcycle
 
     exact = upcycle._experts
 
@@ -87,9 +87,9 @@ def test_a_mixture_that_is_not_the_dense_function_fails_the_proof(dense, tmp_pat
 
 
 def test_a_tensor_that_was_not_written_as_said_is_named(dense, tmp_path, monkeypatch):
-    import mtcli.core.checkpoint.conversion as conversion
-    from mtcli.core.checkpoint.upcycle import upcycled
-    from mtcli.core.spec.upcycle import recipe_of
+    import mtcli.core.convert.shard as conversion
+    from mtcli.core.convert.upcycle import upcycled
+    from mtcli.core.convert.upcycle_recipe import recipe_of
 
     write = conversion._write
 

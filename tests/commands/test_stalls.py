@@ -33,9 +33,9 @@ def at_the_third(rank, act, on, mark):
     """On rank `on`, calls act(groups) where its third step would read its batch."""
     if rank != on:
         return
-    from mtcli.core.feed import Feed
+    from mtcli.core.training.loader import MicroBatchLoader
 
-    real, count = Feed.step, 0
+    real, count = MicroBatchLoader.step, 0
 
     def step(self, *arguments):
         nonlocal count
@@ -45,7 +45,7 @@ def at_the_third(rank, act, on, mark):
             act(self.groups)
         return real(self, *arguments)
 
-    Feed.step = step
+    MicroBatchLoader.step = step
 
 
 def sleep(groups):

@@ -16,8 +16,8 @@ from command_line import free_port, launched, mtcli
 from tiny import write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.loading import load_config
 from mtcli.core.data.indexed import write_dataset
-from mtcli.core.spec.load import load_config
 
 STEPS = 6
 KEYS = ["step", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from exact import TOLERANCE, distance, seeded
 
+from mtcli.core.config.schema import OptimizerConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.core.spec.config import OptimizerConfig
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.sharding import Parameter
 from mtcli.kernels.adamw import adamw_, adamw_reference_
 from mtcli.kernels.multi_tensor import CHUNK, OptimizerStep, OptimizerTensors, tensor_table
 

@@ -15,7 +15,8 @@ from mtcli.kernels.swiglu import swiglu
 
 def test_a_step_on_cpu_imports_neither_triton_nor_dynamo():
     code = (
-        "import sys, torch; from mtcli.kernels.swiglu import swiglu; import mtcli.core.trainer;"
+        "import sys, torch; from mtcli.kernels.swiglu import swiglu\n"
+        "import mtcli.core.training.step\n"
         "swiglu(torch.ones(2, 4, requires_grad=True)).sum().backward();"
         "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
     )

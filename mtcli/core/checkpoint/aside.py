@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mtcli.core.checkpoint import manifest, names
-from mtcli.core.spec.errors import failed, wrong
-from mtcli.core.spec.outputs import folder_of, make_folder, sync_folder
+from mtcli.core.config.errors import failed, wrong
+from mtcli.core.runtime.atomic_writes import folder_of, make_folder, sync_folder
 
 
 @contextmanager

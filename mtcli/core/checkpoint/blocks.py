@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
-from mtcli.core.checkpoint.tensorfile import damaged
-from mtcli.core.spec.untrusted import open_untrusted
+from mtcli.core.checkpoint.safetensors_file import damaged
+from mtcli.core.config.untrusted import open_untrusted
 
 THREADS = 2  # one reads while the other computes
 HUGE_PAGE = 2 << 20

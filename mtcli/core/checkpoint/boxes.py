@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtcli.core.checkpoint.tensorfile import damaged
-from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.checkpoint.safetensors_file import damaged
+from mtcli.core.mesh.sharding import Box
 
 # A run of at least this many bytes is read by itself; shorter ones are read with the gaps between
 # them where the gaps are no longer than GAP_RATIO runs, in windows of WINDOW_BYTES.
@@ -26,17 +26,15 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 Numbers = NDArray[np.signedinteger]
 
 
-def intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
+def intersection(a: Box, b: Box) -> Box | None:
     """The part of two rectangles of one tensor that they share, or None."""
     start = tuple(map(max, a.start, b.start))
     ends = [min(p + n, q + m) for p, n, q, m in zip(a.start, a.size, b.start, b.size, strict=True)]
     size = tuple(end - at for end, at in zip(ends, start, strict=True))
-    return Rectangle(start, size) if all(n > 0 for n in size) else None
+    return Box(start, size) if all(n > 0 for n in size) else None
 
 
-def read_box(
-    file: FileIO, offset: int, shape: tuple[int, ...], box: Rectangle, into: Tensor
-) -> None:
+def read_box(file: FileIO, offset: int, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
     """Fills `into` [box.size] with a box of the tensor `shape` stored at a byte of a file.
 
     `into` may have any strides; its dtype is that of the stored tensor. Raises MtcliError that
@@ -56,7 +54,7 @@ def read_box(
 class _Runs:
     """A box as contiguous runs: `rows` of `run` elements, `stride` apart, from each of `starts`."""
 
-    def __init__(self, shape: tuple[int, ...], box: Rectangle, item: int) -> None:
+    def __init__(self, shape: tuple[int, ...], box: Box, item: int) -> None:
         dim = len(shape)  # the run spans dims dim.. of the box
         while dim > 0 and (dim == len(shape) or box.size[dim] == shape[dim]):
             dim -= 1

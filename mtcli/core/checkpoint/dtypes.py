@@ -1,9 +1,9 @@
-"""The dtypes of stored tensors as torch's; their names are in `codes.py`."""
+"""The dtypes of stored tensors as torch's; their names are in `dtype_names.py`."""
 
 import torch
 
-from mtcli.core.checkpoint.codes import CODES
-from mtcli.core.spec.errors import wrong
+from mtcli.core.checkpoint.dtype_names import CODES
+from mtcli.core.config.errors import wrong
 
 DTYPES = {
     "float64": torch.float64,

@@ -14,10 +14,10 @@ import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mtcli.core.checkpoint.tensorfile import damaged
-from mtcli.core.spec.errors import MtcliError, wrong
-from mtcli.core.spec.sharding import Rectangle
-from mtcli.core.spec.untrusted import read_untrusted
+from mtcli.core.checkpoint.safetensors_file import damaged
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.mesh.sharding import Box
 
 NAME = "manifest.json"
 Version = Literal[2, 3]  # that are read; the last is written
@@ -26,20 +26,20 @@ MAX_MANIFEST_BYTES = 1 << 30
 MAX_CELLS = 1 << 24  # of the grid that proves that pieces tile a tensor
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Counts = Annotated[tuple[Count, ...], Field(max_length=16)]
+Extents = Annotated[tuple[Count, ...], Field(max_length=16)]
 _PART = r"[^/\\\x00.][^/\\\x00]*"
 FileName = Annotated[str, Field(pattern=rf"^{_PART}(/{_PART})?$")]  # cannot leave the folder
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _SEAL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"}$')
 
 
-class Record(BaseModel):
+class ManifestPart(BaseModel):
     """A frozen part of the manifest that refuses unknown keys and guesses no types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class FileRecord(Record):
+class FileRecord(ManifestPart):
     """A file of the checkpoint."""
 
     bytes: Count
@@ -48,29 +48,29 @@ class FileRecord(Record):
     """of each BLOCK_BYTES of it in turn"""
 
 
-class PieceRecord(Record):
+class ShardRecord(ManifestPart):
     """A rectangle of a tensor: the whole of one tensor of one file."""
 
     file: FileName
     key: str
-    start: Counts
-    size: Counts
+    start: Extents
+    size: Extents
 
     @property
-    def box(self) -> Rectangle:
+    def box(self) -> Box:
         """The rectangle of the global tensor."""
-        return Rectangle(self.start, self.size)
+        return Box(self.start, self.size)
 
 
-class TensorRecord(Record):
+class TensorRecord(ManifestPart):
     """A global tensor and the pieces that tile it."""
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"]
-    shape: Counts
-    pieces: list[PieceRecord]
+    shape: Extents
+    pieces: list[ShardRecord]
 
 
-class Manifest(Record):
+class Manifest(ManifestPart):
     """What a checkpoint folder holds."""
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
     if not is_sealed and (manifest.xxh3_128 or manifest.version > 2):
         raise damaged(path, "it does not end with its own hash")
-    check_pieces(path, manifest)
+    check_shards(path, manifest)
     check_sizes(folder, manifest)
     return manifest
 
@@ -150,7 +150,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise damaged(path, f"it has {size} bytes and the manifest says {record.bytes}")
 
 
-def check_pieces(path: Path, manifest: Manifest) -> None:
+def check_shards(path: Path, manifest: Manifest) -> None:
     """Raises MtcliError where the pieces of a tensor do not tile it, or name no known file, or one
     tensor of a file twice."""
     seen: set[tuple[str, str]] = set()
@@ -165,7 +165,7 @@ def check_pieces(path: Path, manifest: Manifest) -> None:
             raise damaged(path, f"the pieces of {name} {fault}")
 
 
-def tiling_fault(shape: tuple[int, ...], boxes: list[Rectangle]) -> str:
+def tiling_fault(shape: tuple[int, ...], boxes: list[Box]) -> str:
     """What is wrong with boxes that should cover every element of a tensor once; "" if nothing."""
     for box in boxes:
         if not len(box.start) == len(box.size) == len(shape):
@@ -177,7 +177,7 @@ def tiling_fault(shape: tuple[int, ...], boxes: list[Rectangle]) -> str:
     return "" if len(boxes) < 2 else _overlap(boxes)
 
 
-def _overlap(boxes: list[Rectangle]) -> str:
+def _overlap(boxes: list[Box]) -> str:
     starts = np.array([box.start for box in boxes], dtype=np.int64)
     ends = starts + np.array([box.size for box in boxes], dtype=np.int64)
     edges = [np.unique(np.concatenate([a, b])) for a, b in zip(starts.T, ends.T, strict=True)]

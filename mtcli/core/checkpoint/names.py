@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mtcli.core.spec.errors import wrong
+from mtcli.core.config.errors import wrong
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 CONFIG = "config.toml"

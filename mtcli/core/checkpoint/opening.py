@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from mtcli.core.checkpoint.checkpoint import Checkpoint, Region, Stored
-from mtcli.core.checkpoint.codes import CODES
+from mtcli.core.checkpoint.dtype_names import CODES
 from mtcli.core.checkpoint.dtypes import DTYPES
-from mtcli.core.checkpoint.finding import KINDS, CheckpointFolder, config_in, find_checkpoint
-from mtcli.core.checkpoint.hf import open_hf
+from mtcli.core.checkpoint.folder import KINDS, CheckpointFolder, config_in, find_checkpoint
+from mtcli.core.checkpoint.huggingface.reader import open_hf
 from mtcli.core.checkpoint.manifest import TensorRecord, read_manifest
-from mtcli.core.checkpoint.megatron import open_megatron
+from mtcli.core.checkpoint.megatron.reader import open_megatron
 from mtcli.core.checkpoint.names import step_folders
+from mtcli.core.checkpoint.reader import Checkpoint, StoredBox, StoredTensor
 from mtcli.core.checkpoint.retention import hold
-from mtcli.core.spec.errors import MtcliError, wrong
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.model import ModelConfig
 
 
 def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
@@ -84,9 +84,9 @@ def _open_ours(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _stored(record: TensorRecord) -> Stored:
+def _stored(record: TensorRecord) -> StoredTensor:
     regions = (
-        Region(
+        StoredBox(
             file=piece.file,
             key=piece.key,
             code=CODES[record.dtype],
@@ -97,4 +97,4 @@ def _stored(record: TensorRecord) -> Stored:
         )
         for piece in record.pieces
     )
-    return Stored(DTYPES[record.dtype], record.shape, tuple(regions))
+    return StoredTensor(DTYPES[record.dtype], record.shape, tuple(regions))

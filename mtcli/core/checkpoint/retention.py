@@ -13,8 +13,8 @@ from typing import IO
 
 from mtcli.core.checkpoint.manifest import NAME
 from mtcli.core.checkpoint.names import PARTIAL, step_folders, step_of
-from mtcli.core.spec.errors import wrong
-from mtcli.core.spec.untrusted import open_untrusted
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import open_untrusted
 
 
 class Hold:

@@ -20,10 +20,10 @@ from mtcli.core.checkpoint.manifest import (
     NAME,
     FileRecord,
     Manifest,
-    PieceRecord,
-    Record,
+    ManifestPart,
+    ShardRecord,
     TensorRecord,
-    check_pieces,
+    check_shards,
 )
 from mtcli.core.checkpoint.names import (
     CONFIG,
@@ -34,17 +34,17 @@ from mtcli.core.checkpoint.names import (
     step_name,
 )
 from mtcli.core.checkpoint.retention import prune
-from mtcli.core.checkpoint.tensorfile import Planned
+from mtcli.core.checkpoint.safetensors_file import PlannedTensor
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
-from mtcli.core.spec.errors import MtcliError, failed
-from mtcli.core.spec.outputs import make_folder
-from mtcli.core.spec.sharding import SLAB_BYTES, Rectangle, slabs
-from mtcli.core.spec.untrusted import read_untrusted
+from mtcli.core.config.errors import MtcliError, failed
+from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.mesh.sharding import BOX_BYTES, Box, boxes_of_at_most
+from mtcli.core.runtime.atomic_writes import make_folder
 
 Gather = Callable[[object], list[Any]]
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """A rank's block of a global tensor: without padding, and given by one rank only."""
 
     name: str
@@ -58,11 +58,11 @@ class Outline(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    box: Rectangle
+    box: Box
     shape: tuple[int, ...]
 
 
-class Written(Record):
+class SavedPart(ManifestPart):
     """The part of the manifest that one rank wrote."""
 
     files: dict[str, FileRecord] = {}
@@ -81,7 +81,7 @@ class About(NamedTuple):
 def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would only rename it
     root: Path,
     step: int,
-    pieces: list[Piece],
+    pieces: list[Shard],
     *,
     rank: int,
     gather: Gather,
@@ -104,18 +104,18 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 
     def write() -> dict[str, Any]:
         try:
-            return write_pieces(partial, rank, pieces, progress).model_dump(mode="json")
+            return write_shards(partial, rank, pieces, progress).model_dump(mode="json")
         except OSError as error:
             raise _counted(error, root, needed) from None
 
-    def finish(written: list[Written]) -> None:
+    def finish(written: list[SavedPart]) -> None:
         commit(partial, written, About(step, extra, config_toml, tokenizer_files(tokenizer)))
         replace_folder(partial, final)
 
     needed = sum(gather(sum(piece.tensor.nbytes for piece in pieces)))
     try:
         together(gather, rank == 0, lambda: prepare(partial, needed))
-        written = [Written.model_validate(part) for part in together(gather, True, write)]
+        written = [SavedPart.model_validate(part) for part in together(gather, True, write)]
         together(gather, rank == 0, lambda: finish(written))
     except MtcliError:
         if rank == 0:
@@ -139,9 +139,9 @@ def prepare(partial: Path, needed_bytes: int) -> None:
     require_space(partial, needed_bytes)
 
 
-def write_pieces(
-    folder: Path, rank: int, pieces: list[Piece], progress: Callable[[], None] = lambda: None
-) -> Written:
+def write_shards(
+    folder: Path, rank: int, pieces: list[Shard], progress: Callable[[], None] = lambda: None
+) -> SavedPart:
     """Writes a rank's file in `folder`; none where the rank owns nothing.
 
     `progress` is called after at most SLAB_BYTES each.
@@ -149,14 +149,13 @@ def write_pieces(
     full = [piece for piece in pieces if piece.tensor.numel()]
     full.sort(key=lambda piece: -piece.tensor.element_size())  # all aligned to their item's size
     outlines = [
-        Outline(p.name, p.tensor.dtype, Rectangle(p.start, tuple(p.tensor.shape)), p.shape)
-        for p in full
+        Outline(p.name, p.tensor.dtype, Box(p.start, tuple(p.tensor.shape)), p.shape) for p in full
     ]
 
     def tensors() -> Iterator[Tensor]:
         for piece in full:
-            most = SLAB_BYTES // piece.tensor.element_size()
-            for box in slabs(tuple(piece.tensor.shape), most):
+            most = BOX_BYTES // piece.tensor.element_size()
+            for box in boxes_of_at_most(tuple(piece.tensor.shape), most):
                 yield piece.tensor[box.slices]
                 progress()
 
@@ -165,13 +164,13 @@ def write_pieces(
 
 def write_outlined(
     folder: Path, rank: int, outlines: list[Outline], tensors: Iterable[Tensor]
-) -> Written:
+) -> SavedPart:
     """As `write_pieces`, of tensors that may be made one at a time, in the outlines' order."""
     if not outlines:
-        return Written()
+        return SavedPart()
     file, keys = rank_file(rank), _keys([outline.name for outline in outlines])
     plan = [
-        Planned(key, code_of(outline.dtype), outline.box.size)
+        PlannedTensor(key, code_of(outline.dtype), outline.box.size)
         for key, outline in zip(keys, outlines, strict=True)
     ]
     record = write_tensors(folder / file, plan, tensors, {})
@@ -180,12 +179,12 @@ def write_outlined(
         for outline in outlines
     }
     for key, outline in zip(keys, outlines, strict=True):
-        piece = PieceRecord(file=file, key=key, start=outline.box.start, size=outline.box.size)
+        piece = ShardRecord(file=file, key=key, start=outline.box.start, size=outline.box.size)
         tensors[outline.name].pieces.append(piece)
-    return Written(files={file: record}, tensors=tensors)
+    return SavedPart(files={file: record}, tensors=tensors)
 
 
-def commit(partial: Path, written: list[Written], about: About) -> None:
+def commit(partial: Path, written: list[SavedPart], about: About) -> None:
     """Adds the small files and, last, the manifest to a folder that holds the ranks' files."""
     files = {name: record for part in written for name, record in part.files.items()}
     files[CONFIG] = write_bytes(partial / CONFIG, about.config_toml.encode())
@@ -199,7 +198,7 @@ def commit(partial: Path, written: list[Written], about: About) -> None:
         tensors=_tensors(written),
         files=files,
     )
-    check_pieces(partial / NAME, manifest)
+    check_shards(partial / NAME, manifest)
     write_bytes(partial / NAME, manifest.to_bytes())
 
 
@@ -220,7 +219,7 @@ def _keys(names: list[str]) -> list[str]:
     return keys
 
 
-def _tensors(written: list[Written]) -> dict[str, TensorRecord]:
+def _tensors(written: list[SavedPart]) -> dict[str, TensorRecord]:
     tensors: dict[str, TensorRecord] = {}
     for name, record in (item for part in written for item in part.tensors.items()):
         known = tensors.setdefault(name, record.model_copy(update={"pieces": []}))

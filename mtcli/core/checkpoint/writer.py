@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.blocks import Bytes, aligned_bytes, hash_of
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
-from mtcli.core.checkpoint.tensorfile import Planned, encode_header
+from mtcli.core.checkpoint.safetensors_file import PlannedTensor, encode_header
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has none
 ALIGNMENT = 4096  # of direct writes: a multiple of every device's block
@@ -29,7 +29,7 @@ WRITERS = 2  # threads: one's call waits in the kernel, so that the disk never w
 
 def write_tensors(
     path: Path,
-    plan: list[Planned],
+    plan: list[PlannedTensor],
     tensors: Iterable[Tensor],
     metadata: dict[str, str],
 ) -> FileRecord:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtcli.core.spec.datasets import SPLITS, Which, read_blend, read_split
-from mtcli.core.spec.errors import wrong
+from mtcli.core.config.blend import SPLITS, Which, read_blend, read_split
+from mtcli.core.config.errors import wrong
 
 # Each weighted dataset is built this much longer than its share, as Megatron's
 # mid_level_dataset_surplus: rounding may ask a few samples more of it.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import IO
 
-from mtcli.core.spec.errors import wrong
+from mtcli.core.config.errors import wrong
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 PIECE_BYTES = 1 << 20

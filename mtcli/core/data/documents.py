@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import IO, Any, NamedTuple, get_args
 
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import listed, open_untrusted, shown
 from mtcli.core.data.compressed import pieces
-from mtcli.core.data.corpus import Kind, Piece, Source
-from mtcli.core.spec.errors import wrong
-from mtcli.core.spec.foreign import listed, shown
-from mtcli.core.spec.untrusted import open_untrusted
+from mtcli.core.data.sources import FileKind, FileRange, SourceFile
 
 WINDOW = 4 << 20  # bytes looked at together
 HELD_BYTES = 64 << 20  # of one document, where no flag says how many: ten million words
@@ -29,8 +28,8 @@ FREE_BYTES = 64 << 20  # out of any file: a ratio of few bytes says nothing
 PARQUET_ROWS = 16  # read together: 1024 take no less time, and 64 times the memory
 TOO_LARGE = "too large"
 BOM = codecs.BOM_UTF8
-BOUNDARIES: dict[Kind, re.Pattern[bytes]] = {
-    kind: re.compile(rb"\n[^\S\n]*\n" if kind == "text" else rb"\n") for kind in get_args(Kind)
+BOUNDARIES: dict[FileKind, re.Pattern[bytes]] = {
+    kind: re.compile(rb"\n[^\S\n]*\n" if kind == "text" else rb"\n") for kind in get_args(FileKind)
 }
 USUAL = {"text": (b"\n\n", b"\n\r\n")}  # found from the end, a hundred times as fast
 # One or more lines of nothing but space; a line before them ends without its line break.
@@ -79,7 +78,7 @@ class Bad(NamedTuple):
 
 
 def read_documents(
-    piece: Piece, reading: Reading, tell: Tell = lambda _: None
+    piece: FileRange, reading: Reading, tell: Tell = lambda _: None
 ) -> Iterator[Text | Bad]:
     """The documents of `piece`, in order; lines of `Bad` are counted from the start of the piece.
 
@@ -110,7 +109,7 @@ def lines_before(path: str, offset: int) -> int:
     return lines
 
 
-def end_of_last(kind: Kind, data: bytes) -> int:
+def end_of_last(kind: FileKind, data: bytes) -> int:
     """Where the last place in `data` ends in which documents may; 0 where there is none."""
     found = ((data.rfind(usual), len(usual)) for usual in USUAL.get(kind, (b"\n",)))
     end = max(at + length if at >= 0 else 0 for at, length in found)
@@ -119,19 +118,19 @@ def end_of_last(kind: Kind, data: bytes) -> int:
     return max((match.end() for match in BOUNDARIES[kind].finditer(data)), default=0)
 
 
-def end_of_first(kind: Kind, data: bytes) -> int:
+def end_of_first(kind: FileKind, data: bytes) -> int:
     """Where the first place in `data` ends in which documents may; 0 where there is none."""
     match = BOUNDARIES[kind].search(data)
     return match.end() if match else 0
 
 
-def begun(kind: Kind, data: bytes) -> bytes:
+def begun(kind: FileKind, data: bytes) -> bytes:
     """The end of `data` that may begin a document boundary: a line of blanks so far."""
     line = data[max(0, data.rfind(b"\n")) :] if kind == "text" else b""
     return line if line.startswith(b"\n") and line.isspace() else b""
 
 
-def _items(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _items(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     kind = piece.source.kind
     if kind == "parquet":
         yield from _parquet(piece.source, reading, tell)
@@ -150,7 +149,7 @@ def _items(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
 
 
 @contextmanager
-def _opened(piece: Piece, tell: Tell) -> Iterator[Iterator[bytes]]:
+def _opened(piece: FileRange, tell: Tell) -> Iterator[Iterator[bytes]]:
     """The bytes of a piece, decompressed, in windows of about WINDOW.
 
     Raises MtcliError where they are too many for their file, and what `compressed.pieces` does.
@@ -160,7 +159,7 @@ def _opened(piece: Piece, tell: Tell) -> Iterator[Iterator[bytes]]:
         yield _windows(file, piece, tell)
 
 
-def _windows(file: IO[bytes], piece: Piece, tell: Tell) -> Iterator[bytes]:
+def _windows(file: IO[bytes], piece: FileRange, tell: Tell) -> Iterator[bytes]:
     source, told, total = piece.source, piece.start, 0
     if source.compression:
         found = pieces(file, source.compression, source.path)
@@ -185,7 +184,7 @@ def _windows(file: IO[bytes], piece: Piece, tell: Tell) -> Iterator[bytes]:
         yield b"".join(window)
 
 
-def _require_ratio(source: Source, count: int) -> None:
+def _require_ratio(source: SourceFile, count: int) -> None:
     """Raises MtcliError where `count` bytes are too many to have come out of a file."""
     if count > max(FREE_BYTES, MAX_RATIO * source.size):
         raise wrong(
@@ -195,7 +194,9 @@ def _require_ratio(source: Source, count: int) -> None:
         )
 
 
-def _chunks(piece: Piece, kind: Kind, most: int, tell: Tell) -> Iterator[tuple[int, bytes | Bad]]:
+def _chunks(
+    piece: FileRange, kind: FileKind, most: int, tell: Tell
+) -> Iterator[tuple[int, bytes | Bad]]:
     """(lines before it, bytes) of about WINDOW, each ending where documents may, or the piece does.
 
     A Bad is in the place of what goes on without such a place for `most` bytes and a WINDOW.
@@ -224,7 +225,7 @@ def _chunks(piece: Piece, kind: Kind, most: int, tell: Tell) -> Iterator[tuple[i
         yield line, _without_bom(b"".join(held), line or piece.start)
 
 
-def _behind(kind: Kind, data: bytes, windows: Iterator[bytes]) -> tuple[int, bytes]:
+def _behind(kind: FileKind, data: bytes, windows: Iterator[bytes]) -> tuple[int, bytes]:
     """(lines, bytes): how many end before the next document, and what was read of it and on."""
     lines = 0
     for following in windows:
@@ -343,7 +344,7 @@ def _parts(text: Text) -> Iterator[Text]:
     yield Text(rest, len(rest.encode()) if start else text.size)
 
 
-def _whole(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _whole(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     """The file as one document, in parts where it is long and its tokenizer allows."""
     source = piece.source
     if not reading.cuttable or (source.size <= WINDOW and not source.compression):
@@ -367,7 +368,7 @@ def _whole(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     yield Text(text, len(text.encode()))
 
 
-def _held(piece: Piece, reading: Reading, tell: Tell) -> Text | Bad:
+def _held(piece: FileRange, reading: Reading, tell: Tell) -> Text | Bad:
     """The file as one document."""
     windows, size = [], 0
     with _opened(piece, tell) as found:
@@ -395,7 +396,7 @@ def _safe_cut(text: str) -> int:
     return 0
 
 
-def _fault(piece: Piece, reading: Reading, tell: Tell) -> Bad | None:
+def _fault(piece: FileRange, reading: Reading, tell: Tell) -> Bad | None:
     """A reason not to read a file in parts: bytes that are no UTF-8, or too many of them."""
     decoder, line, size, uncut = codecs.getincrementaldecoder("utf-8")(), 1, 0, 0
     with _opened(piece, tell) as windows:
@@ -416,7 +417,7 @@ def _fault(piece: Piece, reading: Reading, tell: Tell) -> Bad | None:
     return None
 
 
-def _table(piece: Piece, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _table(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     """Rows of CSV or TSV, quoted as spreadsheets do: the column `text_key` of the header.
 
     Raises MtcliError where quotes do not match: where the rows behind it begin is not known.
@@ -452,7 +453,7 @@ class _Lines:
     Bytes that are no UTF-8 become halves of surrogate pairs. Raises MtcliError for a longer row.
     """
 
-    def __init__(self, piece: Piece, most: int, tell: Tell) -> None:
+    def __init__(self, piece: FileRange, most: int, tell: Tell) -> None:
         self.line = 0  # the last that was given
         self._source, self._most, self._row_size = piece.source, most, 0
         self._lines = self._found(piece, tell)
@@ -472,7 +473,7 @@ class _Lines:
         self._row_size = 0
         return self.line
 
-    def _found(self, piece: Piece, tell: Tell) -> Iterator[str]:
+    def _found(self, piece: FileRange, tell: Tell) -> Iterator[str]:
         for _, chunk in _chunks(piece, piece.source.kind, self._most, tell):
             self._require(isinstance(chunk, bytes))
             *lines, last = chunk.decode(errors="surrogateescape").split("\n")
@@ -487,7 +488,7 @@ class _Lines:
             raise wrong(f"{where}: a row of more than {self._most:,} bytes", hint)
 
 
-def _parquet(source: Source, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _parquet(source: SourceFile, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -502,7 +503,7 @@ def _parquet(source: Source, reading: Reading, tell: Tell) -> Iterator[Text | Ba
         raise wrong(f"{source.path} is damaged: {error}", "write or copy it again") from None
 
 
-def _rows(file: Any, source: Source, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _rows(file: Any, source: SourceFile, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
     key, names = reading.text_key, file.schema_arrow.names
     if key not in names:
         known = listed([shown(name) for name in names])

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mtcli.core.data.definition import no_panics
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.tokenize import Tokenizer
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.data.tokenizer_limits import no_panics
 
 SAMPLE_BYTES = 1 << 14  # of the corpus, encoded both ways before gigatoken is used
 # What fast tokenizers get wrong: space runs, contractions, digits, scripts, emoji, controls.

@@ -3,6 +3,8 @@
 `.idx`, little-endian: magic (9 bytes), uint64 version 1, uint8 dtype code, uint64 S sequences,
 uint64 D = documents + 1, then int32 lengths [S] in tokens, int64 pointers [S] in bytes and int64
 document boundaries [D] in sequences, from 0 to S. `.bin` is the sequences back to back, no header.
+
+`PREFIX.json`: what preprocess says of the tokens it wrote.
 """
 
 import os
@@ -12,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mtcli.core.spec.errors import MtcliError, wrong
-from mtcli.core.spec.outputs import whole
-from mtcli.core.spec.untrusted import open_untrusted
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
+from mtcli.core.runtime.atomic_writes import whole
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
@@ -203,3 +205,40 @@ def _require_file(path: Path, prefix: Path) -> None:
         raise wrong(f"no file {path}", hint) from None
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "use another copy") from None
+
+
+MAX_FACTS_BYTES = 16 << 20
+AGAIN = "write it again with mtcli preprocess"
+
+
+def describe(prefix: str | Path) -> dict[str, object] | None:
+    """What `PREFIX.json` says, or None where there is none (data from another tool).
+
+    Raises MtcliError where it is not what preprocess writes.
+    """
+    path = with_suffix(prefix, ".json")
+    if not path.exists():
+        return None
+    try:
+        facts = parse_json(read_untrusted(path, MAX_FACTS_BYTES))
+    except OSError as error:
+        raise wrong(
+            f"{path} cannot be read: {error.strerror}", "write it again with mtcli preprocess"
+        ) from None
+    except ValueError as error:
+        raise wrong(f"{path} is not JSON: {error}", AGAIN) from None
+    if not isinstance(facts, dict):
+        raise wrong(f"{path} holds no object", AGAIN)
+    return facts
+
+
+def max_token_id(prefix: str | Path) -> int | None:
+    """The largest token id in the data at `prefix`, where `PREFIX.json` has it."""
+    value = (describe(prefix) or {}).get("max_token_id")
+    return value if type(value) is int else None
+
+
+def tokenizer_folder(prefix: str | Path) -> Path | None:
+    """The folder of the tokenizer that made the data at `prefix`, where preprocess left one."""
+    folder = with_suffix(prefix, ".tokenizer")
+    return folder if (folder / "tokenizer.json").is_file() else None

@@ -13,25 +13,32 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mtcli.core.data.corpus import Block, Source, SourceList, cut, told
-from mtcli.core.data.describe import describe
+from mtcli.core.config.errors import failed, wrong
 from mtcli.core.data.documents import Reading, Tell, Text, read_documents
 from mtcli.core.data.encoders import SAMPLE_BYTES, is_cuttable, make_encode
-from mtcli.core.data.indexed import token_dtype, with_suffix
-from mtcli.core.data.pool import Pool
-from mtcli.core.data.request import Request, done_before, fingerprint, named_sources
+from mtcli.core.data.indexed import describe, token_dtype, with_suffix
+from mtcli.core.data.request import PreprocessRequest, done_before, fingerprint, named_sources
+from mtcli.core.data.sources import SourceFile, SourceList, TextBlock, cut, told
 from mtcli.core.data.stdin import spool
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer, train_tokenizer
-from mtcli.core.data.work import EXAMPLES, Counts, Encoded, Job, described, encode_block
-from mtcli.core.data.workspace import FINAL, Workspace
-from mtcli.core.spec.errors import failed, wrong
+from mtcli.core.data.workspace import (
+    EXAMPLES,
+    FINAL,
+    Encoded,
+    EncodeJob,
+    TextCounts,
+    Workspace,
+    described,
+    encode_block,
+)
+from mtcli.core.runtime.data_pool import Pool
 
 TRAIN_BYTES = 64 << 20  # of the corpus, evenly spread, that a new tokenizer is trained on
 
 Say = Callable[[str], None]
 
 
-def preprocess(request: Request, say: Say) -> dict[str, object]:
+def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
     """Write PREFIX.bin, .idx, .json and .tokenizer/; what they hold, and how long it took.
 
     `say` is told what will be done before it is. Raises MtcliError for input that is wrong (file
@@ -57,7 +64,9 @@ def preprocess(request: Request, say: Say) -> dict[str, object]:
     }
 
 
-def _in_workspace(request: Request, found: SourceList, name: str, say: Say) -> dict[str, object]:
+def _in_workspace(
+    request: PreprocessRequest, found: SourceList, name: str, say: Say
+) -> dict[str, object]:
     """The facts of a run that leaves its workspace only where it can be resumed."""
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)
@@ -76,14 +85,16 @@ def _in_workspace(request: Request, found: SourceList, name: str, say: Say) -> d
     return facts
 
 
-def _run(request: Request, found: SourceList, space: Workspace, say: Say) -> dict[str, object]:
+def _run(
+    request: PreprocessRequest, found: SourceList, space: Workspace, say: Say
+) -> dict[str, object]:
     sources = found.sources
     if space.is_finished:
         space.publish()
         return describe(request.output) or {}
     parts = space.folder / "parts"
     parts.mkdir(exist_ok=True)
-    corpus: Iterable[Source] = sources
+    corpus: Iterable[SourceFile] = sources
     if request.from_stdin:
         folder = _made(space.folder / "spool")
         corpus = spool(sys.stdin.buffer, request.format, request.split_on_blank, folder)
@@ -118,12 +129,16 @@ def _run(request: Request, found: SourceList, space: Workspace, say: Say) -> dic
 
 
 def _encode_all(
-    request: Request, job: Job, blocks: Iterator[Block], space: Workspace, size: int
+    request: PreprocessRequest,
+    job: EncodeJob,
+    blocks: Iterator[TextBlock],
+    space: Workspace,
+    size: int,
 ) -> None:
     """Encode `blocks` on all workers and append them in order, with a line of progress."""
-    issued: deque[Block] = deque()
+    issued: deque[TextBlock] = deque()
 
-    def remembered() -> Iterator[Block]:
+    def remembered() -> Iterator[TextBlock]:
         for block in blocks:
             issued.append(block)
             yield block
@@ -148,20 +163,22 @@ def _encode_all(
 class _Encode:
     """`encode_block` of one job: a class, so that it can be sent to a spawned worker."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EncodeJob) -> None:
         self.job = job
 
-    def __call__(self, block: Block, tell: Tell) -> Encoded:
+    def __call__(self, block: TextBlock, tell: Tell) -> Encoded:
         return encode_block(self.job, block, tell)
 
 
-def _remove_read(block: Block) -> None:
+def _remove_read(block: TextBlock) -> None:
     for piece in block.pieces:
         if piece.stop == piece.source.size:
             Path(piece.source.path).unlink()
 
 
-def _tokenizer(request: Request, sources: list[Source], space: Workspace) -> Tokenizer:
+def _tokenizer(
+    request: PreprocessRequest, sources: list[SourceFile], space: Workspace
+) -> Tokenizer:
     """Loaded, or trained; a resumed run takes the one it began with."""
     folder = space.folder / "tokenizer"
     if space.resumed_at:
@@ -174,7 +191,7 @@ def _tokenizer(request: Request, sources: list[Source], space: Workspace) -> Tok
     return tokenizer
 
 
-def _spread(request: Request, sources: list[Source]) -> Iterator[str]:
+def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[str]:
     """At most TRAIN_BYTES of the corpus: every k-th block, and of these what can be read."""
     every = -(-sum(source.size for source in sources) // TRAIN_BYTES)
     reading = _reading(request, cuttable=True)
@@ -188,8 +205,8 @@ def _spread(request: Request, sources: list[Source]) -> Iterator[str]:
 
 
 def _job(
-    request: Request, tokenizer: Tokenizer, first: list[Source], parts: Path
-) -> tuple[Job, str]:
+    request: PreprocessRequest, tokenizer: Tokenizer, first: list[SourceFile], parts: Path
+) -> tuple[EncodeJob, str]:
     """What workers do, with the encoder that is proven on the corpus's beginning; its name."""
     append = tokenizer.eod_id is not None if request.append_eod is None else request.append_eod
     if append and tokenizer.eod_id is None:
@@ -200,21 +217,23 @@ def _job(
     reading = _reading(request, is_cuttable(tokenizer))
     encoder, encode = make_encode(tokenizer, _sample(first, reading))
     dtype = token_dtype(tokenizer.vocab_size)
-    return Job(encode, reading, dtype, tokenizer.eod_id, append, request.skip_bad, parts), encoder
+    return EncodeJob(
+        encode, reading, dtype, tokenizer.eod_id, append, request.skip_bad, parts
+    ), encoder
 
 
-def _reading(request: Request, cuttable: bool) -> Reading:
+def _reading(request: PreprocessRequest, cuttable: bool) -> Reading:
     return Reading(request.text_key, request.split_on_blank, cuttable, request.max_document_bytes)
 
 
-def _few_ids(request: Request, tokenizer: Tokenizer) -> str:
+def _few_ids(request: PreprocessRequest, tokenizer: Tokenizer) -> str:
     return (
         f"{request.tokenizer} asked for {request.train_size:,} ids, and the corpus fills "
         f"{tokenizer.vocab_size:,}: a larger one has more pairs to merge"
     )
 
 
-def _sample(first: list[Source], reading: Reading) -> str:
+def _sample(first: list[SourceFile], reading: Reading) -> str:
     """The corpus's first readable text, of about SAMPLE_BYTES."""
     text = ""
     for block in islice(cut(first, reading.blank), 1):
@@ -226,7 +245,9 @@ def _sample(first: list[Source], reading: Reading) -> str:
     return text
 
 
-def _plan(request: Request, files: int, size: int, tokenizer: Tokenizer, encoder: str) -> str:
+def _plan(
+    request: PreprocessRequest, files: int, size: int, tokenizer: Tokenizer, encoder: str
+) -> str:
     what = "standard input" if request.from_stdin else f"{files:,} files of {size / 1e6:,.1f} MB"
     bits = 8 * token_dtype(tokenizer.vocab_size).itemsize
     return (
@@ -236,7 +257,7 @@ def _plan(request: Request, files: int, size: int, tokenizer: Tokenizer, encoder
 
 
 def _facts(
-    request: Request, tokenizer: Tokenizer, job: Job, counts: Counts, name: str
+    request: PreprocessRequest, tokenizer: Tokenizer, job: EncodeJob, counts: TextCounts, name: str
 ) -> dict[str, object]:
     """What PREFIX.json says, but for the hashes."""
     return {

@@ -9,17 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Kind, Source, SourceList, find_sources
-from mtcli.core.data.describe import describe
-from mtcli.core.data.indexed import with_suffix
+from mtcli.core.config.errors import every, wrong
+from mtcli.core.data.indexed import describe, with_suffix
+from mtcli.core.data.sources import (
+    BLOCK_BYTES,
+    STDIN,
+    FileKind,
+    SourceFile,
+    SourceList,
+    find_sources,
+)
 from mtcli.core.data.tokenize import require_trainable
 from mtcli.core.data.workspace import FINAL
-from mtcli.core.spec.errors import every, wrong
 
 TRAIN = "train:"  # of a tokenizer: a new one, of as many ids as follow
 
 
-class Request(NamedTuple):
+class PreprocessRequest(NamedTuple):
     """What the user asks of preprocess; the flags of the command, by their names."""
 
     inputs: tuple[str, ...]
@@ -32,7 +38,7 @@ class Request(NamedTuple):
     skip_bad: bool = False
     resume: bool = False
     force: bool = False
-    format: Kind | None = None  # None: as each file's ending says
+    format: FileKind | None = None  # None: as each file's ending says
     max_document_bytes: int | None = None  # None: see `documents.Reading`
 
     @property
@@ -51,14 +57,14 @@ class Request(NamedTuple):
         return int(size)
 
 
-def named_sources(request: Request) -> SourceList:
+def named_sources(request: PreprocessRequest) -> SourceList:
     """The files to read; none for standard input. Raises MtcliError for all that cannot be."""
     checks = (_require_workers, _require_train_size, _require_output)
     found, *_ = every(partial(_sources, request), *(partial(check, request) for check in checks))
     return found
 
 
-def _sources(request: Request) -> SourceList:
+def _sources(request: PreprocessRequest) -> SourceList:
     if not request.inputs:
         raise wrong("no input", "give files, folders, globs, - or stdlib")
     if not request.from_stdin:
@@ -78,17 +84,17 @@ def _sources(request: Request) -> SourceList:
     return SourceList([], {})
 
 
-def _require_workers(request: Request) -> None:
+def _require_workers(request: PreprocessRequest) -> None:
     if request.workers < 1:
         raise wrong(f"{request.workers} workers cannot do anything", "give at least 1", "--workers")
 
 
-def _require_train_size(request: Request) -> None:
+def _require_train_size(request: PreprocessRequest) -> None:
     if (size := request.train_size) is not None:
         require_trainable(size)
 
 
-def _require_output(request: Request) -> None:
+def _require_output(request: PreprocessRequest) -> None:
     if not request.output.name:
         hint = "data/code writes data/code.bin and its kin"
         raise wrong(f"'{request.output}' names no file", hint, "--output")
@@ -98,7 +104,7 @@ def _require_output(request: Request) -> None:
         raise wrong(message, f"name the prefix, --output {prefix}", "--output")
 
 
-def fingerprint(request: Request, sources: Sequence[Source]) -> str:
+def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> str:
     """Names a run: equal for two requests that must write the same bytes."""
     files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
     # What a run may be resumed with after it has met a bad document is not one of them.
@@ -108,7 +114,7 @@ def fingerprint(request: Request, sources: Sequence[Source]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def done_before(request: Request, name: str) -> dict[str, object] | None:
+def done_before(request: PreprocessRequest, name: str) -> dict[str, object] | None:
     """What an earlier run says of the outputs where `--resume` finds them complete, else None.
 
     Raises MtcliError where outputs are in the way.

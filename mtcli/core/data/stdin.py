@@ -5,11 +5,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mtcli.core.data.corpus import BLOCK_BYTES, STDIN, Kind, Source
 from mtcli.core.data.documents import begun, end_of_first, end_of_last
+from mtcli.core.data.sources import BLOCK_BYTES, STDIN, FileKind, SourceFile
 
 
-def spool(stream: BinaryIO, kind: Kind | None, blank: bool, folder: Path) -> Iterator[Source]:
+def spool(
+    stream: BinaryIO, kind: FileKind | None, blank: bool, folder: Path
+) -> Iterator[SourceFile]:
     """The stream as files of about BLOCK_BYTES in `folder`, written as they are asked for.
 
     Of a `kind`, or JSON lines where the first character is a brace, else text. Text that blank
@@ -35,7 +37,7 @@ class _Block:
     Once they are taken, `lines` says how many lines they are, and `left` is what was read after.
     """
 
-    def __init__(self, left: bytes, stream: BinaryIO, kind: Kind) -> None:
+    def __init__(self, left: bytes, stream: BinaryIO, kind: FileKind) -> None:
         self.left, self.lines = left, 0
         self._stream, self._kind = stream, kind
 
@@ -59,7 +61,7 @@ def _rest(head: bytes, stream: BinaryIO) -> Iterator[bytes]:
         head = stream.read(BLOCK_BYTES)
 
 
-def _write(path: Path, kind: Kind, first_line: int, parts: Iterable[bytes]) -> Source:
+def _write(path: Path, kind: FileKind, first_line: int, parts: Iterable[bytes]) -> SourceFile:
     with open(path, "wb") as file:
         size = sum(file.write(part) for part in parts)
-    return Source(str(path), kind, "", size, STDIN, first_line)
+    return SourceFile(str(path), kind, "", size, STDIN, first_line)

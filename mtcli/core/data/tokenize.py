@@ -15,10 +15,9 @@ from pathlib import Path
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from mtcli.core.data.definition import bounded, no_panics, require_measured, require_tokens
-from mtcli.core.spec.errors import MtcliError, wrong
-from mtcli.core.spec.foreign import parse_json
-from mtcli.core.spec.untrusted import read_untrusted
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.data.tokenizer_limits import bounded, no_panics, require_measured, require_tokens
 
 MAX_DEFINITION_BYTES = 256 << 20  # 262,144 ids and their merges take 35 MB
 END_OF_DOCUMENT = "<|endoftext|>"

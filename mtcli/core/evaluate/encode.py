@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtcli.core.data.definition import no_panics
+from mtcli.core.config.errors import wrong
 from mtcli.core.data.tokenize import Tokenizer
+from mtcli.core.data.tokenizer_limits import no_panics
 from mtcli.core.evaluate.requests import Ids, Request, request
-from mtcli.core.spec.errors import wrong
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
+from mtcli.core.config.errors import failed, wrong
+from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.prepared import Progress, Report, read_text
-from mtcli.core.evaluate.requests import Request, Score, Scorer, request, rolling_windows
-from mtcli.core.evaluate.scoring import plan, run
-from mtcli.core.spec.errors import failed, wrong
-from mtcli.core.spec.synonyms import closest
+from mtcli.core.evaluate.packing import plan, run
+from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
+from mtcli.core.evaluate.tasks.task import Progress, Report, read_text
+from mtcli.core.inference.scoring import Scorer
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
 

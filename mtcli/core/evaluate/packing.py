@@ -4,6 +4,8 @@ A row is a tree of tokens written out in depth-first order; a token attends to i
 its depth as its position, so every root-to-leaf path is computed as if it were alone. Four endings
 of one question cost one context and four endings. A row with one path is plain causal and needs no
 mask. Rows of similar length go together, so little is padding.
+
+The scores of many requests, in their own order, whatever order they were computed in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mtcli.core.evaluate.requests import Ids, Request, ScoreBatch
+from mtcli.core.config.errors import failed
+from mtcli.core.evaluate.requests import Ids, Request, Score, fit
+from mtcli.core.evaluate.tasks.task import Progress
+from mtcli.core.inference.scoring import ScoreBatch, Scorer
 
 # Sharing saves the common tokens' layers and costs the masked part of the attention; below a
 # quarter in common the saving is small and the plain causal path is taken.
@@ -31,7 +36,7 @@ class Branch(NamedTuple):
 
 
 @dataclass
-class Row:
+class PackedRow:
     """The branches of one tree, in lexicographic order, and the slots they take together."""
 
     branches: list[Branch]
@@ -39,11 +44,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """Which requests go together, before any tensor is made."""
 
     requests: Sequence[Request]
-    groups: tuple[tuple[Row, ...], ...]  # one tuple of rows per forward pass
+    groups: tuple[tuple[PackedRow, ...], ...]  # one tuple of rows per forward pass
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +68,7 @@ class PackedBatch(NamedTuple):
     owners: Ids  # [N]
 
 
-def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Plan:
+def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> PackingPlan:
     """The plan for `requests` already cut to `max_seq_len` inputs (`fit`).
 
     A forward pass takes at most `batch_tokens` slots, or one row where a row alone is longer.
@@ -71,21 +76,21 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pl
     rows = _share(
         requests, max_row=max(max_seq_len, min(MAX_ROW_LENGTHS * max_seq_len, batch_tokens))
     )
-    groups: list[tuple[Row, ...]] = []
+    groups: list[tuple[PackedRow, ...]] = []
     for several in (True, False):  # one masked row would make its whole batch masked
         kind = [row for row in rows if (len(row.branches) > 1) == several]
         groups += _group(sorted(kind, key=lambda row: -row.size), batch_tokens)
-    return Plan(requests, tuple(groups))
+    return PackingPlan(requests, tuple(groups))
 
 
-def _share(requests: Sequence[Request], max_row: int) -> list[Row]:
+def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
     """Rows of requests that begin alike: neighbours in lexicographic order."""
     order = sorted(
         range(len(requests)), key=lambda i: requests[i].tokens[:-1].astype(">u4").tobytes()
     )
     if not order:
         return []
-    rows = [Row([Branch(order[0], 0)], len(requests[order[0]].tokens) - 1)]
+    rows = [PackedRow([Branch(order[0], 0)], len(requests[order[0]].tokens) - 1)]
     for before, index in pairwise(order):
         length = len(requests[index].tokens) - 1
         shared = _common(requests[before].tokens[:-1], requests[index].tokens[:-1])
@@ -94,7 +99,7 @@ def _share(requests: Sequence[Request], max_row: int) -> list[Row]:
             rows[-1].branches.append(Branch(index, shared))
             rows[-1].size = grown
         else:
-            rows.append(Row([Branch(index, 0)], length))
+            rows.append(PackedRow([Branch(index, 0)], length))
     return rows
 
 
@@ -105,9 +110,9 @@ def _common(a: Ids, b: Ids) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
-def _group(rows: list[Row], batch_tokens: int) -> list[tuple[Row, ...]]:
+def _group(rows: list[PackedRow], batch_tokens: int) -> list[tuple[PackedRow, ...]]:
     """Rows, longest first, cut into batches of at most batch_tokens slots."""
-    groups: list[tuple[Row, ...]] = []
+    groups: list[tuple[PackedRow, ...]] = []
     start = 0
     while start < len(rows):
         count = max(1, batch_tokens // rows[start].size)
@@ -116,13 +121,13 @@ def _group(rows: list[Row], batch_tokens: int) -> list[tuple[Row, ...]]:
     return groups
 
 
-def batches(plan: Plan) -> Iterator[PackedBatch]:
+def batches(plan: PackingPlan) -> Iterator[PackedBatch]:
     """The plan's forward passes, one at a time."""
     for rows in plan.groups:
         yield _build(rows, plan.requests)
 
 
-def _build(rows: tuple[Row, ...], requests: Sequence[Request]) -> PackedBatch:
+def _build(rows: tuple[PackedRow, ...], requests: Sequence[Request]) -> PackedBatch:
     width = max(row.size for row in rows)
     shape = (len(rows), width)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -153,3 +158,48 @@ def _build(rows: tuple[Row, ...], requests: Sequence[Request]) -> PackedBatch:
         targets=torch.from_numpy(np.concatenate(targets)),
     )
     return PackedBatch(batch, np.concatenate(owners))
+
+
+# Tokens of a forward pass, by device. On one core of a CPU 1024, 2048 and 4096 took the same time
+# (2.6 to 2.9 s for 100 questions, width 256). A GPU is full well before 16384 of any model.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+
+
+def score_requests(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> list[Score]:
+    """One score per request, in request order. Raises as `fit` and `run` do."""
+    return run(scorer, plan(scorer, requests, batch_tokens))
+
+
+def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> PackingPlan:
+    """The requests cut to the scorer's context and packed. Raises as `fit` does."""
+    return pack(
+        fit(requests, scorer.max_seq_len, scorer.vocab_size), scorer.max_seq_len, batch_tokens
+    )
+
+
+def run(
+    scorer: Scorer, planned: PackingPlan, progress: Progress = lambda done: None
+) -> list[Score]:
+    """One score per planned request; log-probabilities are summed in float64.
+
+    `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when
+    the model gives a log-probability that is not a number.
+    """
+    num_requests = len(planned.requests)
+    sums, greedy = np.zeros(num_requests), np.ones(num_requests, bool)
+    for batch, owners in batches(planned):
+        logprobs, is_argmax = scorer.score(batch)
+        np.add.at(sums, owners, logprobs.double().cpu().numpy())
+        np.logical_and.at(greedy, owners, is_argmax.cpu().numpy())
+        _refuse_nan(sums, owners)
+        progress(len(np.unique(owners)))
+    return [Score(float(sums[i]), bool(greedy[i])) for i in range(num_requests)]
+
+
+def _refuse_nan(sums: np.ndarray, owners: np.ndarray) -> None:
+    broken = owners[np.isnan(sums[owners])]
+    if len(broken):
+        raise failed(
+            f"the model gives a log-probability of nan in request {broken[0]} of {len(sums)}",
+            "its weights or activations are not finite: check the checkpoint, or evaluate in fp32",
+        )

@@ -5,46 +5,17 @@ knows how the model is split. Shapes: B rows, S slots in a row, N scored predict
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtcli.core.spec.errors import wrong
+from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:  # tasks are read and checked before torch is loaded
-    from torch import Tensor
+    pass
 
 Ids = NDArray[np.int64]
-
-
-class ScoreBatch(NamedTuple):
-    """One forward pass. Several requests may share a row: then `mask` says who sees whom.
-
-    `rows` may name one slot several times with different targets: the first tokens of several
-    endings share the last slot of their context. S may exceed the model's longest sequence when a
-    mask is given; positions never do.
-    """
-
-    tokens: "Tensor"  # [B, S] int64
-    positions: "Tensor"  # [B, S] int64: position of each token in its own sequence
-    mask: "Tensor | None"  # [B, S, S] bool, True = may attend; None = plain causal
-    rows: "Tensor"  # [N] int64 into the flat [B*S] tokens: whose next-token prediction is scored
-    targets: "Tensor"  # [N] int64 target ids
-
-
-class Scorer(Protocol):
-    """A language model as evaluation sees it."""
-
-    max_seq_len: int
-    vocab_size: int
-
-    def score(self, batch: ScoreBatch) -> "tuple[Tensor, Tensor]":
-        """Log-probability of each target [N] float32, and whether it is the argmax [N] bool.
-
-        The same on every rank.
-        """
-        ...
 
 
 class Request(NamedTuple):

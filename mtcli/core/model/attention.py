@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.parallel.build import Build
-from mtcli.core.parallel.cp import attention_over, gather_sequence, zigzag
-from mtcli.core.parallel.tp import HeadsLinear, RowLinear
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
+from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.tensor import HeadsLinear, RowLinear
 from mtcli.kernels.attention.softmax import masked_softmax
 from mtcli.kernels.gemm import matmul
 from mtcli.kernels.random import keep_mask, stream_key
@@ -20,7 +20,7 @@ from mtcli.kernels.random import keep_mask, stream_key
 class Attention(nn.Module):
     """Query, key and value projection, scaled dot products, output projection."""
 
-    def __init__(self, layer: int, model: ModelConfig, build: Build, seed: int) -> None:
+    def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.attention"
         self.qkv = HeadsLinear(f"{name}.qkv", build)

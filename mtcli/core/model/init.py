@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import BOX_BYTES, Box, Parameter, boxes_of_at_most
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.ownership import Held
-from mtcli.core.spec.model import parameters
-from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import SLAB_BYTES, Parameter, Rectangle, slabs
+from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.kernels.random import BLOCK, normal, stream_key
 
 CPU = torch.device("cpu")
@@ -19,7 +19,11 @@ CPU = torch.device("cpu")
 
 @torch.no_grad()
 def initialise(
-    held: Mapping[str, Held], model: ModelConfig, groups: Groups, seed: int, dtype: torch.dtype
+    held: Mapping[str, OwnedShard],
+    model: ModelConfig,
+    groups: Groups,
+    seed: int,
+    dtype: torch.dtype,
 ) -> None:
     """Fills parameters with this rank's slice of the initial weights, rounded to `dtype`.
 
@@ -30,7 +34,7 @@ def initialise(
         here.tensor.zero_()  # rows that pad the vocabulary stay zero
         for box, view in here.blocks(table[name], groups):
             on = view.device if view.is_cuda else CPU
-            for slab in slabs(box.size, SLAB_BYTES // 4):
+            for slab in boxes_of_at_most(box.size, BOX_BYTES // 4):
                 values = initial_values(table[name], model, slab.moved(box.start), seed, on)
                 view[slab.slices] = values.to(dtype)
 
@@ -38,7 +42,7 @@ def initialise(
 def initial_values(
     described: Parameter,
     model: ModelConfig,
-    box: Rectangle,
+    box: Box,
     seed: int,
     device: torch.device = CPU,
 ) -> Tensor:
@@ -56,7 +60,7 @@ def initial_values(
 
 
 def _normal_box(
-    numbers: Callable[[int, int], Tensor], shape: tuple[int, ...], box: Rectangle, offset: int
+    numbers: Callable[[int, int], Tensor], shape: tuple[int, ...], box: Box, offset: int
 ) -> Tensor:
     """A rectangle of the tensor whose element i (row-major, from `offset`) is normal number i."""
     (start, *starts), (size, *sizes) = box
@@ -64,8 +68,8 @@ def _normal_box(
     whole = tuple(sizes) == shape[1:]
     if whole or inner < BLOCK:  # contiguous, or rows so short that generating all is cheaper
         rows = numbers(offset + start * inner, size * inner).view(size, *shape[1:])
-        return rows[(slice(None), *Rectangle(tuple(starts), tuple(sizes)).slices)]
-    rest = Rectangle(tuple(starts), tuple(sizes))
+        return rows[(slice(None), *Box(tuple(starts), tuple(sizes)).slices)]
+    rest = Box(tuple(starts), tuple(sizes))
     parts = [
         _normal_box(numbers, shape[1:], rest, offset + i * inner)
         for i in range(start, start + size)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtcli.core.model.rope import Rotation, rotation
-from mtcli.core.parallel.seen import Seen
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.model.rope import RotaryTable, rotary_table
+from mtcli.core.parallel.attention_mask import AttentionMask
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Inputs:
     positions: Tensor  # [b, s] int64
     labels: Tensor | None = None  # [b, s] int64
     numbers: Tensor | None = None  # [b, s] int64
-    seen: Seen = Seen()
+    seen: AttentionMask = AttentionMask()
     mask: Tensor | None = None  # [b, s, s] bool, True may attend, in place of what `seen` says
-    rotation: Rotation | None = None
+    rotation: RotaryTable | None = None
     cache: Cache | None = None
     aux_scale: float = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 
@@ -61,14 +61,14 @@ class Inputs:
         tokens, positions, labels, numbers, documents = (
             None if x is None else x.clone() for x in ids
         )
-        turns = None if self.rotation is None else Rotation(*(x.clone() for x in self.rotation))
+        turns = None if self.rotation is None else RotaryTable(*(x.clone() for x in self.rotation))
         return replace(
             self,
             tokens=tokens,
             positions=positions,
             labels=labels,
             numbers=numbers,
-            seen=Seen(self.seen.causal, documents),
+            seen=AttentionMask(self.seen.causal, documents),
             rotation=turns,
         )
 
@@ -92,6 +92,6 @@ def make_inputs(
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turned = attended and model.position == "rope"
-    turns = rotation(model, positions, dtype) if turned else None
-    seen = Seen(model.causal, documents)
+    turns = rotary_table(model, positions, dtype) if turned else None
+    seen = AttentionMask(model.causal, documents)
     return Inputs(tokens, positions, rotation=turns, seen=seen, **others)

@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.parallel.build import Build
-from mtcli.core.parallel.tp import ColumnLinear, RowLinear
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.tensor import ColumnLinear, RowLinear
 from mtcli.kernels.activation import ACTIVATIONS
 from mtcli.kernels.launch import runs_triton
 
@@ -13,7 +13,7 @@ from mtcli.kernels.launch import runs_triton
 class Mlp(nn.Module):
     """down(gelu(up(x)))."""
 
-    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.up = ColumnLinear(f"{name}.up", build)
         self.down = RowLinear(f"{name}.down", build)
@@ -32,7 +32,7 @@ class Mlp(nn.Module):
 class GatedMlp(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.gate_up = ColumnLinear(f"{name}.gate_up", build)
         self.down = RowLinear(f"{name}.down", build)

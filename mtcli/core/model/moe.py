@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.router import Router
-from mtcli.core.parallel.build import Build
-from mtcli.core.parallel.ep import dispatch
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.parallel.expert import dispatch
+from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.activation import ACTIVATIONS
 from mtcli.kernels.gemm import linear
 from mtcli.kernels.grouped_gemm import grouped_linear
@@ -24,7 +24,7 @@ from mtcli.kernels.launch import runs_triton
 class ExpertArray(nn.Module):
     """This rank's experts: E/ep of them, F/etp wide each."""
 
-    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         build = replace(build, weight_work=None)  # no schedule splits its backward
         up = "gate_up" if model.activation == "swiglu" else "up"
@@ -60,7 +60,7 @@ class ExpertArray(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router, dispatch, experts, and the shared expert with its gate where the model has one."""
 
-    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.router = Router(f"{name}.router", model, build)
         self.experts = ExpertArray(f"{name}.experts", model, build)

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.spec.model_config import ModelConfig, RopeScaling
+from mtcli.core.config.model import ModelConfig, RopeScaling
 from mtcli.kernels.rope import rotate
 
 
-class Rotation(NamedTuple):
+class RotaryTable(NamedTuple):
     """Cosines and sines of a micro-batch's positions, [b, 1, s, head_dim] in the model's dtype."""
 
     cos: Tensor
@@ -21,11 +21,11 @@ class Rotation(NamedTuple):
         return rotate(q_bhsd, k_bgsd, self.cos, self.sin)
 
 
-def rotation(model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype) -> Rotation:
+def rotary_table(model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype) -> RotaryTable:
     """The rotation of each position, with angles in float32 as Hugging Face's are."""
     angles = positions_bs[:, None, :, None].float() * frequencies(model, positions_bs.device)
     angles = torch.cat([angles, angles], -1)
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def frequencies(model: ModelConfig, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Which experts a token visits: scores, top-k, capacity, and the losses that keep the load even.
 
 Where the model has a bias per expert, it is added to the scores for the choice alone: weights,
-capacity and losses see the scores (arXiv:2408.15664, section 3). `balance.py` moves it.
+capacity and losses see the scores (arXiv:2408.15664, section 3). `expert_balance.py` moves it.
 
 T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float32 (float64 stays).
 """
@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.parallel.build import Build
 from mtcli.core.parallel.collectives import all_gather, all_reduce
-from mtcli.core.parallel.cp import sequence_order, zigzag
-from mtcli.core.parallel.ep import Routing
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.parallel.context import sequence_order, zigzag
+from mtcli.core.parallel.expert import Routing
+from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.top_k import TopKRouting, route
 
 
 class Router(nn.Module):
     """A linear layer over experts, and what is made of its logits."""
 
-    def __init__(self, name: str, model: ModelConfig, build: Build) -> None:
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")

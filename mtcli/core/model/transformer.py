@@ -1,7 +1,7 @@
 """A pipeline stage: some of the model's blocks, with the embedding or the head at the ends.
 
-Modules are named so that `named_parameters()` gives the canonical names of spec/model.py. T tokens
-of a micro-batch, D hidden; x_TD is [T/tp, D] under sequence parallelism.
+Modules are named so that `named_parameters()` gives the canonical names of mesh/parameters.py. T
+tokens of a micro-batch, D hidden; x_TD is [T/tp, D] under sequence parallelism.
 """
 
 from typing import cast
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.model.layers import AddNorm, Dropout, Norm
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
-from mtcli.core.parallel.build import Build
-from mtcli.core.parallel.tp import VocabEmbedding
-from mtcli.core.spec.model_config import ModelConfig
+from mtcli.core.model.norm import AddNorm, Dropout, Norm
+from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.tensor import VocabEmbedding
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, arXiv:1909.08053, figure 7b)."""
 
     def __init__(
-        self, layer: int, model: ModelConfig, build: Build, seed: int, recompute: str
+        self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
     ) -> None:
         super().__init__()
         name = f"blocks.{layer}"
@@ -66,7 +66,7 @@ class Stage(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        build: Build,
+        build: LayerFactory,
         index: int,
         layers: range,
         *,

@@ -2,16 +2,15 @@
 
 Moments are AdamW's without bias correction, as in arXiv:2104.06069. The step of a parameter x,
 u = m / (sqrt(v) + eps) + decay * x, is made |x| / |u| times as long, within bounds. Both norms are
-those of the whole parameter of the table (`spec/model.py`), whatever part of it is here: so query,
-key and value share one ratio, gate and up another, and so do all experts of a layer, on any layout.
+those of the global parameter (`mesh/parameters.py`), whichever shard of it is here: so query, key
+and value share one ratio, gate and up another, and so do all experts of a layer, on any layout.
 """
 
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from mtcli.core.parallel.ownership import Ownership
-from mtcli.core.parallel.whole import WholeSums
+from mtcli.core.parallel.ownership import Ownership, WholeSums
 from mtcli.kernels.lamb import (
     lamb_moments_,
     lamb_moments_reference_,

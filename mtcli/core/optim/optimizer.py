@@ -9,19 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.optim.adamw import adamw
 from mtcli.core.optim.lamb import Lamb
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.core.spec.config import OptimizerConfig
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.multi_tensor import (
-    OptimizerStep,
-    OptimizerTensors,
-    TensorTable,
-    tensor_table,
-)
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
 
-Rule = Callable[[OptimizerTensors, Sequence[Tensor], OptimizerStep, TensorTable | None], None]
+UpdateRule = Callable[[OptimizerTensors, Sequence[Tensor], OptimizerStep, TensorTable | None], None]
 
 
 class Optimizer:
@@ -46,7 +41,7 @@ class Optimizer:
         decays = [ownership.table[name].decays for name in self.named]
         kinds = (self.masters, *self.moments.values(), self.named)
         self.parts = OptimizerTensors(*(list(kind.values()) for kind in kinds), decays)
-        self.rule: Rule = adamw
+        self.rule: UpdateRule = adamw
         if config.name == "lamb":
             self.rule = Lamb(self.named, ownership, config.trust_bounds)
         held = (*self.masters.values(), *self.named.values())

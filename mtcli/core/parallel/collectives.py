@@ -2,7 +2,7 @@
 
 All cut and gather dim 0. An axis of one rank is the identity. Sums are done in the tensor's own
 dtype; callers that need float32 sums cast first (gradient buckets are float32 always). Each one is
-written in the axis's ledger, so that a rank that waits can say for whom.
+written in the axis's recorder, so that a rank that waits can say for whom.
 """
 
 import json
@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.ledger import Call
-from mtcli.core.parallel.wire import Work, gather_json
+from mtcli.core.parallel.health.flight_recorder import Call
+from mtcli.core.parallel.transport.process_group import PendingWork, gather_json
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or `op`) over the axis, in place; x, contiguous, on every rank."""
     if axis.size > 1:
-        with axis.ledger.call("all_reduce", axis, x, op):
-            axis.wire.all_reduce(x, op).wait()
+        with axis.recorder.call("all_reduce", axis, x, op):
+            axis.transport.all_reduce(x, op).wait()
     return x
 
 
@@ -31,8 +31,8 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    with axis.ledger.call("all_gather", axis, x):
-        axis.wire.all_gather(out, x.contiguous()).wait()
+    with axis.recorder.call("all_gather", axis, x):
+        axis.transport.all_gather(out, x.contiguous()).wait()
     return out
 
 
@@ -41,17 +41,17 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    with axis.ledger.call("reduce_scatter", axis, x):
-        axis.wire.reduce_scatter(out, x.contiguous()).wait()
+    with axis.recorder.call("reduce_scatter", axis, x):
+        axis.transport.reduce_scatter(out, x.contiguous()).wait()
     return out
 
 
 class Pending:
     """A collective under way, beside what this rank does next."""
 
-    def __init__(self, call: Call, start: Callable[[], Work]) -> None:
+    def __init__(self, call: Call, start: Callable[[], PendingWork]) -> None:
         self.call = call
-        with call:  # a wire may have to end an earlier one first
+        with call:  # a transport may have to end an earlier one first
             self.work = start()
 
     def wait(self) -> None:
@@ -66,31 +66,31 @@ class Pending:
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Starts the sum over the axis, in place."""
-    call = axis.ledger.call("all_reduce", axis, x)
-    return Pending(call, lambda: axis.wire.all_reduce(x, dist.ReduceOp.SUM))
+    call = axis.recorder.call("all_reduce", axis, x)
+    return Pending(call, lambda: axis.transport.all_reduce(x, dist.ReduceOp.SUM))
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Starts x [n, ...] on each of n ranks -> out [...], row `rank` of the sum."""
-    call = axis.ledger.call("reduce_scatter", axis, x)
-    return Pending(call, lambda: axis.wire.reduce_scatter(out, x))
+    call = axis.recorder.call("reduce_scatter", axis, x)
+    return Pending(call, lambda: axis.transport.reduce_scatter(out, x))
 
 
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Starts x [...] on each of n ranks -> out [n, ...]."""
-    call = axis.ledger.call("all_gather", axis, x)
-    return Pending(call, lambda: axis.wire.all_gather(out, x))
+    call = axis.recorder.call("all_gather", axis, x)
+    return Pending(call, lambda: axis.transport.all_gather(out, x))
 
 
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Starts sending x to a rank of the axis, which receives `what` under the same name."""
-    call = axis.ledger.call("send", axis, x, what, peer)
+    call = axis.recorder.call("send", axis, x, what, peer)
     return Pending(call, lambda: dist.isend(x, axis.ranks[peer], group=axis.group))
 
 
 def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
     """x, filled with what a rank of the axis has sent."""
-    with axis.ledger.call("recv", axis, x, what, peer):
+    with axis.recorder.call("recv", axis, x, what, peer):
         dist.recv(x, axis.ranks[peer], group=axis.group)
     return x
 
@@ -99,7 +99,7 @@ def gather_values(value: Any, axis: Axis) -> list[Any]:
     """Every rank's value, in rank order, on every rank: what JSON can say. Also a barrier."""
     if axis.group is None:
         return [json.loads(json.dumps(value))]
-    with axis.ledger.call("gather_values", axis):
+    with axis.recorder.call("gather_values", axis):
         return gather_json(value, axis.group)
 
 
@@ -150,14 +150,14 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return _exchange_even(x, axis)
 
 
-class Rotation:
+class RingShift:
     """x of the previous rank of a ring, on its way while this rank computes."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         x = x.contiguous()
         self.received = torch.empty_like(x)
-        call = axis.ledger.call("rotate", axis, x)
-        self.pending = Pending(call, lambda: axis.wire.shift(self.received, x))
+        call = axis.recorder.call("rotate", axis, x)
+        self.pending = Pending(call, lambda: axis.transport.shift(self.received, x))
 
     def wait(self) -> Tensor:
         """The tensor, once it is here."""
@@ -170,8 +170,8 @@ def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
         return x
     out, k = torch.empty_like(x, memory_format=torch.contiguous_format), len(x)
     rows = [int(rank // k == axis.rank // k) for rank in range(axis.size)]
-    with axis.ledger.call("all_to_all", axis, x):
-        axis.wire.all_to_all(out, x.contiguous(), rows, rows).wait()
+    with axis.recorder.call("all_to_all", axis, x):
+        axis.transport.all_to_all(out, x.contiguous(), rows, rows).wait()
     return out
 
 
@@ -196,8 +196,8 @@ class _AllToAllV(torch.autograd.Function):
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
-    with axis.ledger.call("all_to_all_v", axis, x, (sent, received)):
-        axis.wire.all_to_all(out, x.contiguous(), received, sent).wait()
+    with axis.recorder.call("all_to_all_v", axis, x, (sent, received)):
+        axis.transport.all_to_all(out, x.contiguous(), received, sent).wait()
     return out
 
 

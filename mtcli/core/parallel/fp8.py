@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.spec.config import Fp8Scaling
-from mtcli.core.spec.errors import wrong
-from mtcli.core.spec.fp8 import is_narrow
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.config.schema import Fp8Scaling
 from mtcli.kernels.fp8 import (
     BLOCK_1X128,
     BLOCK_128X128,
@@ -35,7 +35,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OLDEST = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0)}  # compute capabilities
 
 
-class Recipe(NamedTuple):
+class ScalingRecipe(NamedTuple):
     """How operands are scaled."""
 
     tokens: ScaleBlock  # of x and of gradients, as they are and transposed
@@ -44,10 +44,10 @@ class Recipe(NamedTuple):
     use_fast_accum: tuple[bool, bool]  # in forwards, in backwards
 
 
-RECIPES: dict[Fp8Scaling, Recipe] = {
-    "tensorwise": Recipe(PER_TENSOR, PER_TENSOR, E5M2, (True, False)),
-    "rowwise": Recipe(PER_ROW, PER_ROW, E4M3, (True, True)),
-    "blockwise": Recipe(BLOCK_1X128, BLOCK_128X128, E4M3, (False, False)),
+RECIPES: dict[Fp8Scaling, ScalingRecipe] = {
+    "tensorwise": ScalingRecipe(PER_TENSOR, PER_TENSOR, E5M2, (True, False)),
+    "rowwise": ScalingRecipe(PER_ROW, PER_ROW, E4M3, (True, True)),
+    "blockwise": ScalingRecipe(BLOCK_1X128, BLOCK_128X128, E4M3, (False, False)),
 }
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from mtcli.core.parallel.ledger import Ledger
-from mtcli.core.parallel.wire import Wire, wire_between
-from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.parallel.transport.process_group import Transport, transport_between
 
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
@@ -43,8 +43,8 @@ class Axis(NamedTuple):
     ranks: tuple[int, ...]
     rank: int  # this rank's place in `ranks`
     group: dist.ProcessGroup | None  # None where there is nobody to talk to
-    ledger: Ledger  # of this process
-    wire: Wire | None = None  # what carries its collectives, where there is somebody
+    recorder: FlightRecorder  # of this process
+    transport: Transport | None = None  # what carries its collectives, where there is somebody
 
     @property
     def size(self) -> int:
@@ -90,14 +90,14 @@ class Groups:
         """The group along a set of axes; of no axes, this rank alone."""
         wanted = set(axes)
         if not wanted:
-            return Axis("alone", (self.rank,), 0, None, self.world.ledger)
+            return Axis("alone", (self.rank,), 0, None, self.world.recorder)
         return next(self.axes[name] for name, own in AXES.items() if set(own) == wanted)
 
 
-def world_axis(rank: int, world: int, ledger: Ledger) -> Axis:
+def world_axis(rank: int, world: int, recorder: FlightRecorder) -> Axis:
     """Every rank, for what is exchanged before there is a layout: objects, and no tensors."""
     whole = dist.group.WORLD if world > 1 else None
-    return Axis("world", tuple(range(world)), rank, whole, ledger)
+    return Axis("world", tuple(range(world)), rank, whole, recorder)
 
 
 def make_groups(
@@ -105,24 +105,24 @@ def make_groups(
     rank: int,
     device: torch.device,
     timeout: float = 600.0,
-    ledger: Ledger | None = None,
+    recorder: FlightRecorder | None = None,
 ) -> Groups:
-    """The process groups of a rank, whose collectives are written to its ledger.
+    """The process groups of a rank, whose collectives are written to its recorder.
 
     Collective: every rank calls it with the same layout.
     """
-    ledger = ledger or Ledger()
-    world = world_axis(rank, layout.world, ledger)
+    recorder = recorder or FlightRecorder()
+    world = world_axis(rank, layout.world, recorder)
     lists = {name: _groups(layout, own) for name, own in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
-    with ledger.call("make_groups", world):
-        axes = {"world": _wired(world, timeout + LATER)}
+    with recorder.call("make_groups", world):
+        axes = {"world": _connected(world, timeout + LATER)}
         known = {(world.ranks,): axes["world"]}
         for name, groups in lists.items():
             same = tuple(tuple(ranks) for ranks in groups)
             axis = None if name in HOPS else known.get(same)
             if axis is None:
-                axis = _wired(_axis(name, groups, world, timeout), timeout + LATER)
+                axis = _connected(_axis(name, groups, world, timeout), timeout + LATER)
                 known.setdefault(same, axis)
             axes[name] = axis._replace(name=name)
     return Groups(layout, rank, device, axes)
@@ -141,13 +141,13 @@ def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Ax
         made = dist.new_group(ranks, timeout=limit, group_desc=name)
         if world.rank in ranks:
             mine, handle = tuple(ranks), made
-    return Axis(name, mine, mine.index(world.rank), handle, world.ledger)
+    return Axis(name, mine, mine.index(world.rank), handle, world.recorder)
 
 
-def _wired(axis: Axis, timeout: float) -> Axis:
+def _connected(axis: Axis, timeout: float) -> Axis:
     if axis.group is None:
         return axis
-    return axis._replace(wire=wire_between(axis.group, axis.ranks, axis.rank, timeout))
+    return axis._replace(transport=transport_between(axis.group, axis.ranks, axis.rank, timeout))
 
 
 def _pipeline_ends(layout: ParallelLayout) -> list[list[int]]:

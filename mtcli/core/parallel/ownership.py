@@ -1,35 +1,40 @@
-"""Who sums, keeps and answers for each parameter on this rank, by the arithmetic of spec/owning."""
+"""Who sums, keeps and answers for each parameter on this rank, by the arithmetic of spec/owning.
 
-from collections.abc import Iterator, Mapping
+Sums over whole parameters, of which each rank holds some parts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from mtcli.core.mesh import sharding
+from mtcli.core.mesh.sharding import Box, Parameter
+from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups
-from mtcli.core.spec import owning
-from mtcli.core.spec.sharding import Parameter, Rectangle
 
 TIED = "embedding.weight"  # on the first stage, and again on the last where the head is tied
 HEAD = "head.weight"  # in the table where it is not
 
 
-class Held(NamedTuple):
+class OwnedShard(NamedTuple):
     """The memory that a rank keeps of a parameter: `tensor` is some of the stored rows."""
 
     tensor: Tensor
     rows: slice
 
-    def blocks(self, described: Parameter, groups: Groups) -> Iterator[tuple[Rectangle, Tensor]]:
+    def blocks(self, described: Parameter, groups: Groups) -> Iterator[tuple[Box, Tensor]]:
         """The rectangles of the global tensor that are here, and a view of each."""
         for rows, box in described.blocks(groups.layout, groups.rank, self.rows):
             yield box, self.tensor[rows].view(box.size)
 
 
-def whole(stages: Mapping[int, nn.Module]) -> dict[str, Held]:
+def unsharded(stages: Mapping[int, nn.Module]) -> dict[str, OwnedShard]:
     """Every parameter of some stages by name, each with all rows."""
     return {
-        name: Held(parameter.data, slice(0, len(parameter)))
+        name: OwnedShard(parameter.data, slice(0, len(parameter)))
         for stage in stages.values()
         for name, parameter in stage.named_parameters()
     }
@@ -55,7 +60,7 @@ class Ownership:
     def owner_axes(self, name: str) -> tuple[str, ...]:
         """The axes over which the optimizer state of a parameter is cut."""
         layout, parallel = self.groups.layout, self.sequence_parallel
-        return owning.owner_axes(self.table[name], layout, parallel) if self.shard else ()
+        return sharding.owner_axes(self.table[name], layout, parallel) if self.shard else ()
 
     def owners(self, name: str) -> Axis:
         """The ranks that share a parameter's rows; this rank alone where they are not cut."""
@@ -74,7 +79,7 @@ class Ownership:
     def answers_for(self, name: str) -> bool:
         """Whether this rank counts and saves its share of a parameter's optimizer state."""
         where, cut = (self.groups.layout, self.groups.rank), self.owner_axes(name)
-        mine = owning.answers_for(self.table[name], *where, cut)
+        mine = sharding.answers_for(self.table[name], *where, cut)
         return mine and not self.is_second_copy(name)
 
     def is_second_copy(self, name: str) -> bool:
@@ -89,4 +94,29 @@ class Ownership:
 
 def owned_rows(rows: int, owners: Axis) -> slice:
     """Rows [first, last) of this rank among the owners."""
-    return owning.owned_rows(rows, owners.rank, owners.size)
+    return sharding.owned_rows(rows, owners.rank, owners.size)
+
+
+class WholeSums:
+    """Adds up what ranks have summed over their parts of each parameter.
+
+    A part that several ranks hold counts on the one that answers for it, as it does in the gradient
+    norm, so a tied embedding's second copy gets the sums of the first. One all-reduce of the world
+    does, of a row for every trained parameter of the model.
+    """
+
+    def __init__(self, names: Iterable[str], ownership: Ownership) -> None:
+        """`names` are the parameters that this rank has parts of."""
+        trained = (name for name, parameter in ownership.table.items() if parameter.trained)
+        row_of, here = {name: row for row, name in enumerate(trained)}, list(names)
+        self.world, device = ownership.groups.world, ownership.groups.device
+        self.rows = torch.tensor([row_of[name] for name in here], dtype=torch.int64, device=device)
+        counts = [[float(ownership.answers_for(name))] for name in here]
+        self.counts = torch.tensor(counts, dtype=torch.float64, device=device).view(-1, 1)
+        self.num_rows = len(row_of)
+
+    def __call__(self, sums: Tensor) -> Tensor:
+        """[this rank's names, k] of its parts -> float64 of the whole parameters. Collective."""
+        every = self.counts.new_zeros(self.num_rows, sums.shape[1])
+        every[self.rows] = sums.to(self.counts) * self.counts
+        return all_reduce(every, self.world)[self.rows]

@@ -6,8 +6,8 @@ with, and every one of them is plain gradient accumulation: F0 B0 F1 B1 ...
 
 from collections.abc import Iterable, Iterator
 
-from mtcli.core.schedule.ops import Kind, Op, Schedule
-from mtcli.core.spec.errors import wrong
+from mtcli.core.config.errors import wrong
+from mtcli.core.schedule.ops import Op, OpKind, Schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "forward_only")
 
@@ -122,7 +122,7 @@ def _accumulate(num_stages: int, num_micro_batches: int) -> Schedule:
     return _schedule([ops], num_stages)
 
 
-def _ops(kind: Kind, micro_batches: range, stage: int) -> list[Op]:
+def _ops(kind: OpKind, micro_batches: range, stage: int) -> list[Op]:
     return [Op(kind, m, stage) for m in micro_batches]
 
 

@@ -7,7 +7,7 @@ draws it. Nobody writes sends and receives down: a need that sits on another ran
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
+OpKind = Literal["F", "B", "I", "W"]
 
 
 class Op(NamedTuple):
@@ -17,7 +17,7 @@ class Op(NamedTuple):
     W, the gradient of its weights, which nobody waits for (arXiv:2401.10241, section 2).
     """
 
-    kind: Kind
+    kind: OpKind
     micro_batch: int
     stage: int
 
@@ -49,7 +49,7 @@ class Schedule:
 
 
 # What an op reads: ops of the same micro-batch, as (kind, stages further on).
-READS: dict[Kind, tuple[tuple[Kind, int], ...]] = {
+READS: dict[OpKind, tuple[tuple[OpKind, int], ...]] = {
     "F": (("F", -1),),
     "B": (("F", 0), ("B", 1)),
     "I": (("F", 0), ("I", 1)),

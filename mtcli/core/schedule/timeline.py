@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtcli.core.schedule.ops import READS, Kind, Op, Schedule
+from mtcli.core.schedule.ops import READS, Op, OpKind, Schedule
 
-Seconds = Mapping[Kind, float] | Callable[[Op], float]
+Seconds = Mapping[OpKind, float] | Callable[[Op], float]
 
 DRAWN_RANKS = 32  # a deeper pipeline is drawn by evenly chosen ranks
 
@@ -63,8 +63,8 @@ def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> 
     """
     length = seconds if callable(seconds) else lambda op: seconds[op.kind]
     clock, places = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
-    ends: dict[tuple[Kind, int, int], float] = {}
-    waiting: dict[tuple[Kind, int, int], int] = {}  # an op to come, and the rank that needs it
+    ends: dict[tuple[OpKind, int, int], float] = {}
+    waiting: dict[tuple[OpKind, int, int], int] = {}  # an op to come, and the rank that needs it
     spans: list[list[Span]] = [[] for _ in schedule.ops]
     ranks = list(range(schedule.num_ranks))
     while ranks:
@@ -88,9 +88,9 @@ def _arrival(
     op: Op,
     rank: int,
     schedule: Schedule,
-    ends: dict[tuple[Kind, int, int], float],
+    ends: dict[tuple[OpKind, int, int], float],
     hop_seconds: float,
-) -> tuple[float, tuple[Kind, int, int] | None]:
+) -> tuple[float, tuple[OpKind, int, int] | None]:
     """When the last of an op's needs is on its rank, or the one that did not run yet.
 
     `ops.needs`, written out: this is the planner's innermost loop.

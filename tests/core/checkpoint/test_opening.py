@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saving import MODEL, save_halves, values
 
-from mtcli.core.checkpoint import blocks, tensorfile
-from mtcli.core.checkpoint import checkpoint as checkpoints
+from mtcli.core.checkpoint import blocks, safetensors_file
+from mtcli.core.checkpoint import reader as checkpoints
 from mtcli.core.checkpoint.manifest import Manifest, read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.spec.errors import Exit, MtcliError
-from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import Rectangle
+from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.sharding import Box
 
 RANK = "rank-00001.safetensors"
 
@@ -156,7 +156,7 @@ def test_who_reads_weights_alone_hashes_no_optimizer_state(tmp_path, monkeypatch
     write_manifest(manifest, table)
     path = folder / RANK
     good = path.read_bytes()
-    header = tensorfile.read_header(path)
+    header = safetensors_file.read_header(path)
     damage = {name: header[name].offset + header[name].bytes - 1 for name in tensors}
     for name, at in damage.items():
         path.write_bytes(good[:at] + b"!" + good[at + 1 :])
@@ -316,17 +316,17 @@ def test_a_manifest_of_version_2_has_no_hash_of_its_own_and_is_read(run):
 
 def test_a_box_is_read_across_pieces(run):
     checkpoint = open_checkpoint(run)
-    box = Rectangle((5, 3), (4, 2))  # rows 5 and 6 are rank 0's, 7 and 8 rank 1's
+    box = Box((5, 3), (4, 2))  # rows 5 and 6 are rank 0's, 7 and 8 rank 1's
     expected = values()["embedding.weight"][5:9, 3:5]
     assert torch.equal(checkpoint.read("embedding.weight", box), expected)
-    empty = checkpoint.read("embedding.weight", Rectangle((13, 0), (0, 12)))
+    empty = checkpoint.read("embedding.weight", Box((13, 0), (0, 12)))
     assert empty.shape == (0, 12)
 
 
 @pytest.mark.parametrize("box", [((12, 0), (2, 12)), ((-1, 0), (1, 1)), ((0,), (1,))])
 def test_a_box_outside_its_tensor_is_refused(run, box):
     with pytest.raises(MtcliError, match=r"embedding.weight has the shape \(13, 12\) and the box"):
-        open_checkpoint(run).read("embedding.weight", Rectangle(*box))
+        open_checkpoint(run).read("embedding.weight", Box(*box))
 
 
 def test_an_unknown_tensor_is_answered_with_a_near_name(run):

@@ -10,7 +10,7 @@ from saving import save_halves
 from mtcli.core.checkpoint import retention
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.retention import prune, steps_to_remove
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.config.errors import MtcliError
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from saving import CONFIG, MODEL, on_ranks, save_halves, values
 
 from mtcli.core.checkpoint import store
-from mtcli.core.checkpoint.convert import Options, to_mtcli
-from mtcli.core.checkpoint.layouts import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import Piece, save
-from mtcli.core.checkpoint.tensorfile import read_header
-from mtcli.core.spec.errors import Exit, MtcliError
-from mtcli.core.spec.load import dump_toml
+from mtcli.core.checkpoint.safetensors_file import read_header
+from mtcli.core.checkpoint.store import Shard, save
+from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.config.loading import dump_toml
+from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 
 
 def names(folder):
@@ -59,8 +59,8 @@ def test_the_files_are_safetensors_of_each_ranks_pieces(tmp_path):
 
 def test_several_pieces_of_one_tensor_and_mixed_dtypes_fit_in_one_file(tmp_path):
     x, y = torch.randn(4, 3).to(torch.bfloat16), torch.randn(5, dtype=torch.float64)
-    pieces = [Piece("x", x[i : i + 1], (i, 0), (4, 3)) for i in range(4)]
-    pieces += [Piece("y", y, (0,), (5,)), Piece("x", x[:0], (0, 0), (4, 3))]
+    pieces = [Shard("x", x[i : i + 1], (i, 0), (4, 3)) for i in range(4)]
+    pieces += [Shard("y", y, (0,), (5,)), Shard("x", x[:0], (0, 0), (4, 3))]
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
     folder = save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
     checkpoint = open_checkpoint(folder)
@@ -70,7 +70,7 @@ def test_several_pieces_of_one_tensor_and_mixed_dtypes_fit_in_one_file(tmp_path)
 
 def test_tensors_start_at_multiples_of_their_item_size(tmp_path):
     odd, wide = torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
-    pieces = [Piece("odd", odd, (0,), (3,)), Piece("wide", wide, (0,), (2,))]
+    pieces = [Shard("odd", odd, (0,), (3,)), Shard("wide", wide, (0,), (2,))]
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
     folder = save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
     header = read_header(folder / "rank-00000.safetensors")
@@ -80,7 +80,7 @@ def test_tensors_start_at_multiples_of_their_item_size(tmp_path):
 
 def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
     def work(rank, gather):
-        pieces = [Piece("x", torch.ones(2), (0,), (2,))] if rank else []
+        pieces = [Shard("x", torch.ones(2), (0,), (2,))] if rank else []
         about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
         return save(tmp_path, 1, pieces, rank=rank, gather=gather, **about)
 
@@ -193,10 +193,10 @@ def test_an_error_of_any_kind_is_told_to_all_ranks(tmp_path, monkeypatch):
 
 def test_pieces_that_do_not_tile_their_tensor_are_refused(tmp_path):
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
-    pieces = [Piece("x", torch.ones(2), (0,), (3,))]
+    pieces = [Shard("x", torch.ones(2), (0,), (3,))]
     with pytest.raises(MtcliError, match="the pieces of x hold 2 of its 3 elements"):
         save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
-    pieces = [Piece("x", torch.ones(2), (i,), (4,)) for i in (0, 1)]
+    pieces = [Shard("x", torch.ones(2), (i,), (4,)) for i in (0, 1)]
     with pytest.raises(MtcliError, match=r"the pieces of x overlap at \[1\]"):
         save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
 
@@ -204,7 +204,7 @@ def test_pieces_that_do_not_tile_their_tensor_are_refused(tmp_path):
 def test_ranks_that_disagree_on_a_shape_are_refused(tmp_path):
     def work(rank, gather):
         about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
-        pieces = [Piece("x", torch.ones(1), (rank,), (2 + rank,))]
+        pieces = [Shard("x", torch.ones(1), (rank,), (2 + rank,))]
         return save(tmp_path, 1, pieces, rank=rank, gather=gather, **about)
 
     for error in on_ranks(2, work):
@@ -214,7 +214,7 @@ def test_ranks_that_disagree_on_a_shape_are_refused(tmp_path):
 def test_a_dtype_that_checkpoints_do_not_hold_is_refused(tmp_path):
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
     with pytest.raises(MtcliError, match="a checkpoint cannot hold int64 tensors"):
-        piece = Piece("x", torch.ones(2, dtype=torch.int64), (0,), (2,))
+        piece = Shard("x", torch.ones(2, dtype=torch.int64), (0,), (2,))
         save(tmp_path, 1, [piece], rank=0, gather=lambda o: [o], **about)
 
 
@@ -281,5 +281,5 @@ def test_a_checkpoint_is_durable_before_it_has_its_name_and_its_name_when_it_is_
 def test_a_conversion_is_durable_before_it_has_its_name(tmp_path, durable):
     save_halves(tmp_path / "run", 1)
     target = tmp_path / "a" / "b" / "c"
-    to_mtcli(open_checkpoint(tmp_path / "run"), target, *parse_layout(""), Options())
+    to_mtcli(open_checkpoint(tmp_path / "run"), target, *parse_layout(""), WriteOptions())
     assert durable[1:] == [target]

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from mtcli.core.checkpoint import writer
 from mtcli.core.checkpoint.blocks import hash_of
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES
-from mtcli.core.checkpoint.tensorfile import Planned
+from mtcli.core.checkpoint.safetensors_file import PlannedTensor
 from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 
 
 def write(path, tensors):
     codes = {torch.float32: "F32", torch.bfloat16: "BF16"}
-    plan = [Planned(name, codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    plan = [PlannedTensor(name, codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
     return write_tensors(path, plan, iter(tensors.values()), {"format": "pt"})
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from mtcli.core.data.batches import Batches
+from mtcli.core.config.blend import SPLITS
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.blend import blend_indices, parse_blend, parse_split, split_range
-from mtcli.core.spec.datasets import SPLITS
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.data.loader import Batches
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mtcli.core.data.documents as documents
-from mtcli.core.data.corpus import Piece, cut, find_sources
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
 from mtcli.core.data.encoders import is_cuttable
+from mtcli.core.data.sources import FileRange, cut, find_sources
 from mtcli.core.data.tokenize import load_tokenizer, train_tokenizer
-from mtcli.core.spec.errors import MtcliError
 
 JSONL = "".join(json.dumps({"text": f"number {n} ½", "id": n}) + "\n" for n in range(50)).encode()
 
@@ -248,7 +248,7 @@ def test_a_file_that_went_away_is_named(tmp_path):
     (source,) = find_sources([str(tmp_path / "a.txt")]).sources
     (tmp_path / "a.txt").unlink()
     with pytest.raises(MtcliError, match="a.txt cannot be read"):
-        list(read_documents(Piece(source, 0, 1), Reading("text", False, True)))
+        list(read_documents(FileRange(source, 0, 1), Reading("text", False, True)))
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import Indexed, token_dtype, write_dataset
-from mtcli.core.spec.errors import MtcliError
 
 HEAD = struct.Struct("<9sQBQQ")
 

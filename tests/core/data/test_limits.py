@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mtcli.core.data.documents as documents
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.compressed import pieces
-from mtcli.core.data.corpus import Piece, cut, find_sources
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
+from mtcli.core.data.sources import FileRange, cut, find_sources
 from mtcli.core.data.stdin import spool
-from mtcli.core.spec.errors import MtcliError
 
 MB = 1 << 20
 
@@ -27,7 +27,7 @@ MB = 1 << 20
 def read(path, kind=None, blank=False, most=None, key="text", cuttable=False, tell=lambda _: None):
     (source,) = find_sources([str(path)], kind).sources
     reading = Reading(key, blank, cuttable, most)
-    return list(read_documents(Piece(source, 0, source.size), reading, tell))
+    return list(read_documents(FileRange(source, 0, source.size), reading, tell))
 
 
 def whole(items):
@@ -239,7 +239,7 @@ def test_a_quote_that_is_left_open_holds_a_bounded_row(tmp_path, monkeypatch):
 def test_standard_input_is_written_aside_byte_for_byte(tmp_path_factory, data, kind, block):
     folder = tmp_path_factory.mktemp("x")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtcli.core.data.stdin.BLOCK_BYTES", block)
+        patch.setattr("mtcli.core.data.sources.BLOCK_BYTES", block)
         made = list(spool(io.BytesIO(data), kind, True, folder))
     parts = [Path(source.path).read_bytes() for source in made]
     assert b"".join(parts) == data
@@ -252,7 +252,7 @@ def test_standard_input_is_written_aside_byte_for_byte(tmp_path_factory, data, k
 
 
 def test_no_block_is_cut_by_holding_a_line_of_any_length(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtcli.core.data.corpus.BLOCK_BYTES", 5)
+    monkeypatch.setattr("mtcli.core.data.sources.BLOCK_BYTES", 5)
     (tmp_path / "a.jsonl").write_text("x" * 99 + "\n" + "y\n" * 10)
     source = find_sources([str(tmp_path / "a.jsonl")]).sources
     stops = [piece.stop for block in cut(source, False, 8) for piece in block.pieces]

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import mtcli.core.data.workspace as workspace
+from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.data.indexed import Indexed
-from mtcli.core.data.pool import Pool
 from mtcli.core.data.preprocess import preprocess
-from mtcli.core.data.request import Request
+from mtcli.core.data.request import PreprocessRequest
 from mtcli.core.data.tokenize import load_tokenizer
-from mtcli.core.spec.errors import Exit, MtcliError
+from mtcli.core.runtime.data_pool import Pool
 
 SUFFIXES = (".bin", ".idx", ".json")
 
@@ -27,7 +27,7 @@ SUFFIXES = (".bin", ".idx", ".json")
 def run(inputs, output, tokenizer="bytes", said=None, **options):
     inputs = tuple(map(str, inputs if isinstance(inputs, list) else [inputs]))
     say = (said if said is not None else []).append
-    return preprocess(Request(inputs, Path(output), tokenizer, **options), say)
+    return preprocess(PreprocessRequest(inputs, Path(output), tokenizer, **options), say)
 
 
 def written(prefix):
@@ -56,7 +56,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("mtcli.core.data.corpus.cut.__defaults__", (50_000,))
+    monkeypatch.setattr("mtcli.core.data.sources.cut.__defaults__", (50_000,))
 
 
 def test_the_tokens_are_those_of_each_document_and_its_end(corpus, tmp_path, small_blocks):
@@ -113,7 +113,7 @@ def test_the_end_of_a_document_is_left_out_where_asked(tmp_path):
 
 def test_standard_input_is_read_as_a_file_would_be(corpus, tmp_path, monkeypatch, small_blocks):
     data = (corpus[0] / "a.jsonl").read_bytes()
-    monkeypatch.setattr("mtcli.core.data.stdin.BLOCK_BYTES", 30_000)
+    monkeypatch.setattr("mtcli.core.data.sources.BLOCK_BYTES", 30_000)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     run("-", tmp_path / "out", workers=2)
     assert documents(tmp_path / "out") == [[*text.encode(), 256] for text in corpus[1][:1900]]
@@ -134,14 +134,14 @@ def test_standard_input_is_read_as_a_file_would_be(corpus, tmp_path, monkeypatch
 def test_text_on_standard_input_is_one_document_or_blocks(
     tmp_path, monkeypatch, data, blank, expected
 ):
-    monkeypatch.setattr("mtcli.core.data.stdin.BLOCK_BYTES", 7)
+    monkeypatch.setattr("mtcli.core.data.sources.BLOCK_BYTES", 7)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     run("-", tmp_path / "out", split_on_blank=blank, append_eod=False)
     assert [bytes(ids) for ids in documents(tmp_path / "out")] == expected
 
 
 def test_a_bad_line_of_standard_input_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtcli.core.data.stdin.BLOCK_BYTES", 20)
+    monkeypatch.setattr("mtcli.core.data.sources.BLOCK_BYTES", 20)
     data = b'{"text": "one"}\n' * 30 + b"{\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     with pytest.raises(MtcliError, match="error: -:31: not JSON"):
@@ -281,11 +281,11 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path):
 COMMAND = """
 import sys
 from pathlib import Path
-import mtcli.core.data.corpus as corpus
+import mtcli.core.data.sources as corpus
 corpus.cut.__defaults__ = (50_000,)
 from mtcli.core.data.preprocess import preprocess
 from mtcli.core.data.request import Request
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.config.errors import MtcliError
 {before}
 try:
     preprocess(Request(({inputs!r},), Path({output!r}), "bytes", workers=2, {options}), print)

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-import mtcli.core.data.batches as batches_module
-from mtcli.core.data.batches import Batches
+import mtcli.core.data.loader as batches_module
 from mtcli.core.data.indexed import write_dataset
-from mtcli.core.data.prefetch import Prefetcher
+from mtcli.core.data.loader import Batches, Prefetcher
 
 SEQ_LEN, SAMPLES = 16, 400
 

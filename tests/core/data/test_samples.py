@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mtcli.core.data.batches import Batches
 from mtcli.core.data.indexed import Indexed, write_dataset
+from mtcli.core.data.loader import Batches
 from mtcli.core.data.samples import build_samples
 
 

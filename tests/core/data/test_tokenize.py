@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.encoders import make_encode
 from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
-from mtcli.core.spec.errors import MtcliError
 
 TEXTS = ["", " a  b\n\n", "I'll say: ½ naïve 日本 👩‍👩‍👧 <|endoftext|> \x00\r\n", "x" * 300]
 

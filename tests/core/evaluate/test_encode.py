@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.evaluate.encode import encoder_for
-from mtcli.core.spec.errors import MtcliError
 
 PAIRS = [
     ("the cat", " sat"),

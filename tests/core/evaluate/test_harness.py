@@ -7,12 +7,11 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.encode import encoder_for
 from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness
-from mtcli.core.evaluate.jobs import make_jobs
-from mtcli.core.evaluate.prepared import Options
-from mtcli.core.evaluate.tasks import TaskSpec, parse_tasks
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.evaluate.tasks.registry import TaskSpec, parse_tasks, task_runs
+from mtcli.core.evaluate.tasks.task import TaskOptions
 
 TASK = """task: {name}
 dataset_path: json
@@ -83,8 +82,12 @@ def test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend(
 ):
     file = task_file(kind)
     ours, theirs = tokenizer
-    (job,) = make_jobs(
-        parse_tasks([f"lm_eval:{file}"]), byte_scorer, encoder_for(ours), Options(48, limit=6), 64
+    (job,) = task_runs(
+        parse_tasks([f"lm_eval:{file}"]),
+        byte_scorer,
+        encoder_for(ours),
+        TaskOptions(48, limit=6),
+        64,
     )
     done = []
     report = job.run(done.append)
@@ -137,10 +140,14 @@ def test_a_task_whose_data_is_not_there_fails(task_file, byte_scorer, tokenizer,
 
 
 def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, tokenizer):
-    monkeypatch.setattr("mtcli.core.evaluate.jobs.find_spec", lambda name: None)
+    monkeypatch.setattr("mtcli.core.evaluate.tasks.registry.find_spec", lambda name: None)
     with pytest.raises(MtcliError) as caught:
-        make_jobs(
-            [TaskSpec("lm_eval:x", None)], byte_scorer, encoder_for(tokenizer[0]), Options(48), 64
+        task_runs(
+            [TaskSpec("lm_eval:x", None)],
+            byte_scorer,
+            encoder_for(tokenizer[0]),
+            TaskOptions(48),
+            64,
         )
     assert caught.value.problems[0].message == (
         "lm_eval:x needs lm-evaluation-harness, which is not installed"
@@ -151,8 +158,12 @@ def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, toke
 def test_a_job_says_what_it_will_do_and_does_it(tmp_path, byte_scorer, tokenizer):
     file = tmp_path / "passages.jsonl"
     file.write_text('{"text": "a passage that ends here"}\n{"text": "and another one there"}\n')
-    (job,) = make_jobs(
-        parse_tasks([f"lambada={file}"]), byte_scorer, encoder_for(tokenizer[0]), Options(48), 64
+    (job,) = task_runs(
+        parse_tasks([f"lambada={file}"]),
+        byte_scorer,
+        encoder_for(tokenizer[0]),
+        TaskOptions(48),
+        64,
     )
     done = []
     report = job.run(done.append)

@@ -5,13 +5,13 @@ import math
 
 import pytest
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.lambada import split_last
-from mtcli.core.evaluate.prepared import Options
+from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
-from mtcli.core.evaluate.scoring import score_requests
-from mtcli.core.evaluate.tasks import TASKS
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.evaluate.tasks.lambada import split_last
+from mtcli.core.evaluate.tasks.registry import TASKS
+from mtcli.core.evaluate.tasks.task import TaskOptions
 
 prepare = TASKS["lambada"].prepare
 ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
@@ -20,7 +20,7 @@ ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
 def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, alone):
     file = data / "lambada" / "lambada_test.jsonl"
     encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
-    prepared = prepare(file, encoder, Options(max_seq_len=128, limit=40))
+    prepared = prepare(file, encoder, TaskOptions(max_seq_len=128, limit=40))
     scores = score_requests(real_scorer, prepared.requests, 1024)
     report, nll, correct = prepared.report(scores), 0.0, 0
     for line in file.read_text(encoding="utf-8").splitlines()[:40]:
@@ -37,7 +37,7 @@ def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, 
 
 def test_every_real_passage_is_read_and_split_in_tokens_as_words(data, bpe):
     encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
-    prepared = prepare(data / "lambada", encoder, Options(max_seq_len=1024))
+    prepared = prepare(data / "lambada", encoder, TaskOptions(max_seq_len=1024))
     assert prepared.num_items == len(prepared.requests) == 5153
     lines = (data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
     for line, request in zip(lines, prepared.requests, strict=True):
@@ -54,7 +54,7 @@ def test_the_last_word_is_the_last_between_spaces():
 def test_accuracy_and_perplexity_are_of_whole_words(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a b"}\n\n{"text": "c d", "more": 1}\n')
-    prepared = prepare(tmp_path, ENCODER, Options(max_seq_len=9))
+    prepared = prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=9))
     report = prepared.report([Score(-1.0, True), Score(-3.0, False)])
     assert report["perplexity"] == pytest.approx(math.exp(2.0))
     assert (report["accuracy"], report["correct"], report["total"]) == (0.5, 1, 2)
@@ -73,6 +73,6 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path, line, message):
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a b"}\n' + line + "\n")
     with pytest.raises(MtcliError) as caught:
-        prepare(file, ENCODER, Options(max_seq_len=9))
+        prepare(file, ENCODER, TaskOptions(max_seq_len=9))
     assert caught.value.problems[0].message == f"{file}, line 2: {message}"
     assert "docs/eval.md" in caught.value.problems[0].hint

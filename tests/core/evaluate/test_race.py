@@ -6,13 +6,13 @@ import pytest
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.race import preprocess_race
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.prepared import Options
-from mtcli.core.evaluate.race import prompt
+from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
-from mtcli.core.evaluate.scoring import score_requests
-from mtcli.core.evaluate.tasks import TASKS
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.evaluate.tasks.race import prompt
+from mtcli.core.evaluate.tasks.registry import TASKS
+from mtcli.core.evaluate.tasks.task import TaskOptions
 
 prepare = TASKS["race"].prepare
 ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
@@ -50,7 +50,7 @@ def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, re
     from transformers import PreTrainedTokenizerFast
 
     encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
-    prepared = prepare(data / "race", encoder, Options(max_seq_len=128, limit=6))
+    prepared = prepare(data / "race", encoder, TaskOptions(max_seq_len=128, limit=6))
     scores = score_requests(real_scorer, prepared.requests, 1024)
     backend = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
     theirs = HFLM(pretrained=real_scorer.model, tokenizer=backend, max_length=128, batch_size=4)
@@ -77,7 +77,7 @@ def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, re
 
 
 def test_every_real_article_has_lm_evals_prompt(data):
-    prepared = prepare(data / "race/test", ENCODER, Options(max_seq_len=1024))
+    prepared = prepare(data / "race/test", ENCODER, TaskOptions(max_seq_len=1024))
     files = [
         file
         for level in ("high", "middle")
@@ -91,7 +91,7 @@ def test_every_real_article_has_lm_evals_prompt(data):
 
 
 def test_earlier_questions_stand_in_the_prompt_with_their_answers(tmp_path):
-    from mtcli.core.evaluate.race import Article
+    from mtcli.core.evaluate.tasks.race import Article
 
     article = Article(ROW["article"], *map(tuple, (ROW["questions"], ROW["options"])), (1, 3, 2))
     assert prompt(article) == preprocess_race.doc_to_text(as_doc(ROW))
@@ -104,7 +104,7 @@ def test_the_highest_sum_is_the_answer_and_levels_are_counted_apart(tmp_path):
     write(tmp_path, "high", 10, ROW)
     write(tmp_path, "high", 9, ROW | {"answers": ["A", "A", "A"]})
     write(tmp_path, "middle", 1, ROW)
-    prepared = prepare(tmp_path, ENCODER, Options(max_seq_len=64))
+    prepared = prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
     third = [Score(x, False) for x in (-3.0, -2.0, -1.0, -4.0)]
     report = prepared.report(third * 3)
     assert (report["high"], report["middle"], report["accuracy"]) == (0.5, 1.0, 2 / 3)
@@ -115,7 +115,7 @@ def test_the_highest_sum_is_the_answer_and_levels_are_counted_apart(tmp_path):
 
 def test_a_level_that_is_not_there_is_none(tmp_path):
     write(tmp_path / "test", "middle", 1, ROW)
-    prepared = prepare(tmp_path, ENCODER, Options(max_seq_len=64))
+    prepared = prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
     report = prepared.report([Score(-1.0, False)] * 4)
     assert report["high"] is None and report["high_total"] == 0 and report["middle"] == 0.0
 
@@ -139,12 +139,12 @@ def test_a_bad_article_is_refused_with_its_file(tmp_path, row, message):
     write(tmp_path, "high", 1, ROW)
     file = write(tmp_path, "middle", 2, row)
     with pytest.raises(MtcliError) as caught:
-        prepare(tmp_path, ENCODER, Options(max_seq_len=64))
+        prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
     assert caught.value.problems[0].message == f"{file}, {message}"
 
 
 def test_a_folder_without_articles_is_refused(tmp_path):
     (tmp_path / "high").mkdir()
     with pytest.raises(MtcliError) as caught:
-        prepare(tmp_path, ENCODER, Options(max_seq_len=64))
+        prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
     assert caught.value.problems[0].message == f"{tmp_path} holds 0 RACE articles"

@@ -6,10 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtcli.core.evaluate.packing import batches, pack
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.evaluate.packing import batches, pack, plan, run, score_requests
 from mtcli.core.evaluate.requests import Request, fit, request
-from mtcli.core.evaluate.scoring import plan, run, score_requests
-from mtcli.core.spec.errors import MtcliError
 
 LENGTH = 24  # of the scorers
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mtcli.core.evaluate.tasks import TASKS, parse_tasks
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.evaluate.tasks.registry import TASKS, parse_tasks
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from parity_runs import train_on
 from ranks import run_ranks
 from tiny import MOE, Samples, run_config
 
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.inputs import make_inputs
-from mtcli.core.runtime import Runtime
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.model import parameters
-from mtcli.core.trainer import Trainer
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 SIZE, SEQUENCES, S = 2, 4, 8  # micro-batches of two sequences, of a step's four

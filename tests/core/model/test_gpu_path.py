@@ -7,12 +7,12 @@ import torch
 from tiny import BIASED, GPT, LLAMA, MOE, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtcli.core.engine import build_stages
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.ownership import whole
-from mtcli.core.spec.layout import ParallelLayout
+from mtcli.core.parallel.ownership import unsharded
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -71,7 +71,7 @@ def losses_and_gradients(model):
     config = run_config(model)
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     (stage,) = build_stages(config, groups).values()
-    initialise(whole({0: stage}), config.model, groups, config.seed, torch.float32)
+    initialise(unsharded({0: stage}), config.model, groups, config.seed, torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in stage.parameters():  # biases and gains that make a difference

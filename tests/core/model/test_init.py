@@ -6,21 +6,21 @@ import torch
 from hypothesis import given, settings
 from tiny import GPT, LLAMA, run_config
 
-from mtcli.core.live import Live
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import Box, Parameter
 from mtcli.core.model import init
 from mtcli.core.model.init import initial_values
-from mtcli.core.runtime import Runtime
-from mtcli.core.spec.model import parameters
-from mtcli.core.spec.model_config import ModelConfig
-from mtcli.core.spec.sharding import Parameter, Rectangle
-from mtcli.core.trainer import Trainer
+from mtcli.core.plan.live_memory import LiveMemory
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.step import Trainer
 from mtcli.kernels.random import BLOCK
 
 MODEL = run_config(GPT).model
 
 
 def whole(described, model=MODEL, seed=7):
-    box = Rectangle((0,) * len(described.shape), described.shape)
+    box = Box((0,) * len(described.shape), described.shape)
     return initial_values(described, model, box, seed)
 
 
@@ -32,7 +32,7 @@ def boxes(draw):
     )
     start = [draw(st.integers(0, n)) for n in shape]
     size = [draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True)]
-    return shape, Rectangle(tuple(start), tuple(size))
+    return shape, Box(tuple(start), tuple(size))
 
 
 @settings(max_examples=60)
@@ -70,9 +70,9 @@ def test_weights_differ_by_seed_and_by_name():
 
 def test_a_large_table_is_filled_slab_by_slab(monkeypatch):
     config = run_config(GPT | {"vocab_size": 2**15, "hidden_size": 64, "num_layers": 1})
-    monkeypatch.setattr(init, "SLAB_BYTES", 2**18)
+    monkeypatch.setattr(init, "BOX_BYTES", 2**18)
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
-    with Live() as live:
+    with LiveMemory() as live:
         trainer.initialise()
     weights = trainer.gradients.held
     held_bytes = sum(held.tensor.nbytes for held in weights.values())

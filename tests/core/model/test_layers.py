@@ -7,17 +7,17 @@ import pytest
 import torch
 from tiny import GPT, LLAMA, run_config
 
-from mtcli.core.engine import build_stages
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.attention import Attention
+from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import Cache, make_inputs
-from mtcli.core.model.layers import Dropout
-from mtcli.core.parallel.build import Build
+from mtcli.core.model.norm import Dropout
+from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.ownership import whole
-from mtcli.core.parallel.seen import restarted
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.model import parameters
+from mtcli.core.parallel.ownership import unsharded
 from mtcli.kernels.random import keep_mask, stream_key
 
 B, S = 2, 8
@@ -29,9 +29,9 @@ def alone():
 
 def test_any_rows_of_a_dropout_mask_are_those_of_the_whole():
     layer, x, numbers = Dropout("site", 0.3, seed=7), torch.ones(40, 24), torch.arange(100, 140)
-    whole = layer(x, numbers)
+    unsharded = layer(x, numbers)
     for rows in (slice(0, 10), slice(10, 40), slice(39, 40), slice(3, 37, 2)):
-        assert torch.equal(layer(x[rows], numbers[rows]), whole[rows])
+        assert torch.equal(layer(x[rows], numbers[rows]), unsharded[rows])
 
 
 def test_dropout_zeroes_its_share_and_keeps_the_mean():
@@ -66,7 +66,7 @@ def test_no_numbers_or_no_probability_is_no_dropout():
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["heads", "grouped"])
 def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, causal, masked):
     config = run_config(model | {"attention_dropout": 0.4, "causal": causal}).model
-    build = Build(parameters(config), alone(), torch.float64)
+    build = LayerFactory(parameters(config), alone(), torch.float64)
     attention = Attention(1, config, build, seed=7)
     h, g, d = config.num_heads, config.num_kv_heads, config.head_dim
     qkv = torch.randn(B, S, g, h // g + 2, d, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, ca
 def made(model, **sections):
     config = run_config(model, **sections)
     (stage,) = build_stages(config, alone()).values()
-    initialise(whole({0: stage}), config.model, alone(), config.seed, torch.float32)
+    initialise(unsharded({0: stage}), config.model, alone(), config.seed, torch.float32)
     return config, stage
 
 

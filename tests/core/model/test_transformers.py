@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.engine import build_stages, load_weights
+from mtcli.core.config.loading import config_of
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.model.build import build_stages, load_weights
 from mtcli.core.model.inputs import Cache, make_inputs
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.ownership import whole
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.load import config_of
+from mtcli.core.parallel.ownership import unsharded
 
 B, S, VOCAB = 3, 12, 97
 SCALING = {
@@ -74,7 +74,7 @@ def both(request, tmp_path):
     config = config_of({"model": model, "train": {"precision": "fp64"}})
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     stages = build_stages(config, groups)
-    load_weights(whole(stages), checkpoint, config.model, groups)
+    load_weights(unsharded(stages), checkpoint, config.model, groups)
     return theirs.double(), stages[0], config.model
 
 
@@ -180,8 +180,8 @@ def test_cached_steps_are_the_whole_sequence_at_once(both):
             seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
             inputs = replace(inputs, mask=seen.expand(B, -1, -1))
         outputs.append(stage(None, inputs).view(B, stop - start, -1))
-    whole = stage(None, make_inputs(model, torch.float64, ids)).view(B, S, -1)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+    unsharded = stage(None, make_inputs(model, torch.float64, ids)).view(B, S, -1)
+    torch.testing.assert_close(torch.cat(outputs, 1), unsharded)
 
 
 def test_a_mask_and_positions_pack_sequences_that_do_not_see_each_other(both):

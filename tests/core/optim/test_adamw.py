@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from mtcli.core.config.schema import OptimizerConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.core.spec.config import OptimizerConfig
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.sharding import Parameter
 
 TABLE = {
     "up.weight": Parameter("up.weight", (6, 5), (None, None), "normal", 0),

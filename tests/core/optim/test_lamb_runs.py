@@ -6,9 +6,10 @@ from ranks import run_ranks
 from tiny import GPT, MOE, Samples, run_config
 from trained import checkpoint_of, train_and_save
 
-from mtcli.core.feed import Feed
-from mtcli.core.runtime import Runtime
-from mtcli.core.trainer import Trainer
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import resume
+from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 STEPS, STOP = 8, 4
@@ -48,9 +49,9 @@ def test_a_run_is_the_paper_s_loop_on_transformers_model(gpt2):
     config = run_config(fields, optimizer=settings, train={"precision": "fp64", "steps": STEPS})
     trainer = Trainer(config, ALONE)
     trainer.load_weights(checkpoint)
-    feed = Feed(Samples(config), config, trainer.groups)
-    found = [trainer.train_step(feed) for _ in range(STEPS)]
-    feed.close()
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    found = [trainer.train_step(loader) for _ in range(STEPS)]
+    loader.close()
     expected, ratios = plain_loop(model.double(), config)
     assert {*BOUNDS, 1.0} < ratios, "both bounds are met, norms of 0, and what lies between"
     assert expected[0][1] > 0.5, "clipping is at work"
@@ -92,8 +93,8 @@ def test_a_run_goes_on_with_the_same_curve_on_any_layout(model, layouts, precisi
 
 def resumed(runtime, config, folder):
     trainer = Trainer(config, runtime)
-    trainer.resume(checkpoint_of(folder, STOP))
-    feed = Feed(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(feed).loss for _ in range(STEPS - STOP)]
-    feed.close()
+    resume(trainer, checkpoint_of(folder, STOP))
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader).loss for _ in range(STEPS - STOP)]
+    loader.close()
     return done

@@ -4,9 +4,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import collectives
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.spec.layout import ParallelLayout
 
 N = 2  # rows of a rank's share
 

@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.spec.layout import ParallelLayout
 
 LAYOUT = ParallelLayout(8, tp=2, pp=2)
 

@@ -8,10 +8,10 @@ import torch
 from ranks import run_ranks
 from tiny import MOE, Samples, run_config
 
-from mtcli.core.feed import Feed
-from mtcli.core.spec.layout import ParallelLayout
-from mtcli.core.spec.model import parameters
-from mtcli.core.trainer import Trainer
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.step import Trainer
 
 ONE = MOE | {"num_experts": 8, "top_k": 1, "normalize_top_k": False, "router_score": "sigmoid"}
 ONE |= {"router_bias_update_rate": 0.001}
@@ -50,9 +50,9 @@ def stepped(runtime, parallel, batch):
             for router in trainer.balance.routers:
                 with torch.no_grad():
                     router.bias[5] = 9.0
-        feed = Feed(Samples(config), config, trainer.groups)
-        loss = trainer.train_step(feed).loss
-        feed.close()
+        loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+        loss = trainer.train_step(loader).loss
+        loader.close()
         views = {key: view.clone() for key, view in trainer.gradients.views.items()}
         rows = {key: trainer.ownership.rows(key) for key in views}
         untouched = set() if parallel.get("zero") == 3 else trainer.gradients.fresh

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtcli.core.schedule.check import in_flight, problems
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.schedule.generators import (
     SCHEDULES,
     forward_only,
@@ -15,7 +15,7 @@ from mtcli.core.schedule.generators import (
     zero_bubble,
 )
 from mtcli.core.schedule.ops import Op, Schedule, needs
-from mtcli.core.spec.errors import MtcliError
+from mtcli.core.schedule.validate import in_flight, problems
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,0 +1,113 @@
+"""A copy of a rank's pieces in host memory, so that training goes on while they are written.
+
+The memory is taken once, in a thread beside the first steps, and used by every save: on a busy
+machine a copy into new memory took 0.65 s of a core per GB, and into memory used before 0.18.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.blocks import aligned_bytes
+from mtcli.core.checkpoint.store import Shard
+
+ALIGNMENT = 64  # bytes: of every dtype's elements, and a cache line
+
+
+class HostCopy(NamedTuple):
+    """Pieces in host memory. `wait` returns once they are there: the seconds a device took."""
+
+    pieces: list[Shard]
+    wait: Callable[[], float]
+
+
+class Snapshot:
+    """The host memory of a rank's saves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.reserving: Thread | None = None
+
+    def reserve(self, pieces: list[Shard]) -> None:
+        """Begins to take the memory for pieces of these sizes."""
+        size = _ends(pieces)[-1]
+        self.reserving = Thread(target=self._reserve, args=(size,), daemon=True)
+        self.reserving.start()
+
+    def close(self) -> None:
+        """Waits for memory that is being taken."""
+        if self.reserving is not None:
+            self.reserving.join()
+
+    def take(self, pieces: list[Shard]) -> HostCopy:
+        """Copies of pieces, which are good until the next call.
+
+        On CUDA they are copied in the stream of what computed them, so what comes later in it may
+        change the originals. Raises MemoryError where there is no room for them.
+        """
+        self.close()
+        ends = _ends(pieces)
+        if len(self.memory) < ends[-1]:
+            self.memory = torch.empty(0, dtype=torch.uint8)  # before more is taken
+            self.memory = _host_memory(ends[-1], self.device)
+        done = _timer(self.device)
+        places = zip(pieces, ends[:-1], strict=True)
+        return HostCopy([self._copy(piece, start) for piece, start in places], done())
+
+    def _reserve(self, size: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a new thread is at device 0, and would open it
+        with suppress(MemoryError):  # the first snapshot says so, and the run goes on
+            memory = _host_memory(size, self.device)
+            memory.numpy().fill(0)  # numpy's, which leaves the training's threads alone
+            self.memory = memory
+
+    def _copy(self, piece: Shard, start: int) -> Shard:
+        source = piece.tensor.detach()
+        room = self.memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
+        return piece._replace(tensor=room.copy_(source, non_blocking=True))
+
+
+def _ends(pieces: list[Shard]) -> list[int]:
+    """Where each piece's place in memory begins, and where the last one ends."""
+    ends = [0]
+    for piece in pieces:
+        ends.append(ends[-1] + -(-piece.tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+    return ends
+
+
+def in_place(pieces: list[Shard]) -> HostCopy:
+    """The pieces in host memory, without a copy where they are there already."""
+    return HostCopy([piece._replace(tensor=piece.tensor.cpu()) for piece in pieces], lambda: 0.0)
+
+
+def _host_memory(size: int, device: torch.device) -> Tensor:
+    try:
+        if device.type == "cuda":
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.from_numpy(aligned_bytes(size))
+    except (OSError, RuntimeError) as error:
+        raise MemoryError(f"{size} bytes of host memory: {error}") from None
+
+
+def _timer(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Called where copies begin; what it returns, where all are queued, gives Taken's `wait`."""
+    if device.type != "cuda":
+        return lambda: lambda: 0.0
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+
+    def wait() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def queued() -> Callable[[], float]:
+        end.record()
+        return wait
+
+    return queued

@@ -1,1 +1,0 @@
-"""Hugging Face families, one declarative file each; `registry.py` lists them."""

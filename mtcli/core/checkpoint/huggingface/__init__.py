@@ -1,0 +1,1 @@
+"""Hugging Face folders: a map per family, the config, and a reader."""

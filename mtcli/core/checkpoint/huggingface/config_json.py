@@ -1,0 +1,212 @@
+"""config.json of a Hugging Face folder: to our ModelConfig and from it.
+
+Fields of config.json by which related models compute something that no family here does.
+
+transformers ignores some of them in these families and reads others (`is_causal`). Whoever wrote
+one meant it, so each is refused unless its value changes nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mtcli.core.checkpoint.huggingface.family import Family, Field, RequiredValue, Table
+from mtcli.core.checkpoint.huggingface.registry import BY_TYPE, FAMILIES
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.fields import refused_value
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.untrusted import parse_json, read_untrusted, shown
+
+FULL = "full_attention"
+UNSUPPORTED = (
+    RequiredValue("is_causal", (None, True)),
+    RequiredValue("use_bidirectional_attention", (None, False)),
+    RequiredValue("partial_rotary_factor", (None, 1.0)),
+    RequiredValue("no_rope_layers", (None, [])),
+    RequiredValue("attention_chunk_size", (None,)),
+    RequiredValue("attention_multiplier", (None,)),
+    RequiredValue("query_pre_attn_scalar", (None,)),
+    RequiredValue("attn_logit_softcapping", (None, 0)),
+    RequiredValue("final_logit_softcapping", (None, 0)),
+    RequiredValue("logit_softcap", (None, 0)),
+    RequiredValue("logit_scale", (None, 1.0)),
+    RequiredValue("logits_scaling", (None, 1.0)),
+    RequiredValue("embedding_multiplier", (None, 1.0)),
+    RequiredValue("residual_multiplier", (None, 1.0)),
+    RequiredValue("clip_qkv", (None,)),
+    RequiredValue("qk_norm", (None, False)),
+    RequiredValue("use_qk_norm", (None, False)),
+    RequiredValue("num_nextn_predict_layers", (None, 0)),
+    RequiredValue("scoring_func", (None, "softmax")),
+    RequiredValue("routed_scaling_factor", (None, 1.0)),
+    RequiredValue("n_shared_experts", (None, 0)),
+    RequiredValue("first_k_dense_replace", (None, 0)),
+    RequiredValue("quantization_config", (None,)),
+)
+
+
+def windowed_layers(theirs: Table) -> list[Problem]:
+    """A problem where a layer's attention does not see the whole context; none otherwise."""
+    kinds = theirs.get("layer_types")
+    if kinds is None or (isinstance(kinds, list) and all(kind == FULL for kind in kinds)):
+        return []
+    return [Problem(f"layer_types={shown(kinds)} cannot be represented", f"only {FULL} can")]
+
+
+NAME = "config.json"
+MAX_BYTES = 16 << 20
+# Fields that training alone reads: a family that lacks them still represents the model. Every
+# other field counts, so that a new one is refused until a family can say it.
+TRAINING = {"architecture", "dropout", "attention_dropout", "init_std"}
+TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
+TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
+EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
+EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
+EXPERTS |= {"router_bias_update_rate"}
+
+
+def read_json(path: Path) -> Table:
+    """The JSON object in a file; raises MtcliError where there is none."""
+    try:
+        text = read_untrusted(path, MAX_BYTES)
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
+    try:
+        table = parse_json(text)
+    except ValueError as error:
+        raise wrong(f"{path} is not JSON: {error}", "use another copy") from None
+    if not isinstance(table, dict):
+        raise wrong(f"{path} is not a JSON object", "use another copy")
+    return table
+
+
+def family_in(table: Table, path: Path) -> Family:
+    """The family that a config.json names; raises MtcliError that lists those we know."""
+    kind = table.get("model_type")
+    if not isinstance(kind, str) or kind not in BY_TYPE:
+        raise wrong(
+            f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
+        )
+    return BY_TYPE[kind]
+
+
+def model_of(table: Table, path: Path) -> ModelConfig:
+    """The ModelConfig of a config.json. Raises MtcliError with everything that it cannot say."""
+    family = family_in(table, path)
+    demands = (*UNSUPPORTED, *family.demands)
+    problems = [p for demand in demands if (p := _unmet(demand, table))] + windowed_layers(table)
+    values: Table = dict(family.constants)
+    for field in family.fields:
+        problems += _read_field(field, table, values)
+    try:
+        values |= family.read_more(table)
+    except MtcliError as error:
+        problems += error.problems
+    if problems:
+        raise MtcliError(*(_at(path, problem) for problem in problems))
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        details = error.errors()
+        causes = [detail for detail in details if detail["type"] != "missing"]
+        faults = (_fault(path, family, detail) for detail in causes or details)
+        raise MtcliError(*faults) from None
+
+
+def config_to_hf(model: ModelConfig, family: Family) -> Table:
+    """The config.json of a model of a family, without what belongs to its tensors and tokenizer.
+
+    What the family cannot say is lost: `family_of` gives one that says it all.
+    """
+    table: Table = {"architectures": [family.architecture], "model_type": family.model_type}
+    for field in family.fields:
+        value = getattr(model, field.ours)
+        if field.values is not None:
+            names = [theirs for theirs, ours in field.values.items() if ours == value]
+            value = (names or list(field.values))[0]
+        table[field.theirs] = value
+    for demand in family.demands:
+        if demand.values[0] is not None:
+            table[demand.theirs] = demand.values[0]
+    return table | family.write_more(model)
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The first family whose config.json says everything about a model.
+
+    Raises MtcliError that names what the nearest family cannot say.
+    """
+    differences = {}
+    for family in FAMILIES:
+        differences[family.model_type] = lost = _lost(model, family)
+        if not lost:
+            return family
+    near = min(differences, key=lambda kind: len(differences[kind]))
+    message = f"no Hugging Face family has this model: {near} cannot have "
+    hint = f"the families are {', '.join(BY_TYPE)}; a checkpoint of ours holds any model"
+    raise wrong(message + ", ".join(differences[near]), hint)
+
+
+def says_the_same(model: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two models compute the same function of the same tensors."""
+    return not differing_fields(model, other)
+
+
+def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """The fields by which two models compute other functions, with both values."""
+    ours, theirs = _function(model), _function(other)
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return [f"{name} is {ours.get(name)} and {theirs.get(name)}" for name in names]
+
+
+def _lost(model: ModelConfig, family: Family) -> list[str]:
+    ours = _function(model)
+    try:
+        back = _function(model_of(config_to_hf(model, family), Path(NAME)))
+    except MtcliError:  # such as a dense model in a family of experts
+        back = {}
+    return [f"{name}={ours[name]!r}" for name in ours if ours[name] != back.get(name)]
+
+
+def _function(model: ModelConfig) -> Table:
+    unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
+    unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
+    return model.model_dump(exclude=TRAINING | unread)
+
+
+def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:
+    value = table.get(field.theirs)
+    if value is None:
+        if field.default is not None:
+            values.setdefault(field.ours, field.default)
+        return []
+    if field.values is not None:
+        if not isinstance(value, str) or value not in field.values:
+            known = ", ".join(field.values)
+            return [Problem(f"{field.theirs}={shown(value)} is not supported", f"one of {known}")]
+        value = field.values[value]
+    values[field.ours] = value
+    return []
+
+
+def _unmet(demand: RequiredValue, table: Table) -> Problem | None:
+    value = table.get(demand.theirs)
+    if value in demand.values:
+        return None
+    known = " or ".join(shown(value) for value in demand.values if value is not None)
+    hint = f"only {known} can" if known else "only a model without it can"
+    return Problem(f"{demand.theirs}={shown(value)} cannot be represented", hint)
+
+
+def _at(path: Path, problem: Problem) -> Problem:
+    return problem._replace(message=f"{path}: {problem.message}")
+
+
+def _fault(path: Path, family: Family, detail: Any) -> Problem:
+    ours = str(detail["loc"][0]) if detail["loc"] else ""
+    theirs = next((field.theirs for field in family.fields if field.ours == ours), ours)
+    if detail["type"] == "missing":
+        return Problem(f"{path} has no {theirs}", "is it the config.json of the weights?")
+    problem = refused_value(ModelConfig, detail)
+    return Problem(f"{path}: {theirs}: {problem.message}", problem.hint)

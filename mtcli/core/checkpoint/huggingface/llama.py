@@ -1,0 +1,61 @@
+"""Llama 1, 2 and 3: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
+
+Both sides keep rotary pairs as halves (dimension i turns with i + head_dim / 2), so the rows of
+q_proj and k_proj need no reordering.
+"""
+
+from mtcli.core.checkpoint.huggingface.family import Family, Field, RequiredValue
+from mtcli.core.checkpoint.huggingface.rope import read_windowed, write_rope
+from mtcli.core.checkpoint.huggingface.rules import gate_and_up, same, separate_qkv
+
+SILU = {"silu": "swiglu", "swish": "swiglu"}
+SIZES = (
+    Field("num_layers", "num_hidden_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_heads", "num_attention_heads"),
+    Field("num_kv_heads", "num_key_value_heads"),
+    Field("head_dim", "head_dim"),
+    Field("ffn_hidden_size", "intermediate_size"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_seq_len", "max_position_embeddings"),
+    Field("activation", "hidden_act", "swiglu", SILU),
+    Field("norm_eps", "rms_norm_eps", 1e-6),
+    Field("tie_embeddings", "tie_word_embeddings", False),
+    Field("attention_dropout", "attention_dropout", 0.0),
+    Field("init_std", "initializer_range", 0.02),
+)
+CONSTANTS = {"architecture": "llama", "norm": "rmsnorm", "position": "rope", "dropout": 0.0}
+CONSTANTS |= {"bias": False, "qkv_bias": False}
+NO_BIAS = (RequiredValue("attention_bias", (None, False)), RequiredValue("mlp_bias", (None, False)))
+ROTARY = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
+
+OUTER = {
+    "embedding.weight": same("model.embed_tokens.weight"),
+    "final_norm.weight": same("model.norm.weight"),
+    "head.weight": same("lm_head.weight"),
+}
+ATTENTION = {
+    "attention_norm.weight": same("input_layernorm.weight"),
+    "attention.qkv.weight": separate_qkv("self_attn.{}_proj.weight"),
+    "attention.out.weight": same("self_attn.o_proj.weight"),
+    "mlp_norm.weight": same("post_attention_layernorm.weight"),
+}
+MLP = {
+    "mlp.gate_up.weight": gate_and_up("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.down.weight": same("mlp.down_proj.weight"),
+}
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    base="model.",
+    block="model.layers.{layer}.",
+    fields=SIZES,
+    constants=CONSTANTS,
+    demands=NO_BIAS,
+    outer=OUTER,
+    inner=ATTENTION | MLP,
+    ignored=ROTARY,
+    read_more=read_windowed,
+    write_more=write_rope,
+)

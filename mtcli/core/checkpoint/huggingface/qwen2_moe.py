@@ -1,0 +1,44 @@
+"""Qwen2-MoE: small experts, and a shared one behind a sigmoid gate, in every layer."""
+
+from dataclasses import replace
+
+from mtcli.core.checkpoint.huggingface.family import Field, RequiredValue
+from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, SIZES
+from mtcli.core.checkpoint.huggingface.qwen2 import NO_WINDOW, QKV_BIAS, QWEN2
+from mtcli.core.checkpoint.huggingface.rules import expert, expert_gate_and_up, gate_and_up, same
+
+QWEN2_MOE = replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    fields=(
+        *SIZES,
+        Field("moe_ffn_hidden_size", "moe_intermediate_size"),
+        Field("shared_expert_ffn_hidden_size", "shared_expert_intermediate_size"),
+        Field("num_experts", "num_experts"),
+        Field("top_k", "num_experts_per_tok"),
+        Field("normalize_top_k", "norm_topk_prob", False),
+    ),
+    constants=CONSTANTS
+    | {"architecture": "qwen2-moe", "qkv_bias": True, "shared_expert_gate": True},
+    demands=(
+        NO_WINDOW,
+        RequiredValue("qkv_bias", (True, None)),
+        RequiredValue("decoder_sparse_step", (1, None)),
+        RequiredValue("mlp_only_layers", ([], None)),
+    ),
+    inner=ATTENTION
+    | QKV_BIAS
+    | {
+        "mlp.router.weight": same("mlp.gate.weight"),
+        "mlp.experts.gate_up.weight": expert_gate_and_up(
+            "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
+        ),
+        "mlp.experts.down.weight": expert("mlp.experts.{expert}.down_proj.weight"),
+        "mlp.shared_expert.gate_up.weight": gate_and_up(
+            "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+        ),
+        "mlp.shared_expert.down.weight": same("mlp.shared_expert.down_proj.weight"),
+        "mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight"),
+    },
+)

@@ -1,0 +1,237 @@
+"""Pickles read as data: what they would make is named and recorded, and nothing is ever called.
+
+The opcodes come from the standard library's disassembler, which executes none. A class or function
+of an allowed name becomes a `Named`, and what is built with it a `Record` of its arguments and
+state; any other name is an error, as is all that is not plain data.
+"""
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.checkpoint.safetensors_file import damaged
+from mtcli.core.config.errors import MtcliError, wrong
+
+Allowed = Callable[[str], bool]  # whether a global of a name such as "torch.Size" may occur
+
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+EMPTY: dict[str, Callable[[], Any]] = {
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_SET": list,
+}
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+NUMBERS_AND_TEXT = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
+    *("BINBYTES8", "BYTEARRAY8", "BINSTRING", "SHORT_BINSTRING", "STRING"),
+}
+IGNORED = {"PROTO", "FRAME", "STOP"}
+
+
+class NamedClass(NamedTuple):
+    """A class or function, by its name alone."""
+
+    name: str
+
+
+@dataclass(eq=False)
+class PickledObject:
+    """What would be made of a class: its name, the arguments, and the state set afterwards."""
+
+    name: str
+    arguments: Any
+    state: Any = None
+    items: list[Any] = field(default_factory=list)
+    """appended to it, or (key, value) pairs set in it"""
+
+    def get(self, name: str) -> Any:
+        """A field of its state; None where there is none."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class Pair(NamedTuple):
+    """A key that is no plain value, with its value."""
+
+    key: Any
+    value: Any
+
+
+class Mark:
+    """Where a list of operands begins on the stack."""
+
+
+def read_pickle(data: bytes, path: Path, allowed: Allowed) -> Any:
+    """The value of a pickle, in which classes of an allowed name are `Named` and `Record`s.
+
+    Dictionaries whose keys are not all plain become lists of `Pair`s. Raises MtcliError that names
+    the file for any other name, and for a pickle that is damaged or holds more than data.
+    """
+    try:
+        return _Decoder(path, allowed).run(data)
+    except MtcliError:
+        raise
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError) as error:
+        raise damaged(path, f"its pickle cannot be read ({type(error).__name__})") from None
+    except (MemoryError, RecursionError):
+        raise damaged(path, "its pickle takes too much memory") from None
+
+
+class _Decoder:
+    """A stack machine whose only effects are on its own stack and memo."""
+
+    def __init__(self, path: Path, allowed: Allowed) -> None:
+        self.path, self.allowed = path, allowed
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, data: bytes) -> Any:
+        for opcode, argument, _ in pickletools.genops(data):
+            self._step(opcode.name, argument)
+        (value,) = self.stack
+        return value
+
+    def _step(self, name: str, argument: Any) -> None:
+        if name in IGNORED:
+            return
+        if name in CONSTANTS:
+            self.stack.append(CONSTANTS[name])
+        elif name in EMPTY:
+            self.stack.append(EMPTY[name]())
+        elif name in NUMBERS_AND_TEXT:
+            self.stack.append(argument)
+        elif name in TUPLES:
+            self._push_tuple(self._pop(TUPLES[name]))
+        else:
+            handler = HANDLERS.get(name)
+            if handler is None:
+                raise damaged(self.path, f"its pickle has {name}, which no data needs")
+            handler(self, argument)
+
+    def _pop(self, count: int) -> list[Any]:
+        if count > len(self.stack):
+            raise IndexError
+        taken = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        if any(isinstance(value, Mark) for value in taken):
+            raise ValueError
+        return taken
+
+    def _since_mark(self) -> list[Any]:
+        at = len(self.stack) - 1
+        while not isinstance(self.stack[at], Mark):
+            at -= 1
+            if at < 0:
+                raise IndexError
+        taken = self.stack[at + 1 :]
+        del self.stack[at:]
+        return taken
+
+    def _push_tuple(self, values: list[Any]) -> None:
+        self.stack.append(tuple(values))
+
+    def _append(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        (target.items if isinstance(target, PickledObject) else _list(target)).extend(values)
+
+    def _set(self, values: list[Any]) -> None:
+        pairs = [Pair(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
+        target = self.stack[-1]
+        if isinstance(target, PickledObject):
+            target.items.extend(pairs)
+            return
+        for key, value in pairs:
+            _dict(target)[key if _is_plain(key) else _Key(key)] = value
+
+    def _global(self, module: Any, name: Any) -> None:
+        full = f"{module}.{name}"
+        if not isinstance(module, str) or not isinstance(name, str) or not self.allowed(full):
+            message = f"{self.path} holds a pickle that names {full[:80]!r}, which no data needs"
+            raise wrong(message, "it is not loaded; is the checkpoint from somebody you trust?")
+        self.stack.append(NamedClass(full))
+
+    def _reduce(self, _: Any) -> None:
+        function, arguments = self._pop(2)
+        self.stack.append(PickledObject(_named(function), arguments))
+
+    def _build(self, _: Any) -> None:
+        (state,) = self._pop(1)
+        target = self.stack[-1]
+        if not isinstance(target, PickledObject):
+            raise TypeError
+        target.state = state
+
+    def _persistent(self, _: Any) -> None:
+        (key,) = self._pop(1)
+        self.stack.append(PickledObject("persistent", key))
+
+    def _remember(self, index: Any) -> None:
+        self.memo[len(self.memo) if index is None else index] = self.stack[-1]
+
+
+class _Key(NamedTuple):
+    """A dictionary's key that is not plain, told apart by identity: hashing could recurse."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.value is other.value
+
+
+HANDLERS: dict[str, Callable[[_Decoder, Any], None]] = {
+    "MARK": lambda d, _: d.stack.append(Mark()),
+    "TUPLE": lambda d, _: d._push_tuple(d._since_mark()),
+    "LIST": lambda d, _: d.stack.append(d._since_mark()),
+    "APPEND": lambda d, _: d._append(d._pop(1)),
+    "APPENDS": lambda d, _: d._append(d._since_mark()),
+    "ADDITEMS": lambda d, _: d._append(d._since_mark()),
+    "SETITEM": lambda d, _: d._set(d._pop(2)),
+    "SETITEMS": lambda d, _: d._set(d._since_mark()),
+    "GLOBAL": lambda d, text: d._global(*text.split(" ", 1)),
+    "STACK_GLOBAL": lambda d, _: d._global(*d._pop(2)),
+    "REDUCE": _Decoder._reduce,
+    "NEWOBJ": _Decoder._reduce,
+    "BUILD": _Decoder._build,
+    "BINPERSID": _Decoder._persistent,
+    "PUT": _Decoder._remember,
+    "BINPUT": _Decoder._remember,
+    "LONG_BINPUT": _Decoder._remember,
+    "MEMOIZE": _Decoder._remember,
+    "GET": lambda d, index: d.stack.append(d.memo[index]),
+    "BINGET": lambda d, index: d.stack.append(d.memo[index]),
+    "LONG_BINGET": lambda d, index: d.stack.append(d.memo[index]),
+    "POP": lambda d, _: d._pop(1) and None,
+}
+
+
+def pairs_of(value: Any) -> list[Pair]:
+    """The pairs of a dictionary that was read."""
+    return [Pair(k.value if isinstance(k, _Key) else k, v) for k, v in _dict(value).items()]
+
+
+def _is_plain(key: Any) -> bool:
+    return isinstance(key, str | bytes | int | float | None)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError
+    return value
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
+
+
+def _named(value: Any) -> str:
+    if not isinstance(value, NamedClass):
+        raise TypeError
+    return value.name

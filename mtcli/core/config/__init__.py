@@ -1,0 +1,1 @@
+"""The run config: schema, rules, loading, and the errors that users read. Imports no torch."""

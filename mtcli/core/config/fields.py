@@ -1,0 +1,181 @@
+"""Words for the values that a config field takes: for errors, and for docs/config.md.
+
+The one truth is the field's own type and bounds; nothing here repeats a number.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
+from math import isfinite
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from mtcli.core.config.errors import Problem
+from mtcli.core.config.section import SMALLEST
+from mtcli.core.config.synonyms import meant_value
+from mtcli.core.config.untrusted import shown
+
+NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+class FieldKind(NamedTuple):
+    """The values that a field takes."""
+
+    base: Any  # int, float, bool, str, tuple, Literal, or the class of a section
+    options: tuple[Any, ...] = ()  # of a Literal
+    items: tuple["FieldKind", ...] = ()  # of a tuple; one where it has any length
+    low: float | None = None
+    high: float | None = None
+    below: float | None = None
+
+    @property
+    def range(self) -> str:
+        """'from 1 to 1,000,000,000'; empty of what is no number."""
+        if self.low is None:
+            return ""
+        return f"from {_figure(self.low)} to " + (
+            f"below {_figure(self.below)}" if self.high is None else _figure(self.high)
+        )
+
+    @property
+    def words(self) -> str:
+        """The legal values in words: 'a whole number from 1 to 1,000,000,000', ''a' or 'b''."""
+        if self.options:
+            return either(map(shown, self.options))
+        if self.base is tuple:
+            return f"a list of {len(self.items)}" if len(self.items) > 1 else "a list"
+        name = NAMES.get(self.base, "a table of fields")
+        return f"{name} {self.range}".rstrip()
+
+
+def either(words: Iterable[str]) -> str:
+    """'1, 2 or 3'."""
+    *head, last = words
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
+    """The kind of a type, with the bounds that stand beside it."""
+    if get_origin(annotation) is Annotated:
+        inner, *beside = get_args(annotation)
+        more = [one.metadata if isinstance(one, FieldInfo) else [one] for one in beside]
+        return kind_of(inner, [*chain(*more), *bounds])
+    if NoneType in get_args(annotation):
+        return kind_of(next(one for one in get_args(annotation) if one is not NoneType), bounds)
+    if get_origin(annotation) is Literal:
+        return FieldKind(Literal, get_args(annotation))
+    if get_origin(annotation) is tuple:
+        items = [one for one in get_args(annotation) if one is not Ellipsis]
+        return FieldKind(tuple, items=tuple(map(kind_of, items)))
+    low, high, below = (_bound(key, bounds) for key in ("ge", "le", "lt"))
+    return FieldKind(annotation, low=low, high=high, below=below)
+
+
+def _bound(key: str, bounds: Sequence[Any]) -> float | None:
+    return next((getattr(one, key) for one in bounds if hasattr(one, key)), None)
+
+
+def field_kind(field: FieldInfo) -> FieldKind:
+    """The kind of a section's field."""
+    return kind_of(field.annotation, field.metadata)
+
+
+def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
+    """The section that a path of names leads to; None where it leads to no section."""
+    section = root
+    for key in path:
+        if key not in section.model_fields:
+            return None
+        inner = field_kind(section.model_fields[str(key)]).base
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return None
+        section = inner
+    return section
+
+
+def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
+    """The problem of a value that pydantic refused, with a legal value as its hint."""
+    *parents, name = detail["loc"]
+    items = [name] if isinstance(name, int) else []
+    if items:
+        *parents, name = parents
+    section = section_at(root, parents)
+    path = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "missing":
+        return Problem("this field is missing", f"add {name}", path)
+    if section is None or name not in section.model_fields:
+        return Problem(f"{shown(detail['input'])} is not legal here", "leave it out", path)
+    field = section.model_fields[str(name)]
+    kind, default = field_kind(field), None if field.is_required() else field.get_default()
+    if items:
+        kind, default = kind.items[min(items[0], len(kind.items) - 1)], None
+    return refused(path, kind, detail["input"], default)
+
+
+def refused(name: str, kind: FieldKind, value: Any, default: Any = None) -> Problem:
+    """The problem of an illegal value of a field or flag, with a legal one as its hint.
+
+    The words of a command line are taken for the numbers that they are.
+    """
+    number = _number(value) if name.startswith("--") and kind.base in (int, float) else value
+    said = f"{shown(number)} should be {_fault(kind, number)}"
+    return Problem(said, _hint(kind, name, value, default), name)
+
+
+def _number(word: Any) -> Any:
+    for read in (int, float):
+        with suppress(ValueError, TypeError):
+            return read(word)
+    return word
+
+
+def _fault(kind: FieldKind, value: Any) -> str:
+    """The legal values in words, with the bound that a number breaks."""
+    if kind.base not in (int, float):
+        return kind.words
+    if type(value) not in (int, float):
+        return NAMES[kind.base]
+    if not isfinite(value):
+        return "a finite number"
+    if kind.base is int and value != int(value):
+        return "a whole number"
+    if kind.low is not None and value < kind.low:
+        return f"at least {_figure(kind.low)}"
+    if kind.high is not None and value > kind.high:
+        return f"at most {_figure(kind.high)}"
+    if kind.below is not None and value >= kind.below:
+        return f"below {_figure(kind.below)}"
+    return f"0 or at least {SMALLEST:g}"
+
+
+def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
+    if kind.options:
+        if (near := meant_value(name, value, kind.options)) is not None:
+            return f"did you mean {shown(near)}?"
+        return f"such as {_assigned(name, kind.options[0] if default is None else default)}"
+    if kind.base is tuple:
+        if isinstance(value, str):
+            return _assigned(name, [value])
+        return f"such as {_assigned(name, list(default or ['a']))}"
+    if kind.base is str:
+        return "text in quotes"
+    if kind.base is bool:
+        return f"{_assigned(name, True)}, or false"
+    if kind.range:
+        return f"{kind.words}, such as {_figure(kind.low if default is None else default)}"
+    return f"fields of its own, as [{name}] or {name}.FIELD=VALUE"
+
+
+def _assigned(name: str, value: Any) -> str:
+    """How a user sets a field of the config, or a flag."""
+    if name.startswith("--"):
+        return f"{name} {value}"
+    return f"{name.rpartition('.')[2]} = {shown(value)}"
+
+
+def _figure(number: Any) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"

@@ -1,0 +1,243 @@
+"""The rules of a layout: how a world of ranks may cut a model and its batch.
+
+What breaks one of these can be cured by another layout, and `suggest.py` looks for it.
+"""
+
+from collections.abc import Callable, Iterator
+from math import isqrt
+
+from mtcli.core.config.divisors import divides, divisors, listing, multiples_around
+from mtcli.core.config.errors import Problem
+from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import RunConfig
+
+Rule = Callable[[RunConfig, int], Iterator[Problem]]
+
+
+def data_parallel_size(config: RunConfig, world: int) -> int:
+    """What the other axes leave of the world: world / (tp * cp * pp)."""
+    p = config.parallel
+    return max(1, world // (p.tp * p.cp * p.pp))
+
+
+def _world_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    used = p.tp * p.cp * p.pp
+    if world % used:
+        near, cuts = listing(multiples_around(world, used)), listing(divisors(world))
+        yield Problem(
+            f"tp*cp*pp = {p.tp}*{p.cp}*{p.pp} = {used} does not divide the world of {world} ranks",
+            f"run {near} ranks (--nproc), or choose tp*cp*pp among {cuts}",
+            "parallel",
+        )
+
+
+def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m = config.parallel, config.model
+    if m.num_experts == 0:
+        if p.ep * p.etp > 1:
+            yield Problem(
+                f"ep={p.ep} etp={p.etp} cut experts, and num_experts=0",
+                "set parallel.ep and parallel.etp to 1, or model.num_experts",
+                "parallel.ep",
+            )
+        return
+    if world % (p.pp * p.ep * p.etp):
+        yield Problem(
+            f"ep*etp*pp = {p.ep}*{p.etp}*{p.pp} does not divide the world of {world} ranks",
+            f"choose ep*etp among {listing(divisors(max(1, world // p.pp)))}",
+            "parallel.ep",
+        )
+    yield from divides("parallel.ep", p.ep, "model.num_experts", m.num_experts)
+    yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
+
+
+def _square_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """2D tensor parallelism (arXiv:2104.05343) cuts batch and widths over a square's sides."""
+    p, m, b = config.parallel, config.model, config.batch
+    if p.tp_mode == "1d":
+        return
+    side = isqrt(p.tp)
+    if side * side != p.tp:
+        near = f"{side * side} or {(side + 1) ** 2}"
+        yield Problem(f"tp={p.tp} with tp_mode='2d' is no square", f"tp {near}", "parallel.tp")
+        return
+    if m.num_experts or p.cp > 1:
+        yield Problem(
+            f"tp_mode='2d' with num_experts={m.num_experts} and cp={p.cp}",
+            "tp_mode '1d', or a dense model with cp 1",
+            "parallel.tp_mode",
+        )
+    sizes = {
+        "hidden_size": m.hidden_size,
+        "num_kv_heads": m.num_kv_heads,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "micro_batch_size": b.micro_batch_size,
+    }
+    for name, size in sizes.items():
+        if size % side:
+            legal = [d * d for d in divisors(size) if d <= 4 * side]
+            message = f"the square of tp={p.tp} ranks has {side} rows, which do not divide "
+            yield Problem(f"{message}{name}={size}", f"tp {listing(legal)}", "parallel.tp")
+
+
+def uneven_heads(model: ModelConfig, tp: int) -> str:
+    """Why tp ranks cannot have as many query heads each; empty where they can.
+
+    A key-value head is one rank's, or that of tp / num_kv_heads ranks, which cut its columns.
+    """
+    m = model
+    if m.num_kv_heads % tp == 0:
+        return ""
+    if tp % m.num_kv_heads:
+        return f"tp={tp} does not divide num_kv_heads={m.num_kv_heads}"
+    if m.num_heads % tp:
+        return f"tp={tp} does not divide num_heads={m.num_heads}"
+    sharers = tp // m.num_kv_heads
+    if m.head_dim % sharers:
+        each = f"tp/num_kv_heads = {tp}/{m.num_kv_heads} = {sharers} ranks share a key-value head"
+        return f"{each} and do not divide head_dim={m.head_dim}"
+    return ""
+
+
+def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m = config.parallel, config.model
+    if p.tp_mode == "2d":
+        return
+    if problem := uneven_heads(m, p.tp):
+        legal = [tp for tp in divisors(m.num_heads) if not uneven_heads(m, tp)]
+        yield Problem(problem, listing(legal), "parallel.tp")
+    if m.num_experts == 0:
+        yield from divides("parallel.tp", p.tp, "model.ffn_hidden_size", m.ffn_hidden_size)
+    elif m.shared_expert_ffn_hidden_size:
+        name = "model.shared_expert_ffn_hidden_size"
+        yield from divides("parallel.tp", p.tp, name, m.shared_expert_ffn_hidden_size)
+
+
+def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, b = config.parallel, config.batch
+    if p.sequence_parallel and p.tp_mode == "1d":
+        tokens = b.micro_batch_size * b.seq_len // p.cp
+        of = "the tokens of a micro-batch"
+        whole = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"
+        for problem in divides("parallel.tp", p.tp, of, tokens):
+            yield problem._replace(hint=problem.hint + whole)
+
+
+def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Every context parallel rank gets two chunks of each sequence, so that their work is equal."""
+    p, m, b = config.parallel, config.model, config.batch
+    if p.cp > 1 and b.seq_len % (2 * p.cp):
+        yield Problem(
+            f"2*cp={2 * p.cp} does not divide seq_len={b.seq_len}: each rank holds two chunks",
+            f"seq_len {listing(multiples_around(b.seq_len, 2 * p.cp))}",
+            "parallel.cp",
+        )
+    if p.cp > 1 and p.cp_mode == "a2a" and m.num_kv_heads % (p.tp * p.cp):
+        yield Problem(
+            f"cp_mode='a2a' cuts heads, and tp*cp={p.tp}*{p.cp} does not divide "
+            f"num_kv_heads={m.num_kv_heads}",
+            f"tp*cp {listing(divisors(m.num_kv_heads))}, or cp_mode 'ring' or 'all_gather'",
+            "parallel.cp",
+        )
+
+
+def experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Else gradients of experts would count each token tp times; a forward pass is not changed."""
+    p = config.parallel
+    if config.model.num_experts and p.tp > 1 and not p.sequence_parallel:
+        yield Problem(
+            f"with tp={p.tp} and sequence_parallel=false experts would see tokens {p.tp} times",
+            "parallel.sequence_parallel = true, or parallel.tp = 1",
+            "parallel.sequence_parallel",
+        )
+
+
+def _layers_fill_stages(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m = config.parallel, config.model
+    stages = p.pp * p.vpp
+    if p.stage_layers:
+        if len(p.stage_layers) != stages or sum(p.stage_layers) != m.num_layers:
+            yield Problem(
+                f"stage_layers has {len(p.stage_layers)} stages of {sum(p.stage_layers)} layers, "
+                f"and the run has pp*vpp={stages} stages of num_layers={m.num_layers}",
+                f"give {stages} numbers that sum to {m.num_layers}",
+                "parallel.stage_layers",
+            )
+    elif m.num_layers % stages:
+        yield Problem(
+            f"pp*vpp={p.pp}*{p.vpp}={stages} does not divide num_layers={m.num_layers}",
+            f"choose pp*vpp among {listing(divisors(m.num_layers))}, or set parallel.stage_layers",
+            "parallel.pp",
+        )
+
+
+def _schedule_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    if (p.vpp > 1) != (p.schedule == "interleaved"):
+        yield Problem(
+            f"vpp={p.vpp} with schedule={p.schedule!r}",
+            "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1",
+            "parallel.schedule",
+        )
+
+
+def _sharding_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    if p.zero == 3 and p.schedule == "zero_bubble":
+        yield Problem(
+            "zero=3 with schedule='zero_bubble': FSDP2 reduces gradients where a backward ends, "
+            "and zero_bubble computes those of weights later",
+            "schedule '1f1b', 'interleaved' or 'gpipe', or zero 0 or 1",
+            "parallel.zero",
+        )
+    if p.zero == 3 and p.pp == 1 and p.vpp > 1 and config.model.tie_embeddings:
+        yield Problem(
+            f"zero=3 with pp=1 and vpp={p.vpp}: two stages of a rank share the tied embedding",
+            "vpp 1, which computes the same",
+            "parallel.vpp",
+        )
+
+
+def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    b, dp = config.batch, data_parallel_size(config, world)
+    unit = b.micro_batch_size * dp
+    if b.global_batch_size % unit:
+        yield Problem(
+            f"micro_batch_size*dp = {b.micro_batch_size}*{dp} = {unit} does not divide "
+            f"global_batch_size={b.global_batch_size}",
+            f"global_batch_size {listing(multiples_around(b.global_batch_size, unit))}",
+            "batch.global_batch_size",
+        )
+
+
+def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
+    """That a layout leaves some weights of a size for float8, where the model has such."""
+    p, t = config.parallel, config.train
+    if t.precision != "fp8":
+        return
+    whole, cut = (weight_sizes(config.model, tp, etp) for tp, etp in ((1, 1), (p.tp, p.etp)))
+    if narrow_layers(t.fp8_scaling, whole) and not narrow_layers(t.fp8_scaling, cut):
+        yield Problem(
+            f"tp={p.tp} etp={p.etp} leave no weight whose rows and columns are multiples of "
+            f"{MULTIPLE[t.fp8_scaling]} (fp8_scaling={t.fp8_scaling!r}): {listed(cut)}",
+            "less tp and etp, or train.precision = 'bf16'",
+            "parallel.tp",
+        )
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    experts_see_tokens_once,
+    _world_divides,
+    _experts_fit,
+    _square_divides,
+    _tensor_parallel_divides,
+    _sequence_divides,
+    context_divides,
+    _layers_fill_stages,
+    _schedule_fits,
+    _sharding_fits,
+    _batch_divides,
+    _fp8_is_left,
+)

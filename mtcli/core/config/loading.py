@@ -1,0 +1,294 @@
+"""Reading and writing run configs: TOML or a preset, overrides, all problems at once."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from mtcli.core.config.divisors import divides
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.fields import either, field_kind, refused_value, section_at
+from mtcli.core.config.model import ARCHITECTURES, ModelConfig
+from mtcli.core.config.schema import RunConfig, TrainConfig
+from mtcli.core.config.section import LARGEST
+from mtcli.core.config.synonyms import closest, meant_fields, meant_value
+from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
+
+Table = dict[str, Any]
+MAX_PROBLEMS = 100
+FOLLOWS = {  # fields of [model] that `with_model_defaults` derives, and from which
+    "num_kv_heads": ("num_heads",),
+    "head_dim": ("num_heads", "hidden_size"),
+    "ffn_hidden_size": ("hidden_size",),
+}
+USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
+
+
+def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run config of a TOML file or preset, with `section.field=value` overrides on top.
+
+    Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
+    join several fields, or need the world size, are `check.problems`.
+    """
+    return config_of(table_of(source, overrides))
+
+
+def config_of(table: Table, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load_config`, for a table of sections."""
+    config, problems = validate(with_overrides(table, overrides))
+    if config is None or problems:
+        raise MtcliError(*problems)
+    return config
+
+
+def read_config(
+    source: str, overrides: Sequence[str] = ()
+) -> tuple[RunConfig | None, list[Problem]]:
+    """The config and its problems; illegal fields are left at their defaults, so that the rules
+    of `rules.py` can still be applied to the rest. None where too little is left."""
+    return validate(table_of(source, overrides))
+
+
+def table_of(source: str, overrides: Sequence[str] = ()) -> Table:
+    """The table of a TOML file, run folder or preset with overrides on top.
+
+    The warm-up ends with the run where an override makes that shorter and says nothing of it.
+    """
+    table = with_overrides(read_table(source), overrides)
+    fields = {item.partition("=")[0].strip() for item in overrides}
+    if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
+        match table:
+            case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:
+                return _with(table, ["optimizer", "warmup_steps"], n)
+    return table
+
+
+def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
+    """The train section that overrides alone give, for commands whose model comes from elsewhere.
+
+    `given` are fields with flags of their own, such as device.
+    """
+    section = with_overrides({"train": given}, overrides)["train"]
+    try:
+        return TrainConfig.model_validate(section)
+    except ValidationError as error:
+        found = [detail | {"loc": ("train", *detail["loc"])} for detail in error.errors()]
+        raise MtcliError(*(_problem(ErrorDetails(**detail)) for detail in found)) from None
+
+
+def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
+    """As `read_config`, for a table that was already read."""
+    table, problems = _with_model_preset(table)
+    table, more = _with_architecture(table)
+    problems += more
+    try:
+        return RunConfig.model_validate(table), problems
+    except ValidationError as error:
+        found, rest = _causes(error.errors(), table), table
+        problems += [_problem(detail) for detail in found[:MAX_PROBLEMS]]
+        if len(found) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
+            return None, [*problems, Problem(f"{len(found) - MAX_PROBLEMS} more fields are wrong")]
+        for detail in found:
+            keys = [str(key) for key in detail["loc"]]
+            rest = _without(rest, keys)
+            if _no_whole_heads(detail):
+                rest = _with(rest, keys, USUAL_HEAD_DIM)
+    try:
+        return RunConfig.model_validate(rest), problems
+    except ValidationError:
+        return None, problems
+
+
+def dump_toml(config: RunConfig) -> str:
+    """The config as TOML that `load_config` reads back to an equal config."""
+    import tomlkit
+
+    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets that ship with mtcli."""
+    folder = files("mtcli").joinpath("presets")
+    return tuple(sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if _is_toml(p.name)))
+
+
+def read_table(source: str) -> Table:
+    """The raw TOML table of a file or preset."""
+    if source in preset_names():
+        text = files("mtcli").joinpath("presets", f"{source}.toml").read_text()
+        return parse_toml(text)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.toml"  # a run folder
+        if not path.exists():
+            hint = "a run folder holds one; give it, a TOML file, or a preset"
+            raise wrong(f"the folder {source} has no config.toml", hint)
+    try:
+        return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "give a TOML file, a run folder, or a preset" + closest(source, preset_names())
+        raise wrong(f"there is no config file or preset named {source!r}", hint) from None
+    except ValueError as error:
+        hint = "a line is [section] or field = value, and text stands in quotes"
+        raise wrong(f"{path} is not TOML: {error}", hint) from None
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
+
+
+def with_overrides(table: Table, overrides: Iterable[str], flag: str = "--set") -> Table:
+    """A copy of `table` with each `section.field=value` of a flag set; values are TOML, or plain
+    text."""
+    problems = []
+    for item in overrides:
+        path, equals, text = item.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            hint = f"write {flag} section.field=value, such as {flag} parallel.tp=2"
+            problems.append(Problem(f"{flag} {item!r} names no field and value", hint))
+            continue
+        try:
+            table = _with(table, keys, _value(text.strip()))
+        except TypeError:
+            hint = "name a field of a section, such as optimizer.lr"
+            problems.append(Problem("it is inside a field that holds a value", hint, path))
+    if problems:
+        raise MtcliError(*problems)
+    return table
+
+
+def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
+    model = table.get("model")
+    if not isinstance(model, dict) or "preset" not in model:
+        return table, []
+    name, rest = model["preset"], {k: v for k, v in model.items() if k != "preset"}
+    if name in preset_names():
+        return table | {"model": read_table(name)["model"] | rest}, []
+    hint = "`mtcli plan --presets` lists them" + closest(str(name), preset_names())
+    return table | {"model": rest}, [
+        Problem(f"there is no preset {name!r}", hint, field="model.preset")
+    ]
+
+
+def _causes(details: list[ErrorDetails], table: Table) -> list[ErrorDetails]:
+    """Without the fields of [model] that nobody set and that follow from a wrong one."""
+    wrong, model = {detail["loc"] for detail in details}, table.get("model")
+
+    def is_derived(detail: ErrorDetails) -> bool:
+        section, *names = detail["loc"]
+        if section != "model" or not isinstance(model, dict) or not names or names[0] in model:
+            return False
+        return any(("model", source) in wrong for source in FOLLOWS.get(str(names[0]), ()))
+
+    return [detail for detail in details if not is_derived(detail)]
+
+
+def _with_architecture(table: Table) -> tuple[Table, list[Problem]]:
+    """The table with the architecture that was most likely meant where it names an unknown one:
+    what its name leaves open is then not missing as well."""
+    model = table.get("model")
+    name = model.get("architecture", "gpt") if isinstance(model, dict) else "gpt"
+    if name in list(ARCHITECTURES):
+        return table, []
+    kind = field_kind(ModelConfig.model_fields["architecture"])
+    detail = ErrorDetails(type="literal_error", loc=("model", "architecture"), msg="", input=name)
+    meant = meant_value("model.architecture", name, kind.options) or "gpt"
+    return _with(table, ["model", "architecture"], meant), [refused_value(RunConfig, detail)]
+
+
+def _problem(detail: ErrorDetails) -> Problem:
+    path = [str(key) for key in detail["loc"]]
+    if detail["type"] == "extra_forbidden":
+        return _unknown(path)
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list
+        return refused_value(RunConfig, detail | {"type": "too_short", "loc": detail["loc"][:-1]})
+    if detail["type"] == "missing":
+        return _no_whole_heads(detail) or Problem(
+            "this field is missing", _way_to_add(path), ".".join(path)
+        )
+    if detail["type"] == "no_path":
+        hint = "give it a path without NUL bytes, such as runs/a"
+        return Problem(detail["msg"], hint, ".".join(path))
+    return refused_value(RunConfig, detail)
+
+
+def _unknown(path: list[str]) -> Problem:
+    *parents, name = path
+    section = ".".join(parents)
+    where = f"in [{section}]" if parents else "at the top level"
+    here = _fields_of(parents)
+    meant = [field.removeprefix(f"{section}.") for field in meant_fields(name, here, all_fields())]
+    hint = f"known: {', '.join(here)}"
+    if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
+        hint = "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"
+    elif meant:
+        hint = f"did you mean {either([repr(field) for field in meant])}?"
+    return Problem(f"unknown key {name!r} {where}", hint, ".".join(path))
+
+
+def _way_to_add(path: list[str]) -> str:
+    if path == ["model"]:
+        return "model.preset = 'tiny', or [model] with num_layers, hidden_size and the others"
+    return f"add {path[-1]} to [{path[0]}] or name a preset"
+
+
+def _no_whole_heads(detail: ErrorDetails) -> Problem | None:
+    """What is wrong where a head's width is missing because the heads do not divide the width."""
+    if detail["type"] != "missing" or detail["loc"] != ("model", "head_dim"):
+        return None
+    heads, hidden = detail["input"].get("num_heads"), detail["input"].get("hidden_size")
+    if not (isinstance(heads, int) and isinstance(hidden, int) and heads > 0 < hidden <= LARGEST):
+        return None
+    (problem,) = divides("model.num_heads", heads, "hidden_size", hidden)
+    return problem._replace(hint=f"{problem.hint}, or set model.head_dim")
+
+
+def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
+    section = section_at(RunConfig, path)
+    preset = ("preset",) if list(path) == ["model"] else ()
+    return (*section.model_fields, *preset) if section else ()
+
+
+@cache
+def all_fields() -> tuple[str, ...]:
+    """Every field that holds a value, as section.name."""
+    return tuple(_leaves(RunConfig, ""))
+
+
+def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:
+    for name in section.model_fields:
+        if inner := section_at(section, [name]):
+            yield from _leaves(inner, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def _value(text: str) -> Any:
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def _with(table: Table, keys: list[str], value: Any) -> Table:
+    if not isinstance(table, dict):
+        raise TypeError
+    if len(keys) > 1:
+        value = _with(table.get(keys[0], {}), keys[1:], value)
+    return table | {keys[0]: value}
+
+
+def _without(table: Table, keys: list[str]) -> Table:
+    if not isinstance(table, dict) or keys[0] not in table:
+        return table
+    if len(keys) == 1 or not isinstance(table[keys[0]], dict):
+        return {key: value for key, value in table.items() if key != keys[0]}
+    return table | {keys[0]: _without(table[keys[0]], keys[1:])}
+
+
+def _is_toml(name: str) -> bool:
+    return name.endswith(".toml")

@@ -1,0 +1,164 @@
+"""The model section: shapes, and the defaults that an architecture's name stands for."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mtcli.core.config.section import Fraction, Int, Positive, Real, Section, Whole
+
+MAX_LAYERS, MAX_EXPERTS = 10_000, 65_536
+Coefficient = Annotated[Real, Field(ge=0.0, le=1000.0)]
+
+# What an architecture's name says: defaults of the fields below, each of which may be set.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "activation": "gelu",
+        "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "position": "learned",
+        "tie_embeddings": True,
+        "bias": True,
+        "qkv_bias": True,
+    },
+    "llama": {
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "norm_eps": 1e-5,
+        "position": "rope",
+        "tie_embeddings": False,
+        "bias": False,
+        "qkv_bias": False,
+    },
+}
+ARCHITECTURES["mixtral"] = ARCHITECTURES["llama"] | {"num_experts": 8, "top_k": 2}
+ARCHITECTURES["qwen2-moe"] = ARCHITECTURES["llama"] | {
+    "norm_eps": 1e-6,
+    "qkv_bias": True,
+    "num_experts": 60,
+    "top_k": 4,
+    "shared_expert_gate": True,
+    "normalize_top_k": False,
+}
+OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_experts and top_k
+    *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
+    *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
+    *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
+    *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate", "z_loss_coeff"),
+)
+
+
+class RopeScaling(Section):
+    """Llama 3's frequency scaling of rotary positions."""
+
+    factor: Annotated[Real, Field(ge=1.0, le=1e6)] = 8.0
+    """how many times longer the context is than the one trained first"""
+    low_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 1.0
+    """wavelengths longer than original_max_seq_len / this are divided by factor"""
+    high_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 4.0
+    """wavelengths shorter than original_max_seq_len / this are kept"""
+    original_max_seq_len: Positive = 8192
+    """the context length trained first"""
+
+
+class ModelConfig(Section):
+    """Shapes of the transformer. Sizes are exact: nothing is rounded silently."""
+
+    architecture: Literal["gpt", "llama", "mixtral", "qwen2-moe"] = "gpt"
+    """family, which sets the defaults of the fields below"""
+    num_layers: Annotated[Int, Field(ge=1, le=MAX_LAYERS)]
+    """transformer blocks"""
+    hidden_size: Positive
+    """width of the residual stream"""
+    num_heads: Positive
+    """attention (query) heads"""
+    num_kv_heads: Positive
+    """key and value heads; fewer than num_heads is grouped-query attention [num_heads]"""
+    head_dim: Positive
+    """width of a head [hidden_size / num_heads]"""
+    ffn_hidden_size: Positive
+    """inner width of the MLP [4 * hidden_size for gpt]"""
+    vocab_size: Positive
+    """number of token ids; padding is derived from tp and never leaks"""
+    max_seq_len: Positive
+    """longest sequence of learned positions; also the longest context in eval"""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"]
+    """MLP activation"""
+    norm: Literal["layernorm", "rmsnorm"]
+    """normalisation before attention, MLP and head"""
+    norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
+    """added to the variance"""
+    position: Literal["learned", "rope"]
+    """position information"""
+    rope_theta: Annotated[Real, Field(ge=1.0, le=1e12)] = 10000.0
+    """base of the rotary frequencies"""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3's scaling of the rotary frequencies"""
+    causal: bool = True
+    """false: every token sees all of its sequence, as in an encoder; no language model trains so"""
+    tie_embeddings: bool
+    """the head shares the token embedding's weight"""
+    bias: bool
+    """biases of the linear layers"""
+    qkv_bias: bool
+    """bias of the query, key and value projection"""
+    dropout: Fraction = 0.0
+    """after the embedding, attention and MLP outputs"""
+    attention_dropout: Fraction = 0.0
+    """of attention probabilities"""
+    init_std: Annotated[Real, Field(ge=1e-12, le=1000.0)] = 0.02
+    """standard deviation of initial weights; before a residual add, over sqrt(2 * num_layers)"""
+    num_experts: Annotated[Int, Field(ge=0, le=MAX_EXPERTS)] = 0
+    """experts of each MLP; 0 is a dense model"""
+    top_k: Annotated[Int, Field(ge=0, le=MAX_EXPERTS)] = 0
+    """experts that each token visits"""
+    moe_ffn_hidden_size: Whole = 0
+    """inner width of an expert [ffn_hidden_size]"""
+    shared_expert_ffn_hidden_size: Whole = 0
+    """inner width of the shared expert; 0 is none"""
+    shared_expert_gate: bool = False
+    """the shared expert's output is scaled by a sigmoid gate"""
+    normalize_top_k: bool = True
+    """the chosen experts' weights are rescaled to sum to 1"""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """turns router logits into experts' weights, in float32"""
+    router_groups: Annotated[Int, Field(ge=1, le=MAX_EXPERTS)] = 1
+    """experts are chosen within the best of this many equal groups of experts"""
+    router_top_groups: Annotated[Int, Field(ge=1, le=MAX_EXPERTS)] = 1
+    """how many of the groups a token may use"""
+    capacity_factor: Annotated[Real, Field(ge=0.0, le=MAX_EXPERTS)] = 0.0
+    """an expert takes at most ceil(tokens * top_k / num_experts * this); 0 drops nothing"""
+    drop_policy: Literal["probs", "position"] = "probs"
+    """which tokens an expert over capacity keeps: the likeliest, or the earliest"""
+    drop_scope: Literal["full_sequence", "sub_sequence"] = "full_sequence"
+    """tokens that share a capacity: a sequence's, on any layout, or those that a rank holds"""
+    pad_to_capacity: bool = False
+    """every expert gets exactly its capacity, filled up with zeros: fixed shapes"""
+    aux_loss_coeff: Coefficient = 0.0
+    """Switch load-balancing loss over a rank's micro-batch, so it depends on micro_batch_size"""
+    sequence_aux_loss_coeff: Coefficient = 0.0
+    """the same loss over each sequence, which no layout changes"""
+    router_bias_update_rate: Coefficient = 0.0
+    """step of each expert's bias in the choice of experts, towards an even load; 0 is no bias"""
+    z_loss_coeff: Coefficient = 0.0
+    """mean square of the router's log-sum-exp"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        return with_model_defaults(values) if isinstance(values, dict) else values
+
+
+def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the model section with its architecture's and its derived defaults filled in."""
+    kind = values.get("architecture", "gpt")
+    filled = (ARCHITECTURES.get(kind, {}) if isinstance(kind, str) else {}) | values
+    heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
+    if type(heads) is int and heads > 0:
+        filled.setdefault("num_kv_heads", heads)
+    if type(heads) is int and type(hidden) is int and heads > 0 and hidden % heads == 0:
+        filled.setdefault("head_dim", hidden // heads)
+    if type(hidden) is int and filled.get("activation") != "swiglu":
+        filled.setdefault("ffn_hidden_size", 4 * hidden)
+    if filled.get("num_experts"):
+        filled.setdefault("moe_ffn_hidden_size", filled.get("ffn_hidden_size", 0))
+    return filled

@@ -1,0 +1,382 @@
+"""The cross-field rules: one small function per rule, all problems reported at once.
+
+The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from mtcli.core.config.blend import read_blend, read_split
+from mtcli.core.config.divisors import divides, divisors, listing
+from mtcli.core.config.errors import MtcliError, Problem, every
+from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
+from mtcli.core.config.layout_rules import LAYOUT_RULES, Rule
+from mtcli.core.config.loading import read_config
+from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS
+from mtcli.core.config.schema import ParallelConfig, RunConfig
+from mtcli.core.config.suggest import nearest_hint
+from mtcli.core.config.untrusted import shown
+
+MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
+SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
+
+
+def problems(config: RunConfig, world: int, without: Collection[Rule] = ()) -> list[Problem]:
+    """Every rule that `config` breaks on `world` ranks, but for some."""
+    return _broken([rule for rule in RULES if rule not in without], config, world)
+
+
+def lasting_problems(config: RunConfig) -> list[Problem]:
+    """Every rule that `config` breaks on any layout."""
+    bare = config.model_copy(update={"parallel": ParallelConfig()})
+    return _broken([rule for rule in RULES if rule not in LAYOUT_RULES], bare, 1)
+
+
+def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
+    """The run config of a TOML file, run folder or preset, legal on `world` ranks.
+
+    Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
+    """
+    config, found = read_config(source, overrides)
+    return require(config, world, *ENGINE_RULES, found=found)
+
+
+def require(
+    config: RunConfig | None,
+    world: int,
+    *more: Rule,
+    without: Collection[Rule] = (),
+    found: Sequence[Problem] = (),
+) -> RunConfig:
+    """The config. Raises MtcliError with all that was `found` wrong and every rule it breaks."""
+    if config is None:
+        raise MtcliError(*found)
+    rules = [rule for rule in (*RULES, *more) if rule not in without]
+    if broken := [*found, *_broken(rules, config, world)]:
+        raise refusal(config, world, broken, *more, without=without)
+    return config
+
+
+def refusal(
+    config: RunConfig,
+    world: int | None,
+    found: Sequence[Problem],
+    *more: Rule,
+    without: Collection[Rule] = (),
+) -> MtcliError:
+    """The error of what was found to be wrong. Where another layout would cure some of it, the last
+    words are the nearest legal ones on `world` ranks; on as many as each needs where that is None.
+    """
+    ranks = world or config.parallel.smallest_world
+    curable = _broken((*LAYOUT_RULES, *more), config, ranks)
+    lasting = [p for p in problems(config, ranks) if p not in curable]
+    misread = [p for p in found if p not in curable and p not in lasting]
+    if not curable or any(p.field.startswith(SHAPES) for p in misread):
+        return MtcliError(*found)
+
+    def legal(candidate: RunConfig, world: int) -> bool:
+        rules = (rule for rule in (*RULES, *more) if rule not in without)
+        broken = (problem for rule in rules for problem in rule(candidate, world))
+        return all(problem in lasting for problem in broken)
+
+    return MtcliError(*found, hint=nearest_hint(config, world, legal))
+
+
+def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
+    return [problem for rule in rules for problem in rule(config, world)]
+
+
+def _engine_cuts_in_one_dimension(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.parallel.tp_mode == "2d":
+        message = "tp_mode='2d' can be planned, and not run"
+        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
+
+
+def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
+    """The largest weight, by hand: this is asked of every layout that is near."""
+    m = config.model
+    rows = {
+        "vocab_size": m.vocab_size,
+        "max_seq_len": m.max_seq_len,
+        "ffn_hidden_size": 2 * m.ffn_hidden_size,
+        "num_heads * head_dim": (m.num_heads + 2 * m.num_kv_heads) * m.head_dim,
+        "num_experts * moe_ffn_hidden_size": 2 * m.num_experts * m.moe_ffn_hidden_size,
+        "shared_expert_ffn_hidden_size": 2 * m.shared_expert_ffn_hidden_size,
+    }
+    name = max(rows, key=lambda name: rows[name])
+    if (count := rows[name] * m.hidden_size) > MAX_ELEMENTS:
+        yield Problem(
+            f"{name} * hidden_size: {count:.3g} elements, of {MAX_ELEMENTS:.0e} at most",
+            "smaller layers",
+            "model",
+        )
+
+
+def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.num_heads % m.num_kv_heads:
+        yield Problem(
+            f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}",
+            listing(divisors(m.num_heads)),
+            "model.num_kv_heads",
+        )
+    if m.position == "rope" and m.head_dim % 2:
+        yield Problem(
+            f"head_dim={m.head_dim} is odd and rotary positions turn pairs",
+            f"{m.head_dim - 1} or {m.head_dim + 1}",
+            "model.head_dim",
+        )
+
+
+def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.top_k > m.num_experts or (m.num_experts and not m.top_k):
+        yield Problem(
+            f"top_k={m.top_k} of num_experts={m.num_experts} experts",
+            f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts",
+            "model.top_k",
+        )
+    if m.num_experts:
+        yield from divides("model.router_groups", m.router_groups, "num_experts", m.num_experts)
+    if m.router_top_groups > m.router_groups:
+        yield Problem(
+            f"router_top_groups={m.router_top_groups} of router_groups={m.router_groups} groups",
+            f"1 to {m.router_groups}",
+            "model.router_top_groups",
+        )
+    allowed = m.router_top_groups * (m.num_experts // m.router_groups)
+    if m.router_groups > 1 and allowed < m.top_k <= m.num_experts:
+        yield Problem(
+            f"top_k={m.top_k} of the {allowed} experts of router_top_groups={m.router_top_groups}",
+            f"at most {allowed}, or more router_top_groups",
+            "model.top_k",
+        )
+    if m.num_experts and m.pad_to_capacity and not m.capacity_factor:
+        yield Problem(
+            "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
+            "model.capacity_factor of 1.0 or more, or pad_to_capacity=false",
+            "model.pad_to_capacity",
+        )
+
+
+def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    m, b = config.model, config.batch
+    if m.position == "learned" and b.seq_len > m.max_seq_len:
+        yield Problem(
+            f"seq_len={b.seq_len} exceeds the learned positions, max_seq_len={m.max_seq_len}",
+            f"batch.seq_len of at most {m.max_seq_len}",
+            "batch.seq_len",
+        )
+
+
+def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    o = config.optimizer
+    if o.min_lr > o.lr:
+        yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
+    if o.warmup_steps > config.train.steps:
+        yield Problem(
+            f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}",
+            f"0 to {config.train.steps}",
+            "optimizer.warmup_steps",
+        )
+
+
+def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
+    o = config.optimizer
+    least, largest = o.trust_bounds
+    if least > largest:
+        yield Problem(
+            f"the least trust ratio {least:g} is above the largest {largest:g}",
+            f"[{largest:g}, {least:g}]",
+            "optimizer.trust_bounds",
+        )
+
+
+def _fp8_has_products(config: RunConfig, world: int) -> Iterator[Problem]:
+    t, sizes = config.train, weight_sizes(config.model, 1, 1)
+    if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
+        multiple = MULTIPLE[t.fp8_scaling]
+        yield Problem(
+            f"fp8_scaling={t.fp8_scaling!r} takes weights whose rows and columns are multiples of "
+            f"{multiple}, and the model has {listed(sizes)}",
+            f"widths that are multiples of {multiple}, or train.precision = 'bf16'",
+            "train.precision",
+        )
+
+
+def _weights_are_compiled(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.train.compile and config.parallel.schedule == "zero_bubble":
+        yield Problem(
+            "compile=true with schedule='zero_bubble': a compiled backward is one piece, "
+            "and zero_bubble computes the gradients of weights later",
+            "train.compile = false, or schedule '1f1b', 'interleaved' or 'gpipe'",
+            "train.compile",
+        )
+
+
+def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Problem]:
+    p, m, t = config.parallel, config.model, config.train
+    if not t.cuda_graphs:
+        return
+    sizes = {name: getattr(p, name) for name in ("tp", "cp", "pp", "vpp")}
+    broken = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    broken += [f"num_experts={m.num_experts}"] if m.num_experts else []
+    broken += [f"attention_dropout={m.attention_dropout}"] if m.attention_dropout else []
+    broken += ["zero=3"] if p.zero == 3 else []
+    broken += ["precision='fp64'"] if t.precision == "fp64" else []  # our kernels ask for no value
+    broken += ["device='cpu'"] if t.device == "cpu" else []
+    if broken:
+        yield Problem(
+            f"cuda_graphs=true with {', '.join(broken)}: what is replayed runs on one GPU, "
+            "exchanges nothing and asks no tensor for its values",
+            "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1",
+            "train.cuda_graphs",
+        )
+
+
+def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Where torch.compile looks for one; on a GPU it makes kernels by triton instead."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if config.train.compile and config.train.device != "cuda" and not shutil.which(name):
+        yield Problem(
+            f"compile=true needs a C++ compiler, and there is no {name} on PATH",
+            "install one, name one in CXX, or set train.compile = false",
+            "train.compile",
+        )
+
+
+def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
+    """The one head predicts the next token, which is no prediction where attention sees it."""
+    if not config.model.causal:
+        yield Problem(
+            "causal=false: every token sees the next one, which the language model is to predict",
+            "model.causal = true",
+            "model.causal",
+        )
+
+
+def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
+    """That the words of the data section make sense, whatever is in the files."""
+    d = config.data
+    named = (("data.train", d.train), ("data.valid", d.valid))
+    blends = (partial(read_blend, words, field) for field, words in named if words)
+    try:
+        *_, (train, valid, _) = every(*blends, partial(read_split, d.split, "data.split"))
+    except MtcliError as error:
+        yield from error.problems
+        return
+    if not d.train or d.valid:  # the split is of one set of prefixes
+        return
+    needed = {"train": train} | ({"valid": valid} if config.train.eval_every else {})
+    for name in (name for name, share in needed.items() if not share):
+        message = f"split {d.split!r} gives {name} a share of 0"
+        yield Problem(message, "a share above 0, as in '969,30,1'", "data.split")
+
+
+def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
+    given = config.train.trackers
+    for name in dict.fromkeys(given):
+        if given.count(name) > 1:
+            yield Problem(
+                f"{name!r} is in it {given.count(name)} times", "each once", "train.trackers"
+            )
+
+
+def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
+    scaling = config.model.rope_scaling
+    if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield Problem(
+            f"low_freq_factor={scaling.low_freq_factor:g} is not below "
+            f"high_freq_factor={scaling.high_freq_factor:g}",
+            f"below {scaling.high_freq_factor:g}, as 1 and 4",
+            "model.rope_scaling.low_freq_factor",
+        )
+
+
+class Need(NamedTuple):
+    """A condition without which some fields of a section have no meaning."""
+
+    fields: tuple[str, ...]
+    met: Callable[[RunConfig], bool]
+    lacking: Callable[[RunConfig], str]  # what the config has instead, and why that is no use
+    hint: str
+
+
+NEEDS = (
+    Need(
+        tuple(f"model.{name}" for name in OF_EXPERTS),
+        lambda c: c.model.num_experts > 0,
+        lambda c: "num_experts=0, a dense model",
+        "model.num_experts of 1 or more",
+    ),
+    Need(
+        ("model.rope_theta", "model.rope_scaling"),
+        lambda c: c.model.position == "rope",
+        lambda c: f"position={c.model.position!r}, which turns nothing",
+        "model.position = 'rope'",
+    ),
+    Need(
+        ("optimizer.trust_bounds",),
+        lambda c: c.optimizer.name == "lamb",
+        lambda c: f"name={c.optimizer.name!r}, which has no trust ratio",
+        "optimizer.name = 'lamb'",
+    ),
+    Need(
+        ("train.loss_scale",),
+        lambda c: c.train.precision == "fp16",
+        lambda c: f"precision={c.train.precision!r}, whose loss is not scaled",
+        "train.precision = 'fp16'",
+    ),
+    Need(
+        ("train.fp8_scaling",),
+        lambda c: c.train.precision == "fp8",
+        lambda c: f"precision={c.train.precision!r}, which scales nothing",
+        "train.precision = 'fp8'",
+    ),
+)
+
+
+def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
+    """That no field is set which the rest of the config makes meaningless."""
+    by_name = ARCHITECTURES[config.model.architecture]
+    for need in NEEDS:
+        for field in () if need.met(config) else need.fields:
+            section, _, name = field.partition(".")
+            part = getattr(config, section)
+            value, default = getattr(part, name), type(part).model_fields[name].get_default()
+            if value not in (default, by_name.get(name, default)):
+                said = shown(list(value) if isinstance(value, tuple) else value)
+                hint = f"{need.hint}, or leave {field} out"
+                yield Problem(f"{name}={said} with {need.lacking(config)}", hint, field)
+
+
+# Of what is trained. A model that is there may be one that no training takes, and have fields that
+# it has no use for.
+TRAINING_RULES: tuple[Rule, ...] = (next_tokens_are_hidden, fields_are_used, data_is_shared_out)
+
+ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
+    _engine_cuts_in_one_dimension,
+    _compiler_is_there,
+)
+
+RULES: tuple[Rule, ...] = (
+    _tensors_can_be_counted,
+    _heads,
+    _experts_are_whole,
+    *LAYOUT_RULES,
+    _sequence_fits,
+    next_tokens_are_hidden,
+    _rope_scaling_is_a_range,
+    _curve_fits,
+    _trust_bounds_are_a_range,
+    fields_are_used,
+    _weights_are_compiled,
+    _graphs_are_the_same_each_time,
+    _fp8_has_products,
+    data_is_shared_out,
+    _trackers_differ,
+)

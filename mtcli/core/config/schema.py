@@ -1,0 +1,186 @@
+"""The run config: frozen pydantic sections whose field descriptions are the help texts.
+
+A config is a TOML file or a preset's name, with `section.field=value` overrides on top. Loading
+reports every problem of every section at once; the cross-field rules are in `rules.py`.
+"""
+
+from math import lcm
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.section import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
+
+Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
+TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
+Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
+OptimizerName = Literal["adamw", "lamb"]
+
+
+class ParallelConfig(Section):
+    """The layout: world = dp*cp*tp*pp for attention and edp*ep*etp*pp for experts (folding)."""
+
+    tp: Ranks = 1
+    """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
+    tp_mode: Literal["1d", "2d"] = "1d"
+    """1d is Megatron-LM's; 2d is Optimus', on a square of tp ranks, which only plan knows"""
+    sequence_parallel: bool = True
+    """norms, dropout and residuals hold 1/tp of the tokens"""
+    cp: Ranks = 1
+    """context parallel size"""
+    cp_mode: Literal["ring", "all_gather", "a2a"] = "ring"
+    """how context parallel attention sees other ranks' keys and values"""
+    pp: Ranks = 1
+    """pipeline parallel size"""
+    vpp: Annotated[Int, Field(ge=1, le=10_000)] = 1
+    """model chunks per pipeline rank"""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """order of forwards and backwards"""
+    stage_layers: tuple[Whole, ...] = ()
+    """layers of each of the pp*vpp stages [num_layers / (pp*vpp)]"""
+    ep: Ranks = 1
+    """expert parallel size"""
+    etp: Ranks = 1
+    """tensor parallel size inside an expert"""
+    dispatcher: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """how tokens reach their experts: each to its own ranks, or all to all of them"""
+    zero: Literal[0, 1, 3] = 0
+    """0 replicates the optimizer, 1 shards it over dp, 3 shards parameters too (FSDP2)"""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """activations computed again in the backward pass"""
+    bucket_mib: Annotated[Real, Field(ge=1e-6, le=1e6)] = 25.0
+    """gradients are reduced in buckets of this many MiB"""
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks that hold both grids: pp times what tp*cp and ep*etp both divide."""
+        return self.pp * lcm(self.tp * self.cp, self.ep * self.etp)
+
+
+class BatchConfig(Section):
+    """Sizes of a step, in sequences and tokens."""
+
+    seq_len: Positive = 1024
+    """tokens of a sequence [the smaller of 1024 and max_seq_len]"""
+    micro_batch_size: Positive = 1
+    """sequences of one unit of pipeline work"""
+    global_batch_size: Positive = 8
+    """sequences of one optimizer step, over all ranks"""
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its learning-rate curve, a pure function of the step."""
+
+    name: OptimizerName = "adamw"
+    """update rule; lamb scales each parameter's step by a trust ratio, for large batches"""
+    lr: Rate = 3e-4
+    """peak learning rate"""
+    min_lr: Rate = 0.0
+    """learning rate at the end of the decay"""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """decay of the first and second moments"""
+    eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-8
+    """added to the square root of the second moment"""
+    weight_decay: Annotated[Real, Field(ge=0.0, le=100.0)] = 0.1
+    """decoupled; not applied to biases, norms (tensors of one dimension)"""
+    trust_bounds: tuple[TrustRatio, TrustRatio] = (0.01, 10.0)
+    """lamb: the least and the largest trust ratio, of a parameter's norm to its step's"""
+    clip: Annotated[Real, Field(ge=0.0, le=1e9)] = 1.0
+    """largest global gradient norm; 0 does not clip"""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """shape of the decay after the warm-up"""
+    warmup_steps: Whole = 0
+    """steps of linear warm-up from 0"""
+    decay_steps: Whole = 0
+    """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
+
+
+class DataConfig(Section):
+    """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs."""
+
+    train: tuple[PathText, ...] = ()
+    """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]"""
+    valid: tuple[PathText, ...] = ()
+    """the same for validation [the valid part of split]"""
+    split: str = "969,30,1"
+    """shares of train, valid and test where one set of prefixes serves all three"""
+    document_mask: bool = False
+    """tokens see only their own document (Megatron's --reset-attention-mask)"""
+    document_positions: bool = False
+    """positions begin again at each document (Megatron's --reset-position-ids)"""
+
+
+class TrainConfig(Section):
+    """The run: how long, in which precision, what is saved and shown."""
+
+    steps: Positive = 100
+    """optimizer steps"""
+    output: PathText = "runs/run"
+    """the run folder"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is one"""
+    precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """of weights and activations, fp8 of products; sums and optimizer: fp32, or fp64 in fp64"""
+    fp8_scaling: Fp8Scaling = "rowwise"
+    """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
+    loss_scale: Annotated[Real, Field(ge=0.0, le=1e15)] = 0.0
+    """fp16: fixed factor on the loss; 0 is dynamic"""
+    initial_loss_scale: Annotated[Real, Field(ge=1.0, le=1e15)] = 65536.0
+    """fp16: the dynamic loss scale that a run starts from"""
+    loss_scale_window: Positive = 1000
+    """fp16: steps in a row without overflow after which the loss scale doubles"""
+    loss_scale_hysteresis: Positive = 2
+    """fp16: overflows since it last doubled from which on each halves the loss scale"""
+    matmul: Literal["fast", "strict"] = "fast"
+    """fast, on CPU: quicker products as accurate as torch's own; strict: torch's own"""
+    compile: bool = False
+    """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
+    cuda_graphs: bool = False
+    """replay a micro-batch's forward and backward as CUDA graphs; of dense models, dp alone"""
+    save_every: Whole = 0
+    """steps between checkpoints; 0 saves at the end only"""
+    keep: Whole = 2
+    """newest checkpoints kept; 0 keeps all"""
+    keep_every: Whole = 0
+    """checkpoints of steps that are a multiple of it are kept besides; 0 none"""
+    async_save: bool = True
+    """train on while a checkpoint is written from a copy in host memory"""
+    eval_every: Whole = 0
+    """steps between evaluations on data.valid; 0 never"""
+    eval_batches: Positive = 8
+    """global batches of an evaluation"""
+    log_every: Positive = 1
+    """steps between progress lines and tracker records"""
+    timeout: Annotated[Real, Field(ge=0.01, le=1e9)] = 600.0
+    """seconds a rank may wait for another before the run ends and says who is missing"""
+    debug_collectives: bool = False
+    """ranks compare every collective (op, number, shape, dtype, line) before it runs; slow"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """what happens when a loss or gradient is not finite, once its origin is named"""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """experiment trackers; a missing or offline tracker never stops a run"""
+
+
+class RunConfig(Section):
+    """Everything that decides a run. The same config and seed give the same curve on any layout."""
+
+    seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] = 1234
+    """key of initialisation, dropout and data order"""
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_sequences(cls, values: Any) -> Any:
+        """Sequences are as long as the model takes, up to 1024, where nothing is said."""
+        match values:
+            case {"model": {"max_seq_len": int(longest)}} if 0 < longest < 1024:
+                batch = values.get("batch", {})
+                if isinstance(batch, dict):
+                    return values | {"batch": {"seq_len": longest} | batch}
+        return values

@@ -1,0 +1,100 @@
+"""The layout that a checkpoint is converted to: `--layout tp=2,pp=2` as a legal config."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from mtcli.core.config import rules
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.fields import refused_value
+from mtcli.core.config.schema import BatchConfig, ParallelConfig, RunConfig
+from mtcli.core.config.suggest import Near, layout_sizes, nearest_layouts
+from mtcli.core.config.untrusted import shown
+
+if TYPE_CHECKING:  # it imports torch, and a layout that is none is refused without
+    from mtcli.core.checkpoint.reader import Checkpoint
+
+LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
+ZEROS = (0, 1, 3)
+MAX_RANKS = 1 << 16
+MAX_DIGITS = 9  # of a size: a larger one is none of a config either
+SECTIONS = ("parallel", "model")  # whose rules decide how a model may be cut
+
+
+def parse_layout(text: str) -> tuple[ParallelConfig, int]:
+    """The parallel config and world size of a layout such as "tp=2,pp=2".
+
+    Raises MtcliError that names the axes.
+    """
+    sizes: dict[str, int] = {}
+    for item in filter(None, text.split(",")):
+        axis, _, number = item.strip().partition("=")
+        least = 0 if axis == "zero" else 1
+        is_size = number.isdecimal() and len(number) <= MAX_DIGITS and int(number) >= least
+        if axis not in LAYOUT_AXES or not is_size:
+            hint = f"sizes of {', '.join(LAYOUT_AXES)}, such as tp=2,pp=2"
+            raise wrong(f"{shown(item.strip())} is not a part of a layout", hint, "--layout")
+        if axis in sizes:
+            message = f"{axis} is given twice: {sizes[axis]} and {number}"
+            raise wrong(message, "leave one of them out", "--layout")
+        sizes[axis] = int(number)
+    if sizes.get("zero", 0) not in ZEROS:
+        raise wrong(f"zero={sizes['zero']} is no way to share", "zero 0, 1 or 3", "--layout")
+    dp = sizes.pop("dp", 1)
+    schedule = "interleaved" if sizes.get("vpp", 1) > 1 else "1f1b"
+    try:
+        parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule})
+    except ValidationError as error:
+        found = (refused_value(ParallelConfig, detail) for detail in error.errors())
+        raise MtcliError(
+            *(Problem(f"{p.field}: {p.message}", p.hint, "--layout") for p in found)
+        ) from None
+    world = parallel.tp * parallel.cp * parallel.pp * dp
+    if world > MAX_RANKS:
+        raise wrong(f"{text} is a layout of {world:,} ranks", f"at most {MAX_RANKS:,}", "--layout")
+    return parallel, world
+
+
+def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) -> RunConfig:
+    """The config of a checkpoint converted to a layout, which keeps zero where that says nothing.
+
+    Raises MtcliError with all that is illegal, and the nearest layouts that are not.
+    """
+    base = source.config or RunConfig.model_validate(
+        {"model": source.model, "batch": {"seq_len": min(1024, source.model.max_seq_len)}}
+    )
+    changes = parallel.model_dump(include={*LAYOUT_AXES, "schedule"})
+    if "zero" not in parallel.model_fields_set:
+        changes["zero"] = base.parallel.zero
+    changes |= {"stage_layers": ()}
+    config = base.model_copy(update={"parallel": base.parallel.model_copy(update=changes)})
+    if broken := _broken(config, world):
+        raise MtcliError(*broken, hint=_nearest(config, world))
+    return config
+
+
+def _broken(config: RunConfig, world: int) -> list[Problem]:
+    """The rules of the model's cuts that a layout breaks, whatever the batch: that is the run's."""
+    fits = BatchConfig(seq_len=2 * config.parallel.cp * config.parallel.tp)
+    rules_of_run = rules.TRAINING_RULES
+    found = rules.problems(config.model_copy(update={"batch": fits}), world, rules_of_run)
+    return [problem for problem in found if problem.field.split(".")[0] in SECTIONS]
+
+
+def _nearest(config: RunConfig, world: int) -> str:
+    ranks = config.parallel
+    dp = world // (ranks.tp * ranks.cp * ranks.pp)
+    found = nearest_layouts(config, None, lambda candidate, n: not _broken(candidate, n))
+    lines = [f"  --layout {_words(config, near, dp)}" for near in found]
+    return "\n".join(["the nearest legal layouts:", *dict.fromkeys(lines)]) if lines else ""
+
+
+def _words(config: RunConfig, near: Near, dp: int) -> str:
+    """A legal layout as --layout has it, on as many data ranks as asked, or as the experts need."""
+    sizes = dict(zip(layout_sizes(config), near.sizes, strict=True))
+    inner = sizes["tp"] * sizes["cp"]
+    fits = inner * dp % (sizes["ep"] * sizes["etp"]) == 0
+    sizes["dp"] = dp if fits else near.world // (inner * sizes["pp"])
+    sizes["zero"] = config.parallel.zero
+    said = {axis: sizes[axis] for axis in LAYOUT_AXES if sizes[axis] > (axis != "zero")}
+    return ",".join(f"{axis}={size}" for axis, size in said.items()) or "tp=1"

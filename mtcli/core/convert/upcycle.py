@@ -1,0 +1,83 @@
+"""A dense checkpoint seen as a mixture of experts: nothing is copied until it is read.
+
+Attention, norms and embeddings are the dense checkpoint's own tensors. A box of the experts is read
+from the dense MLP's boxes, and the router is drawn like a fresh one (convert/upcycle_recipe.py).
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
+from mtcli.core.convert.upcycle_recipe import UpcycleRecipe
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import Box, Parameter
+from mtcli.core.model.init import initial_values
+
+
+def upcycled(dense: Checkpoint, recipe: UpcycleRecipe) -> Checkpoint:
+    """The checkpoint of a new model at step 0: no optimizer state, nothing of the run before.
+
+    Raises MtcliError where the dense checkpoint lacks a tensor.
+    """
+    dense.require_model(dense.model)
+    table = parameters(recipe.model)
+    return replace(
+        dense,
+        model=recipe.model,
+        config=dense.config and dense.config.model_copy(update={"model": recipe.model}),
+        step=0,
+        extra={},
+        tensors={name: _stored(dense, recipe, described) for name, described in table.items()},
+    )
+
+
+def rounding(
+    dense: Checkpoint, recipe: UpcycleRecipe, dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """The coarsest dtype that a weight is rounded to: `dtype`, or where a granularity that is no
+    power of 2 scales it, its own. None where none is.
+    """
+    causes = [] if dtype is None else [dtype]
+    if recipe.granularity & (recipe.granularity - 1):
+        causes.append(dense.dtype("blocks.0.mlp.down.weight"))
+    return max(causes, key=lambda cause: torch.finfo(cause).eps, default=None)
+
+
+def _stored(dense: Checkpoint, recipe: UpcycleRecipe, described: Parameter) -> StoredTensor:
+    name, shape = described.name, described.shape
+    if name in dense.tensors:
+        return dense.tensors[name]
+    if described.is_expert:
+        source = name.replace(".experts.", ".")
+        read = partial(_experts, dense, source, described, recipe.granularity)
+        return StoredTensor(dense.dtype(source), shape, (), read)
+    dtype = dense.dtype(name.replace(".router.", ".down."))
+    return StoredTensor(dtype, shape, (), partial(_router, recipe, described, dtype))
+
+
+def _experts(dense: Checkpoint, source: str, described: Parameter, parts: int, box: Box) -> Tensor:
+    """A box of the experts' [E, ..., ffn / parts, ...]; expert e is slice e % parts of `source`."""
+    out = torch.empty(box.size, dtype=dense.dtype(source))
+    cut = described.cut.index("etp")
+    scale = parts if source.endswith(".down.weight") else 1
+    for part in range(parts):
+        copies = out[(part - box.start[0]) % parts :: parts]
+        if not len(copies):
+            continue
+        start = list(box.start)
+        start[cut] += part * described.shape[cut]
+        copies.copy_(dense.read(source, Box(tuple(start[1:]), box.size[1:])).mul_(scale))
+    return out
+
+
+def _router(recipe: UpcycleRecipe, described: Parameter, dtype: torch.dtype, box: Box) -> Tensor:
+    """A box of the router's weight [E, hidden]: row e is row e // granularity of a fresh one."""
+    (start, column), (count, width) = box
+    rows = torch.arange(start, start + count) // recipe.granularity
+    first, groups = int(rows[0]), int(rows[-1] - rows[0]) + 1
+    fresh = Box((first, column), (groups, width))
+    values = initial_values(described, recipe.model, fresh, recipe.seed)
+    return values[rows - first].to(dtype)

@@ -1,0 +1,146 @@
+"""Upcycling: the mixture of experts that a dense model becomes, and when it is the same function.
+
+Every expert is a copy of the dense MLP and the router is new (arXiv:2212.05055). With a
+granularity G an expert is a slice of 1/G of the MLP (arXiv:2410.07524): experts g*G .. g*G + G - 1
+are a virtual group, which holds every slice once and shares its router's row, so that top-k takes
+whole groups. The chosen weights sum to 1 and are spread over the G slices that add up to the MLP,
+so the slices are scaled by G. That paper spreads the scale over all matrices of the MLP, and its
+nonlinearity does not let it through exactly; here `down` alone takes it: exact in any dtype where
+G is a power of 2.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from mtcli.core.config import rules
+from mtcli.core.config.divisors import divisors, listing
+from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.loading import validate, with_overrides
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.synonyms import closest
+
+FLAG = "--upcycle"
+SIZES = ("num_experts", "top_k")
+ROUTING = (
+    *SIZES,
+    *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
+    *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
+    *("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff"),
+)
+OWN = {"granularity": 1, "seed": 1234}  # options that are no fields of the model
+SMALLEST = {"granularity": 1, "seed": 0}
+
+
+class UpcycleRecipe(NamedTuple):
+    """What a dense model becomes: its config, the slices of an MLP, and the router's seed."""
+
+    model: ModelConfig
+    granularity: int
+    seed: int
+
+
+def recipe_of(text: str, dense: ModelConfig) -> UpcycleRecipe:
+    """The recipe of options such as "num_experts=8,top_k=2" for a dense model.
+
+    Raises MtcliError with everything at once: unknown options, illegal values, and whatever would
+    keep the mixture from being the dense function.
+    """
+    given, found = _parse(text)
+    own = OWN | {name: given.pop(name) for name in OWN if name in given}
+    model, more = _mixture(dense, given, own["granularity"])
+    found += more + [*_is_copied(dense), *_has_sizes(given)]
+    if model.num_experts and model.top_k:
+        broken = rules.problems(RunConfig(model=model), 1, rules.TRAINING_RULES)
+        found += [problem for problem in broken if problem.field.startswith("model.")]
+        found += [*_slices(model, dense, own["granularity"]), *_is_exact(model)]
+    if found:
+        raise MtcliError(*found)
+    return UpcycleRecipe(model, own["granularity"], own["seed"])
+
+
+def _parse(text: str) -> tuple[dict[str, Any], list[Problem]]:
+    given: dict[str, Any] = {}
+    problems = []
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, _, value = map(str.strip, item.partition("="))
+        if name not in (*ROUTING, *OWN):
+            problems.append(_unknown(name))
+        elif not value:
+            problems.append(Problem(f"{name} has no value", f"such as {name}=2", FLAG))
+        elif name in OWN and not (value.isdecimal() and SMALLEST[name] <= _number(value) < 2**32):
+            hint = f"a whole number from {SMALLEST[name]} on, and below 2**32"
+            problems.append(Problem(f"{name}={value[:40]}", hint, FLAG))
+        else:
+            given[name] = with_overrides({}, [f"{name}={value}"])[name]
+    return given, problems
+
+
+def _number(digits: str) -> int:
+    return int(digits[:11])  # of thousands of them Python makes no number
+
+
+def _unknown(name: str) -> Problem:
+    if name == "moe_ffn_hidden_size":
+        return Problem(f"{name} follows from granularity", "granularity=G makes it ffn / G", FLAG)
+    if name in ModelConfig.model_fields:
+        hint = f"options are {', '.join((*ROUTING, *OWN))}"
+        return Problem(f"{name} stays as it is in the dense model", hint, FLAG)
+    near = closest(name, (*ROUTING, *OWN))[2:] or f"known: {', '.join((*ROUTING, *OWN))}"
+    return Problem(f"unknown option {name!r}", near, FLAG)
+
+
+def _mixture(
+    dense: ModelConfig, given: dict[str, Any], parts: int
+) -> tuple[ModelConfig, list[Problem]]:
+    """The mixture's config, with illegal values left at their defaults, and problems of those."""
+    table = dense.model_dump(exclude_none=True) | given
+    table["moe_ffn_hidden_size"] = dense.ffn_hidden_size // parts
+    table["architecture"] = "mixtral" if dense.architecture == "llama" else dense.architecture
+    config, problems = validate({"model": table})
+    assert config is not None, f"the dense model's fields were legal: {problems}"
+    return config.model, problems
+
+
+def _is_copied(dense: ModelConfig) -> Iterator[Problem]:
+    if dense.num_experts:
+        message = f"the model is a mixture of {dense.num_experts} experts already"
+        yield Problem(message, "upcycle the dense model", FLAG)
+    elif dense.bias:
+        hint = "of a gpt-like model, one that was trained with model.bias = false"
+        yield Problem("the MLP has biases (model.bias = true), and experts have none", hint, FLAG)
+
+
+def _has_sizes(given: dict[str, Any]) -> Iterator[Problem]:
+    for name in SIZES:
+        if not given.get(name):
+            message = f"{name} is 0" if name in given else f"{name} is missing"
+            yield Problem(message, "such as num_experts=8,top_k=2", FLAG)
+
+
+def _slices(model: ModelConfig, dense: ModelConfig, parts: int) -> Iterator[Problem]:
+    """Slices are equal, and top-k chooses all of a group's or none."""
+    sizes = {"ffn_hidden_size": dense.ffn_hidden_size}
+    sizes |= {"num_experts": model.num_experts, "top_k": model.top_k}
+    for name, size in sizes.items():
+        if size % parts:
+            message = f"granularity={parts} does not divide {name}={size}"
+            yield Problem(message, listing(divisors(size)), FLAG)
+    share = model.num_experts // model.router_groups
+    if parts > 1 and model.router_groups > 1 and share % parts:
+        message = f"granularity={parts} does not divide the {share} experts of a router group"
+        yield Problem(message, f"granularity {listing(divisors(share))}", FLAG)
+
+
+def _is_exact(model: ModelConfig) -> Iterator[Problem]:
+    """The chosen weights sum to 1, and no token is dropped."""
+    all_chosen = model.top_k == model.num_experts and model.router_score == "softmax"
+    if not model.normalize_top_k and not all_chosen:
+        message = "normalize_top_k=false: the chosen weights would sum to another number for each "
+        hint = "normalize_top_k=true, so that the mixture starts as the dense function"
+        yield Problem(message + "token, and the MLP be scaled by it", hint, FLAG)
+    least = model.num_experts / model.top_k
+    if 0.0 < model.capacity_factor < least:
+        message = f"capacity_factor={model.capacity_factor} drops tokens, which meet no MLP then"
+        hint = f"{least:g} or more; or leave it out and train with --set model.capacity_factor="
+        yield Problem(message, hint + f"{model.capacity_factor}, which changes no weight", FLAG)

@@ -1,0 +1,382 @@
+"""Batches: token arrays that depend on the seed and on how many samples were consumed, no more.
+
+Sample i of a run is the same tokens on every layout, after every restart, in micro-batches of any
+size: a rank asks for the ids it owns. The tokens are copied from memory-mapped files.
+
+Batches made ready on a thread, so that a training step never waits for its data.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from queue import Queue
+from typing import Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from mtcli.core.config.blend import Which
+from mtcli.core.config.errors import MtcliError, every, wrong
+from mtcli.core.config.schema import DataConfig, RunConfig
+from mtcli.core.data.blend import (
+    SURPLUS,
+    Blend,
+    normalised,
+    parse_blend,
+    shares_of,
+    split_range,
+)
+from mtcli.core.data.index_cache import cached_blend, cached_samples
+from mtcli.core.data.indexed import Indexed, max_token_id
+from mtcli.core.data.samples import Samples
+
+WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
+
+
+class SampleId(NamedTuple):
+    """Where a sample's tokens are: spans (sequence, offset, tokens) of the dataset at `prefix`."""
+
+    prefix: str
+    spans: tuple[tuple[int, int, int], ...]
+
+
+class _Dataset(NamedTuple):
+    tokens: np.ndarray  # [num_tokens], on disk
+    pointers: np.ndarray  # int64 [S], on disk: where each sequence begins, in bytes
+    lengths: np.ndarray  # int32 [S]
+    samples: Samples
+
+    def starts(self, sequence: np.ndarray | int) -> np.ndarray:
+        """Where sequences begin in `tokens`: int64, of the shape of `sequence`."""
+        return self.pointers[sequence] // self.tokens.itemsize
+
+
+class _Segments(NamedTuple):
+    """Contiguous pieces of files which, one after another, are the samples of a window."""
+
+    first: int  # the global id of the window's first sample
+    bounds: list[int]  # [samples + 1]: which segments are sample k's
+    dataset: list[int]
+    sequence: list[int]
+    start: list[int]  # in tokens of the file
+    stop: list[int]
+
+
+def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Indexed]]:
+    """The blend that `words` name and its datasets.
+
+    Raises MtcliError with every file that is missing or wrong.
+    """
+    blend = parse_blend(words, field)
+    return blend, every(*(partial(Indexed, prefix) for prefix in blend.prefixes))
+
+
+def require_named(data: DataConfig) -> None:
+    """Raises MtcliError where a run names no data to train on."""
+    if not data.train:
+        hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
+        raise wrong("there is no training data", hint, "data.train")
+
+
+def require_data(config: RunConfig) -> None:
+    """Raises MtcliError with all that is wrong with the files of a run's data, or where their ids
+    do not fit the model's vocabulary."""
+    data = config.data
+    require_named(data)
+    named = {"data.train": data.train, "data.valid": data.valid}
+    blends = every(*(partial(open_blend, words, field) for field, words in named.items() if words))
+    for blend, _ in blends:
+        require_stated_ids(blend.prefixes, config.model.vocab_size)
+
+
+def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: int) -> None:
+    """Checks every id of `rows`, which are `batches.batch(start, ...)`: int64 [count, seq_len + 1].
+
+    Raises MtcliError that names source, document and id of the first that the vocabulary lacks.
+    """
+    # As uint64 an id below 0 is above 2**62, so that one pass of 0.1 ns a token sees both ends.
+    if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
+        return
+    row, place = np.argwhere((rows < 0) | (rows >= vocab_size))[0].tolist()
+    token, sample = int(rows[row, place]), batches.sample_ids(start + row, 1)[0]
+    for sequence, offset, count in sample.spans:
+        if place < count:
+            raise _unknown_id(
+                f"{sample.prefix}: token {offset + place} of document {sequence} is id",
+                token,
+                vocab_size,
+            )
+        place -= count
+    raise AssertionError(f"a row of {sample} holds {rows.shape[1]} tokens")
+
+
+def require_stated_ids(prefixes: Sequence[str], vocab_size: int) -> None:
+    """Raises MtcliError with each dataset whose PREFIX.json says that the vocabulary lacks ids."""
+    every(*(partial(_require_stated, prefix, vocab_size) for prefix in dict.fromkeys(prefixes)))
+
+
+def _require_stated(prefix: str, vocab_size: int) -> None:
+    largest = max_token_id(prefix)
+    if largest is not None and largest >= vocab_size:
+        raise _unknown_id(f"{prefix}: the largest token id is", largest, vocab_size)
+
+
+def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
+    """The error for an id that is not in the model's vocabulary."""
+    hint = f"--set model.vocab_size={token + 1}, or preprocess with the model's tokenizer"
+    if token < 0:
+        hint = "write the data again: no tokenizer gives such an id"
+    message = f"{what} {token}, and vocab_size={vocab_size} takes 0 to {vocab_size - 1}"
+    return wrong(message, hint, "model.vocab_size")
+
+
+class Batches:
+    """The samples of one split of a blend, by global id in consumption order."""
+
+    def __init__(  # noqa: PLR0913 - all that a sample depends on, by name
+        self,
+        paths: Sequence[str],
+        split: str,
+        which: Which,
+        num_samples: int,
+        seq_len: int,
+        seed: int,
+        planned: int | None = None,
+    ) -> None:
+        """`paths` are the blend's words, `split` like "969,30,1"; see compat of Megatron's flags.
+
+        `planned` is how many samples the run was to have when it began, which decides their order
+        (`num_samples` where None). Raises MtcliError where a file is missing or wrong, or the split
+        owns no tokens.
+        """
+        self.seq_len, self.num_samples = seq_len, num_samples
+        self.planned = num_samples if planned is None else planned
+        blend, indexed = open_blend(paths)
+        self.prefixes, self.weights = blend.prefixes, blend.weights
+        owned = [_owned(data, split, which) for data in indexed]
+        self.tokens = [
+            int(data.lengths[mine.start : mine.stop].sum(dtype=np.int64))
+            for data, mine in zip(indexed, owned, strict=True)
+        ]
+        weights, first = _plan(blend, self.tokens, self.planned, seq_len)
+        sizes = first
+        if num_samples > self.planned:  # with the same weights, so that a blend's order goes on
+            shares = weights and shares_of(num_samples, normalised(weights), SURPLUS)
+            sizes = shares or [num_samples]
+        self._datasets = [
+            _Dataset(
+                data.tokens,
+                data.pointers,
+                data.lengths,
+                cached_samples(data, mine, size, seq_len, seed, before),
+            )
+            for data, mine, size, before in zip(indexed, owned, sizes, first, strict=True)
+        ]
+        self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
+        self._window: _Segments | None = None
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """Samples start .. start + count - 1: int64 [count, seq_len + 1]."""
+        parts: list[np.ndarray] = []
+        for window, first, last in self._windows(start, count):
+            parts += [
+                self._datasets[dataset].tokens[begin:end]
+                for dataset, begin, end in zip(
+                    window.dataset[first:last],
+                    window.start[first:last],
+                    window.stop[first:last],
+                    strict=True,
+                )
+            ]
+        out = np.empty((count, self.seq_len + 1), np.int64)
+        if parts:
+            np.concatenate(parts, out=out.reshape(-1), casting="unsafe")  # uint16 or int32 widened
+        return out
+
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """Which document each token of `batch(start, count)` is of: int32 [count, seq_len + 1].
+
+        A document is a sequence of the .idx; those of a row are 0, 1, 2, ... as they come.
+        """
+        lengths: list[int] = []
+        for window, first, last in self._windows(start, count):
+            starts, stops = window.start[first:last], window.stop[first:last]
+            lengths += [stop - begin for begin, stop in zip(starts, stops, strict=True)]
+        flat = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        rows = flat.reshape(count, self.seq_len + 1)
+        return rows - rows[:, :1]
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Which spans of which dataset `batch(start, count)` is made of, for the sample ledger."""
+        return [self._sample_id(number) for number in range(start, start + count)]
+
+    def drawn(self, start: int, stop: int) -> list[int]:
+        """How many of the samples start .. stop - 1 each dataset gives."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        if self._order is None:
+            return [stop - start]
+        owners = self._order.owner[start:stop]
+        return np.bincount(owners, minlength=len(self._datasets)).tolist()
+
+    def _sample_id(self, number: int) -> SampleId:
+        ((window, first, last),) = self._windows(number, 1)
+        dataset = window.dataset[first]
+        starts = self._datasets[dataset].starts
+        spans = (
+            (sequence, begin - int(starts(sequence)), end - begin)
+            for sequence, begin, end in zip(
+                window.sequence[first:last],
+                window.start[first:last],
+                window.stop[first:last],
+                strict=True,
+            )
+        )
+        return SampleId(self.prefixes[dataset], tuple(spans))
+
+    def _windows(self, start: int, count: int) -> list[tuple[_Segments, int, int]]:
+        """The windows that hold the samples asked for, and the range of segments in each."""
+        assert 0 <= start <= start + count <= len(self), (start, count, len(self))
+        found = []
+        while count > 0:
+            window = self._window
+            if window is None or start // WINDOW * WINDOW != window.first:
+                first = start // WINDOW * WINDOW
+                window = self._segments(first, min(WINDOW, len(self) - first))
+                self._window = window
+            begin = start - window.first
+            end = min(begin + count, len(window.bounds) - 1)
+            found.append((window, window.bounds[begin], window.bounds[end]))
+            start, count = start + end - begin, count - (end - begin)
+        return found
+
+    def _segments(self, first: int, count: int) -> _Segments:
+        """The segments of `count` samples from global id `first` on."""
+        if self._order is None:
+            owner, sample = np.zeros(count, np.int16), np.arange(first, first + count)
+        else:
+            owner, sample = (array[first : first + count] for array in self._order)
+        pieces = []
+        for number, dataset in enumerate(self._datasets):
+            mine = np.flatnonzero(owner == number)
+            if len(mine):
+                pieces.append(_spans(dataset, number, mine, sample[mine]))
+        joined = np.concatenate(pieces, axis=1)
+        if len(pieces) > 1:
+            joined = joined[:, np.argsort(joined[0], kind="stable")]
+        of, dataset, sequence, start, stop = joined
+        bounds = np.searchsorted(of, np.arange(count + 1))
+        return _Segments(
+            first,
+            bounds.tolist(),
+            dataset.tolist(),
+            sequence.tolist(),
+            start.tolist(),
+            stop.tolist(),
+        )
+
+
+def _owned(data: Indexed, split: str, which: Which) -> range:
+    owned = range(*split_range(split, which, len(data)))
+    if not data.lengths[owned.start : owned.stop].any():
+        raise wrong(
+            f'split "{split}" of {len(data)} sequences gives {which} sequences '
+            f"{owned.start} to {owned.stop}, which hold no token, in {data.prefix}",
+            'give it a larger share of the split, e.g. "90,5,5", or data of its own',
+        )
+    return owned
+
+
+def _plan(
+    blend: Blend, tokens: list[int], planned: int, seq_len: int
+) -> tuple[list[float] | None, list[int]]:
+    """The weights of a blend, and how many samples a run of so many builds of each dataset."""
+    if len(tokens) == 1 and blend.weights is None:
+        return None, [planned]
+    if blend.weights is not None:
+        weights = list(blend.weights)
+        return weights, shares_of(planned, weights, SURPLUS)
+    lengths = [(count - 1) // seq_len for count in tokens]
+    if planned <= sum(lengths):
+        return [float(length) for length in lengths], lengths  # an epoch of each
+    # Megatron stops here, at one epoch; more epochs in the same proportions serve a long run.
+    total = sum(tokens)
+    weights = [count / total for count in tokens]
+    return weights, shares_of(planned, weights, SURPLUS)
+
+
+def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """int64 [5, segments]: sample (as `of`), dataset, sequence, start and stop, in order.
+
+    Sample k of the dataset runs from row order[k] of the sample index to the next, inclusive.
+    """
+    samples = dataset.samples
+    rows = samples.order[ids].astype(np.int64)
+    first, last = samples.rows[rows].astype(np.int64), samples.rows[rows + 1].astype(np.int64)
+    counts = last[:, 0] - first[:, 0] + 1
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    position = np.arange(ends[-1]) + np.repeat(first[:, 0] - begins, counts)
+    sequence = samples.documents[position].astype(np.int64)
+    start = dataset.starts(sequence)
+    stop = start + dataset.lengths[sequence]
+    stop[ends - 1] = start[ends - 1] + last[:, 1] + 1
+    start[begins] += first[:, 1]
+    spans = np.stack([np.repeat(of, counts), np.full_like(start, number), sequence, start, stop])
+    return spans[:, stop > start]
+
+
+END = object()
+Ready = TypeVar("Ready")
+
+
+class Prefetcher(Generic[Ready]):
+    """Iterates over `read(start, count)`, such as a `Batches.batch`, for all `wanted`, in order.
+
+    A thread keeps up to `depth` results ready; copying tokens leaves the interpreter to others.
+    What it meets (a disk that fails) is raised where the result would have come. Close it, or use
+    `with`.
+    """
+
+    def __init__(
+        self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]], depth: int = 4
+    ) -> None:
+        self._ready: Queue[object] = Queue(depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._fill, args=(read, wanted), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Ready]:
+        """What was read, in the order of `wanted`."""
+        while (item := self._ready.get()) is not END:
+            if isinstance(item, BaseException):
+                raise item
+            yield cast(Ready, item)
+
+    def __enter__(self) -> "Prefetcher[Ready]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the thread and drop what is ready."""
+        self._stopped.set()
+        while self._thread.is_alive():
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def _fill(self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]]) -> None:
+        last: object = END
+        try:
+            for start, count in wanted:
+                if self._stopped.is_set():
+                    return
+                self._ready.put(read(start, count))
+        except BaseException as error:  # handed to the thread that iterates
+            last = error
+        self._ready.put(last)

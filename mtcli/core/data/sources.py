@@ -1,0 +1,225 @@
+"""What there is to read: inputs named by the user, as files, cut into blocks of work.
+
+A block is what one worker does at a time: some files, or a range of bytes of one file that begins
+and ends between documents. Where blocks are cut never shows in the output.
+"""
+
+import glob
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, Literal, NamedTuple
+
+from mtcli.core.config.errors import every, wrong
+from mtcli.core.config.untrusted import listed, open_untrusted
+from mtcli.core.data.compressed import COMPRESSIONS
+
+FileKind = Literal["text", "jsonl", "csv", "tsv", "parquet"]
+# By the ending of a name, under that of a compression; a file of another needs its kind named.
+KINDS: dict[str, FileKind] = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".tokens": "text",  # WikiText's
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+# Often beside a corpus, to describe it: of a folder they are read only where a kind is named.
+BESIDE = {".md", ".csv", ".tsv"}
+ACCEPTED = f"files end in {', '.join(KINDS)}, all but the last also {' '.join(COMPRESSIONS)}; "
+ACCEPTED += f"or --format {'|'.join(dict.fromkeys(KINDS.values()))}"
+STDLIB, STDIN = "stdlib", "-"
+NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+BLOCK_BYTES = 4 << 20
+
+
+class SourceFile(NamedTuple):
+    """A file to read."""
+
+    path: str
+    kind: FileKind
+    compression: str  # "" or one of COMPRESSIONS
+    size: int  # bytes on disk
+    name: str = ""  # what messages call it, where that is not its path
+    first_line: int = 0  # lines of `name` that come before the file
+
+
+class FileRange(NamedTuple):
+    """Bytes start .. stop of a source: all of it unless it is plain and large."""
+
+    source: SourceFile
+    start: int
+    stop: int
+
+
+class TextBlock(NamedTuple):
+    """What a worker does at a time; `number` is its place in the output."""
+
+    number: int
+    pieces: tuple[FileRange, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+
+class SourceList(NamedTuple):
+    """The files to read, and how many others folders hold, by their endings."""
+
+    sources: list[SourceFile]
+    left_out: dict[str, int]
+
+
+def find_sources(inputs: Sequence[str], kind: FileKind | None = None) -> SourceList:
+    """The files that `inputs` name, in order; folders and globs give theirs sorted by path.
+
+    Each is read as its ending says, or as `kind`. Raises MtcliError for an input that is not there,
+    holds nothing readable or has another ending.
+    """
+    left_out: Counter[str] = Counter()
+    found = every(*(partial(_named, name, kind, left_out) for name in inputs))
+    return SourceList(list(chain(*found)), dict(sorted(left_out.items())))
+
+
+def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> Iterator[TextBlock]:
+    """`sources` as blocks of about `size` bytes: small files together, large plain files cut.
+
+    JSON lines are cut after a line, text that is split on blank lines (`blank`) after such a line,
+    other files not at all. Sources are taken one by one, as blocks are asked for.
+    """
+    number, pieces, filled = 0, [], 0
+    for source in sources:
+        for piece in _pieces(source, blank, size):
+            if pieces and filled + piece.stop - piece.start > size:
+                yield TextBlock(number, tuple(pieces))
+                number, pieces, filled = number + 1, [], 0
+            pieces.append(piece)
+            filled += piece.stop - piece.start
+    if pieces:
+        yield TextBlock(number, tuple(pieces))
+
+
+def _named(name: str, kind: FileKind | None, left_out: Counter[str]) -> list[SourceFile]:
+    if name == STDLIB:
+        return _stdlib()
+    if os.path.isdir(name):
+        return _folder(Path(name), kind, left_out)
+    return [_source(Path(name), kind)] if os.path.exists(name) else _matches(name, kind)
+
+
+def _stdlib() -> list[SourceFile]:
+    """The running Python's standard library: its .py files without tests, sorted by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = (
+        path
+        for path in root.rglob("*.py")
+        if not NOT_CORPUS.intersection(path.relative_to(root).parts[:-1])
+    )
+    return [SourceFile(str(path), "text", "", path.stat().st_size) for path in sorted(files)]
+
+
+def _folder(folder: Path, kind: FileKind | None, left_out: Counter[str]) -> list[SourceFile]:
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() or path.name.startswith("."):
+            continue
+        if path.is_file() and (kind or (_kind(path) and _inner(path).suffix not in BESIDE)):
+            files.append(path)
+        else:
+            left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
+    if not files:
+        others = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
+        raise wrong(f"{folder} holds no file to read{others}", ACCEPTED)
+    return [_source(path, kind) for path in files]
+
+
+def told(left_out: Mapping[str, int]) -> str:
+    """Counts by ending, the most first: "2 .csv, 1 .md"."""
+    by_count = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    return listed([f"{count:,} {ending}" for ending, count in by_count])
+
+
+def _ending(path: Path) -> str:
+    """The ending of a name, with that under a compression's."""
+    inner = _inner(path)
+    return inner.suffix + path.suffix * (inner is not path) or "without an ending"
+
+
+def _matches(pattern: str, kind: FileKind | None) -> list[SourceFile]:
+    paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+    files = [path for path in paths if path.is_file()]
+    if not files:
+        raise wrong(
+            f"no input {pattern or repr(pattern)}",
+            "inputs are files, folders, globs, - for standard input, or stdlib",
+        )
+    return [_source(path, kind) for path in files]
+
+
+def _source(path: Path, kind: FileKind | None) -> SourceFile:
+    kind = kind or _kind(path)
+    if kind is None:
+        raise wrong(f"{path} is of no kind that is known by its name", ACCEPTED)
+    try:
+        with open_untrusted(path, 0) as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        hint = "inputs are files that may be read, and - for standard input"
+        raise wrong(f"{path} cannot be read: {error.strerror}", hint) from None
+    compression = path.suffix if path.suffix in COMPRESSIONS and kind != "parquet" else ""
+    return SourceFile(str(path), kind, compression, size)
+
+
+def _kind(path: Path) -> FileKind | None:
+    """What the name's ending says, under the compression's; None where it is not ours."""
+    inner = _inner(path)
+    kind = KINDS.get(inner.suffix)
+    return None if kind == "parquet" and inner is not path else kind
+
+
+def _inner(path: Path) -> Path:
+    """The name without the ending of its compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
+
+
+def _pieces(source: SourceFile, blank: bool, size: int) -> Iterator[FileRange]:
+    cuttable = source.kind == "jsonl" or (source.kind == "text" and blank)
+    if source.compression or not cuttable or source.size <= size:
+        yield FileRange(source, 0, source.size)
+        return
+    with open_untrusted(source.path) as file:
+        start = 0
+        while start < source.size:
+            stop = _cut(file, start + size, source, blank)
+            yield FileRange(source, start, stop)
+            start = stop
+
+
+def _cut(file: IO[bytes], near: int, source: SourceFile, blank: bool) -> int:
+    """The first place from `near` on where no document is open."""
+    if near >= source.size:
+        return source.size
+    file.seek(near)
+    _is_blank(file)  # the line that `near` is in the middle of
+    while blank and source.kind == "text":
+        if _is_blank(file):  # or the end of the file
+            break
+    return min(file.tell(), source.size)
+
+
+def _is_blank(file: IO[bytes]) -> bool:
+    """Whether the next line, read a block at a time, holds nothing but space."""
+    is_blank = True
+    while part := file.readline(BLOCK_BYTES):
+        is_blank = is_blank and not part.strip()
+        if part.endswith(b"\n"):
+            break
+    return is_blank

@@ -1,0 +1,76 @@
+"""What a task hands over once its file is read, and the small things all tasks share."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.evaluate.requests import Request, Score
+
+Report = dict[str, float | int | None]
+Progress = Callable[[int], object]  # told how many more requests are done
+
+
+class TaskOptions(NamedTuple):
+    """What a run may change about a task."""
+
+    max_seq_len: int
+    limit: int | None = None  # items of each kind; None = all
+    overlap: int | None = None  # tokens that wikitext103's windows advance by; None = at most 32
+
+
+class PreparedTask(NamedTuple):
+    """A task ready to be scored: `report` takes one score per request, in request order."""
+
+    num_items: int
+    requests: list[Request]
+    report: Callable[[Sequence[Score]], Report]
+
+
+def find_file(path: Path, pattern: str) -> Path:
+    """`path`, or the one file in the folder `path` that matches `pattern`.
+
+    Raises MtcliError when there is none, or several.
+    """
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob(pattern))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise wrong(
+            f"{path} holds {len(found)} files like {pattern}, 1 is needed",
+            f"name the file; found: {names}",
+            "--task",
+        )
+    return found[0]
+
+
+WHICH = "is it the task's own file, and whole? docs/eval.md says what each task reads"
+
+
+def read_text(path: Path) -> str:
+    """The file's text. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
+    try:
+        raw = read_untrusted(path)
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", WHICH, "--task") from error
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise bad_line(path, line, f"byte {raw[error.start]:#04x} is not UTF-8") from error
+    if not text.strip():
+        raise wrong(f"{path} is empty: {len(raw)} bytes, none of them text", WHICH, "--task")
+    return text.replace("\r\n", "\n")
+
+
+def bad_line(path: Path, line: int, what: str) -> MtcliError:
+    """The error for one line of a task's file."""
+    return wrong(f"{path}, line {line}: {what}", WHICH, "--task")
+
+
+def exp(nats: float) -> float:
+    """e ** nats, infinite where float64 overflows: a broken model still gets its report."""
+    return math.exp(nats) if nats < 709 else math.inf

@@ -1,0 +1,163 @@
+"""WikiText-103 perplexity: Megatron-LM's protocol, and the word and byte level of lm-eval.
+
+The corpus is text that was split into words and lost its spacing. Both protocols restore it
+(detokenise), score the tokens a model really reads, and divide by the count of *original* tokens,
+so that models with different tokenizers compare (arXiv:1909.08053, appendix E.1).
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.requests import Request, Score, overlapping_windows, rolling_windows
+from mtcli.core.evaluate.tasks.task import (
+    PreparedTask,
+    Report,
+    TaskOptions,
+    exp,
+    find_file,
+    read_text,
+)
+
+MAX_WINDOW = 1024  # inputs per window, or the model's context where that is shorter
+OVERLAP = 32  # tokens that a window advances by
+
+Replacement = str | Callable[[re.Match[str]], str]
+
+
+def _between(opening: str, closing: str) -> tuple[str, Replacement]:
+    r"""The rule that takes the space off the inner sides of a pair.
+
+    Theirs is `\(\s*([^\)]*?)\s*\)`, which looks at all the rest of the text for each `(` that is
+    never closed: the square of a text of brackets. This takes that rest as one match, unchanged.
+    """
+    end = re.escape(closing)
+
+    def strip(found: re.Match[str]) -> str:
+        return f"{opening}{found[1].strip()}{closing}" if found[2] else found[0]
+
+    return rf"{re.escape(opening)}([^{end}]*)({end}|\Z)", strip
+
+
+# In this order, as in Megatron-LM and lm-eval. Their first rule after the possessive (contraction
+# before a digit) is written so that it never matches; leaving it out gives their numbers.
+# fmt: off
+DETOKENISE = tuple((re.compile(pattern), replacement) for pattern, replacement in (
+    (r"s '", "s'"),
+    (r" @-@ ", "-"), (r" @,@ ", ","), (r" @\.@ ", "."),
+    (r" : ", ": "), (r" ; ", "; "), (r" \. ", ". "), (r" ! ", "! "), (r" \? ", "? "),
+    (r" , ", ", "),
+    _between("(", ")"), _between("[", "]"), _between("{", "}"),
+    _between('"', '"'), _between("'", "'"),
+    (r"= = = =", "===="), (r"= = =", "==="), (r"= =", "=="),
+    (r" ° ", "°"), (r" \n", "\n"), (r"\n ", "\n"), (r" N ", " 1 "), (r" 's", "'s"),
+))
+# fmt: on
+
+
+class TextLengths(NamedTuple):
+    """What the sums are divided by, and where the two lists of requests meet."""
+
+    num_tokens: int  # T: of the detokenised text
+    num_original_tokens: int  # T_o: split on the single space, before detokenising
+    window: int
+    overlap: int
+    num_windows: int  # requests of the overlapping protocol; the rest are rolling
+    num_words: int
+    num_bytes: int
+    num_pages: int
+
+
+def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> PreparedTask:
+    """Requests for both protocols; items are original tokens, which `options.limit` cuts.
+
+    Raises MtcliError for an unreadable file, an overlap outside 1..window, or fewer than 2 tokens.
+    """
+    window = min(MAX_WINDOW, options.max_seq_len)
+    overlap = min(OVERLAP, window) if options.overlap is None else options.overlap
+    if not 1 <= overlap <= window:
+        raise wrong(
+            f"overlap {overlap} is not between 1 and the window of {window} tokens",
+            f"the paper advances by {OVERLAP}",
+            "--overlap",
+        )
+    file = find_file(path, "*test*.tokens")
+    text = read_text(file)
+    original = text.strip().split(" ")[: options.limit]
+    tokens = encoder.plain(detokenise(" ".join(original)))
+    if len(tokens) < 2:
+        message = f"{file} gives {len(tokens)} tokens, at least 2 are needed"
+        raise wrong(message, "a longer file, or a larger --limit", "--task")
+    overlapping = overlapping_windows(tokens, window, overlap)
+    pages = split_pages(text if options.limit is None else " ".join(original))
+    rolling = _rolling(pages, encoder, options.max_seq_len)
+    counts = TextLengths(
+        num_tokens=len(tokens),
+        num_original_tokens=len(original),
+        window=window,
+        overlap=overlap,
+        num_windows=len(overlapping),
+        num_words=sum(len(re.split(r"\s+", page)) for page in pages),
+        num_bytes=sum(len(page.encode()) for page in pages),
+        num_pages=len(pages),
+    )
+    return PreparedTask(len(original), overlapping + rolling, partial(report_wikitext, counts))
+
+
+def _rolling(pages: Sequence[str], encoder: Encoder, max_seq_len: int) -> list[Request]:
+    texts = (np.array(encoder.text(detokenise(page)), np.int64) for page in pages)
+    windows = (rolling_windows(ids, encoder.prefix_id, max_seq_len) for ids in texts)
+    return [window for page in windows for window in page]
+
+
+def detokenise(text: str) -> str:
+    """The text with its original spacing, by the rules of `DETOKENISE` in order."""
+    for pattern, replacement in DETOKENISE:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def split_pages(text: str) -> list[str]:
+    """The articles, each from its ` = Title = ` line on: the documents of lm-eval's wikitext."""
+    pages: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        heading = line.replace("= = =", "===").replace("= =", "==").strip()
+        if heading.startswith("= ") and heading.endswith(" ="):
+            pages.append([])
+        pages[-1].append(line)
+    return [page for page in map("\n".join, pages) if page.strip()]
+
+
+def report_wikitext(counts: TextLengths, scores: Sequence[Score]) -> Report:
+    """Perplexities of both protocols, each with the sums and counts it is made of.
+
+    perplexity is exp(nll_sum / T_o), the paper's; adjusted_perplexity exp(nll_sum / (T_o - 1)), as
+    Megatron-LM's tool prints it; token_perplexity exp(nll_sum / (T - 1)). The word and byte level
+    come from rolling_nll_sum: each article alone, in disjoint windows, its first token too.
+    """
+    nll = -sum(score.logprob for score in scores[: counts.num_windows])
+    rolling = -sum(score.logprob for score in scores[counts.num_windows :])
+    return {
+        "perplexity": exp(nll / counts.num_original_tokens),
+        "adjusted_perplexity": exp(nll / max(1, counts.num_original_tokens - 1)),
+        "token_perplexity": exp(nll / (counts.num_tokens - 1)),
+        "nll_sum": nll,
+        "num_tokens": counts.num_tokens,
+        "num_original_tokens": counts.num_original_tokens,
+        "window": counts.window,
+        "overlap": counts.overlap,
+        "word_perplexity": exp(rolling / counts.num_words),
+        "byte_perplexity": exp(rolling / counts.num_bytes),
+        "bits_per_byte": rolling / counts.num_bytes / math.log(2),
+        "rolling_nll_sum": rolling,
+        "num_words": counts.num_words,
+        "num_bytes": counts.num_bytes,
+        "num_pages": counts.num_pages,
+    }

@@ -1,0 +1,1 @@
+"""A checkpoint opened as a model: forward passes, scores, generated text."""

@@ -1,0 +1,187 @@
+"""A model on this rank: its stages, their weights, and forward passes for evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.consensus import open_agreed, together
+from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.forward import forward_config, require_causal
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
+from mtcli.core.inference.end_of_text import end_ids
+from mtcli.core.inference.scoring import ScoreBatch
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
+from mtcli.core.model.inputs import Cache, Inputs, make_inputs
+from mtcli.core.model.transformer import Stage
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Groups, make_groups, world_axis
+from mtcli.core.parallel.ownership import unsharded
+from mtcli.core.parallel.pipeline import Pipeline
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.schedule.generators import forward_only
+
+SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
+
+
+@dataclass(frozen=True)
+class InferenceModel:
+    """A model ready for forward passes on this rank; the same answers come out on every rank."""
+
+    config: RunConfig
+    groups: Groups
+    stages: dict[int, Stage]
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest context of the model."""
+        return self.config.model.max_seq_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows, without padding."""
+        return self.config.model.vocab_size
+
+    def forward(self, inputs: list[Inputs]) -> list[Tensor]:
+        """Last activations [b * s, D] of micro-batches of one shape; on the last stage's ranks."""
+        layout = self.groups.layout
+        schedule = forward_only(layout.pp, len(inputs), layout.vpp)
+        pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(self.config))
+        b, s = inputs[0].shape
+        outputs: list[Tensor] = []
+        pipeline.forward(inputs.__getitem__, b * s, lambda x_TD, _: outputs.append(x_TD))
+        return outputs
+
+    @torch.no_grad()
+    def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
+        """(log-probability of each target [N] float32, whether it is the argmax [N] bool).
+
+        Data parallel ranks score different rows of the batch. All compute equally many, since they
+        may hold one another's experts: where rows are too few, the last one again.
+        """
+        b, s = batch.tokens.shape
+        share = -(-b // self.groups.layout.dp)
+        first = self.groups.dp_rank * share
+        mine = torch.arange(first, first + share).clamp(max=b - 1)
+        owned = batch.rows // s // share == self.groups.dp_rank
+        part = ScoreBatch(
+            batch.tokens[mine],
+            batch.positions[mine],
+            None if batch.mask is None else batch.mask[mine],
+            batch.rows[owned] - first * s,
+            batch.targets[owned],
+        )
+        found = torch.zeros(2, len(batch.rows), device=self.groups.device)
+        found[:, owned] = self._score(part)
+        found = all_reduce(found, self.groups.world).cpu()
+        return found[0], found[1] > 0.5
+
+    def next_logits(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """The logits [b, V] that follow the last token of each sequence, on every rank."""
+        b, s = tokens.shape
+        inputs = self._inputs(tokens, positions=positions, cache=cache)
+        outputs = self.forward([inputs])
+        logits = torch.zeros(b, self.vocab_size, device=self.groups.device)
+        if outputs:
+            last = outputs[0].view(b, s, -1)[:, -1]
+            table = self._last_stage().output_table
+            logits = table.all_logits(table.logits(last), self.vocab_size).float()
+        return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
+
+    def _score(self, batch: ScoreBatch) -> Tensor:
+        """[2, N]: log-probabilities and whether greedy; zeros on ranks without the last stage."""
+        b = len(batch.tokens)
+        device, pp = self.groups.device, self.groups.layout.pp
+        size = b // pp if b % pp == 0 else b
+        outputs = self.forward([self._score_inputs(batch, i, size) for i in range(0, b, size)])
+        if not outputs:
+            return torch.zeros(2, len(batch.rows), device=device)
+        table = self._last_stage().output_table
+        x_TD = torch.cat(outputs)
+        parts = []
+        for rows, targets in zip(
+            batch.rows.to(device).split(SCORED_ROWS),
+            batch.targets.to(device).split(SCORED_ROWS),
+            strict=True,
+        ):
+            logprobs, greedy = table.score(table.logits(x_TD[rows]), targets)
+            parts.append(torch.stack([logprobs.float(), greedy.float()]))
+        found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, device=device)
+        return found * float(self.groups.tp.rank == 0)  # one rank of each replica answers
+
+    def _score_inputs(self, batch: ScoreBatch, start: int, size: int) -> Inputs:
+        rows = slice(start, start + size)
+        mask = None if batch.mask is None else batch.mask[rows]
+        return self._inputs(batch.tokens[rows], positions=batch.positions[rows], mask=mask)
+
+    def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:
+        device = self.groups.device
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in others.items()}
+        dtype = DTYPES[self.config.train.precision]
+        return make_inputs(self.config.model, dtype, tokens.to(device), **moved)
+
+    def _last_stage(self) -> Stage:
+        return self.stages[self.groups.layout.num_stages - 1]
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A checkpoint opened for evaluation or generation."""
+
+    scorer: InferenceModel
+    tokenizer: Tokenizer | None
+    checkpoint: Checkpoint
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises MtcliError where the checkpoint has none."""
+        if self.tokenizer is None:
+            hint = "copy its tokenizer.json there, or pass --tokenizer where the command takes it"
+            raise wrong(f"{self.checkpoint.folder} holds no tokenizer", hint)
+        return self.tokenizer
+
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text: those of the Hugging Face folder that the weights came in, or
+        else the tokenizer's end of document."""
+        found, tokenizer = end_ids(self.checkpoint), self.require_tokenizer()
+        if found is None:
+            return frozenset() if tokenizer.eod_id is None else frozenset([tokenizer.eod_id])
+        return found
+
+
+def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenModel:
+    """Our checkpoint, a run folder or a Hugging Face folder, on any layout.
+
+    `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
+    in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, for
+    bytes that do not have their hashes, and for a model that is not causal: what a token tells of
+    the next one is then no prediction.
+    """
+    world = world_axis(runtime.rank, runtime.world, runtime.recorder)
+    checkpoint = open_agreed(Path(path), world)
+    require_causal(path, checkpoint.model)
+    together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
+    engine = open_inference_model(checkpoint, overrides, runtime)
+    folder = checkpoint.tokenizer_folder
+    tokenizer = None if folder is None else load_tokenizer(folder)
+    return OpenModel(engine, tokenizer, checkpoint)
+
+
+def open_inference_model(
+    checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime
+) -> InferenceModel:
+    """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
+    config = forward_config(checkpoint.model, overrides, runtime.world)
+    layout = ParallelLayout.of(config.parallel, runtime.world)
+    place, timeout = (runtime.rank, runtime.device), config.train.timeout
+    groups = make_groups(layout, *place, timeout, runtime.recorder)
+    stages = build_stages(config, groups)
+    load_weights(unsharded(stages), checkpoint, config.model, groups)
+    for stage in stages.values():
+        stage.requires_grad_(False)
+    return InferenceModel(config, groups, stages)

@@ -1,0 +1,111 @@
+"""Which rank is where: two grids over the same ranks, one for attention and one for experts.
+
+The rank grid is one mixed-radix number, innermost axis first: attention is tp-cp-dp-pp and experts
+etp-ep-edp-pp, with pp outermost so that both agree on the pipeline (MoE Parallel Folding,
+arXiv:2504.14960, section 3; its printed listing with tp innermost and pp inside dp does not).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from mtcli.core.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A mixed-radix numbering of ranks; `axes` and `sizes` run from the innermost axis outwards."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along one axis."""
+        return self.sizes[self.axes.index(axis)]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's place along each axis."""
+        places = {}
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            rank, places[axis] = divmod(rank, size)
+        return places
+
+    def rank(self, **places: int) -> int:
+        """The rank at a place; axes not named are at 0."""
+        rank = 0
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rank = rank * size + places.get(axis, 0)
+        return rank
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Every group of ranks that differ only along `axes`, each in rank order."""
+        offsets = sorted(self._ranks([axis for axis in self.axes if axis in axes]))
+        bases = sorted(self._ranks([axis for axis in self.axes if axis not in axes]))
+        return [[base + offset for offset in offsets] for base in bases]
+
+    def _ranks(self, axes: list[str]) -> list[int]:
+        places = product(*(range(self.size(axis)) for axis in axes))
+        return [self.rank(**dict(zip(axes, place, strict=True))) for place in places]
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The two grids of a world of ranks. `dp` and `edp` are what the other axes leave."""
+
+    world: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, world: int) -> "ParallelLayout":
+        """The layout of a config on `world` ranks; `check.problems` says whether it divides."""
+        p = parallel
+        return cls(world, tp=p.tp, cp=p.cp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp)
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of attention."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data parallel size of experts."""
+        return self.world // (self.ep * self.etp * self.pp)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages: pp ranks of vpp chunks each."""
+        return self.pp * self.vpp
+
+    @cached_property
+    def attention(self) -> Grid:
+        """Places of everything but the experts."""
+        return Grid(("tp", "cp", "dp", "pp"), (self.tp, self.cp, self.dp, self.pp))
+
+    @cached_property
+    def experts(self) -> Grid:
+        """Places of the experts, over the same ranks."""
+        return Grid(("etp", "ep", "edp", "pp"), (self.etp, self.ep, self.edp, self.pp))
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The rank's place along every axis of both grids."""
+        return self.attention.coordinates(rank) | self.experts.coordinates(rank)
+
+    def size(self, axis: str) -> int:
+        """The size of an axis of either grid."""
+        grid = self.attention if axis in self.attention.axes else self.experts
+        return grid.size(axis)
+
+    def stages(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages a pipeline rank holds: r, r + pp, r + 2 pp, ... (arXiv:2104.04473, 2.2)."""
+        return tuple(range(pp_rank, self.num_stages, self.pp))

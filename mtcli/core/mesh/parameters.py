@@ -1,0 +1,161 @@
+"""What a model is made of: its parameters by canonical name, their counts and its FLOPs.
+
+Names follow the token: embedding, blocks.<i>.attention, blocks.<i>.mlp, final_norm, head. A fused
+projection is one rectangle per shard: query, key and value are one tensor
+[kv_heads, q_per_kv + 2, head_dim, hidden] cut on dim 0, and by more ranks than it has heads on dim
+2 too; gate and up are one [2, ffn, hidden] cut on dim 1. So a cut of any layout is a slice, and
+Hugging Face names are plain reshapes.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Literal
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Init, Parameter
+
+StageOwner = int | Literal["first", "last"]
+
+
+@cache
+def parameters(model: ModelConfig) -> dict[str, Parameter]:
+    """Every parameter of the model by canonical name, in the order a token meets them."""
+    found = [*_embeddings(model)]
+    for layer in range(model.num_layers):
+        found += _block(model, layer)
+    found += _norm(model, "final_norm", "last")
+    if not model.tie_embeddings:
+        found.append(_vocabulary(model, "head.weight", "last"))
+    return {parameter.name: parameter for parameter in found}
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Trained parameters of the model; a tied head and vocabulary padding are not counted."""
+    return sum(p.numel for p in parameters(model).values() if p.trained)
+
+
+def count_active(model: ModelConfig) -> int:
+    """Parameters that one token meets: of the experts, top_k out of num_experts."""
+    experts = sum(p.numel for p in parameters(model).values() if p.is_expert)
+    idle = experts * (model.num_experts - model.top_k) // model.num_experts if experts else 0
+    return count_parameters(model) - idle
+
+
+def stage_parameters(model: ModelConfig, layers: range, first: bool, last: bool) -> list[Parameter]:
+    """The parameters of a pipeline stage. The last stage holds a copy of a tied embedding."""
+    tied = ("embedding.weight",) if last and model.tie_embeddings else ()
+    return [
+        p
+        for p in parameters(model).values()
+        if p.owner in layers
+        or (first and p.owner == "first")
+        or (last and p.owner == "last")
+        or p.name in tied
+    ]
+
+
+def stage_layers(model: ModelConfig, layout: ParallelLayout, given: tuple[int, ...]) -> list[range]:
+    """The layers of each stage: as given, or num_layers / num_stages each."""
+    sizes = given or (model.num_layers // layout.num_stages,) * layout.num_stages
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> float:
+    """Floating-point operations of one token's forward pass at a sequence length.
+
+    2 per weight of every matrix the token meets (the embedding lookup is not one, the head is)
+    plus 4 * seq_len * heads * head_dim per layer for scores and values: the full square, or with
+    `causal` the half that a causal mask leaves. 3 times this is the model FLOPs of a training
+    token (arXiv:2205.05198, appendix A).
+    """
+    tables = ("embedding.weight", "position_embedding.weight")
+    weights = sum(p.numel for p in parameters(model).values() if p.name not in tables and p.decays)
+    weights -= count_parameters(model) - count_active(model)
+    weights += model.vocab_size * model.hidden_size * model.tie_embeddings
+    attended = seq_len / 2 if causal else seq_len
+    attention = 4.0 * attended * model.num_heads * model.head_dim * model.num_layers
+    return 2.0 * weights + attention
+
+
+def _embeddings(model: ModelConfig) -> Iterator[Parameter]:
+    yield _vocabulary(model, "embedding.weight", "first")
+    if model.position == "learned":
+        shape = (model.max_seq_len, model.hidden_size)
+        yield Parameter("position_embedding.weight", shape, (None, None), "normal", "first")
+
+
+def _vocabulary(model: ModelConfig, name: str, owner: StageOwner) -> Parameter:
+    shape = (model.vocab_size, model.hidden_size)
+    return Parameter(name, shape, ("tp", None), "normal", owner, padded=0)
+
+
+def _block(model: ModelConfig, layer: int) -> list[Parameter]:
+    name = f"blocks.{layer}"
+    mlp = _experts if model.num_experts else _mlp
+    return [
+        *_norm(model, f"{name}.attention_norm", layer),
+        *_attention(model, f"{name}.attention", layer),
+        *_norm(model, f"{name}.mlp_norm", layer),
+        *mlp(model, f"{name}.mlp", layer),
+    ]
+
+
+def _norm(model: ModelConfig, name: str, owner: StageOwner) -> list[Parameter]:
+    kinds: list[tuple[str, Init]] = [("weight", "ones")]
+    if model.norm == "layernorm":
+        kinds.append(("bias", "zeros"))
+    return [
+        Parameter(f"{name}.{kind}", (model.hidden_size,), (None,), init, owner)
+        for kind, init in kinds
+    ]
+
+
+def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    groups, hidden = model.num_kv_heads, model.hidden_size
+    fused = (groups, model.num_heads // groups + 2, model.head_dim)
+    cut = ("tp", None, "tp")
+    yield Parameter(f"{name}.qkv.weight", (*fused, hidden), (*cut, None), "normal", layer)
+    if model.qkv_bias:
+        yield Parameter(f"{name}.qkv.bias", fused, cut, "zeros", layer)
+    shape = (hidden, model.num_heads * model.head_dim)
+    yield Parameter(f"{name}.out.weight", shape, (None, "tp"), "residual", layer)
+    if model.bias:
+        yield Parameter(f"{name}.out.bias", (hidden,), (None,), "zeros", layer)
+
+
+def _mlp(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    yield from _feed_forward(model, name, layer, model.ffn_hidden_size)
+
+
+def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterator[Parameter]:
+    hidden = model.hidden_size
+    gated = model.activation == "swiglu"
+    up = "gate_up" if gated else "up"
+    shape, cut = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
+    yield Parameter(f"{name}.{up}.weight", (*shape, hidden), (*cut, None), "normal", layer)
+    if model.bias:
+        yield Parameter(f"{name}.{up}.bias", shape, cut, "zeros", layer)
+    yield Parameter(f"{name}.down.weight", (hidden, ffn), (None, "tp"), "residual", layer)
+    if model.bias:
+        yield Parameter(f"{name}.down.bias", (hidden,), (None,), "zeros", layer)
+
+
+def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    experts, hidden, ffn = model.num_experts, model.hidden_size, model.moe_ffn_hidden_size
+    yield Parameter(f"{name}.router.weight", (experts, hidden), (None, None), "normal", layer)
+    if model.router_bias_update_rate:
+        bias = f"{name}.router.bias"
+        yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
+    gated = model.activation == "swiglu"
+    shape, cut = ((2, ffn), (None, "etp")) if gated else ((ffn,), ("etp",))
+    up = f"{name}.experts.{'gate_up' if gated else 'up'}.weight"
+    yield Parameter(up, (experts, *shape, hidden), ("ep", *cut, None), "normal", layer)
+    down = f"{name}.experts.down.weight"
+    yield Parameter(down, (experts, hidden, ffn), ("ep", None, "etp"), "residual", layer)
+    if shared := model.shared_expert_ffn_hidden_size:
+        yield from _feed_forward(model, f"{name}.shared_expert", layer, shared)
+    if model.shared_expert_gate:
+        gate = f"{name}.shared_expert_gate.weight"
+        yield Parameter(gate, (1, hidden), (None, None), "normal", layer)

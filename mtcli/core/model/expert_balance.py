@@ -1,0 +1,52 @@
+"""Even loads without an auxiliary loss (arXiv:2408.15664; arXiv:2412.19437, section 2.1.2).
+
+After each step the bias of an expert that got more than its share of the global batch falls by a
+fixed rate, and that of one that got less rises. No gradient is involved. E experts, L layers.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mtcli.core.model.router import Router
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Axis, Groups
+
+
+class ExpertBalance:
+    """The loads and biases of this rank's routers; at a rate of 0 there are none.
+
+    `tokens` are the ranks that see other tokens in the same layers.
+    """
+
+    def __init__(
+        self, stages: Iterable[nn.Module], rate: float, groups: Groups, tokens: Axis
+    ) -> None:
+        modules = [module for stage in stages for module in stage.modules()]
+        self.routers = [module for module in modules if isinstance(module, Router)]
+        self.rate, self.groups, self.tokens = rate, groups, tokens
+
+    def begin(self) -> None:
+        """Starts a step: forgets the copies that an earlier one has counted."""
+        for router in self.routers:
+            router.load_E.zero_()
+
+    @torch.no_grad()
+    def move_biases(self) -> float | None:
+        """b_e += rate * sign(mean load - load_e) in every layer, by the global batch's loads.
+
+        Returns the largest load of an expert over the mean one, in the worst layer of the model.
+        """
+        if not self.rate:
+            return None
+        worst = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+        if self.routers:
+            loads_LE = all_reduce(torch.stack([r.load_E for r in self.routers]), self.tokens)
+            worst = (loads_LE.amax(1) / loads_LE.double().mean(1)).max()
+            # Whole numbers: the mean load need not be one, and no order of sums changes them.
+            excess_LE = loads_LE * loads_LE.shape[1] - loads_LE.sum(1, keepdim=True)
+            for router, excess_E in zip(self.routers, excess_LE, strict=True):
+                router.bias.sub_(excess_E.sign().to(router.bias), alpha=self.rate)
+        return float(all_reduce(worst, self.groups.axes["pp_forward"], dist.ReduceOp.MAX))

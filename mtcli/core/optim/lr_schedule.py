@@ -1,0 +1,26 @@
+"""Learning-rate curves as pure functions of the step, so that resuming needs no state."""
+
+import math
+
+from mtcli.core.config.schema import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate of step 1 .. steps.
+
+    A linear warm-up reaches `lr` at step `warmup_steps`. Then linear and cosine fall to `min_lr`
+    over `decay_steps` (all that is left where 0) and stay there; wsd (arXiv:2404.06395) stays at
+    `lr` and falls linearly over its last `decay_steps`. A decay that takes more steps than the run
+    has left is at its beginning when the run ends.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    start = config.warmup_steps
+    decay = config.decay_steps or steps - start
+    if config.schedule == "wsd":
+        start = max(start, steps - decay)
+    done = min(max(step - start, 0) / max(decay, 1), 1.0)
+    share = 0.5 * (1.0 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
+    return config.min_lr + (config.lr - config.min_lr) * share

@@ -1,0 +1,57 @@
+"""What attention sees: which keys each query of a row may look at."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.attention.tiles import KeyRanges
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """With `causal` no key that comes later, with `documents` none of another document.
+
+    `documents` [b, s] integers, ascending along a row, are those of whole rows on every context
+    parallel rank: so the documents of another rank's keys are known without asking it.
+    """
+
+    causal: bool = True
+    documents: Tensor | None = None
+
+    def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """bool [b or 1, 1, n, m] for places in the row [n] and [m]; None where all are seen."""
+        seen = None
+        if self.documents is not None:
+            same = self.documents[:, queries, None] == self.documents[:, None, keys]
+            seen = same[:, None]
+        if self.causal:
+            past = queries[:, None] >= keys
+            seen = past[None, None] if seen is None else seen & past
+        return seen
+
+    def spans(self, queries: Tensor, keys: Tensor) -> KeyRanges:
+        """The same as an interval of the keys for each query; places ascend."""
+        if self.documents is None:
+            first, end = torch.zeros_like(queries)[None], torch.full_like(queries, len(keys))[None]
+        else:
+            mine, theirs = self.documents[:, queries], self.documents[:, keys].contiguous()
+            first = torch.searchsorted(theirs, mine)
+            end = torch.searchsorted(theirs, mine, right=True)
+        if self.causal:
+            end = torch.minimum(end, torch.searchsorted(keys, queries, right=True))
+        return KeyRanges(first.int(), end.int())
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """The tokens of each document, row by row. Asked of one micro-batch by every layer."""
+        assert self.documents is not None, "a row without documents is not cut"
+        rows = self.documents.cpu()
+        return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in rows]
+
+
+def restarted(documents: Tensor) -> Tensor:
+    """Positions [b, s] that begin again at 0 with every document of `documents` [b, s]."""
+    first = torch.searchsorted(documents, documents)  # ascending: the left end of its run
+    return torch.arange(documents.shape[1], device=documents.device) - first

@@ -1,0 +1,211 @@
+"""Context parallelism: each rank holds part of every sequence, and attention sees all of it.
+
+A sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r (zigzag), so that
+under a causal mask every rank has the same work. b sequences, h query heads, g groups, n local
+tokens (half early, half late), d head width.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.parallel.collectives import RingShift, all_to_all, gather_in
+from mtcli.core.parallel.groups import Axis
+from mtcli.kernels.attention.attention import (
+    attention,
+    attention_backward,
+    flash_attention,
+    sdpa,
+)
+from mtcli.kernels.attention.merge import merge_
+from mtcli.kernels.attention.tiles import KeyRanges
+from mtcli.kernels.launch import runs_triton
+
+Attend = Callable[[Tensor, Tensor, Tensor, Axis, AttentionMask], Tensor]
+
+
+def zigzag(seq_len: int, axis_size: int, rank: int) -> Tensor:
+    """The positions that a rank holds, ascending: int64 [seq_len / cp]."""
+    if axis_size == 1:
+        return torch.arange(seq_len)  # odd lengths too
+    chunks = torch.arange(seq_len).view(2 * axis_size, -1)
+    return torch.cat([chunks[rank], chunks[2 * axis_size - 1 - rank]])
+
+
+def attention_over(mode: str) -> Attend:
+    """Attention over a context cut by `zigzag`, in one of three ways.
+
+    Each takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens, the axis and what a query
+    sees, and gives [b, h, n, d].
+    """
+    return {"ring": _ring, "all_gather": _gathered, "a2a": _by_heads}[mode]
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[b, g, n, d] of each rank -> [b, g, s, d] in the order of positions. Differentiable."""
+    if axis.size == 1:
+        return x
+    parts = gather_in(x.transpose(0, 2).contiguous(), axis)  # [cp * n, g, b, d], rank by rank
+    return parts[sequence_order(parts.shape[0], axis)].transpose(0, 2)
+
+
+def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
+    """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
+    if axis.size == 1:
+        return _whole(q, k, v, seen)
+    return _Ring.apply(q, torch.stack([k, v]), axis, seen)
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
+    """Every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
+    if axis.size == 1:
+        return _whole(q, k, v, seen)
+    k, v = gather_sequence(k, axis), gather_sequence(v, axis)
+    mine = zigzag(k.shape[2], axis.size, axis.rank).to(q.device)
+    keys = torch.arange(k.shape[2], device=q.device)
+    if runs_triton(q):
+        return flash_attention(q, k, v, seen.spans(mine, keys))
+    mask = seen.mask(mine, keys)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
+    """Ulysses (arXiv:2309.14509): whole sequences for 1/cp of the heads, and back."""
+    if axis.size == 1:
+        return _whole(q, k, v, seen)
+    mixed = _whole(*(_to_heads(x, axis) for x in (q, k, v)), seen)
+    return _to_tokens(mixed, axis)
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask) -> Tensor:
+    """Attention of whole rows [b, h, s, d]; on CPU of documents one by one, without a mask."""
+    if seen.documents is None:
+        return sdpa(q, k, v, seen.causal)
+    if runs_triton(q):
+        places = torch.arange(q.shape[2], device=q.device)
+        return flash_attention(q, k, v, seen.spans(places, places))
+    lengths = [length for row in seen.lengths for length in row]
+    tokens = (x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v))  # [n, h, d] each
+    parts = [_document(*qkv, seen.causal) for qkv in zip(*tokens, strict=True)]
+    return torch.cat(parts).unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of a document alone: q [n, h, d], k and v [n, g, d] -> [n, h, d]."""
+    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return sdpa(*heads, causal)[0].transpose(0, 1)
+
+
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """[b, h, n, d] of this rank's tokens -> [b, h / cp, s, d] of this rank's heads."""
+    b, h, n, d = x.shape
+    sent = x.view(b, axis.size, h // axis.size, n, d).transpose(0, 1)
+    parts = all_to_all(sent.contiguous(), axis)  # [cp of the sender, b, h / cp, n, d]
+    whole = parts.permute(1, 2, 0, 3, 4).reshape(b, h // axis.size, axis.size * n, d)
+    return whole[:, :, sequence_order(whole.shape[2], axis)]
+
+
+def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """[b, h / cp, s, d] -> [b, h, n, d], the way back of `_to_heads`."""
+    b, h, s, d = x.shape
+    back = torch.argsort(sequence_order(s, axis))
+    sent = x[:, :, back].view(b, h, axis.size, s // axis.size, d).permute(2, 0, 1, 3, 4)
+    parts = all_to_all(sent.contiguous(), axis)  # [cp of the heads, b, h / cp, n, d]
+    return parts.transpose(0, 1).reshape(b, axis.size * h, s // axis.size, d)
+
+
+def sequence_order(seq_len: int, axis: Axis) -> Tensor:
+    """[s] int64: where each position stands when ranks' tokens are put one rank after another."""
+    ranks = [zigzag(seq_len, axis.size, rank) for rank in range(axis.size)]
+    return torch.argsort(torch.cat(ranks))
+
+
+class _Ring(torch.autograd.Function):
+    """Partial attention against one rank's keys at a time, merged by log-sum-exp.
+
+    Of another rank's block a causal mask leaves a rectangle: all queries see the early half of an
+    earlier rank's keys, and the late half of the queries sees all of a later rank's. Full attention
+    sees the square.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
+        """q [b, h, n, d], kv [2, b, g, n, d] -> [b, h, n, d]."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        mixed = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
+        block = kv
+        for hop in range(axis.size):
+            coming = RingShift(block, axis) if hop + 1 < axis.size else None
+            if met := _meeting(q, hop, axis, seen):
+                at, keys, causal, mask = met
+                k, v = block[:, :, :, keys]
+                part, part_lse = attention(q[:, :, at], k, v, causal, mask)
+                merge_(mixed[:, :, at], lse[:, :, at], part, part_lse)
+            block = coming.wait() if coming else block
+        out = mixed.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.axis, ctx.seen = axis, seen
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Keys and values go round again; their gradients travel with them and end at home."""
+        q, kv, out, lse = ctx.saved_tensors
+        axis, grad = ctx.axis, grad.contiguous()
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        block, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+        for hop in range(axis.size):
+            coming = RingShift(block, axis) if hop + 1 < axis.size else None
+            if met := _meeting(q, hop, axis, ctx.seen):
+                at, keys, causal, mask = met
+                saved = q[:, :, at], *block[:, :, :, keys], out[:, :, at]
+                parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal, mask)
+                dq[:, :, at] += parts[0]
+                dkv[:, :, :, keys] += torch.stack(parts[1:])
+                del parts  # before the next hop's are there
+            dkv = RingShift(dkv, axis).wait()
+            block = coming.wait() if coming else block
+        return dq.to(q.dtype), dkv.to(kv.dtype), None, None
+
+
+class _Meeting(NamedTuple):
+    """Which of this rank's queries meet which of another's keys, and who sees whom."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    mask: Tensor | KeyRanges | None
+
+
+def _meeting(q: Tensor, hop: int, axis: Axis, seen: AttentionMask) -> _Meeting | None:
+    """What this rank computes with the keys of rank - hop; None where no query sees a key.
+
+    A GPU is not asked whether one does: its kernel skips what is not seen.
+    """
+    tokens, square = q.shape[2], (slice(None), slice(None))
+    queries, keys = _rectangle(tokens, hop, axis) if seen.causal else square
+    if seen.documents is None:
+        return _Meeting(queries, keys, seen.causal and hop == 0, None)
+    ranks = axis.rank, (axis.rank - hop) % axis.size
+    device = seen.documents.device
+    mine, theirs = (zigzag(tokens * axis.size, axis.size, rank).to(device) for rank in ranks)
+    if runs_triton(q):
+        return _Meeting(queries, keys, False, seen.spans(mine[queries], theirs[keys]))
+    mask = seen.mask(mine[queries], theirs[keys])
+    assert mask is not None, "documents make a mask"
+    return _Meeting(queries, keys, False, mask) if mask.any() else None
+
+
+def _rectangle(tokens: int, hop: int, axis: Axis) -> tuple[slice, slice]:
+    """(queries, keys) that see each other causally when this rank meets the keys of rank - hop."""
+    if hop == 0:
+        return slice(None), slice(None)
+    if hop <= axis.rank:  # an earlier rank
+        return slice(None), slice(0, tokens // 2)
+    return slice(tokens // 2, None), slice(None)

@@ -1,0 +1,1 @@
+"""Flight recorder, watchdog, consistency check and traffic counter of collectives."""

@@ -1,0 +1,352 @@
+"""The watch of a process: ends a run in which a rank waits longer than it may, and says for whom.
+
+Two threads per rank. One asks the store about once a second whether an alarm was raised, raises it
+where this rank has waited for `timeout` or a collective broke, and answers where this rank is. The
+rank that raised it makes one error of all answers. The other thread needs no store: it speaks where
+that one cannot.
+
+What the ranks say of themselves once one has waited too long, and the one error made of it.
+
+Whoever raised the alarm is followed from rank to rank: those it waits for, those that they wait
+for, to the ranks that wait for nobody or do not answer.
+"""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from mtcli.core.config.errors import MtcliError, failed
+from mtcli.core.parallel.health.flight_recorder import SAVING, Call, FlightRecorder, calling, place
+
+KEPT = "the last good checkpoint is kept: run the same command with --resume"
+NAMED = 4  # ranks that an error describes one by one; the others are counted
+
+
+class BlockedCall(NamedTuple):
+    """A collective that a rank waits in."""
+
+    op: str
+    channel: str  # the axis, or the axis and "sender>receiver"
+    ranks: tuple[int, ...]
+    number: int
+    seconds: float
+
+    def __str__(self) -> str:
+        axis, _, pair = self.channel.partition(" ")
+        if pair:
+            sender, _, receiver = pair.partition(">")
+            return f"{self.op} number {self.number} on {axis} (rank {sender} to rank {receiver})"
+        return f"{self.op} number {self.number} on {axis} ({ranks_in_words(self.ranks)})"
+
+
+class RankStatus(NamedTuple):
+    """Where one rank is: `wait` is None where it waits for no other rank."""
+
+    rank: int
+    step: int
+    place: str  # where the main thread is, or where the collective was called
+    counts: dict[str, int]  # collectives so far, by channel
+    wait: BlockedCall | None = None
+    broke: str = ""  # the error that `wait` ended in
+
+    def dump(self) -> str:
+        """As JSON."""
+        return json.dumps(self)
+
+    @staticmethod
+    def load(text: str | bytes) -> "RankStatus":
+        """What `dump` has written."""
+        rank, step, place, counts, wait, broke = json.loads(text)
+        if wait is not None:
+            op, channel, ranks, number, seconds = wait
+            wait = BlockedCall(op, channel, tuple(ranks), number, seconds)
+        return RankStatus(rank, step, place, counts, wait, broke)
+
+
+def error_of(
+    alarm: RankStatus, answers: dict[int, RankStatus], world: int, timeout: float
+) -> MtcliError:
+    """The error of a run in which `alarm` waited too long; `answers` are those of living ranks."""
+    wait = alarm.wait
+    assert wait is not None, "an alarm is raised by a rank that waits"
+    answers = answers | {alarm.rank: alarm}
+    silent = [rank for rank in range(world) if rank not in answers]
+    if alarm.broke:
+        head = f"{wait} broke on rank {alarm.rank}, at {_place(alarm)}: {_shortened(alarm.broke)}"
+        return failed(
+            "; ".join([head, *_few([_absence(rank, None, wait) for rank in silent])]), KEPT
+        )
+    met = _follow(alarm, answers)
+    roots = [rank for rank in met if rank not in answers or answers[rank].wait is None]
+    roots = roots or silent
+    if roots:  # whoever waits for the first of them says more than who was the first to complain
+        alarm = met.get(roots[0], alarm)
+        words = [_absence(rank, answers.get(rank), met.get(rank, alarm).wait) for rank in roots]
+    else:
+        words = [_standing(answers[rank]) for rank in sorted({*met, *wait.ranks})]
+        words[0] = f"no rank is absent, they wait for each other: {words[0]}"
+    assert alarm.wait is not None, "only those who wait lead to others"
+    head = f"{alarm.wait} has waited for {alarm.wait.seconds:.0f} s on rank {alarm.rank}"
+    head += f", at {_place(alarm)}: "
+    return failed(head + "; ".join(_few(words)), _hint(roots, timeout))
+
+
+def _few(words: list[str]) -> list[str]:
+    return (
+        words if len(words) <= NAMED else [*words[:NAMED], f"and {len(words) - NAMED} more ranks"]
+    )
+
+
+def _place(answer: RankStatus) -> str:
+    return answer.place + (f" (step {answer.step})" if answer.step else "")
+
+
+def _shortened(error: str) -> str:
+    """The first sentence of gloo's or NCCL's words, without its source file."""
+    return re.sub(r"^\[\S+\] ", "", error.splitlines()[0]).partition(". ")[0]
+
+
+def ranks_in_words(ranks: tuple[int, ...]) -> str:
+    """`ranks 2, 3`, or the first eight of many and their number."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _follow(alarm: RankStatus, answers: dict[int, RankStatus]) -> dict[int, RankStatus]:
+    """The ranks met from the alarm on, in that order, and for each who waits for it."""
+    met, waiting = {alarm.rank: alarm}, [alarm]
+    while waiting:
+        one = waiting.pop(0)
+        assert one.wait is not None, "only those who wait are asked for whom"
+        for rank in one.wait.ranks:
+            if rank in met or _has_come(answers.get(rank), one.wait):
+                continue
+            met[rank] = one
+            if rank in answers and answers[rank].wait is not None:
+                waiting.append(answers[rank])
+    return met
+
+
+def _has_come(answer: RankStatus | None, wait: BlockedCall) -> bool:
+    """Whether a rank has reached a collective, whatever it does now."""
+    return answer is not None and answer.counts.get(wait.channel, 0) >= wait.number
+
+
+def _absence(rank: int, answer: RankStatus | None, wait: BlockedCall | None) -> str:
+    """Why a rank is not where another one waits for it."""
+    if answer is None:
+        return f"rank {rank} is absent: it does not answer (stopped, dead, or its machine lost)"
+    said = f"rank {rank} is absent: it is at {answer.place}"
+    last = answer.counts.get(wait.channel, 0) if wait is not None else 0
+    if not last or wait is None:
+        return said
+    axis = wait.channel.partition(" ")[0]
+    return f"{said}, and its last collective on {axis} was number {last}"
+
+
+def _standing(answer: RankStatus) -> str:
+    return f"rank {answer.rank} is in {answer.wait or 'no collective'}, at {answer.place}"
+
+
+def _hint(roots: list[int], timeout: float) -> str:
+    if roots:
+        return f"{KEPT}; raise train.timeout ({timeout:g} s) if the rank was only slow"
+    return f"{KEPT}; train.debug_collectives = true names the first call that differs"
+
+
+ALARM, REPORTED, PROGRESS = "alarm", "reported", "progress"
+PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
+LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
+
+# Ends this process, with an error or without a word, given the processes of ranks that do not
+# answer, and whether the error follows from another rank's.
+End = Callable[[MtcliError | None, list[int], bool], None]
+
+
+class Watchdog:
+    """Watches over a rank's recorder from its start to `stop`. `store` is its own connection."""
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        timeout: float,
+        end: End,
+    ) -> None:
+        self.recorder, self.store, self.rank, self.world = recorder, store, rank, world
+        self.timeout, self.end = timeout, end
+        self.tick = min(0.25, timeout / 8.0)  # between looks at this rank's recorder
+        self.poll = 4.0 * self.tick  # between looks at the store: 70 us of it
+        self.grace = self.poll + 1.5  # by then every rank that lives has answered
+        self.main, self.stopped = threading.get_ident(), threading.Event()
+        self.answered = False  # an alarm: another rank reports
+        self.published, self.progress = 0, 0  # of this rank's saves, and of all ranks'
+        self.threads = [
+            threading.Thread(target=work, name=f"mtcli-{work.__name__}", daemon=True)
+            for work in (self._serve, self._fall_back)
+        ]
+
+    def start(self, pid: int) -> None:
+        """Starts watching; `pid` is what others give to `end` where this rank does not answer."""
+        self.store.set_timeout(timedelta(seconds=self.grace))
+        self.store.set(f"pid/{self.rank}", str(pid))
+        for thread in self.threads:
+            thread.start()
+
+    def explain(self) -> None:
+        """Where a collective broke, waits until the watch has ended this rank with the reason."""
+        if self.recorder.broken is not None:
+            self.threads[0].join(timeout=2.0 * self.grace)
+
+    def give_up(self) -> None:
+        """Ends the watch of a rank that failed by itself: the others leave, without a word."""
+        self.stop()
+        with suppress(RuntimeError):  # the store may have ended first
+            answer = RankStatus(self.rank, self.recorder.step, "the end of its run", {})
+            self.store.compare_set(ALARM, "", answer.dump())
+            self.store.set(REPORTED, "")
+
+    def leave(self) -> None:
+        """Ends the watch of a rank that is done; rank 0, which may hold the store, leaves last."""
+        self.stop()
+        if self.rank == 0:
+            everyone = [f"answer/{rank}" for rank in range(self.world)]
+            self._await(lambda: self.store.check(everyone), self.grace)
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join(timeout=self.grace)
+
+    def _serve(self) -> None:
+        try:
+            due = time.monotonic()
+            while not self.stopped.wait(self.tick):
+                now = time.monotonic()
+                if now < due and not self._has_cause():
+                    continue
+                due = now + self.poll
+                self._follow_saves()
+                if self._has_cause():
+                    self.store.compare_set(ALARM, "", self._answer().dump())
+                if self.store.check([ALARM]):
+                    self._respond(RankStatus.load(self.store.get(ALARM)))
+                    return
+            self._tell(RankStatus(self.rank, self.recorder.step, "the end of its run", {}))
+        except RuntimeError:
+            self._end_alone()
+
+    def _has_cause(self) -> bool:
+        """Whether this rank has waited too long, or a collective of it broke."""
+        call = self.recorder.oldest()
+        late = call is not None and time.monotonic() - call.since > self.timeout
+        return late or self.recorder.broken is not None
+
+    def _follow_saves(self) -> None:
+        """Publishes that this rank's save goes on; where any rank's does, the wait for it begins
+        anew: a slow disk is no hang."""
+        if self.published != self.recorder.progress:
+            self.published = self.recorder.progress
+            self.store.add(PROGRESS, 1)
+        waits = [call for call in list(self.recorder.waits.values()) if call.axis.name == SAVING]
+        if waits and (progress := self.store.add(PROGRESS, 0)) != self.progress:
+            self.progress = progress
+            for call in waits:
+                call.since = time.monotonic()
+
+    def _respond(self, alarm: RankStatus) -> None:
+        self._tell(self._answer())
+        if alarm.rank != self.rank:
+            self.answered = True
+            self._await(lambda: self.store.check([REPORTED]), self.grace)
+            if alarm.wait is None:
+                self._await(self._is_over, PATIENCE)
+            time.sleep(LEAVING)
+            if not self.stopped.is_set():
+                self.end(None, [], True)
+            return
+        others = set(range(self.world)) - {self.rank}
+        answers: dict[int, RankStatus] = {}
+
+        def all_answered() -> bool:
+            for rank in others - set(answers):
+                if self.store.check([f"answer/{rank}"]):
+                    answers[rank] = RankStatus.load(self.store.get(f"answer/{rank}"))
+            return len(answers) == len(others)
+
+        # A run that has broken down is not slow: its ranks look at their ledgers every tick.
+        self._await(all_answered, self.poll + 0.5 if alarm.broke else self.grace)
+        error = error_of(alarm, answers, self.world, self.timeout)
+        keys = [f"pid/{rank}" for rank in others - set(answers)]
+        silent = [int(self.store.get(key)) for key in keys if self.store.check([key])]
+        self.store.set(REPORTED, "")
+        time.sleep(0.1)  # the others look every 0.05 s; the store may end with this rank
+        self.end(error, silent, bool(alarm.broke))
+
+    def _is_over(self) -> bool:
+        """Whether this rank ends by itself, or waits for the one that has failed: until then it may
+        have an error of its own to tell, or a checkpoint to write."""
+        call = self.recorder.oldest()
+        waits = call is not None and time.monotonic() - call.since > LEAVING
+        return waits or self.recorder.broken is not None or self.stopped.is_set()
+
+    def _end_alone(self) -> None:
+        """Ends a rank that has lost the store, which the launcher holds, or rank 0."""
+        if self.answered:
+            self.end(None, [], True)
+            return
+        self._await(lambda: self.stopped.is_set() or self.recorder.broken is not None, self.grace)
+        if self.stopped.is_set():
+            return
+        own = self._answer()
+        if own.broke:
+            answers = dict.fromkeys(range(1, self.world), own)
+            self.end(error_of(own, answers, self.world, self.timeout), [], True)
+        else:
+            message = f"rank {self.rank}, at {own.place}, has lost the run's store: its launcher"
+            self.end(failed(f"{message}, or rank 0, has ended", KEPT), [], True)
+
+    def _await(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Returns when the condition holds, or after so many seconds."""
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _tell(self, answer: RankStatus) -> None:
+        self.store.set(f"answer/{self.rank}", answer.dump())
+
+    def _answer(self) -> RankStatus:
+        step, counts = self.recorder.step, dict(self.recorder.counts)
+        if broken := self.recorder.broken:
+            wait = self._wait(broken.call)
+            return RankStatus(self.rank, step, broken.place, counts, wait, broken.error)
+        call = self.recorder.oldest()
+        if call is None:
+            return RankStatus(self.rank, step, place(self.main), counts)
+        return RankStatus(self.rank, step, calling(call.thread), counts, self._wait(call))
+
+    def _wait(self, call: Call) -> BlockedCall:
+        waited = time.monotonic() - call.since
+        return BlockedCall(call.op, call.channel, call.peers(), call.number, waited)
+
+    def _fall_back(self) -> None:
+        """Ends a rank whose store does not answer: its host may be what has stopped."""
+        while not self.stopped.wait(self.poll):
+            call = self.recorder.oldest()
+            if call is None or time.monotonic() - call.since < self.timeout + 2.0 * self.grace:
+                continue
+            wait, where = self._wait(call), calling(call.thread)
+            message = f"{wait} has waited for {wait.seconds:.0f} s on rank {self.rank}, at {where}"
+            message += "; no rank could be asked why: rank 0's store does not answer"
+            hint = "the last good checkpoint is kept: look at rank 0's machine, then use --resume"
+            self.end(failed(message, hint), [], False)

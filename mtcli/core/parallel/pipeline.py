@@ -1,0 +1,310 @@
+"""Pipeline parallelism: runs this rank's ops of a Schedule, whatever the schedule.
+
+A need that sits on another rank is the send and the receive. pp = 1 is gradient accumulation by the
+same code. T tokens, D hidden: a hop carries x_TD as the stage holds it; without sequence
+parallelism, where every tp rank holds the same [T, D], each sends 1/tp of it and the receivers
+gather (PTD-P's scatter/gather, arXiv:2104.04473, section 4.1).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mtcli.core.parallel.collectives import Pending, all_gather, receive, start_send
+from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.zero_bubble import WeightStep
+from mtcli.core.schedule.ops import Op, Schedule, needs
+
+SENT_AHEAD = 1  # of a forward pass: it travels while the next micro-batch's is computed
+
+Given = TypeVar("Given")
+
+
+class StageModule(Protocol[Given]):
+    """One stage of the model; Given is what it reads besides activations."""
+
+    build: LayerFactory
+
+    def __call__(self, x_TD: Tensor | None, inputs: Given) -> Tensor:
+        """The stage's activations."""
+
+    def loss(self, x_TD: Tensor, inputs: Given, scale: float) -> tuple[Tensor, Tensor]:
+        """The last stage's sum of losses, and scale times it, to differentiate."""
+
+
+class OpSpan(NamedTuple):
+    """When an op ran on this rank, by the pipeline's clock; waiting for others is not in it."""
+
+    op: Op
+    start: float
+    end: float
+
+
+class ActivationFormat(NamedTuple):
+    """How activations travel: dtype, columns, and whether tp ranks hold the same ones."""
+
+    dtype: torch.dtype
+    columns: int
+    same_on_tp: bool
+
+
+class Pipeline(Generic[Given]):
+    """Executes the ops of this rank in the schedule's order."""
+
+    def __init__(
+        self,
+        stages: dict[int, StageModule[Given]],
+        schedule: Schedule,
+        groups: Groups,
+        format: ActivationFormat,
+    ) -> None:
+        self.stages, self.schedule = stages, schedule
+        self.ops = schedule.ops[groups.pp_rank]
+        self.hops = _Hops(schedule, groups, format)
+        self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
+        self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # each op
+        self.spans: list[OpSpan] = []
+        self.current: Op | None = None  # the op that runs, or ran last
+
+    def train_step(
+        self,
+        load: Callable[[int], Given],
+        tokens: int,
+        scale: float,
+        before_last_backward: Callable[[int], None],
+    ) -> float:
+        """Forward and backward of every micro-batch; returns the sum of this rank's losses.
+
+        `load(m)` gives micro-batch m, of `tokens` tokens. Gradients are those of scale * (sum of
+        losses).
+        `before_last_backward(stage)` is called when no later op adds to the stage's gradients.
+        """
+        run = _Step(self, load, tokens, scale)
+        actions = {"F": run.forward, "B": run.backward, "I": run.backward, "W": run.weights}
+        last = {op.stage: op for op in self.ops if op.kind in "BW"}
+        for op in self.ops:
+            if op == last[op.stage]:
+                before_last_backward(op.stage)
+            self.current = op
+            with self.around(op):
+                actions[op.kind](op)
+        self.hops.wait()
+        self.spans = run.spans
+        return run.total_loss()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        load: Callable[[int], Given],
+        tokens: int,
+        take: Callable[[Tensor, Given], object],
+    ) -> None:
+        """Forwards alone. On the last stage's rank `take` is called with the activations and inputs
+        of each micro-batch, in order; of no other micro-batch is anything alive then but what is on
+        its way to a stage.
+        """
+        run = _Step(self, load, tokens, 0.0)
+        for op in self.ops:
+            run.infer(op, take)
+        self.hops.wait()
+        self.spans = run.spans
+
+
+class _Step(Generic[Given]):
+    """The state of one pass over the schedule: activations and gradients in flight."""
+
+    def __init__(
+        self, pipeline: Pipeline[Given], load: Callable[[int], Given], tokens: int, scale: float
+    ) -> None:
+        self.stages, self.hops, self.scale = pipeline.stages, pipeline.hops, scale
+        self.last_stage = pipeline.schedule.num_stages - 1
+        self.load, self.tokens, self.clock = load, tokens, pipeline.clock
+        self.loaded: dict[int, Given] = {}
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.weight_work: dict[tuple[int, int], list[WeightStep]] = {}
+        self.losses: list[Tensor] = []
+        self.spans: list[OpSpan] = []
+
+    def forward(self, op: Op) -> None:
+        """F: activations in, activations (or the loss) out, both kept for B."""
+        x = self._activations(op)
+        if x is not None:
+            x.requires_grad_()
+        start, inputs = self.clock(), self._inputs(op)
+        y = self.stages[op.stage](x, inputs)
+        if op.stage == self.last_stage:
+            total, y = self.stages[op.stage].loss(y, inputs, self.scale)
+            self.losses.append(total)
+        else:
+            self.hops.send(op, y.detach())
+        self.saved[op.micro_batch, op.stage] = (x, y)
+        self.spans.append(OpSpan(op, start, self.clock()))
+
+    def backward(self, op: Op) -> None:
+        """B: the gradient of the output in, of the input out; parameters' gradients on the way.
+
+        I leaves the gradients of linear weights for W.
+        """
+        gradient = None
+        if op.stage < self.last_stage:
+            gradient = self.hops.receive(needs(op, self.last_stage + 1)[1], self.tokens)
+        x, y = self.saved.pop((op.micro_batch, op.stage))
+        start = self.clock()
+        if op.kind == "B":
+            torch.autograd.backward(y, gradient)
+        else:
+            with self.stages[op.stage].build.weight_work.collecting() as work:
+                torch.autograd.backward(y, gradient)
+            self.weight_work[op.micro_batch, op.stage] = work
+        if x is not None:
+            assert x.grad is not None, f"{op} left no gradient for the stage before"
+            self.hops.send(op, x.grad)
+        self.spans.append(OpSpan(op, start, self.clock()))
+
+    def weights(self, op: Op) -> None:
+        """W: the weight gradients that I has left."""
+        start = self.clock()
+        work = self.weight_work.pop((op.micro_batch, op.stage))
+        while work:
+            work.pop(0)()  # which is let go of when it has run
+        self.spans.append(OpSpan(op, start, self.clock()))
+
+    def infer(self, op: Op, take: Callable[[Tensor, Given], object]) -> None:
+        """F without a backward to come; `take` gets the last stage's activations and inputs."""
+        x = self._activations(op)
+        start, inputs = self.clock(), self._inputs(op)
+        y = self.stages[op.stage](x, inputs)
+        self.spans.append(OpSpan(op, start, self.clock()))
+        if op.stage == self.last_stage:
+            take(y, inputs)
+        else:
+            self.hops.limit_sending()
+            self.hops.send(op, y)
+
+    def total_loss(self) -> float:
+        """The sum of the losses of every micro-batch, 0 on ranks without the last stage."""
+        return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
+
+    def _activations(self, op: Op) -> Tensor | None:
+        if op.stage == 0:
+            return None
+        return self.hops.receive(needs(op, self.last_stage + 1)[0], self.tokens)
+
+    def _inputs(self, op: Op) -> Given:
+        """A micro-batch's inputs, let go of by the last of this rank's stages that reads them."""
+        micro_batch = op.micro_batch
+        if micro_batch not in self.loaded:
+            self.loaded[micro_batch] = self.load(micro_batch)
+        if op.stage == max(self.stages):
+            return self.loaded.pop(micro_batch)
+        return self.loaded[micro_batch]
+
+
+class _Sent(NamedTuple):
+    """What is on its way to a pipeline rank, whose op number `taker` takes it."""
+
+    pending: Pending
+    part: Tensor
+    peer: int
+    taker: int
+
+
+class _Hops:
+    """Results that travel between stages: handed over on this rank, or sent and received.
+
+    A receiver takes messages in the order in which the sender's ops produce them and keeps those
+    that come early, so any schedule without a deadlock works over first-in first-out channels.
+    """
+
+    def __init__(self, schedule: Schedule, groups: Groups, format: ActivationFormat) -> None:
+        self.schedule, self.format, self.tp = schedule, format, groups.tp
+        back = groups.axes["pp_backward"]
+        self.axes = {"F": groups.axes["pp_forward"], "B": back, "I": back}
+        self.me, self.device = groups.pp_rank, groups.device
+        self.arrived: dict[Op, Tensor] = {}
+        self.sending: list[_Sent] = []
+        self.places = [{op: place for place, op in enumerate(ops)} for ops in schedule.ops]
+        self.expected: dict[tuple[str, int], deque[Op]] = {}
+
+    def send(self, op: Op, x: Tensor) -> None:
+        """Gives an op's result to the op that needs it."""
+        peer = self._receiver(op)
+        if peer == self.me:
+            self.arrived[op] = x
+            return
+        part = self._my_part(x)
+        pending = start_send(part, self.axes[op.kind], peer, str(op))
+        taker = op._replace(stage=self._next_stage(op))
+        self.sending.append(_Sent(pending, part, peer, self.places[peer][taker]))
+
+    def receive(self, op: Op, tokens: int) -> Tensor:
+        """The result of an op, once it is there."""
+        sender = self.schedule.rank_of_stage[op.stage]
+        if sender != self.me and not self.expected.get((op.kind, sender)):
+            self.expected[op.kind, sender] = deque(self._sent_by(sender, op.kind))
+        while op not in self.arrived:
+            next_op = self.expected[op.kind, sender].popleft()
+            self.arrived[next_op] = self._receive(next_op, sender, tokens)
+        self._forget_sent(sender, self.places[sender][op])
+        return self.arrived.pop(op)
+
+    def _forget_sent(self, peer: int, place: int) -> None:
+        """Lets go of what has left: all that ops of a peer before that place have taken, and what
+        the backend says (gloo says nothing before it is waited for)."""
+        left = []
+        for one in self.sending:
+            if one.peer == peer and one.taker < place:
+                one.pending.wait()
+            elif not one.pending.is_completed():
+                left.append(one)
+        self.sending = left
+
+    def limit_sending(self) -> None:
+        """Waits until SENT_AHEAD messages are on their way, the oldest first. For forwards alone:
+        no gradient comes back, by which a sender would know what its peers have taken."""
+        while len(self.sending) > SENT_AHEAD:
+            self.sending.pop(0).pending.wait()
+
+    def wait(self) -> None:
+        """Returns when everything sent has left."""
+        for one in self.sending:
+            one.pending.wait()
+        self.sending = []
+        assert not self.arrived, f"results nobody took: {[str(op) for op in self.arrived]}"
+
+    def _receive(self, op: Op, sender: int, tokens: int) -> Tensor:
+        axis, format = self.axes[op.kind], self.format
+        if not format.same_on_tp:
+            shape = (tokens // self.tp.size, format.columns)
+            part = torch.empty(shape, dtype=format.dtype, device=self.device)
+            return receive(part, axis, sender, str(op))
+        size = -(-tokens * format.columns // self.tp.size)
+        part = torch.empty(size, dtype=format.dtype, device=self.device)
+        receive(part, axis, sender, str(op))
+        return all_gather(part, self.tp)[: tokens * format.columns].view(tokens, format.columns)
+
+    def _my_part(self, x: Tensor) -> Tensor:
+        if not self.format.same_on_tp:
+            return x.contiguous()
+        flat, size = x.flatten(), -(-x.numel() // self.tp.size)
+        part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]
+        if len(part) == size:  # to pad by nothing would copy
+            return part
+        return torch.nn.functional.pad(part, (0, size - len(part)))
+
+    def _receiver(self, op: Op) -> int:
+        return self.schedule.rank_of_stage[self._next_stage(op)]
+
+    def _next_stage(self, op: Op) -> int:
+        return op.stage + (1 if op.kind == "F" else -1)
+
+    def _sent_by(self, sender: int, kind: str) -> list[Op]:
+        end = len(self.schedule.rank_of_stage) - 1 if kind == "F" else 0
+        sent = [op for op in self.schedule.ops[sender] if op.kind == kind and op.stage != end]
+        return [op for op in sent if self._receiver(op) == self.me]

@@ -1,0 +1,1 @@
+"""What carries collectives: process groups, or memory that ranks of a machine share."""

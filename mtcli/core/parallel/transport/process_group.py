@@ -1,0 +1,128 @@
+"""What carries the collectives of some ranks: a process group, or memory that they share."""
+
+import json
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtcli.core.parallel.transport.same_machine import connect
+
+# torch 2.13 renames two collectives and deprecates the old names, which are all that 2.11 has.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PendingWork(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Returns when it is done."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+
+
+class Transport(Protocol):
+    """Starts collectives of n ranks; every tensor is contiguous."""
+
+    def all_reduce(self, x: Tensor, op: Any) -> PendingWork:
+        """The sum (or `op`) over the ranks, in place."""
+
+    def all_gather(self, out: Tensor, x: Tensor) -> PendingWork:
+        """x [...] on each rank -> out [n, ...]."""
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> PendingWork:
+        """x [n, ...] on each rank -> out [...], row `rank` of the sum; `out` may be that row."""
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, received: list[int], sent: list[int]
+    ) -> PendingWork:
+        """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
+
+    def shift(self, out: Tensor, x: Tensor) -> PendingWork:
+        """x of each rank -> out of the next one; the last one's goes to the first."""
+
+
+class ProcessGroupTransport:
+    """The transport of a process group: NCCL's or gloo's."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
+        self.group, self.ranks, self.rank = group, ranks, rank
+
+    def all_reduce(self, x: Tensor, op: Any) -> PendingWork:
+        """The sum (or `op`) over the ranks, in place."""
+        return dist.all_reduce(x, op, self.group, async_op=True)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> PendingWork:
+        """x [...] on each rank -> out [n, ...]."""
+        return _gather_into(out.view(-1), x.view(-1), self.group, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> PendingWork:
+        """x [n, ...] on each rank -> out [...], row `rank` of the sum."""
+        return _scatter_from(out.view(-1), x.view(-1), group=self.group, async_op=True)
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, received: list[int], sent: list[int]
+    ) -> PendingWork:
+        """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
+        return dist.all_to_all_single(out, x, received, sent, self.group, async_op=True)
+
+    def shift(self, out: Tensor, x: Tensor) -> PendingWork:
+        """x of each rank -> out of the next one; the last one's goes to the first."""
+        after = self.ranks[(self.rank + 1) % len(self.ranks)]
+        before = self.ranks[self.rank - 1]
+        ops = [
+            dist.P2POp(dist.isend, x, after, self.group),
+            dist.P2POp(dist.irecv, out, before, self.group),
+        ]
+        return _Several(dist.batch_isend_irecv(ops), x)
+
+
+class _Several:
+    """Works that count as one; what they read stays in memory until then."""
+
+    def __init__(self, works: list[dist.Work], kept: Tensor) -> None:
+        self.works, self.kept = works, kept
+
+    def wait(self) -> None:
+        """Returns when all are done."""
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self.works)
+
+
+def transport_between(
+    group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout: float
+) -> Transport:
+    """Shared memory for CPU ranks of one machine, else the network. Collective over the group.
+
+    A rank waits `timeout` seconds for another one.
+    """
+    network = ProcessGroupTransport(group, ranks, rank)
+    if dist.get_backend(group) != "gloo":
+        return network
+
+    return connect(rank, ranks, lambda value: gather_json(value, group), timeout) or network
+
+
+def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value, in rank order, on every rank; what JSON can say, with tuples as lists.
+
+    torch's own gathering of objects unpickles, and so runs, what arrives on a socket.
+    """
+    nccl = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    text = json.dumps(value).encode()
+    own = torch.tensor([len(text)], device=device)
+    sizes = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(sizes, own, group=group)
+    longest = max(int(size) for size in sizes)
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(x.cpu().numpy())) for x in texts]

@@ -1,0 +1,111 @@
+"""A backward pass in two halves: input gradients now, weight gradients when the schedule says.
+
+Zero-bubble schedules (arXiv:2401.10241, section 2) put the weight half W where a rank would wait.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.activation import Activation
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
+
+WeightStep = Callable[[], None]
+
+
+class WeightPasses:
+    """Collects the weight halves of a stage's linear layers while one micro-batch's I runs."""
+
+    def __init__(self, products: LinearGemms = DEFAULT_GEMMS) -> None:
+        self.products = products
+        self.pending: list[WeightStep] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[WeightStep]]:
+        """Inside, backward leaves the weight gradients of `linear` in the list it gives."""
+        self.pending = []
+        try:
+            yield self.pending
+        finally:
+            self.pending = None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x weight^T + bias, as F.linear: x [T, D], weight [F, D] -> [T, F]."""
+        return _Linear.apply(x, weight, bias, self)
+
+    def activated_linear(
+        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
+    ) -> Tensor:
+        """activation(x + bias) weight^T: x [T, F], of SwiGLU [T, 2F], weight [D, F] -> [T, D].
+
+        The activation's result is made again for the weight's gradient, beside its own gradient.
+        """
+        return _ActivatedLinear.apply(x, bias, weight, activation, self)
+
+    def weight_half(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+        """The weight's gradient, or None where it is left for later. It then goes from the weight's
+        place in autograd's graph, which keeps no copy that was made of it, to the parameter."""
+        of_weight = self.products.wgrad
+        if self.pending is None:
+            return of_weight(grad, x)
+        x = x.detach()  # whose graph leads back to the stage's input and its gradient
+        with torch.enable_grad():
+            left = _Left.apply(weight, lambda: of_weight(grad, x))
+        self.pending.append(partial(left.backward, left.detach()))
+        return None
+
+
+class _Left(torch.autograd.Function):
+    """A gradient that is made on the way back: one that is given to a backward would be copied."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        ctx.make = make
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.make(), None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightPasses
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.work = bias is not None, work
+        return work.products.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        of_bias = grad.sum(0) if ctx.has_bias else None
+        of_x = ctx.work.products.dgrad(grad, weight)
+        return of_x, ctx.work.weight_half(weight, grad, x), of_bias, None
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        activation: Activation,
+        work: WeightPasses,
+    ) -> Tensor:
+        ctx.save_for_backward(x, bias, weight)
+        ctx.activation, ctx.work = activation, work
+        return work.products.forward(activation.forward(x, bias), weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, weight = ctx.saved_tensors
+        of_y = ctx.work.products.dgrad(grad, weight)
+        of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)
+        return of_x, of_bias, ctx.work.weight_half(weight, grad, y), None, None

@@ -1,0 +1,188 @@
+"""Bytes and seconds of what ranks send each other, by axis.
+
+A collective's time is its bytes over the slowest link it crosses, plus a latency per step: of a
+ring for gathers and scatters, of a ring or a tree for all-reduces, of pairs for all-to-alls.
+Ranks that share a node and a group share the node's network links too, so a group with k members
+in every node reaches k times the network's rate per GPU, as far as the fast link allows.
+"""
+
+from collections.abc import Iterator
+from math import ceil, log2
+
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.costs import Pass
+from mtcli.core.plan.elements import Held
+from mtcli.core.plan.gpu_time import dense_products
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.physics import Physics
+from mtcli.core.plan.workload import Workload
+
+
+def group_bandwidth(size: int, stride: int, device: Device, physics: Physics) -> float:
+    """Bytes/s per rank that a group whose members are `stride` ranks apart reaches."""
+    inside = _together(size, stride, device)
+    near = device.link.bandwidth * physics.link
+    if inside == size:
+        return near
+    return min(near, inside * device.network.bandwidth * physics.network)
+
+
+def _together(size: int, stride: int, device: Device) -> int:
+    """Members of a group that share a node."""
+    return max(1, min(size, device.node_size // max(1, stride)))
+
+
+def _ring_latency(size: int, stride: int, device: Device) -> float:
+    """Of a ring's steps, as many cross the network as there are nodes to go on to."""
+    far = ceil(size / _together(size, stride, device)) - 1
+    return far * device.network.latency + (size - 1 - far) * device.link.latency
+
+
+def _tree_latency(size: int, stride: int, device: Device) -> float:
+    """Up a tree, over the nodes and inside each."""
+    inside = _together(size, stride, device)
+    return log2(size / inside) * device.network.latency + log2(inside) * device.link.latency
+
+
+def ring_seconds(moved: float, size: int, stride: int, device: Device, physics: Physics) -> float:
+    """Seconds of an all-gather or reduce-scatter whose whole tensor is `moved` bytes."""
+    if size == 1:
+        return 0.0
+    bandwidth = group_bandwidth(size, stride, device, physics)
+    return moved * (size - 1) / size / bandwidth + _ring_latency(size, stride, device)
+
+
+def all_reduce_seconds(
+    moved: float, size: int, stride: int, device: Device, physics: Physics
+) -> float:
+    """Seconds of an all-reduce: the quicker of a ring, which scatters and gathers, and of a double
+    binary tree, up and down, which carries more bytes over fewer steps (as NCCL chooses)."""
+    if size == 1:
+        return 0.0
+    ring = 2 * ring_seconds(moved, size, stride, device, physics)
+    bandwidth = group_bandwidth(size, stride, device, physics)
+    return min(ring, 2 * moved / bandwidth + 2 * _tree_latency(size, stride, device))
+
+
+def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Per block: with sequence parallelism two all-gathers and two reduce-scatters each way, and
+    without it two all-reduces, which move as much (arXiv:2205.05198, section 4.2.2). Ranks that
+    share a key-value head exchange columns of it and of its query heads for whole heads."""
+    if work.mesh > 1:
+        return _summa(work, device, physics)
+    m, tp = work.model, work.layout.tp
+    moved = float(work.tokens * m.hidden_size * work.sizes.weight)
+    dense = not m.num_experts or m.shared_expert_ffn_hidden_size > 0
+    way = 2 * ring_seconds(moved, tp, 1, device, physics)
+    once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
+    heads = work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim / tp
+    exchange = ring_seconds(heads * work.sizes.weight, work.kv_sharers, 1, device, physics)
+    both = once * (1 + dense) + exchange
+    return Pass(both, both)
+
+
+def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Per block of 2D tensor parallelism: blocks of activations go along rows of the mesh, blocks
+    of weights along columns, and twice as much in the backward pass, which is the 7bsh + 12h^2 and,
+    with recomputation, 21bsh + 36h^2 of arXiv:2104.05343, table 1. Broadcasts are pipelined, so
+    that each link carries a block once; a node holds a part of the mesh that is about as wide as
+    it is high, the paper's bunched placement."""
+    q, size = work.mesh, work.sizes.weight
+    shapes = dense_products(work)
+    rows = float(sum(m * k for m, _, k in shapes) * size / q)
+    columns = float(sum(k * n for _, n, k in shapes) * size / q)
+    wide = 2 ** ceil(log2(device.node_size) / 2)
+    high = 1 if q * q <= device.node_size else wide
+    across = 1 if q * q <= device.node_size else device.node_size // wide
+    once = rows / group_bandwidth(q, across, device, physics)
+    once += columns / group_bandwidth(q, high, device, physics)
+    step = device.link if q * q <= device.node_size else device.network
+    once += 2 * q * len(shapes) * (q - 1) * step.latency
+    return Pass(once, 2 * once)
+
+
+def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Per block: keys and values pass round the ring; in the backward pass their gradients too."""
+    m, layout = work.model, work.layout
+    per_token = 2 * work.kv_heads * m.head_dim / layout.tp * work.sizes.weight
+    moved = work.tokens * layout.cp * per_token
+    once = ring_seconds(moved, layout.cp, layout.tp, device, physics)
+    return Pass(once, 2 * once)
+
+
+def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Per block: dispatch and combine over ep, and their gather and scatter over etp."""
+    m, layout = work.model, work.layout
+    if not m.num_experts:
+        return Pass()
+    routed = work.expert_rows * m.hidden_size * work.sizes.weight  # bytes, after the gather
+    gather = 2 * ring_seconds(routed, layout.etp, 1, device, physics)
+    both = gather + 2 * _all_to_all(routed / layout.etp, work, device, physics)
+    return Pass(both, both)
+
+
+def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) -> float:
+    """Every pair of ranks exchanges 1/ep of the tensor: what leaves the node takes the network, by
+    every copy of a token, or once for each node that some of its experts are in."""
+    ep, stride = work.layout.ep, work.layout.etp
+    if ep == 1:
+        return 0.0
+    inside = _together(ep, stride, device)
+    near = moved * (inside - 1) / ep / (device.link.bandwidth * physics.link)
+    far = moved * (ep - inside) / ep / (device.network.bandwidth * physics.network)
+    if work.once_per_node:
+        nodes, copies = ep / inside, work.model.top_k
+        far *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    steps = (inside - 1) * device.link.latency + (ep - inside) * device.network.latency
+    return max(near, far) + steps
+
+
+def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
+    """A stage's output to the next rank, each tp rank sending its own part."""
+    layout = work.layout
+    if layout.pp == 1:
+        return 0.0
+    moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
+    near = layout.world // layout.pp < device.node_size
+    share = physics.link if near else physics.network
+    crossed = device.link if near else device.network
+    return moved / (crossed.bandwidth * share) + crossed.latency
+
+
+def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Physics) -> Pass:
+    """Reducing a rank's gradients over its data axes, (attention, expert) elements, after the
+    backward pass; with zero=1 also a gather of the new weights, before the next forward pass.
+
+    An all-reduce in the gradients' width; with zero=1 a reduce-scatter, and the gather in the
+    weights'. ZeRO-3's traffic is per block: `sharded_block`.
+    """
+    sizes, total = work.sizes, Pass()
+    for count, ranks, stride in _data_groups(elements, work.layout):
+        there, back = float(count * sizes.gradient), float(count * sizes.weight)
+        if work.zero:
+            total += Pass(
+                ring_seconds(back, ranks, stride, device, physics),
+                ring_seconds(there, ranks, stride, device, physics),
+            )
+        else:
+            total += Pass(0.0, all_reduce_seconds(there, ranks, stride, device, physics))
+    return total
+
+
+def sharded_block(elements: Held, work: Workload, device: Device, physics: Physics) -> Pass:
+    """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
+    if work.zero != 3:
+        return Pass()
+    gather = sum(
+        ring_seconds(float(count * work.sizes.weight), ranks, stride, device, physics)
+        for count, ranks, stride in _data_groups(elements, work.layout)
+    )
+    return Pass(gather, 2 * gather)
+
+
+def _data_groups(elements: Held, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
+    """Elements, ranks that reduce them, and how far apart these are: attention's, then experts'."""
+    if elements.attention:
+        yield elements.attention, layout.dp * layout.cp, layout.tp
+    if elements.experts:
+        yield elements.experts, layout.edp, layout.ep * layout.etp

@@ -1,0 +1,282 @@
+"""Seconds of a step's parts on this machine's processor, from what was measured on it.
+
+A pass over some blocks is counted (`Amounts`), and each count costs the seconds per unit that
+`mtcli.core.plan.measure_cpu` has fitted to real steps; attention and what ranks send each other
+come from measurements of their own. Processes beyond the machine's cores share them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+
+from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
+from mtcli.core.plan.costs import Costs, Pass
+from mtcli.core.plan.elements import Held, block_elements, rank_elements
+from mtcli.core.plan.gpu_time import dense_products
+from mtcli.core.plan.workload import Workload
+
+Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
+
+END = 0.5  # launches of an end of the model, in blocks
+
+
+def stage_amounts(work: Workload) -> Ways:
+    """The passes of all of a model that one rank holds."""
+    ways = zip(block_amounts(work), embedding_amounts(work), head_amounts(work), strict=True)
+    forward, backward = (
+        first + last + tuple(work.model.num_layers * count for count in block)
+        for block, first, last in ways
+    )
+    return forward, backward
+
+
+def block_amounts(work: Workload) -> Ways:
+    """A block's passes on a rank."""
+    m, tp, tokens = work.model, work.layout.tp, work.tokens
+    flops = sum(2.0 * a * b * c for a, b, c in dense_products(work)) / tp
+    inner = (m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size) / tp
+    amounts = Amounts(
+        launches=1.0,
+        flops=flops,
+        residual=tokens * m.hidden_size / work.sequence_cut,
+        inner=tokens * inner,
+        weights=block_elements(work).total,
+    )
+    return _there_and_back(amounts + _routed(work) if m.num_experts else amounts)
+
+
+def _there_and_back(forward: Amounts) -> Ways:
+    """Each product of a forward pass has two in the backward pass."""
+    return forward, forward._replace(flops=2 * forward.flops)
+
+
+def _routed(work: Workload) -> Amounts:
+    m, layout = work.model, work.layout
+    rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
+    products = 3 if m.activation == "swiglu" else 2
+    return Amounts(
+        flops=2.0 * rows * products * width * m.hidden_size,
+        inner=rows * width,
+        copies=rows * m.hidden_size,
+        experts=m.num_experts / layout.ep,
+    )
+
+
+def embedding_amounts(work: Workload) -> Ways:
+    """The lookup; in the backward pass the table's gradient, as large as the table."""
+    m, tp = work.model, work.layout.tp
+    there = Amounts(launches=END, residual=END * work.tokens * m.hidden_size)
+    return there, there._replace(weights=m.vocab_size * m.hidden_size / tp)
+
+
+def head_amounts(work: Workload) -> Ways:
+    """The last norm, the logits and their loss."""
+    m, tp = work.model, work.layout.tp
+    columns = m.vocab_size / tp
+    there = Amounts(
+        launches=END,
+        flops=2.0 * work.tokens * columns * m.hidden_size,
+        residual=END * work.tokens * m.hidden_size / work.sequence_cut,
+        logits=work.tokens * columns,
+        weights=columns * m.hidden_size,
+    )
+    return _there_and_back(there)
+
+
+def seconds_of(amounts: Ways, known: Calibration) -> Pass:
+    """What the counts of a forward and of a backward pass cost, attention aside."""
+    ways = (known.forward, known.backward)
+    found = [
+        sum(a * b for a, b in zip(counts, cost, strict=True))
+        for counts, cost in zip(amounts, ways, strict=True)
+    ]
+    return Pass(*found)
+
+
+def attention_seconds(work: Workload, known: Calibration) -> Pass:
+    """Scores, softmax and values of a rank's heads; of a ring's every hop."""
+    layout, heads = work.layout, work.model.num_heads / work.layout.tp
+    if layout.cp == 1 or work.cp_mode == "a2a":
+        row = row_at(known.attention, work.seq_len)
+        scores = work.micro_batch_size * heads / layout.cp * work.seq_len**2
+        return Pass(scores * row.forward, scores * row.backward)
+    length = work.seq_len / layout.cp
+    row = row_at(known.attention, length)
+    scores, hops = work.micro_batch_size * heads * length**2, layout.cp - 1
+    return Pass(
+        scores * (row.square_forward + hops * row.part_forward / 2),
+        scores * (row.square_backward + hops * row.part_backward / 2),
+    )
+
+
+def row_at(rows: Sequence[AttentionRow], length: float) -> AttentionRow:
+    """The row of a length: between its neighbours by its logarithm, and as at the ends beyond."""
+    at = bisect_right([row.length for row in rows], length)
+    if at == 0 or at == len(rows):
+        return rows[max(0, at - 1)]
+    before, after = rows[at - 1], rows[at]
+    share = log(length / before.length) / log(after.length / before.length)
+    return AttentionRow(*(a + share * (b - a) for a, b in zip(before, after, strict=True)))
+
+
+def host_block(work: Workload, known: Calibration) -> Costs:
+    """The parts of a step that depend neither on the pipeline nor on the data ranks."""
+    attention = attention_seconds(work, known)
+    compute = seconds_of(block_amounts(work), known) + attention
+    tensor, context, expert = _tensor(work, known), _context(work, known), _expert(work, known)
+    busy = compute + tensor + context + expert
+    again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}
+    recomputed = again[work.recompute]
+    entry = _entry(work, known)
+    return Costs(
+        block=Pass(busy.forward, busy.backward + recomputed),
+        compute=compute,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        first=seconds_of(embedding_amounts(work), known) + entry,
+        last=seconds_of(head_amounts(work), known) + entry,
+        recomputed=recomputed,
+    )
+
+
+def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
+    """The parts with what a step adds: hops, gradients, the update. Nothing of it is hidden, as
+    ranks' collectives take the cores that compute."""
+    layout = work.layout
+    gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in work.large_ranks)
+    gradients += _tied(work, known)
+    sharded = _sharded(work, known)
+    shards = layout.dp * layout.cp if work.zero else 1
+    per_block, per_element = known.update
+    update = max(
+        per_block * work.layers_of_rank(rank)
+        + per_element * rank_elements(work, rank).total / shards
+        for rank in work.large_ranks
+    )
+    moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
+    sums = 2 if work.optimizer == "lamb" else 1  # the gradient norm, and then LAMB's norms
+    agreement = 0.0 if layout.world == 1 else sums * _link(known, "reduce", 16.0, 2)
+    whole = replace(
+        parts,
+        block=parts.block + sharded,
+        sharded=sharded,
+        hop=0.0 if layout.pp == 1 else _link(known, "hop", 2 * moved, 2),
+        gradients=gradients,
+        gradients_exposed=gradients,
+        optimizer=update,
+        overhead=known.overhead + agreement,
+    )
+    return whole.crowded(known.crowd(layout.world))
+
+
+def _link(known: Calibration, kind: str, moved: float, size: int) -> float:
+    """Seconds of a collective of `size` ranks whose whole tensor is `moved` bytes."""
+    if size == 1:
+        return 0.0
+    latency, per_byte = known.links[kind]
+    return latency + per_byte * moved * (size - 1) / size
+
+
+def _tensor(work: Workload, known: Calibration) -> Pass:
+    """A gather and a scatter, or an all-reduce, for each half of a block that has products; and
+    an exchange of the heads that ranks share."""
+    m, tp = work.model, work.layout.tp
+    moved = float(work.tokens * m.hidden_size * work.sizes.weight)
+    halves = 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
+    heads = work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim / tp
+    once = _link(known, "exchange", heads * work.sizes.weight, work.kv_sharers)
+    return _pair(work, known, moved, tp) * halves + Pass(once, once)
+
+
+def _pair(work: Workload, known: Calibration, moved: float, tp: int) -> Pass:
+    once = _link(known, "reduce", moved, tp)
+    if work.sequence_parallel:
+        once = _link(known, "gather", moved, tp) + _link(known, "scatter", moved, tp)
+    return Pass(once, once)
+
+
+def _entry(work: Workload, known: Calibration) -> Pass:
+    """Activations that enter the head, or leave the embedding, and come back."""
+    moved = float(work.tokens * work.model.hidden_size * work.sizes.weight)
+    return _pair(work, known, moved, work.layout.tp) * 0.5
+
+
+def _context(work: Workload, known: Calibration) -> Pass:
+    """Keys and values go round; in the backward pass their gradients, in float32, go too. Of heads
+    that change places (a2a) all goes there and back."""
+    m, layout = work.model, work.layout
+    if work.cp_mode == "a2a":
+        local = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.head_dim / layout.tp
+        both = _link(known, "exchange", local * work.sizes.weight, layout.cp)
+        return Pass(both, both)
+    elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / layout.tp
+    wide = max(4, work.sizes.weight)
+    if layout.cp == 1:
+        return Pass()
+    once = (layout.cp - 1) * _hop(known, elements * work.sizes.weight)
+    return Pass(once, once + layout.cp * _hop(known, elements * wide))
+
+
+def _hop(known: Calibration, moved: float) -> float:
+    """Seconds in which everyone gives the next rank of a ring `moved` bytes."""
+    latency, per_byte = known.links["gather"]
+    return latency + per_byte * moved
+
+
+def _expert(work: Workload, known: Calibration) -> Pass:
+    """Dispatch and combine over ep, gather and scatter over etp, and the counts that lead them;
+    rows that came from several ranks are sorted by expert, and back."""
+    m, layout = work.model, work.layout
+    if not m.num_experts:
+        return Pass()
+    routed = work.expert_rows * m.hidden_size * work.sizes.weight
+    both = _link(known, "gather", routed, layout.etp) + _link(known, "scatter", routed, layout.etp)
+    both += 2 * _link(known, "exchange", routed / layout.etp, layout.ep)
+    counts = _link(known, "gather", 8.0 * m.num_experts, layout.ep * layout.etp)
+    if layout.ep * layout.etp > 1 and work.dispatcher == "all_to_all":
+        both += 2 * 2 * routed / known.memory_bandwidth
+    return Pass(both + counts, both)
+
+
+def _gradients(elements: Held, work: Workload, known: Calibration) -> float:
+    """The reduction over data ranks; with zero=1 a scatter, and a gather of the new weights."""
+    if work.zero == 3:
+        return 0.0
+    total, sizes = 0.0, work.sizes
+    for count, ranks in _data_groups(elements, work):
+        if work.zero:
+            total += _link(known, "scatter", float(count * sizes.gradient), ranks)
+            total += _link(known, "gather", float(count * sizes.weight), ranks)
+        else:
+            total += _link(known, "reduce", float(count * sizes.gradient), ranks)
+    return total
+
+
+def _tied(work: Workload, known: Calibration) -> float:
+    """The sum of a tied embedding's two gradients, at the ends of a pipeline."""
+    m, layout = work.model, work.layout
+    if layout.pp == 1 or not m.tie_embeddings:
+        return 0.0
+    elements = m.vocab_size * m.hidden_size / layout.tp
+    return _link(known, "reduce", elements * work.sizes.gradient, 2)
+
+
+def _sharded(work: Workload, known: Calibration) -> Pass:
+    """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
+    if work.zero != 3:
+        return Pass()
+    latency, per_byte = known.links["hop"]  # torch's FSDP2 takes gloo's way, as hops do
+    seconds = sum(
+        latency + per_byte * count * work.sizes.weight * (ranks - 1) / ranks
+        for count, ranks in _data_groups(block_elements(work), work)
+        if ranks > 1
+    )
+    return Pass(seconds, 2 * seconds)
+
+
+def _data_groups(elements: Held, work: Workload) -> list[tuple[int, int]]:
+    layout = work.layout
+    groups = [(elements.attention, layout.dp * layout.cp), (elements.experts, layout.edp)]
+    return [(count, ranks) for count, ranks in groups if count]

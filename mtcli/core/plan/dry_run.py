@@ -1,0 +1,217 @@
+"""`mtcli plan --dry-run`: the real trainer of any rank of any world takes a step without memory.
+
+The classes that train are built with fake tensors in a fake world, and a real step runs through
+them under a count of live bytes. So what is counted is what the code allocates, and the plan's
+closed forms, which share no code with it, are held against that.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtcli.core.config import rules
+from mtcli.core.config.errors import failed, wrong
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.loader import SampleId
+from mtcli.core.plan.fake_world import fake_shards, fake_world
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.live_memory import LiveMemory
+from mtcli.core.plan.memory import Memory, fullest_rank, rank_memory
+from mtcli.core.plan.workload import Workload
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.step import Trainer
+from mtcli.kernels.gemm import set_bfloat16_in_float32
+
+KINDS = ("weights", "gradients", "optimizer")
+TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a rank's step was counted to hold, beside what the plan says of that rank."""
+
+    rank: int
+    device: str  # whose kernels were assumed
+    micro_batches: int
+    state: dict[str, int]  # bytes by kind
+    activation_peak: int  # bytes of everything besides the state, at most
+    peak_at: str
+    evaluation_peak: int | None  # the same of an evaluation, where the config has any
+    predicted: Memory
+    seconds: float
+
+    @property
+    def title(self) -> str:
+        """What was run, in one line."""
+        step = f"a step of {self.micro_batches} micro-batches, kernels of a {self.device}"
+        return f"Dry run of rank {self.rank}: {step}; {self.seconds:.1f} s; peak in {self.peak_at}"
+
+    @property
+    def problems(self) -> list[str]:
+        """Where the plan and the step disagree."""
+        found = [
+            f"{kind}: the step holds {self.state[kind]:,} bytes and the plan says {said:,}"
+            for kind, said in self._predicted_state().items()
+            if said != self.state[kind]
+        ]
+        held, said = self.activation_peak, round(self.predicted.besides_state)
+        if abs(_apart(said, held)) > TOLERANCE:
+            words = f"activations: the step holds {held:,} bytes at its peak and the plan says"
+            found.append(f"{words} {said:,}, {abs(_apart(said, held)):.1%} off")
+        if self.evaluation_peak is not None and self.evaluation_peak > (1 + TOLERANCE) * said:
+            words = f"evaluation: it holds {self.evaluation_peak:,} bytes at its peak"
+            found.append(f"{words} and the plan says that a step's {said:,} are enough")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON of `mtcli plan --dry-run --json`."""
+        return {
+            "rank": self.rank,
+            "state_bytes": sum(self.state.values()),
+            "predicted_state_bytes": sum(self._predicted_state().values()),
+            "activation_peak_bytes": self.activation_peak,
+            "evaluation_peak_bytes": self.evaluation_peak,
+            "predicted_activation_bytes": round(self.predicted.besides_state),
+            "seconds": self.seconds,
+            "state_bytes_by_kind": self.state,
+            "peak_at": self.peak_at,
+            "micro_batches": self.micro_batches,
+            "kernels": self.device,
+            "problems": self.problems,
+        }
+
+    def rows(self) -> list[list[str]]:
+        """Rows of a table: kind, bytes counted, bytes planned, how far apart."""
+        said = self._predicted_state() | {"activations, peak": round(self.predicted.besides_state)}
+        held = self.state | {"activations, peak": self.activation_peak}
+        said["in all"], held["in all"] = sum(said.values()), sum(held.values())
+        if self.evaluation_peak is not None:  # of the activations' bytes, which it shares
+            said["evaluation, at most"] = said["activations, peak"]
+            held["evaluation, at most"] = self.evaluation_peak
+        return [
+            [kind, f"{held[kind]:,}", f"{said[kind]:,}", f"{_apart(said[kind], held[kind]):+.2%}"]
+            for kind in held
+        ]
+
+    def require_agreement(self) -> None:
+        """Raises MtcliError (exit 1) with every number on which plan and step disagree."""
+        if self.problems:
+            hint = "the plan's formulas or the engine's allocations have changed: report both"
+            raise failed(f"rank {self.rank}: {'; '.join(self.problems)}", hint)
+
+    def _predicted_state(self) -> dict[str, int]:
+        return {kind: round(getattr(self.predicted, kind)) for kind in KINDS}
+
+
+@contextmanager
+def _products_as_on(device: Device) -> Iterator[None]:
+    before = set_bfloat16_in_float32(device.widens)
+    try:
+        yield
+    finally:
+        set_bfloat16_in_float32(before)
+
+
+def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> DryRun:
+    """One step of a rank (of the fullest one where None) of a config on `world` devices.
+
+    A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
+    MtcliError where there is no such rank.
+    """
+    # What a step costs is known of a model that the one head cannot train, too.
+    rules.require(config, world, *rules.ENGINE_RULES, without=rules.TRAINING_RULES)
+    work = Workload.of(config, world)
+    rank = fullest_rank(work, device) if rank is None else rank
+    if not 0 <= rank < world:
+        raise wrong(f"--rank {rank} is not one of {world} ranks", f"0 to {world - 1}", "--rank")
+    start, config = perf_counter(), _as_written(shortened(config, work))
+    where = torch.device("cpu" if device.name == "cpu" else "meta")  # which takes a GPU's paths
+    cut = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
+    products = _products_as_on(device)
+    live, trainers = LiveMemory(where.type, lambda: _moment(trainers)), []
+    with cut, products, fake_world(rank, world, config.model, live, where.type == "meta"):
+        trainer = Trainer(config, Runtime(rank, world, rank, world, where))
+        trainers.append(trainer)
+        state = trainer.state_bytes_by_kind()
+        loader = MicroBatchLoader(Blank(config), config, trainer.groups)
+        live.begin()
+        with closing(loader):
+            trainer.train_step(loader)
+            step_peak, peak_at = live.peak, live.peak_at
+            live.begin()
+            if config.train.eval_every:
+                trainer.evaluate(loader)
+    held = sum(state.values())
+    return DryRun(
+        rank=rank,
+        device="cpu" if device.name == "cpu" else "gpu",
+        micro_batches=trainer.micro_batches,
+        state=state,
+        activation_peak=step_peak - held,
+        peak_at=peak_at,
+        evaluation_peak=live.peak - held if config.train.eval_every else None,
+        predicted=rank_memory(work, device, rank),
+        seconds=perf_counter() - start,
+    )
+
+
+def shortened(config: RunConfig, work: Workload) -> RunConfig:
+    """The config with the micro-batches that fill the pipeline, and two that run through it full.
+
+    gpipe keeps every one of them, and interleaving its last group, of pp and the remainder.
+    """
+    pp, count = work.layout.pp, work.num_micro_batches
+    few = 2 * pp + count % pp if work.layout.vpp > 1 else pp + 2
+    if pp == 1 or work.schedule_name != "gpipe":
+        count = min(count, few)
+    size = count * work.micro_batch_size * work.layout.dp
+    batch = config.batch.model_copy(update={"global_batch_size": size})
+    return config.model_copy(update={"batch": batch})
+
+
+def _as_written(config: RunConfig) -> RunConfig:
+    """The config of a step not compiled nor recorded, which both take tensors with memory."""
+    plain = config.train.model_copy(
+        update={"compile": False, "cuda_graphs": False, "eval_batches": 1}
+    )
+    return config.model_copy(update={"train": plain})
+
+
+def _moment(trainers: list[Trainer]) -> str:
+    if not trainers:
+        return "the start"
+    pipeline = trainers[0].pipeline
+    return "the update" if pipeline.spans else str(pipeline.current or "the data")
+
+
+def _apart(said: float, held: float) -> float:
+    return said / held - 1 if held else float(said > 0)
+
+
+class Blank:
+    """Data of zeros: as many samples as anyone asks for, each one document."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.length = config.batch.seq_len + 1
+        self.count = config.train.steps * config.batch.global_batch_size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """int64 [count, seq_len + 1]."""
+        return np.zeros((count, self.length), np.int64)
+
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """int32 [count, seq_len + 1]."""
+        return np.zeros((count, self.length), np.int32)
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """None: these come from nowhere."""
+        return []

@@ -1,0 +1,150 @@
+"""Elements of the parameters that a rank holds, and of those that zero=3 gathers together."""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import Parameter, cuts_parameters
+from mtcli.core.plan.taped_sharding import Group
+from mtcli.core.plan.workload import Workload
+
+
+class Owner(NamedTuple):
+    """Which of the data ranks a rank is: of those that share attention, and an expert."""
+
+    data: int = 0
+    edp: int = 0
+
+
+FIRST = Owner()
+
+
+class Held(NamedTuple):
+    """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
+
+    `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
+    all of them take when each has as many as that. `untrained` come on top: they have no gradient
+    and are never cut.
+    """
+
+    attention: int = 0
+    experts: int = 0
+    shard: int = 0
+    padded: int = 0
+    padded_experts: int = 0
+    untrained: int = 0
+
+    @property
+    def total(self) -> int:
+        """Trained elements of both grids."""
+        return self.attention + self.experts
+
+
+def owner_of(work: Workload, rank: int) -> Owner:
+    """Which of the ranks that share a parameter's rows a rank is."""
+    place = work.layout.place(rank)
+    return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
+
+
+def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> Held:
+    """Elements of the weights that a rank of this pipeline rank holds, padding included."""
+    layers = work.layers_of_rank(pp_rank)
+    ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
+    return _elements(work.model, work.layout, layers, ends, owner)
+
+
+def block_elements(work: Workload) -> Held:
+    """Elements of one block on a rank."""
+    return _elements(work.model, work.layout, 1, (False, False), FIRST)
+
+
+def is_sharded(work: Workload) -> bool:
+    """Whether each data rank holds some rows of the parameters."""
+    return cuts_parameters(work.zero, work.layout, work.model)
+
+
+def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...]:
+    """What zero=3 gathers together on a stage, which is the first, the last, both or neither: a
+    block, its experts, the ends. The gradient of a table that only the head reads is reduced by
+    itself."""
+    if not is_sharded(work):
+        return ()
+    block, outer = _trained(work.model, 1, (False, False)), _trained(work.model, 0, ends)
+    dense = [parameter for parameter in block if not parameter.is_expert]
+    experts = [parameter for parameter in block if parameter.is_expert]
+    first, last = ends
+    tied = "embedding.weight" if last and not first else ""
+    head = tied if work.model.tie_embeddings else "head.weight"
+    rest = [parameter for parameter in outer if parameter.name != head]
+    data = work.layout.dp * work.layout.cp
+    return (
+        _group(work, "", data, dense, dense),
+        _group(work, "", work.layout.edp, experts, experts),
+        _group(work, "ends", data, outer, rest),
+    )
+
+
+def _trained(model: ModelConfig, layers: int, ends: tuple[bool, bool]) -> list[Parameter]:
+    """In the order of the modules."""
+    parts = _parts(model, layers, ends)
+    return [parameter for parameter, times in parts if times and parameter.trained]
+
+
+def _group(
+    work: Workload, name: str, ranks: int, held: Sequence[Parameter], reduced: Sequence[Parameter]
+) -> Group:
+    sizes, layout = work.sizes, work.layout
+    weights, wide = (sum(_padded(p, layout, ranks) for p in some) for some in (held, reduced))
+    last = prod(reduced[-1].local_shape(layout)) if reduced else 0
+    return Group(name, weights * sizes.weight, wide * sizes.gradient, ranks, last * sizes.weight)
+
+
+def _padded(parameter: Parameter, layout: ParallelLayout, ranks: int) -> int:
+    """Elements when each of so many ranks has as many rows as the first."""
+    rows, *columns = parameter.stored_shape(layout)
+    return -(-rows // ranks) * ranks * prod(columns)
+
+
+@cache
+def _elements(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    layers: int,
+    ends: tuple[bool, bool],
+    owner: Owner,
+) -> Held:
+    attention = experts = shard = padded = of_experts = untrained = 0
+    for parameter, times in _parts(model, layers, ends):
+        local = parameter.local_shape(layout)
+        if not parameter.trained:
+            untrained += times * prod(local)
+            continue
+        ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
+        rows, *columns = parameter.stored_shape(layout)
+        each = -(-rows // ranks)
+        first = (owner.edp if parameter.is_expert else owner.data) * each
+        shard += times * max(0, min(each, rows - first)) * prod(columns)
+        padded += times * ranks * each * prod(columns)
+        if parameter.is_expert:
+            experts += times * prod(local)
+            of_experts += times * ranks * each * prod(columns)
+        else:
+            attention += times * prod(local)
+    return Held(attention, experts, shard, padded, of_experts, untrained)
+
+
+def _parts(
+    model: ModelConfig, layers: int, ends: tuple[bool, bool]
+) -> Iterable[tuple[Parameter, int]]:
+    """Each parameter of a pipeline rank and how often it holds one; all blocks are alike."""
+    first, last = ends
+    for parameter in parameters(model.model_copy(update={"num_layers": 1})).values():
+        if parameter.owner == "first":
+            tied = last and model.tie_embeddings and parameter.name == "embedding.weight"
+            yield parameter, int(first or tied)
+        else:
+            yield parameter, int(last) if parameter.owner == "last" else layers

@@ -1,0 +1,226 @@
+"""A world that is not there: fake tensors, fake ranks, and answers to what only data could tell.
+
+Inside, one process is any rank of any world. Tensors have shapes and no memory, collectives return
+at once, and the numbers that a step reads back from its tensors are chosen: losses and norms are 1,
+and routed tokens spread evenly over the experts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.model import build
+from mtcli.core.parallel.collectives import Pending
+from mtcli.kernels import permute  # noqa: F401
+from mtcli.kernels.launch import fake_gpu
+
+LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
+RMS_NORM, ATTENTION = F.rms_norm, F.scaled_dot_product_attention
+aten = torch.ops.aten
+FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.zeros.default,
+    aten.full.default,
+}
+DYNAMIC = {
+    aten.repeat_interleave.Tensor,
+    aten.unique_consecutive.default,
+    aten.nonzero.default,
+}
+
+
+@contextmanager
+def fake_world(
+    rank: int, world: int, model: ModelConfig, watching: TorchDispatchMode, on_gpu: bool
+) -> Iterator[None]:
+    """Makes this process a rank of a world of fake ranks, and every new tensor a fake one.
+
+    `watching` sees every operation. With `on_gpu` our kernels are taken to run.
+    """
+    if world > 1:
+        backend = "cpu:fake,meta:fake"
+        dist.init_process_group(backend, rank=rank, world_size=world, store=FakeStore())
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
+            stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+            stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
+            stack.enter_context(fake_gpu() if on_gpu else nullcontext())
+            for mode in (Answers(model), watching):
+                stack.enter_context(mode)
+            yield
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def fake_shards(where: torch.device) -> Iterator[None]:
+    """Inside, FSDP2 cuts fake parameters, which are on a CPU or on `meta` from the start.
+
+    It asks the device for streams, of which a CPU has some that do nothing; it does not train what
+    is on meta; and of what `to_empty` moves it wants the address, which fake tensors have not.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
+
+    replaced = (
+        (torch, "meta", torch.cpu),
+        (build, "HOLLOW", where),
+        (_fully_shard, "_get_device_from_mesh", lambda mesh: where),
+        (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        (_fsdp_param.FSDPParam, "reset_sharded_param", lambda parameter: None),
+        (nn.Module, "to_empty", lambda module, device: module),
+    )
+    with ExitStack() as stack:
+        for owner, name, instead in replaced:
+            stack.enter_context(patch.object(owner, name, instead, create=name == "meta"))
+        yield
+
+
+class Answers(TorchDispatchMode):
+    """What tensors without values say when they are asked for one.
+
+    Whole numbers that follow from constants, and from the balanced counts of routed tokens, are
+    computed for real beside their fake tensors. Of all else a number is 1.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.known = WeakIdKeyDictionary()  # of a fake tensor: its values
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What the operation gives, from what is known of what it takes."""
+        given = dict(kwargs or {})
+        if func is aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if func is aten.bincount.default:
+            bins = given["minlength"] if "minlength" in given else args[-1]
+            counts = self._balanced(args[0].numel(), bins - 1, bins)
+            return self._learn(args[0].new_empty(bins), counts)
+        if func is torch.ops.mtcli.sort_copies.default:
+            counts, places = func(*args, **given)
+            return self._learn(counts, self._balanced(args[0].numel(), args[2])), places
+        if func is torch.ops.c10d._allgather_base_.default:
+            self._gather(args[0], args[1])
+        found = self._compute(func, args, given)
+        if func in DYNAMIC and found is not None:
+            like = next(x for x in args if isinstance(x, Tensor))
+            return tree_map(lambda x: self._learn(like.new_empty(x.shape, dtype=x.dtype), x), found)
+        fake = func(*args, **given)
+        if found is not None:
+            for one, values in zip(tree_leaves(fake), tree_leaves(found), strict=True):
+                if isinstance(one, Tensor):
+                    self._learn(one, values)
+        return fake
+
+    def _number(self, x: Tensor) -> Any:
+        values = self._values(x)
+        with _disable_current_modes():
+            return (torch.ones((), dtype=x.dtype) if values is None else values).item()
+
+    def _balanced(self, copies: int, experts: int, bins: int = 0) -> Tensor:
+        """How many of some routed copies each expert gets; a last bin has those of no expert."""
+        m = self.model
+        each = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
+        rest = [copies - each * experts] if bins > experts else []
+        with _disable_current_modes():
+            return torch.tensor([each] * experts + rest)
+
+    def _compute(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
+        """The operation's result on values; None where one of them is not known."""
+        taken = [x for x in tree_leaves((args, given)) if isinstance(x, Tensor)]
+        if not taken and func not in FACTORIES:
+            return None
+        if any(self._values(x) is None for x in taken):
+            for x in taken[:1] if func._schema.is_mutable else ():
+                self.known.pop(x, None)
+            return None
+        args, given = tree_map(
+            lambda x: self._values(x) if isinstance(x, Tensor) else x, (args, given)
+        )
+        if "device" in given:
+            given["device"] = torch.device("cpu")
+        with _disable_current_modes():
+            found = func(*args, **given)
+        return found
+
+    def _values(self, x: Tensor) -> Tensor | None:
+        if x.is_floating_point() or x.numel() > LARGEST_KNOWN:
+            return None
+        return self.known.get(x) if isinstance(x, FakeTensor) else x
+
+    def _learn(self, fake: Tensor, values: Tensor) -> Tensor:
+        if not values.is_floating_point():
+            self.known[fake] = values
+        return fake
+
+    def _gather(self, out: Tensor, x: Tensor) -> None:
+        """Every rank has the values of this one."""
+        values, into = self._values(x), self._values(out)
+        if values is not None and into is not None:
+            with _disable_current_modes():
+                into.copy_(values.repeat(len(into) // len(values)))
+
+
+def _rms_norm(
+    x: Tensor, size: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """F.rms_norm, in one kernel where a GPU has one."""
+    if x.device.type != "meta":
+        return RMS_NORM(x, size, weight, eps)
+    return _FusedRmsNorm.apply(x, weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Memory as a GPU's kernel takes it: it keeps its input and one float32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x [..., D] normalised."""
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradients of both."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    """F.scaled_dot_product_attention, by the kernel that torch chooses on a GPU.
+
+    See aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash for 16 bits without a mask, then
+    the one that saves memory, and plain products where neither takes it.
+    """
+    masked, causal = given.get("attn_mask") is not None, given.get("is_causal", False)
+    if q.device.type != "meta" or q.element_size() > 4:
+        return ATTENTION(q, k, v, **given)
+    if q.element_size() == 2 and not masked:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+    if q.shape[1] != k.shape[1]:
+        return ATTENTION(q, k, v, **given)
+    bias = None if not masked else torch.zeros_like(given["attn_mask"], dtype=q.dtype)
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[0]

@@ -1,0 +1,177 @@
+"""Seconds of one transformer block and of the model's ends, on one rank, for one micro-batch.
+
+Matrix products run at the device's sustained rate, less for short inner dimensions and for grids
+that do not fill the processors; everything element-wise moves bytes; each kernel costs its launch.
+"""
+
+from dataclasses import replace
+from math import ceil
+
+from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.plan.costs import Pass
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.physics import Physics
+from mtcli.core.plan.workload import Workload
+
+TILE = 128  # rows and columns of an output tile
+BLOCK_KERNELS = 24  # launches of a dense block's forward pass
+EXPERT_KERNELS = 40  # more of them where tokens are routed
+UNFUSED = 1.5  # more traffic where bias, GELU, dropout and addition are kernels of their own
+
+GemmShape = tuple[int, int, int]
+
+
+def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Arithmetic and memory time of one block."""
+    busy = (
+        _dense(work, device, physics)
+        + _routed(work, device, physics)
+        + attention_seconds(work, device, physics)
+        + _elementwise(work, device, physics)
+    )
+    kernels = BLOCK_KERNELS + (EXPERT_KERNELS if work.model.num_experts else 0)
+    floor = kernels * physics.launch
+    return Pass(max(busy.forward, floor), max(busy.backward, 2 * floor))
+
+
+def head_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+    """The logits and their loss, read and written in float32, on the last stage."""
+    m = work.model
+    q = work.mesh
+    columns = -(-m.vocab_size // (work.layout.tp if q == 1 else q))
+    wide = replace(work, precision="bf16") if work.sizes.gemm in ("fp8", "nvfp4") else work
+    piece = (work.tokens // q, columns, m.hidden_size // q)
+    product = _products(wide, device, physics, [piece]) * q
+    logits = 4.0 * work.tokens // q * columns * physics.traffic
+    moved = logits / (device.memory_bandwidth * physics.memory)
+    return product + Pass(2 * moved, 2 * moved)
+
+
+def embedding_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+    """The lookup and, in the backward pass, its scatter: rows read and written."""
+    rows = 2.0 * work.tokens * work.model.hidden_size * work.sizes.weight
+    moved = rows * physics.traffic / (device.memory_bandwidth * physics.memory)
+    return Pass(moved, 2 * moved)
+
+
+def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Scores, softmax and values. Flash attention computes half the square under a causal mask and
+    5 products for 2 in the backward pass; unfused attention the whole, and moves every score."""
+    m = work.model
+    heads = m.num_heads / work.layout.tp
+    flops = 4.0 * work.tokens * work.seq_len * heads * m.head_dim
+    rate = device.peak("fp16" if "fp16" in device.flops else _narrow(work)) * device.sustained
+    if work.flash:
+        seconds = flops / (2 if m.causal else 1) / (rate * physics.attention)
+        return Pass(seconds, 2.5 * seconds)
+    aligned = 1.0 if m.head_dim % 8 == 0 else physics.misaligned
+    seconds = flops / (rate * physics.unfused_attention * aligned)
+    scores = work.tokens * work.seq_len * heads * work.sizes.weight
+    # Products write and read them once each, softmax and dropout read and write them once each, and
+    # so do scale and mask where they are kernels of their own; a byte of the dropout's mask.
+    passes = 6.5 if work.fused else 10.5
+    moved = scores * passes / (device.memory_bandwidth * physics.memory)
+    return Pass(seconds + moved, 2 * seconds + 1.5 * moved)
+
+
+def _narrow(work: Workload) -> str:
+    """Attention's precision: that of the activations."""
+    return {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
+
+
+def dense_products(work: Workload) -> list[GemmShape]:
+    """[M, K] @ [K, N] as (M, N, K) of a block's products outside of routed experts, uncut; the
+    inner dimension of every second one is what tensor parallelism cuts."""
+    m = work.model
+    queries = m.num_heads * m.head_dim
+    fused = queries + 2 * m.num_kv_heads * m.head_dim
+    shapes = [(work.tokens, fused, m.hidden_size), (work.tokens, m.hidden_size, queries)]
+    inner = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
+    if inner:
+        up = 2 if m.activation == "swiglu" else 1
+        shapes += [(work.tokens, up * inner, m.hidden_size), (work.tokens, m.hidden_size, inner)]
+    return shapes
+
+
+def _dense(work: Workload, device: Device, physics: Physics) -> Pass:
+    """A block's products on a rank. SUMMA makes each of them in as many pieces as its mesh has
+    columns (arXiv:2104.05343, algorithm 1)."""
+    tp, q = work.layout.tp, work.mesh
+    if q > 1:
+        pieces = [(m // q, n // q, k // q) for m, n, k in dense_products(work)]
+        return _products(work, device, physics, pieces) * q
+    cut = [
+        (m, n // tp, k) if place % 2 == 0 else (m, n, k // tp)
+        for place, (m, n, k) in enumerate(dense_products(work))
+    ]
+    return _products(work, device, physics, cut)
+
+
+def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
+    m, layout = work.model, work.layout
+    if not m.num_experts:
+        return Pass()
+    experts = m.num_experts // layout.ep
+    rows = max(1, round(work.expert_rows / experts))
+    inner = m.moe_ffn_hidden_size // layout.etp
+    up = 2 if m.activation == "swiglu" else 1
+    shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
+    return _products(work, device, physics, shapes, experts)
+
+
+def _products(
+    work: Workload,
+    device: Device,
+    physics: Physics,
+    shapes: list[GemmShape],
+    copies: int = 1,
+) -> Pass:
+    """[M, K] @ [K, N] for each (M, N, K), and the two products of its backward pass; in bfloat16
+    where float8 does not take a weight of [N, K]."""
+    forward = backward = 0.0
+    given = work
+    for m, n, k in shapes:
+        wide = given.precision == "fp8" and not is_narrow(given.fp8_scaling, n, k)
+        work = replace(given, precision="bf16") if wide else given
+        forward += copies * product_seconds((m, n, k), work, device, physics, copies)
+        backward += copies * product_seconds((m, k, n), work, device, physics, copies)
+        backward += copies * product_seconds((n, k, m), work, device, physics, copies)
+    return Pass(forward, backward)
+
+
+def product_seconds(
+    shape: GemmShape, work: Workload, device: Device, physics: Physics, copies: int = 1
+) -> float:
+    """Seconds of one matrix product of `copies` that are launched together."""
+    m, n, k = shape
+    narrow = work.sizes.gemm in ("fp8", "nvfp4")
+    tiles = copies * ceil(m / TILE) * ceil(n / TILE)
+    waves = tiles / device.processors
+    fullness = waves / ceil(waves) if waves > 1 else max(waves, 0.25)
+    padding = (m / (TILE * ceil(m / TILE))) * (n / (TILE * ceil(n / TILE)))
+    share = (physics.narrow_gemm if narrow else physics.gemm) * k / (k + physics.fill)
+    rate = device.peak(work.sizes.gemm) * device.sustained * share * fullness * padding
+    size = work.sizes.weight
+    moved = size * (m * k + k * n + m * n) / (device.memory_bandwidth * physics.memory)
+    if narrow:  # inputs are read wide and written narrow, twice: as they are and transposed
+        cast = (m * k + k * n) * (size + 2) / (device.memory_bandwidth * physics.memory)
+        return max(2.0 * m * n * k / rate, moved) + cast / 2
+    return max(2.0 * m * n * k / rate, moved)
+
+
+def _elementwise(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Norms, residuals, dropout, activation and rotation, in elements read and written."""
+    m, tp = work.model, work.layout.tp
+    shared = 10.0 * m.hidden_size / (tp if work.sequence_parallel else 1)
+    per_width = 3 if m.activation == "swiglu" else 2
+    rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * (m.position == "rope")
+    if m.num_experts:
+        widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size
+        routed = 8.0 * m.top_k * m.hidden_size / tp  # permute, unpermute, weigh and sum
+        inner = per_width * widths / tp + routed
+    else:
+        inner = per_width * m.ffn_hidden_size / tp
+    moved = work.tokens * (shared + rotated + inner) * work.sizes.weight * physics.traffic
+    moved *= 1.0 if work.fused else UNFUSED
+    seconds = moved / (device.memory_bandwidth * physics.memory)
+    return Pass(seconds, 1.5 * seconds)

@@ -1,0 +1,315 @@
+"""Devices by name: peak rates, memory and links, each number with its source.
+
+Rates are dense (no structured sparsity; fp32 is not TF32), links are per GPU and one way, in
+bytes/s. `sustained` is the share of the datasheet's matrix rate that a large GEMM reaches at the
+board's power limit.
+
+The links that join devices: by kind their latency, and for each device its own rate.
+
+Latencies are those with which NCCL chooses its algorithms (src/graph/tuning.cc, hwLat: ring, LL):
+for its network that of InfiniBand, which RoCE shares. Ethernet alone is taken as TCP through the
+kernel, 10 to 30 us one way.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.synonyms import closest
+from mtcli.core.plan.calibration import Calibration
+from mtcli.core.plan.calibration_cache import calibrated
+
+LATENCY = {
+    "nvlink": 0.6e-6,
+    "pcie": 1.0e-6,
+    "infiniband": 2.7e-6,
+    "roce": 2.7e-6,
+    "ethernet": 20e-6,
+}
+HINT = f"KIND-RATE, such as ethernet-100: {', '.join(LATENCY)}, and Gb/s per GPU and way"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of one GPU: bytes/s one way, and seconds until the first byte is there."""
+
+    bandwidth: float
+    latency: float
+
+
+def link(kind: str, gigabytes: float) -> Link:
+    """A link of a kind and its GB/s one way, per GPU."""
+    return Link(gigabytes * 1e9, LATENCY[kind])
+
+
+def read_link(text: str) -> Link | None:
+    """The link of `KIND-RATE`, in Gb/s; None where it is not one."""
+    found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", text)
+    if found is None or found[1] not in LATENCY or float(found[2]) <= 0.0:
+        return None
+    return link(found[1], float(found[2]) / 8.0)
+
+
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
+USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks
+
+
+@dataclass(frozen=True, eq=False)  # a device is itself, and so may key a cache
+class Device:
+    """One accelerator and the links that join it to others."""
+
+    name: str
+    flops: dict[str, float]  # FLOP/s by precision
+    sustained: float
+    memory_bytes: float
+    memory_bandwidth: float  # bytes/s
+    processors: int  # streaming multiprocessors, or cores
+    node_size: int  # GPUs that share the fast link
+    link: Link  # within a node: NVLink, or PCIe where there is none
+    network: Link  # between nodes: InfiniBand or Ethernet
+    reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
+    source: str = ""
+    calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
+    rates: Literal["datasheet", "calibration", "roofline"] = "datasheet"  # where they come from
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that a plan may fill: USABLE of it."""
+        return USABLE * self.memory_bytes
+
+    @property
+    def widens(self) -> bool:
+        """Whether it is a CPU that was seen to make bfloat16's products in float32."""
+        return self.calibration is not None and self.calibration.widens
+
+    def peak(self, precision: str) -> float:
+        """Matrix FLOP/s in a precision; one the device lacks runs in the next wider it has."""
+        return self.flops[self.computes_in(precision)]
+
+    def computes_in(self, precision: str) -> str:
+        """The precision whose rate products of `precision` have."""
+        for name in _WIDER[precision]:
+            if name in self.flops:
+                return name
+        raise AssertionError(f"{self.name} has no rate for {precision}")
+
+    @property
+    def half_precision(self) -> str:
+        """What training in 16 bits is quick in: bf16, or fp16 on boards from before it."""
+        return "fp16" if "fp16" in self.flops and "bf16" not in self.flops else "bf16"
+
+
+_WIDER = {
+    "fp64": ("fp64", "fp32"),
+    "fp32": ("fp32",),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "bf16", "fp32"),
+    "fp8": ("fp8", "bf16", "fp32"),
+    "nvfp4": ("nvfp4", "fp8", "bf16", "fp32"),
+}
+
+
+def _gpu(
+    name: str,
+    tflops: dict[str, float],
+    board: tuple[float, float, float, int],
+    links: tuple[int, float, float],
+    source: str,
+    within: str = "nvlink",
+) -> Device:
+    """Board: sustained share, GiB, GB/s, processors. Links: node size, GB/s inside and between."""
+    sustained, gib, bandwidth, processors = board
+    node_size, inside, between = links
+    return Device(
+        name=name,
+        flops={precision: rate * TERA for precision, rate in tflops.items()},
+        sustained=sustained,
+        memory_bytes=gib * GIB,
+        memory_bandwidth=bandwidth * GIGA,
+        processors=processors,
+        node_size=node_size,
+        link=link(within, inside),
+        network=link("infiniband", between),
+        source=source,
+    )
+
+
+_HOPPER = {"fp64": 67.0, "fp32": 67.0, "bf16": 989.4, "fp8": 1978.9}
+_B200 = {"fp64": 37.0, "fp32": 80.0, "bf16": 2250.0, "fp8": 4500.0, "nvfp4": 9000.0}
+_B300 = {"fp64": 1.2, "fp32": 80.0, "bf16": 2250.0, "fp8": 4500.0, "nvfp4": 13500.0}
+_GB200 = {"fp64": 40.0, "fp32": 80.0, "bf16": 2500.0, "fp8": 5000.0, "nvfp4": 10000.0}
+_GB300 = {"fp64": 1.3, "fp32": 80.0, "bf16": 2500.0, "fp8": 5000.0, "nvfp4": 15000.0}
+
+# fmt: off
+GPUS = {device.name: device for device in (
+    _gpu("v100-32gb", {"fp64": 7.8, "fp32": 15.7, "fp16": 125.0}, (0.75, 32, 900, 80),
+         (16, 150.0, 6.25), "NVIDIA V100 datasheet; DGX-2: NVSwitch, 8 x 100 Gb/s for 16 GPUs"),
+    _gpu("a100-40gb", {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0}, (0.88, 40, 1555, 108),
+         (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
+    _gpu("a100-80gb", {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0}, (0.88, 80, 2039, 108),
+         (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
+    _gpu("h100", _HOPPER, (0.75, 80, 3352, 132), (8, 450.0, 50.0),
+         "NVIDIA H100 SXM datasheet; NVLink4 900 GB/s both ways; NDR 400 Gb/s a GPU"),
+    _gpu("h200", _HOPPER, (0.79, 141, 4800, 132), (8, 450.0, 50.0),
+         "NVIDIA H200 datasheet; 769-798 TFLOP/s measured at 8192^3 in bf16"),
+    _gpu("b200", _B200, (0.75, 180, 8000, 148), (8, 900.0, 50.0),
+         "NVIDIA DGX B200 datasheet; NVLink5 1.8 TB/s both ways; NDR 400 Gb/s a GPU"),
+    _gpu("b300", _B300, (0.75, 270, 8000, 148), (8, 900.0, 100.0),
+         "NVIDIA DGX B300 datasheet; NVLink5 1.8 TB/s both ways; XDR 800 Gb/s a GPU"),
+    _gpu("gb200", _GB200, (0.75, 186, 8000, 152), (72, 900.0, 50.0),
+         "NVIDIA GB200 NVL72 datasheet; 72 GPUs in one NVLink domain; NDR 400 Gb/s a GPU"),
+    _gpu("gb300", _GB300, (0.75, 279, 8000, 152), (72, 900.0, 100.0),
+         "NVIDIA GB300 NVL72 datasheet; 72 GPUs in one NVLink domain; XDR 800 Gb/s a GPU"),
+    _gpu("rtx-5000", {"fp32": 11.2, "fp16": 89.2}, (0.75, 16, 448, 48), (4, 12.0, 1.75),
+         "Quadro RTX 5000 datasheet; PCIe 3 x16; TACC Frontera: FDR 56 Gb/s for 4 GPUs", "pcie"),
+)}
+# fmt: on
+
+NAMES = (*GPUS, "cpu")
+
+
+def device_named(text: str) -> Device:
+    """The device of a name; `cpu` is this machine, whose rates `for_run` measures.
+
+    What joins the GPUs may follow, as in `h100,network=ethernet-100,link=pcie-512,node=4`: the
+    links between and within nodes, and GPUs in one. Raises MtcliError with all that is unknown.
+    """
+    name, *changes = text.split(",")
+    if name not in NAMES:
+        hint = f"one of {', '.join(NAMES)}{closest(name, NAMES)}"
+        raise wrong(f"there is no device named {name!r}", hint, "--device")
+    if name == "cpu" and changes:
+        raise wrong("the links of this machine are measured", "--device cpu", "--device")
+    if name == "cpu":
+        return HERE
+    return _joined(GPUS[name], text, changes) if changes else GPUS[name]
+
+
+def _joined(device: Device, text: str, changes: list[str]) -> Device:
+    joined: dict[str, Link | int] = {}
+    problems, fields = [], set[str]()
+    for change in changes:
+        field, _, value = change.partition("=")
+        if field in fields:
+            problems.append(Problem(f"{field} is said twice", "once", "--device"))
+        fields.add(field)
+        if field in ("network", "link") and (found := read_link(value)):
+            joined[field] = found
+        elif field == "node" and value.isdecimal() and int(value) > 0:
+            joined["node_size"] = int(value)
+        elif field in ("network", "link"):
+            problems.append(Problem(f"{value!r} is no link", HINT, "--device"))
+        else:
+            hint = "network=KIND-RATE, link=KIND-RATE or node=GPUS"
+            problems.append(Problem(f"{change!r} changes no link", hint, "--device"))
+    if problems:
+        raise MtcliError(*problems)
+    return replace(device, name=text, **joined)  # type: ignore[arg-type]
+
+
+def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = True) -> Device:
+    """What one rank of a run has: an accelerator of its own, or its part of this machine.
+
+    Without `calibrate` three quick rates of this machine are all that is measured.
+    """
+    if device.name != "cpu":
+        return device
+    known = calibrated(config, world) if calibrate else None
+    return _measured(known, config, world) if known else shared(measure_cpu(), world)
+
+
+def shared(device: Device, world: int) -> Device:
+    """One rank's part of a machine whose processes share it; an accelerator is a rank's own."""
+    if device.name != "cpu":
+        return device
+    return replace(
+        device,
+        flops={name: rate / world for name, rate in device.flops.items()},
+        memory_bytes=device.memory_bytes / world,
+        memory_bandwidth=device.memory_bandwidth / world,
+    )
+
+
+def _measured(known: Calibration, config: RunConfig, world: int) -> Device:
+    """A rank's part of this machine, by what was measured with its ranks at work."""
+    crowd = known.crowd(world)
+    return replace(
+        HERE,
+        flops={name: known.flops / crowd for name in {"fp32", config.train.precision}},
+        memory_bytes=HERE.memory_bytes / world,
+        memory_bandwidth=known.memory_bandwidth / crowd,
+        source="measured here, by steps of small models",
+        calibration=known,
+        rates="calibration",
+    )
+
+
+@cache
+def measure_cpu() -> Device:
+    """This machine as a roofline of three rates: numpy's matrix product with all threads, its copy,
+    and bytes from one thread to another through a socket. Takes 0.1 s.
+
+    Each is the best of several tries of a millisecond, which other programs leave alone now and
+    then: beside a load of 4 on 2 cores the best of 30 products of 512 was as without, of 1024 not.
+    """
+    import numpy as np
+
+    side, rows = 512, 2_000_000
+    a = np.ones((side, side), dtype=np.float32)
+    source, target = np.ones(rows, dtype=np.float32), np.empty(rows, dtype=np.float32)
+    gemm = min(_seconds(lambda: a @ a) for _ in range(30))
+    copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(10))
+    sent = min(_seconds(lambda: _send(source.data.cast("B"))) for _ in range(10))
+    rate = 2.0 * side**3 / gemm
+    return replace(
+        HERE,
+        flops={"fp64": rate / 2, "fp32": rate},
+        memory_bandwidth=2.0 * 4 * rows / copy,
+        link=replace(HERE.link, bandwidth=4 * rows / sent),
+        source="measured here: numpy float32 matmul and copy, and a socket",
+        rates="roofline",
+    )
+
+
+def _send(data: memoryview) -> None:
+    """Moves bytes through a socket, as ranks do that share no memory."""
+    from socket import socketpair
+    from threading import Thread
+
+    here, there = socketpair()
+    with here, there:
+        sender = Thread(target=here.sendall, args=(data,))
+        sender.start()
+        left, buffer = len(data), bytearray(2**20)
+        while left:
+            left -= there.recv_into(buffer)
+        sender.join()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+# gloo over loopback is taken as 1.5 GB/s (2 processes, all-reduce of 67 MB); rates are those of
+# one core of 2020, which no plan is made with
+HERE = Device(
+    name="cpu",
+    flops={"fp64": 0.05 * TERA, "fp32": 0.1 * TERA},
+    sustained=1.0,
+    memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+    memory_bandwidth=10.0 * GIGA,
+    processors=os.cpu_count() or 1,
+    node_size=os.cpu_count() or 1,
+    link=Link(1.5 * GIGA, 1e-6),
+    network=link("ethernet", 0.125),
+    reserved_bytes=0.33 * GIB,  # of small models: what profile says of `process` less its `peak`
+    source="this machine",
+)

@@ -1,0 +1,190 @@
+"""What a step takes: bytes, seconds, FLOPs and shares, from the objects that train.
+
+The schedule is simulated with the time of each stage's forward and backward; data parallel traffic
+and the optimizer follow. MFU counts 3 forward passes with the full square of attention, whatever is
+computed (arXiv:2205.05198, appendix A); HFU adds what is computed again.
+
+How published numbers count the FLOPs of a step: each convention by name, and what it comes to.
+
+They differ by how often a forward pass counts (3 times, or 4 where blocks are computed again), and
+by whether attention is counted over the full square or the causal half of it.
+"""
+
+from dataclasses import dataclass
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.rules import require
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.parameters import forward_flops
+from mtcli.core.plan.costs import Costs, Pass
+from mtcli.core.plan.hardware import Device, device_named, for_run
+from mtcli.core.plan.memory import Memory, memory
+from mtcli.core.plan.physics import PHYSICS, Physics
+from mtcli.core.plan.step_time import (
+    evaluation_seconds,
+    pipeline_seconds,
+    pipeline_timeline,
+    step_costs,
+)
+from mtcli.core.plan.workload import Workload
+from mtcli.core.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A way to count: `again` adds every block's forward pass once more, the head's never."""
+
+    name: str
+    again: bool = False
+    causal: bool = False
+    attention: bool = True
+
+    def token_flops(self, model: ModelConfig, seq_len: int) -> float:
+        """FLOPs of a step per token of it (arXiv:2104.04473, equation 3, for `again`)."""
+        attended = seq_len if self.attention else 0
+        forward = forward_flops(model, attended, self.causal)
+        head = 2.0 * model.vocab_size * model.hidden_size
+        return 3 * forward + (forward - head if self.again else 0.0)
+
+
+MODEL = Convention("3x forward, full attention")  # arXiv:2205.05198, appendix A
+CAUSAL = Convention("3x forward, causal attention", causal=True)
+WEIGHTS = Convention("3x forward, no attention", attention=False)  # 6 FLOPs a parameter
+HARDWARE = Convention("4x forward, full attention", again=True)
+HARDWARE_CAUSAL = Convention("4x forward, causal attention", again=True, causal=True)
+
+CONVENTIONS = (MODEL, CAUSAL, WEIGHTS, HARDWARE, HARDWARE_CAUSAL)
+
+
+def convention_of(printed: str, recomputed: bool) -> Convention:
+    """The convention that a record's words mean; 3x forward and the full square where they are
+    silent, but for a source that counts achieved FLOPs without saying more."""
+    unsaid = "not stated (" in printed and recomputed
+    words = {
+        "again": "4x" in printed or unsaid,
+        "causal": "causal" in printed or "half" in printed,
+        "attention": "no attention" not in printed and "without attention" not in printed,
+    }
+    return Convention(printed, **words)
+
+
+FLOP_CONVENTION = MODEL.name
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The cost of one step of a workload on one kind of device."""
+
+    work: Workload
+    device: Device
+    memory: Memory
+    costs: Costs
+    step_seconds: float
+    bubble_fraction: float  # idle over busy time, (pp - 1) / m for 1F1B
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that holds most stays within the device's usable memory."""
+        return self.memory.total <= self.device.usable_bytes
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens of the global batch per second and device."""
+        tokens = self.work.global_batch_size * self.work.seq_len
+        return tokens / self.step_seconds / self.work.layout.world
+
+    @property
+    def model_flops_per_gpu(self) -> float:
+        """FLOP/s per device that the model needs, by FLOP_CONVENTION."""
+        return 3 * self._forward_flops_per_second
+
+    @property
+    def hardware_flops_per_gpu(self) -> float:
+        """FLOP/s per device with what is computed again."""
+        return (3 + recomputed_share(self.work)) * self._forward_flops_per_second
+
+    @property
+    def flops_by_convention(self) -> dict[str, float]:
+        """FLOP/s per device by the name of each way to count them in use."""
+        m, seq_len = self.work.model, self.work.seq_len
+        rate = self.tokens_per_second_per_gpu
+        return {one.name: one.token_flops(m, seq_len) * rate for one in CONVENTIONS}
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, of the peak in the products' precision."""
+        return self.model_flops_per_gpu / self.device.peak(self.work.sizes.gemm)
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation."""
+        return self.hardware_flops_per_gpu / self.device.peak(self.work.sizes.gemm)
+
+    @property
+    def communication_seconds(self) -> dict[str, float]:
+        """Seconds a rank spends per step on each axis, hidden or not."""
+        work, costs = self.work, self.costs
+        blocks = work.num_micro_batches * max(
+            work.layers_of_rank(pp_rank) for pp_rank in range(work.layout.pp)
+        )
+        again = 1.0 if work.recompute == "full" else 0.0
+
+        def total(one: Pass) -> float:
+            return blocks * ((1 + again) * one.forward + one.backward)
+
+        hops = 2.0 * work.num_micro_batches * work.layout.vpp
+        return {
+            "tp": total(costs.tensor),
+            "cp": total(costs.context),
+            "ep": total(costs.expert),
+            "pp": hops * costs.hop,
+            "dp": costs.gradients + total(costs.sharded),
+        }
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Seconds in which a global batch of validation data passes through the model.
+
+        Its memory is within `memory`: a forward with no backward to come keeps nothing of what a
+        step's does.
+        """
+        return evaluation_seconds(self.work, self.costs)
+
+    @property
+    def _forward_flops_per_second(self) -> float:
+        return forward_flops(self.work.model, self.work.seq_len) * self.tokens_per_second_per_gpu
+
+    def timeline(self, num_micro_batches: int | None = None) -> Timeline:
+        """The simulated pipeline of the step, or of fewer micro-batches of it."""
+        count = num_micro_batches or self.work.num_micro_batches
+        return pipeline_timeline(self.work, self.costs, count)
+
+
+def predict(config: RunConfig, world: int, device: str) -> Prediction:
+    """The cost of a run config's step on `world` devices of that name.
+
+    Raises MtcliError with every rule that the config breaks, or for an unknown device.
+    """
+    require(config, world)
+    return predict_workload(
+        Workload.of(config, world), for_run(device_named(device), config, world)
+    )
+
+
+def predict_workload(work: Workload, device: Device, physics: Physics = PHYSICS) -> Prediction:
+    """The cost of a workload's step."""
+    costs = step_costs(work, device, physics)
+    pipeline, bubble = pipeline_seconds(work, costs)
+    step = pipeline + costs.gradients_exposed + costs.optimizer + costs.overhead
+    return Prediction(work, device, memory(work, device), costs, step, bubble)
+
+
+def recomputed_share(work: Workload) -> float:
+    """Forward passes that the backward pass computes again: all but the head, or attention."""
+    m = work.model
+    whole = forward_flops(m, work.seq_len)
+    if work.recompute == "full":
+        return 1 - 2 * m.vocab_size * m.hidden_size / whole
+    if work.recompute == "selective":
+        return 4 * work.seq_len * m.num_heads * m.head_dim * m.num_layers / whole
+    return 0.0

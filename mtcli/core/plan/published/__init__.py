@@ -1,0 +1,1 @@
+"""Published runs: read, predicted and scored (`mtcli plan --validate`)."""

@@ -1,0 +1,206 @@
+"""How far the predictor is from published runs: error in time per source, ranks, memory."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.plan.physics import PHYSICS, Physics
+from mtcli.core.plan.predict import predict_workload
+from mtcli.core.plan.published.records import PublishedRun, read_record
+
+Json = dict[str, Any]
+
+SHOWN_REASONS = 20  # of records that cannot be read, where none can
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A record beside its prediction."""
+
+    record: PublishedRun
+    seconds: float
+    memory_gib: float
+    fits: bool
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured seconds, less one."""
+        return self.seconds / self.record.seconds - 1 if self.record.seconds else None
+
+    def as_dict(self) -> Json:
+        """The run's figures, for `--json`."""
+        record = self.record
+        return {
+            "id": record.id,
+            "source": record.source,
+            "seconds": record.seconds,
+            "predicted_seconds": self.seconds,
+            "error": self.error,
+            "memory_gb": record.memory_gb,
+            "predicted_memory_gib": self.memory_gib,
+            "out_of_memory": record.out_of_memory,
+            "fits": self.fits,
+        }
+
+
+def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
+    """The records of a JSON list, and a line for each that describes no step to predict.
+
+    Raises MtcliError where the file is not such a list, or none of it can be predicted.
+    """
+    try:
+        rows = parse_json(read_untrusted(path))
+    except OSError as error:
+        raise wrong(
+            f"{path} cannot be read: {error.strerror}", "name a file", "--validate"
+        ) from None
+    except ValueError as error:
+        raise wrong(f"{path} is not JSON: {error}", "see docs/plan.md", "--validate") from None
+    if not isinstance(rows, list):
+        raise wrong(f"{path} holds no list of records", "see docs/plan.md", "--validate")
+    records, left_out = [], []
+    for place, row in enumerate(rows):
+        try:
+            records.append(read_record(row))
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            name = row.get("id", place) if isinstance(row, dict) else place
+            left_out.append(f"{name}: {_reason(error)}")
+    if not records:
+        none = Problem(f"{path} holds no run that can be predicted", field="--validate")
+        each = [Problem(f"record {line}") for line in left_out[:SHOWN_REASONS]]
+        raise MtcliError(none, *each, hint="docs/plan.md says what a record holds")
+    return records, left_out
+
+
+def score(records: Sequence[PublishedRun], physics: Physics = PHYSICS) -> list[Scored]:
+    """Each record with what the predictor says of it."""
+    found, known = [], {}
+    for record in records:
+        key = record.work, record.device
+        if key not in known:  # sources print the same run again and again
+            known[key] = predict_workload(*key, physics)
+        prediction = known[key]
+        used = prediction.memory.total / 2**30
+        block = prediction.costs.block
+        seconds = block.forward + block.backward if record.of_block else prediction.step_seconds
+        found.append(Scored(record, seconds, used, prediction.fits))
+    return found
+
+
+def summarize(scored: Sequence[Scored]) -> Json:
+    """Errors in time over all and per source, rank correlations, memory and out-of-memory rows."""
+    sources = sorted({one.record.source for one in scored})
+    per_source = {source: _of_source(scored, source) for source in sources}
+    errors = [abs(one.error) for one in scored if one.error is not None]
+    unsaid = [one.record.id for one in scored if one.error is None and not one.record.out_of_memory]
+    medians = [of["median_absolute_error"] for of in per_source.values() if of["timed"]]
+    with_memory = [one for one in scored if one.record.memory_gb]
+    memory_errors = [
+        abs(one.memory_gib / float(one.record.memory_gb or 1) - 1) for one in with_memory
+    ]
+    out = [one for one in scored if one.record.out_of_memory]
+    return {
+        "records": len(scored),
+        "timed": len(errors),
+        "median_absolute_error": median(errors) if errors else None,
+        "mean_of_source_medians": mean(medians) if medians else None,
+        "memory_records": len(with_memory),
+        "median_absolute_memory_error": median(memory_errors) if memory_errors else None,
+        "out_of_memory_right": sum(not one.fits for one in out),
+        "out_of_memory": len(out),
+        "measured_runs_said_to_fit": sum(one.fits for one in with_memory),
+        "untimed": unsaid,
+        "sources": per_source,
+        "runs": [one.as_dict() for one in scored],
+    }
+
+
+def summary_rows(summary: Json) -> list[list[str]]:
+    """Rows of a table: a source each, and the whole at the end."""
+    rows = [
+        [
+            source,
+            f"{of['timed']}",
+            _percent(of["median_error"]),
+            _percent(of["median_absolute_error"]),
+            *(_correlation(of[key]) for key in ("spearman", "spearman_seconds")),
+        ]
+        for source, of in summary["sources"].items()
+    ]
+    whole = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), "", ""]
+    means = ["", "", _percent(summary["mean_of_source_medians"]), "", ""]
+    return [*rows, ["all", *whole], ["mean of the sources' medians", *means]]
+
+
+def memory_line(summary: Json) -> str:
+    """What the runs that print memory, or ran out of it, say of the prediction."""
+    runs, out = summary["memory_records"], summary["out_of_memory"]
+    return (
+        f"memory: median |error| {_percent(summary['median_absolute_memory_error']) or 'unknown'} "
+        f"over {runs} runs, {summary['measured_runs_said_to_fit']} of them said to fit; "
+        f"{summary['out_of_memory_right']} of {out} that ran out said not to"
+    )
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Rank correlation of two lists; None for fewer than 3 pairs or where one is constant."""
+    x, y = _ranks(a), _ranks(b)
+    if len(x) < 3:
+        return None
+    mx, my = mean(x), mean(y)
+    top = sum((p - mx) * (q - my) for p, q in zip(x, y, strict=True))
+    bottom = sum((p - mx) ** 2 for p in x) * sum((q - my) ** 2 for q in y)
+    return top / bottom**0.5 if bottom else None
+
+
+def _of_source(scored: Sequence[Scored], source: str) -> Json:
+    mine = [one for one in scored if one.record.source == source]
+    timed = [one for one in mine if one.record.seconds and one.error is not None]
+    errors = [one.error for one in timed if one.error is not None]
+    tokens = [one.record.work.global_batch_size * one.record.work.seq_len for one in timed]
+    worlds = [one.record.work.layout.world for one in timed]
+    # Rates per GPU, so that a larger batch or world does not make the ranking easy.
+    said = [t / one.seconds / w for one, t, w in zip(timed, tokens, worlds, strict=True)]
+    was = [
+        t / float(one.record.seconds or 1) / w
+        for one, t, w in zip(timed, tokens, worlds, strict=True)
+    ]
+    return {
+        "records": len(mine),
+        "timed": len(timed),
+        "median_error": median(errors) if errors else None,
+        "median_absolute_error": median(map(abs, errors)) if errors else None,
+        "spearman": spearman(said, was),
+        "spearman_seconds": spearman(
+            [one.seconds for one in timed], [float(one.record.seconds or 0) for one in timed]
+        ),
+    }
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 0, ties sharing their mean."""
+    first: dict[float, int] = {}
+    for place, value in enumerate(sorted(values)):
+        first.setdefault(value, place)
+    count = Counter(values)
+    return [first[value] + (count[value] - 1) / 2 for value in values]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"no field {error}"
+    if isinstance(error, AttributeError | TypeError):
+        return f"not a record: {error}"
+    return " ".join(str(error).split())[:120]
+
+
+def _correlation(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

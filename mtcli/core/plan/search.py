@@ -1,0 +1,258 @@
+"""The best layouts of a model on some devices: every legal one, tried in order of a lower bound.
+
+A step cannot be shorter than its busiest rank's work plus the pipeline's fill, which is quick to
+compute. Layouts wait in a queue by that bound, first a loose one and then a tight one; those that
+reach its head and fit are simulated; when the bound at the head is above the K-th best found, no
+other can be better, so the result is exact.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from math import gcd
+from typing import Any
+
+from mtcli.core.config.divisors import divisors
+from mtcli.core.config.layout_rules import uneven_heads
+from mtcli.core.config.rules import problems
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.fitting import fits, smallest
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.physics import PHYSICS, Physics
+from mtcli.core.plan.predict import Prediction, predict_workload
+from mtcli.core.plan.step_time import block_costs, stage_seconds, step_costs, weight_seconds
+from mtcli.core.plan.workload import Workload
+
+AxisSizes = dict[str, Any]
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SMALLEST_CONTEXT = 4096  # tokens of a sequence per cp rank; with fewer the ring cannot hide
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal layout that fits, as a config that `train` takes, and its cost."""
+
+    config: RunConfig
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best candidates, best first, and what became of the others."""
+
+    best: tuple[Candidate, ...]
+    tried: int
+    too_large: int
+    nearest: Workload | None  # of those that are too large, the one that needs least memory
+    works: tuple[Workload, ...] = ()  # everything that was tried, and squares of ranks
+
+
+def search(
+    config: RunConfig, world: int, device: Device, top: int, pinned: frozenset[str] = frozenset()
+) -> SearchResult:
+    """The `top` fastest layouts of a model on `world` devices that fit their memory.
+
+    Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
+    """
+    works = legal_works(config, world, pinned)
+    queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
+    heapify(queue)
+    best: list[Candidate] = []
+    large: list[Workload] = []
+    while queue:
+        bound, number, tight = heappop(queue)
+        if len(best) == top and bound > best[-1].prediction.step_seconds:
+            break
+        work = works[number]
+        if not tight:
+            heappush(queue, (lower_bound(work, device), number, True))
+        elif not fits(work, device):
+            large.append(work)
+        elif not problems(chosen := apply(config, work), world):
+            best.append(Candidate(chosen, predict_workload(work, device)))
+            best.sort(key=lambda candidate: candidate.prediction.step_seconds)
+            del best[top:]
+    nearest = smallest(large, device) if large and not best else None
+    compared = (*works, *squares(config, world, pinned))
+    return SearchResult(tuple(best), len(works), len(large), nearest, compared)
+
+
+def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
+    """The same in two dimensions: to be compared with, as `train` runs one dimension alone."""
+    p, m = config.parallel, config.model
+    if p.tp_mode == "2d" or "parallel.tp_mode" in pinned or m.num_experts:
+        return []
+    square = config.model_copy(update={"parallel": p.model_copy(update={"tp_mode": "2d"})})
+    return [
+        work
+        for work in legal_works(square, world, pinned)
+        if work.mesh**2 == work.layout.tp
+        and work.layout.cp == 1
+        and work.micro_batch_size % work.mesh == 0
+    ]
+
+
+def apply(config: RunConfig, work: Workload) -> RunConfig:
+    """The config with a workload's layout and micro-batch; other fields as they are."""
+    layout = work.layout
+    axes = {axis: layout.size(axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    even = config.model.num_layers % layout.num_stages == 0
+    parallel = {
+        **axes,
+        "vpp": layout.vpp,
+        "schedule": work.schedule_name,
+        "zero": work.zero,
+        "recompute": work.recompute,
+        "sequence_parallel": work.sequence_parallel,
+        "stage_layers": () if even else work.layers_of_stage,
+    }
+    sizes = {"micro_batch_size": work.micro_batch_size}
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=parallel),
+            "batch": config.batch.model_copy(update=sizes),
+        }
+    )
+
+
+def choices(
+    config: RunConfig, world: int, pinned: frozenset[str] = frozenset()
+) -> Iterator[AxisSizes]:
+    """Every layout worth a look. Left out are those that another beats in time and in memory:
+    gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention by none,
+    whole sequences on tp ranks by parts wherever tp divides a micro-batch's tokens; and context
+    parallel ranks that would keep fewer than SMALLEST_CONTEXT tokens.
+    """
+    for grid in _grids(config, world, pinned):
+        for experts in _expert_grids(config, world, grid, pinned):
+            for pieces in _pieces(config, world, grid, pinned):
+                yield grid | experts | pieces
+
+
+def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
+    """Every choice as a workload, without what a pinned value makes illegal."""
+    start = Workload.of(config, world)
+    works = [_with(start, choice) for choice in choices(config, world, pinned)]
+    return [work for work in works if not (pinned and problems(apply(config, work), world))]
+
+
+def _loose_bound(work: Workload, device: Device) -> float:
+    """Seconds of the blocks of the rank with most layers: quicker to know than `lower_bound`."""
+    block = block_costs(work, device, PHYSICS).block
+    layers = -(-work.model.num_layers // work.layout.pp)
+    return work.num_micro_batches * layers * (block.forward + block.backward)
+
+
+def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> float:
+    """Seconds that the simulated step never beats.
+
+    Some rank r starts when a micro-batch has come through the first stages of the ranks before it,
+    does its work, and its last gradient goes back through them. Under zero_bubble r weight halves
+    of rank r may wait until after that, and rank 0 ends with one.
+    """
+    costs = step_costs(work, device, physics)
+    stages, pp, m = stage_seconds(work, costs), work.layout.pp, work.num_micro_batches
+    split = work.schedule_name == "zero_bubble" and pp > 1
+    weights = weight_seconds(work, costs) if split else [0.0] * len(stages)
+    bound, around = 0.0, weights[0]
+    for rank in range(pp):
+        busy = m * sum(stage.forward + stage.backward for stage in stages[rank::pp])
+        bound = max(bound, around + busy - min(m, rank + 1) * weights[rank])
+        around += stages[rank].forward + stages[rank].backward - weights[rank] + 2 * costs.hop
+    return bound / costs.crowd + costs.gradients_exposed + costs.optimizer + costs.overhead
+
+
+def _with(work: Workload, choice: AxisSizes) -> Workload:
+    """What `Workload.of(apply(config, choice), world)` is, without building the config."""
+    axes = {axis: choice[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp")}
+    tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
+    divides = work.tp_mode == "2d" or tokens % choice["tp"] == 0
+    return replace(
+        work,
+        layout=ParallelLayout(work.layout.world, **axes),
+        sequence_parallel=work.sequence_parallel and divides,
+        micro_batch_size=choice["micro_batch_size"],
+        schedule_name=choice["schedule"],
+        zero=choice["zero"],
+        recompute=choice["recompute"],
+        stage_sizes=(),
+    )
+
+
+def _options(field: str, values: list[Any], now: Any, pinned: frozenset[str]) -> list[Any]:
+    return [now] if field in pinned else values
+
+
+def _grids(config: RunConfig, world: int, pinned: frozenset[str]) -> Iterator[AxisSizes]:
+    """tp, cp, pp and vpp that divide the model and the world."""
+    m, p, b = config.model, config.parallel, config.batch
+    widths = [m.shared_expert_ffn_hidden_size] if m.num_experts else [m.ffn_hidden_size]
+    tps = divisors(gcd(m.num_heads, *(width for width in widths if width)))
+    if p.tp_mode == "2d":
+        sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
+        tps = [side * side for side in sides if side > 1]
+    else:
+        tps = [tp for tp in tps if not uneven_heads(m, tp)]
+    cps = [
+        c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
+    ]
+    for tp in _options("parallel.tp", tps, p.tp, pinned):
+        for cp in _options("parallel.cp", cps or [1], p.cp, pinned):
+            if world % (tp * cp):
+                continue
+            pps = [pp for pp in divisors(world // (tp * cp)) if pp <= m.num_layers]
+            for pp in _options("parallel.pp", pps, p.pp, pinned):
+                if world % (tp * cp * pp):
+                    continue
+                for vpp in _options("parallel.vpp", _chunks(m.num_layers, pp), p.vpp, pinned):
+                    yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
+
+
+def _chunks(num_layers: int, pp: int) -> list[int]:
+    """Chunks per rank: all that cut the layers evenly, or powers of two where pp does not."""
+    if pp == 1:
+        return [1]
+    if num_layers % pp == 0:
+        return divisors(num_layers // pp)
+    return [vpp for vpp in (1, 2, 4, 8, 16) if pp * vpp <= num_layers]
+
+
+def _expert_grids(
+    config: RunConfig, world: int, grid: AxisSizes, pinned: frozenset[str]
+) -> Iterator[AxisSizes]:
+    m, p = config.model, config.parallel
+    eps = divisors(m.num_experts) if m.num_experts else [1]
+    etps = [e for e in divisors(m.moe_ffn_hidden_size) if e <= grid["tp"]] if m.num_experts else [1]
+    for ep in _options("parallel.ep", eps, p.ep, pinned):
+        for etp in _options("parallel.etp", etps, p.etp, pinned):
+            if world % (ep * etp * grid["pp"]) == 0:
+                yield {"ep": ep, "etp": etp}
+
+
+def _pieces(
+    config: RunConfig, world: int, grid: AxisSizes, pinned: frozenset[str]
+) -> Iterator[AxisSizes]:
+    """Micro-batch, schedule, ZeRO and recompute for a grid."""
+    p, b = config.parallel, config.batch
+    pp, vpp = grid["pp"], grid["vpp"]
+    dp = world // (grid["tp"] * grid["cp"] * pp)
+    plain = ["1f1b", "zero_bubble"] if pp > 1 else ["1f1b"]
+    schedules = ["interleaved"] if vpp > 1 else plain
+    zeros = [0] if dp == 1 else [1, 3] if pp == 1 else [1]
+    sizes = _options("batch.micro_batch_size", list(MICRO_BATCHES), b.micro_batch_size, pinned)
+    for size in sizes:
+        if b.global_batch_size % (size * dp):
+            continue
+        for schedule in _options("parallel.schedule", schedules, p.schedule, pinned):
+            for zero in _options("parallel.zero", zeros, p.zero, pinned):
+                for recompute in _options(
+                    "parallel.recompute", ["none", "full"], p.recompute, pinned
+                ):
+                    yield {
+                        "micro_batch_size": size,
+                        "schedule": schedule,
+                        "zero": zero,
+                        "recompute": recompute,
+                    }

@@ -1,0 +1,130 @@
+"""Why not another layout: what one changed axis does to the best one found."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mtcli.core.plan.fitting import fits, smallest
+from mtcli.core.plan.memory import memory
+from mtcli.core.plan.physics import PHYSICS
+from mtcli.core.plan.predict import Prediction, predict_workload
+from mtcli.core.plan.search import lower_bound
+from mtcli.core.plan.step_time import stage_seconds, step_costs
+from mtcli.core.plan.tables import gib
+from mtcli.core.plan.workload import Workload
+
+Value = int | str
+Sort = Callable[[Value], Any]
+
+FIELDS: dict[str, Callable[[Workload], Value]] = {
+    "tp": lambda work: work.layout.tp,
+    "tp_mode": lambda work: work.tp_mode,
+    "cp": lambda work: work.layout.cp,
+    "pp": lambda work: work.layout.pp,
+    "vpp": lambda work: work.layout.vpp,
+    "ep": lambda work: work.layout.ep,
+    "etp": lambda work: work.layout.etp,
+    "micro-batch": lambda work: work.micro_batch_size,
+    "zero": lambda work: work.zero,
+    "schedule": lambda work: work.schedule_name,
+    "recompute": lambda work: work.recompute,
+}
+# What has to follow where a field changes: chunks of a pipeline, and the schedule that runs them.
+FOLLOWS = {"pp": ("vpp", "schedule", "zero"), "vpp": ("schedule",), "schedule": ("vpp",)}
+FOLLOWS |= {"tp": ("zero",), "ep": ("etp",), "cp": ("zero",)}
+FOLLOWS |= {"tp_mode": ("tp", "micro-batch", "zero")}
+
+
+class Neighbour(NamedTuple):
+    """A layout that differs in one field, and what else had to follow."""
+
+    field: str
+    value: Value
+    prediction: Prediction
+    reason: str
+
+
+def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[Neighbour]:
+    """Of every field, the next smaller and the next larger value that was tried, each in its
+    quickest layout that fits, and why it falls short of the best, the first of `known`."""
+    best, seen = known[0], {one.work: one for one in known}
+    return [
+        _quickest(field, value, near, seen, best)
+        for field in FIELDS
+        for value, near in _nearest(field, best.work, works)
+    ]
+
+
+def _nearest(
+    field: str, best: Workload, works: Sequence[Workload]
+) -> list[tuple[Value, list[Workload]]]:
+    """The values next to the best's, with the layouts that have them and are alike otherwise."""
+    free = (field, *FOLLOWS.get(field, ()))
+    fixed = [read for name, read in FIELDS.items() if name not in free]
+    same = [read(best) for read in fixed]
+    mine, read = FIELDS[field](best), FIELDS[field]
+    near: dict[Value, list[Workload]] = {}
+    for work in works:
+        if read(work) != mine and [one(work) for one in fixed] == same:
+            near.setdefault(read(work), []).append(work)
+    if isinstance(mine, str):
+        return sorted(near.items(), key=str)
+    less = [value for value in near if isinstance(value, int) and value < mine]
+    more = [value for value in near if isinstance(value, int) and value > mine]
+    return [(value, near[value]) for value in (*sorted(less)[-1:], *sorted(more)[:1])]
+
+
+def _quickest(
+    field: str,
+    value: Value,
+    works: Sequence[Workload],
+    seen: dict[Workload, Prediction],
+    best: Prediction,
+) -> Neighbour:
+    """The quickest layout that fits, by lower bounds: those of the largest pipelines take a second
+    to simulate, and a bound falls short of a step by about as much here as there."""
+    device = best.device
+    for work in sorted(works, key=lambda one: lower_bound(one, device)):
+        if fits(work, device):
+            one = seen.get(work) or _estimate(work, best)
+            if one.step_seconds < best.step_seconds:  # none is quicker than the best of a search
+                one = predict_workload(work, device)
+            return Neighbour(field, value, one, _reason(one, best))
+    least = smallest(works, device)
+    over = memory(least, device).total - device.usable_bytes
+    return Neighbour(field, value, _estimate(least, best), f"does not fit, by {gib(over)}")
+
+
+def _estimate(work: Workload, best: Prediction) -> Prediction:
+    """A prediction whose step is its lower bound, times what the best's step is of its own."""
+    device, costs = best.device, step_costs(work, best.device, PHYSICS)
+    over = best.step_seconds / lower_bound(best.work, device)
+    step = over * lower_bound(work, device)
+    after = costs.gradients_exposed + costs.optimizer + costs.overhead
+    stages, pp = stage_seconds(work, costs), work.layout.pp
+    busy = work.num_micro_batches * sum(stage.forward + stage.backward for stage in stages)
+    bubble = max(0.0, (step - after) * pp / busy - 1)
+    return Prediction(work, device, memory(work, device), costs, step, bubble)
+
+
+def _reason(one: Prediction, best: Prediction) -> str:
+    """How much slower, and the part of the step that grew most."""
+    slower = one.step_seconds / best.step_seconds - 1
+    mine, its = _parts(one), _parts(best)
+    grew = max(mine, key=lambda part: mine[part] - its[part])
+    more = mine[grew] - its[grew]
+    cause = f": {grew} +{more:.3g} s" if more > 0 else ""
+    planned = ", and can only be planned" if one.work.tp_mode != best.work.tp_mode else ""
+    return f"{slower:+.1%}{cause}{planned}"
+
+
+def _parts(one: Prediction) -> dict[str, float]:
+    """Seconds of a step that wait for the pipeline, that are sent, and that compute."""
+    idle = one.step_seconds * one.bubble_fraction / (1 + one.bubble_fraction)
+    sent = one.communication_seconds
+    parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}
+    again = one.costs.recomputed * one.work.num_micro_batches
+    parts["recomputation"] = again * max(
+        one.work.layers_of_rank(pp_rank) for pp_rank in range(one.work.layout.pp)
+    )
+    rest = one.step_seconds - idle - sum(parts.values())
+    return {"bubble": idle, "computing": rest, **parts}

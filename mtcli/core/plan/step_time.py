@@ -1,0 +1,210 @@
+"""Seconds of the parts of a step, and of its pipeline: the schedule simulated with them."""
+
+from dataclasses import replace
+from functools import cache
+
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.communication import (
+    context_parallel,
+    expert_parallel,
+    gradient_seconds,
+    hop_seconds,
+    sharded_block,
+    tensor_parallel,
+)
+from mtcli.core.plan.costs import Costs, Pass
+from mtcli.core.plan.cpu_time import host_block, host_step
+from mtcli.core.plan.elements import block_elements, rank_elements
+from mtcli.core.plan.gpu_time import (
+    attention_seconds,
+    block_seconds,
+    embedding_seconds,
+    head_seconds,
+)
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.physics import Physics
+from mtcli.core.plan.workload import Workload, schedule_of
+from mtcli.core.schedule.timeline import Timeline, simulate
+
+STATE_PASSES = 2  # the optimizer reads and writes masters and moments
+
+
+def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+    """The seconds of each part of a step."""
+    parts = block_costs(work, device, physics)
+    if device.calibration:
+        return host_step(work, parts, device.calibration)
+    sharded = sharded_block(block_elements(work), work, device, physics)
+    block = Pass(
+        _covered(parts.block.forward, sharded.forward, physics),
+        _covered(parts.block.backward, sharded.backward, physics),
+    )
+    gradients, exposed = _gradients(work, block, device, physics)
+    return replace(
+        parts,
+        block=block,
+        sharded=sharded,
+        hop=hop_seconds(work, device, physics),
+        gradients=gradients,
+        gradients_exposed=exposed,
+        optimizer=_optimizer(work, device, physics),
+        overhead=physics.step_overhead,
+    )
+
+
+def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+    """The parts of a step that do not depend on the pipeline or on the data ranks."""
+    p = work.layout
+    alone = ParallelLayout(p.tp * p.cp * p.ep * p.etp, tp=p.tp, cp=p.cp, ep=p.ep, etp=p.etp)
+    whole = replace(
+        work, layout=alone, global_batch_size=0, schedule_name="", zero=0, stage_sizes=()
+    )
+    return _block_parts(whole, device, physics)
+
+
+@cache
+def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
+    if device.calibration:
+        return host_block(work, device.calibration)
+    compute = block_seconds(work, device, physics)
+    tensor = tensor_parallel(work, device, physics)
+    context = context_parallel(work, device, physics)
+    expert = expert_parallel(work, device, physics)
+    attention = attention_seconds(work, device, physics)
+    forward = compute.forward + tensor.forward + expert.forward
+    forward += max(0.0, context.forward - attention.forward)
+    backward = compute.backward + tensor.backward + expert.backward
+    backward += max(0.0, context.backward - attention.backward)
+    again = {"full": forward, "selective": attention.forward, "none": 0.0}[work.recompute]
+    return Costs(
+        block=Pass(forward, backward + again),
+        compute=compute,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        first=embedding_seconds(work, device, physics),
+        last=head_seconds(work, device, physics),
+        recomputed=again,
+    )
+
+
+def _covered(compute: float, fetched: float, physics: Physics) -> float:
+    """A block whose weights are fetched while the one before computes."""
+    hidden = min(fetched, compute) * physics.data_overlap
+    return compute + fetched - hidden
+
+
+def _gradients(
+    work: Workload, block: Pass, device: Device, physics: Physics
+) -> tuple[float, float]:
+    if work.zero == 3:
+        return 0.0, 0.0
+    ranks = [
+        gradient_seconds(rank_elements(work, pp_rank), work, device, physics)
+        for pp_rank in work.large_ranks
+    ]
+    most = max(ranks, key=lambda rank: rank.forward + rank.backward)
+    behind = block * (max(work.layers_of_stage) * work.layout.vpp * physics.data_overlap)
+    exposed = max(0.0, most.backward - behind.backward)
+    exposed += max(0.0, most.forward - behind.forward * work.gathers_ahead)
+    return most.forward + most.backward, exposed
+
+
+def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
+    """Gradients read twice (norm, update), masters and moments read and written.
+
+    LAMB reads masters and moments once more: its steps' lengths are known when all have been seen.
+    """
+    sizes, layout = work.sizes, work.layout
+    moved = STATE_PASSES * (sizes.master + sizes.moments)
+    moved += 2 * sizes.gradient + sizes.weight
+    if work.optimizer == "lamb":
+        moved += (sizes.master or sizes.weight) + sizes.moments
+    shards = layout.dp * layout.cp if work.zero else 1
+    elements = max(rank_elements(work, pp_rank).total for pp_rank in work.large_ranks) / shards
+    return elements * moved / (device.memory_bandwidth * physics.memory)
+
+
+def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
+    """Seconds and bubble of the pipeline: simulated until it repeats itself, and continued."""
+    pp, m, few = work.layout.pp, work.num_micro_batches, work.representative
+    timeline = simulated(work, costs, few)
+    end = timeline.end
+    if m > few:
+        end += (m - few) / pp * _round_seconds(work, costs, timeline)
+    busy = sum(timeline.busy_seconds) * m / few
+    end = _shared(end, busy, work, costs)
+    return end, max(0.0, end * pp / busy - 1)  # of no idle time sums differ by their rounding
+
+
+def evaluation_seconds(work: Workload, costs: Costs) -> float:
+    """Seconds of a global batch of validation data: the pipeline's forwards alone."""
+    layout, few = work.layout, work.representative
+    stages = [stage.forward for stage in stage_seconds(work, costs)]
+    schedule = schedule_of("forward_only", layout.pp, layout.vpp, few)
+    end = simulate(schedule, lambda op: stages[op[2]], costs.hop).end
+    pace = max(sum(stages[pp_rank :: layout.pp]) for pp_rank in range(layout.pp))
+    more = work.num_micro_batches - few
+    busy = sum(stages) * work.num_micro_batches
+    return _shared(end + more * pace, busy, work, costs) + costs.overhead
+
+
+def pipeline_timeline(work: Workload, costs: Costs, num_micro_batches: int) -> Timeline:
+    """The pipeline's timeline as drawn: it ends when `pipeline_seconds` says."""
+    timeline = simulated(work, costs, num_micro_batches)
+    end = _shared(timeline.end, sum(timeline.busy_seconds), work, costs)
+    return timeline.scaled(end / timeline.end)
+
+
+def _shared(end: float, busy: float, work: Workload, costs: Costs) -> float:
+    """When a pipeline ends whose ranks share cores: while one waits, others have its core."""
+    if costs.crowd <= 1:
+        return end
+    return max(end / costs.crowd, busy / work.layout.pp)
+
+
+def _round_seconds(work: Workload, costs: Costs, timeline: Timeline) -> float:
+    """Seconds that pp more micro-batches take once the pipeline is full.
+
+    Forwards of the last stage keep the pace, unless all of them come first (gpipe) or the last
+    group of micro-batches is larger than pp.
+    """
+    pp, last = work.layout.pp, work.layout.num_stages - 1
+    uneven = work.layout.vpp > 1 and work.num_micro_batches % pp > 0
+    if uneven or work.schedule_name == "gpipe":
+        return simulated(work, costs, work.representative + pp).end - timeline.end
+    spans = timeline.spans[-len(timeline.spans) // pp :]  # of the last rank
+    starts = [span.start for span in spans if span.op.kind == "F" and span.op.stage == last]
+    return starts[-1] - starts[-1 - pp]
+
+
+def stage_seconds(work: Workload, costs: Costs) -> list[Pass]:
+    """The forward and backward of each stage, for one micro-batch."""
+    counts = work.layers_of_stage
+    blocks = {count: costs.block * count for count in set(counts)}
+    stages = [blocks[count] for count in counts]
+    stages[0] += costs.first
+    stages[-1] += costs.last
+    return stages
+
+
+def weight_seconds(work: Workload, costs: Costs) -> list[float]:
+    """The weight half of each stage's backward, about a forward's worth of products."""
+    stages = stage_seconds(work, costs)
+    return [
+        min(costs.compute.forward * layers, stage.backward / 2)
+        for stage, layers in zip(stages, work.layers_of_stage, strict=True)
+    ]
+
+
+def simulated(work: Workload, costs: Costs, num_micro_batches: int) -> Timeline:
+    """The timeline of some number of micro-batches."""
+    stages, weights = stage_seconds(work, costs), weight_seconds(work, costs)
+    seconds = {
+        "F": [stage.forward for stage in stages],
+        "B": [stage.backward for stage in stages],
+        "I": [stage.backward - half for stage, half in zip(stages, weights, strict=True)],
+        "W": weights,
+    }
+    schedule = work.schedule(num_micro_batches)
+    return simulate(schedule, lambda op: seconds[op[0]][op[2]], costs.hop)

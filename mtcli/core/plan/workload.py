@@ -1,0 +1,205 @@
+"""One training step as the cost model sees it: a model, a layout, a batch and how it is run.
+
+A `RunConfig` becomes one, and so does a published record, which may use precisions that the engine
+does not train in.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import ceil, isqrt
+from typing import NamedTuple
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import Fp8Scaling, OptimizerName, RunConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.schedule.generators import schedule_for
+from mtcli.core.schedule.ops import Schedule
+
+
+class Precision(NamedTuple):
+    """Bytes per element of what training keeps, and the arithmetic of its large products."""
+
+    weight: int  # also of activations
+    gradient: int  # flat buckets, always wide
+    master: int  # a wide copy of the weights, where they are narrow
+    moments: int  # the optimizer's two
+    gemm: str
+
+
+PRECISIONS = {
+    "fp64": Precision(8, 8, 0, 16, "fp64"),
+    "fp32": Precision(4, 4, 0, 8, "fp32"),
+    "bf16": Precision(2, 4, 4, 8, "bf16"),
+    "fp16": Precision(2, 4, 4, 8, "fp16"),
+    "fp8": Precision(2, 4, 4, 8, "fp8"),
+    "nvfp4": Precision(2, 4, 4, 8, "nvfp4"),
+}
+UNEVEN_ROUNDS = 8  # of pp micro-batches, in which stages of any sizes find their pace: 0.1 % off
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step: what is computed, on which layout, in which pieces."""
+
+    model: ModelConfig
+    layout: ParallelLayout
+    seq_len: int
+    micro_batch_size: int
+    global_batch_size: int
+    precision: str = "bf16"
+    fp8_scaling: Fp8Scaling = "rowwise"
+    optimizer: OptimizerName = "adamw"
+    schedule_name: str = "1f1b"
+    sequence_parallel: bool = True
+    zero: int = 0
+    recompute: str = "none"
+    stage_sizes: tuple[int, ...] = ()
+    tp_mode: str = "1d"
+    cp_mode: str = "ring"
+    dispatcher: str = "all_to_all"
+    document_mask: bool = False
+    async_save: bool = False  # saves are written from a copy in host memory
+    flash: bool = True  # attention never writes its scores; False for code from before 2022
+    imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
+    bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
+    gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
+    once_per_node: bool = False  # a token crosses to another node once for all of its experts there
+    fused: bool = True  # scale, mask and softmax in one kernel; False for code from before 2021
+
+    @classmethod
+    def of(cls, config: RunConfig, world: int) -> "Workload":
+        """The step of a run config on `world` ranks."""
+        p, b, layout = config.parallel, config.batch, ParallelLayout.of(config.parallel, world)
+        even = spread(config.model.num_layers, layout.num_stages)
+        return cls(
+            model=config.model,
+            layout=layout,
+            seq_len=b.seq_len,
+            micro_batch_size=b.micro_batch_size,
+            global_batch_size=b.global_batch_size,
+            precision=config.train.precision,
+            fp8_scaling=config.train.fp8_scaling,
+            optimizer=config.optimizer.name,
+            schedule_name=p.schedule,
+            sequence_parallel=p.sequence_parallel or p.tp_mode == "2d",
+            zero=p.zero,
+            recompute=p.recompute,
+            stage_sizes=() if p.stage_layers == even else p.stage_layers,
+            tp_mode=p.tp_mode,
+            cp_mode=p.cp_mode,
+            dispatcher=p.dispatcher,
+            document_mask=config.data.document_mask,
+            async_save=config.train.async_save,
+            bucket_bytes=p.bucket_mib * 2**20,
+        )
+
+    @property
+    def sizes(self) -> Precision:
+        """Bytes per element of what is kept."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one data parallel rank."""
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.layout.dp))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one context parallel rank."""
+        return self.micro_batch_size * self.seq_len // self.layout.cp
+
+    @property
+    def mesh(self) -> int:
+        """Rows, and columns, of the square of ranks that 2D tensor parallelism cuts over."""
+        return isqrt(self.layout.tp) if self.tp_mode == "2d" else 1
+
+    @property
+    def kv_sharers(self) -> int:
+        """Tensor parallel ranks that share a key-value head, each of them with all of it."""
+        return max(1, self.layout.tp // self.model.num_kv_heads) if self.mesh == 1 else 1
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads of all tensor parallel ranks: one that several share counts for each."""
+        return self.model.num_kv_heads * self.kv_sharers
+
+    @property
+    def sequence_cut(self) -> int:
+        """Into how many parts norms, dropout and residuals are cut."""
+        return self.layout.tp if self.sequence_parallel else 1
+
+    @property
+    def expert_copies(self) -> float:
+        """Copies of tokens that the busiest rank's experts get, up to their capacity."""
+        return self._copies(self.imbalance) * self.layout.etp
+
+    @property
+    def sent_copies(self) -> float:
+        """Copies of its own tokens that a rank sends to experts."""
+        return self._copies(1.0)
+
+    @property
+    def expert_rows(self) -> float:
+        """Rows that the busiest rank's experts compute on: `expert_copies`, or padded ones."""
+        padded = self.model.pad_to_capacity
+        return self._padded_rows * self.layout.etp if padded else self.expert_copies
+
+    @property
+    def sent_rows(self) -> float:
+        """Rows that a rank sends to experts: `sent_copies`, or padded ones."""
+        return self._padded_rows if self.model.pad_to_capacity else self.sent_copies
+
+    def _copies(self, load: float) -> float:
+        m = self.model
+        return self.tokens / self.sequence_cut * m.top_k * min(load, m.capacity_factor or load)
+
+    @property
+    def _padded_rows(self) -> float:
+        """Rows of all experts that are padded: a whole sequence's may all be on one rank."""
+        m, tokens = self.model, self.tokens / self.sequence_cut
+        each = m.top_k * m.capacity_factor / m.num_experts
+        if m.drop_scope == "sub_sequence":
+            return m.num_experts * ceil(tokens * each)
+        return m.num_experts * min(tokens, self.micro_batch_size * ceil(self.seq_len * each))
+
+    @cached_property
+    def layers_of_stage(self) -> tuple[int, ...]:
+        """Layers of each stage: as given, or as even as they go."""
+        return self.stage_sizes or spread(self.model.num_layers, self.layout.num_stages)
+
+    def layers_of_rank(self, pp_rank: int) -> int:
+        """Layers of all the stages of a pipeline rank."""
+        return sum(self.layers_of_stage[pp_rank :: self.layout.pp])
+
+    @cached_property
+    def large_ranks(self) -> tuple[int, ...]:
+        """The pipeline ranks that may hold most: the ends, and the one with most layers."""
+        pp = self.layout.pp
+        return tuple({0, max(range(pp), key=self.layers_of_rank), pp - 1})
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """The schedule of this layout for some number of micro-batches."""
+        layout = self.layout
+        return schedule_of(self.schedule_name, layout.pp, layout.vpp, num_micro_batches)
+
+    @cached_property
+    def representative(self) -> int:
+        """Micro-batches beyond which the pipeline only repeats itself, every pp of them."""
+        pp, m = self.layout.pp, self.num_micro_batches
+        rounds = 3 if self.layout.vpp > 1 else 2
+        uneven = self.layout.vpp > 1 and len(set(self.layers_of_stage)) > 1
+        rounds = UNEVEN_ROUNDS if self.stage_sizes or uneven else rounds
+        return m if m < (rounds + 1) * pp else rounds * pp + m % pp
+
+
+@lru_cache(maxsize=16)  # a search asks for the same ones again and again
+def schedule_of(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+    """`schedule_for`, of which the last ones are kept."""
+    return schedule_for(name, pp, vpp, num_micro_batches)
+
+
+def spread(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as they go; the ends, with embedding and head, get fewer."""
+    each, more = divmod(num_layers, num_stages)
+    first = (num_stages - more) // 2
+    return tuple(each + (first <= stage < first + more) for stage in range(num_stages))

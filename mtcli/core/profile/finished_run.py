@@ -1,0 +1,270 @@
+"""A finished run, read back from its folder: config, metrics, events and run.json.
+
+A finished run as a curve: its steps in order, those run twice once, thinned to be drawn.
+
+Who is where: each rank's place on both grids and the layers it holds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.loading import load_config
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import is_number, parse_json, read_untrusted, shown
+from mtcli.core.mesh.parameters import count_parameters
+from mtcli.core.plan.tables import rank_places
+from mtcli.core.plan.workload import Workload
+from mtcli.core.schedule.generators import schedule_for
+from mtcli.core.schedule.timeline import Timeline, simulate
+from mtcli.core.training.metrics import EVENTS, FACTS, METRICS
+
+Row = Mapping[str, Any]
+
+MOST_POINTS = 2000  # of a curve in a page: more than a screen has columns
+BINS = 40
+CURVES = {  # (key in metrics.jsonl, unit times)
+    "loss": ("loss", 1.0),
+    "gradient norm": ("grad_norm", 1.0),
+    "learning rate": ("lr", 1.0),
+    "tokens/s": ("tokens_per_second", 1.0),
+    "MFU (%)": ("mfu", 100.0),
+    "step time (s)": ("step_seconds", 1.0),
+}
+
+
+class Curve(NamedTuple):
+    """Values at steps, in order."""
+
+    steps: list[int]
+    values: list[float]
+
+
+def once(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """(every step once, as it was run last, in order; the steps at which the run took up again).
+
+    A run that resumes from a checkpoint runs the steps since then a second time.
+    """
+    steps = [row["step"] for row in rows]
+    again = [b for a, b in zip(steps, steps[1:], strict=False) if b <= a]
+    last = {row["step"]: row for row in rows}
+    return [last[step] for step in sorted(last)], again
+
+
+def curve(rows: Sequence[Row], key: str, scale: float = 1.0) -> Curve:
+    """A metric over the rows that have it."""
+    found = [(row["step"], scale * row[key]) for row in rows if key in row]
+    return Curve([step for step, _ in found], [value for _, value in found])
+
+
+def thinned(whole: Curve, points: int = MOST_POINTS) -> Curve:
+    """At most about `points` of a curve: of each stretch its lowest and highest, in order.
+
+    So no spike is lost. Steps without a finite value are kept where a stretch has no other.
+    """
+    stride = -(-len(whole.steps) // (points // 2))
+    if stride <= 2:
+        return whole
+    kept: list[int] = []
+    for start in range(0, len(whole.steps), stride):
+        places = range(start, min(start + stride, len(whole.steps)))
+        finite = [p for p in places if math.isfinite(whole.values[p])] or [start]
+        kept += [f(finite, key=whole.values.__getitem__) for f in (min, max)]
+    kept = sorted({0, *kept, len(whole.steps) - 1})
+    return Curve([whole.steps[p] for p in kept], [whole.values[p] for p in kept])
+
+
+def curves_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
+    """{curve: {steps, values}} of all that is drawn, thinned; None where a value is not finite."""
+    found = {name: thinned(curve(rows, *of)) for name, of in CURVES.items()}
+    found["validation loss"] = thinned(curve(rows, "valid_loss"))
+    return {
+        name: {
+            "steps": one.steps,
+            "values": [value if math.isfinite(value) else None for value in one.values],
+        }
+        for name, one in found.items()
+        if one.steps
+    }
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """{p5, p50, p95} of values, each one that occurs."""
+    ordered = sorted(values)
+    return {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (5, 50, 95)}
+
+
+def histogram(values: Sequence[float]) -> tuple[list[float], list[int], float]:
+    """(left ends, counts, width) of BINS bins up to the 99th percentile; the last takes the rest.
+
+    Bins of equal width, from the least value.
+    """
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+    width = (high - low) / BINS or max(abs(low), 1.0) * 1e-3
+    counts = [0] * BINS
+    for value in ordered:
+        counts[min(BINS - 1, int((value - low) / width))] += 1
+    return [low + place * width for place in range(BINS)], counts, width
+
+
+FIGURES = {"loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu"}  # of every step
+MORE_FIGURES = {"lr", "valid_loss", "expert_load_max_over_mean"}
+OF_SAVES = {"stall_seconds", "write_seconds", "bytes"}
+MAX_WORLD = 1 << 20
+MAX_FACTS_BYTES = 16 << 20
+
+
+class FinishedRun(NamedTuple):
+    """What a run left behind; `world` is None where it did not say."""
+
+    folder: Path
+    config: RunConfig
+    rows: list[dict[str, Any]]  # metrics.jsonl, each step once; NaN where it says null
+    world: int | None
+    events: list[dict[str, Any]] = []  # events.jsonl, in order
+    resumed: list[int] = []  # the steps at which it took up again
+
+
+def is_run(source: str) -> bool:
+    """Whether a CONFIG argument is the folder of a run that has trained."""
+    return (Path(source) / METRICS).exists()
+
+
+def read_run(source: str) -> FinishedRun:
+    """The run of a folder. Raises MtcliError where it holds no steps or a damaged line.
+
+    The last line of a killed run may be cut short; it is left out.
+    """
+    folder = Path(source)
+    lines = _lines(folder / METRICS)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(_row(line))
+        except ValueError:
+            if number == len(lines):
+                break
+            where = f"{folder / METRICS}:{number}"
+            raise wrong(f"{where} is no record of a step", "remove that line") from None
+    if not rows:
+        hint = f"profile {folder / 'config.toml'} to measure its config"
+        raise wrong(f"{folder / METRICS} holds no steps", hint)
+    events = _events(folder)
+    rows, again = once(rows)
+    again += [event["step"] for event in events if event.get("event") == "resumed"]
+    resumed = sorted(set(again))
+    config = load_config(source)
+    return FinishedRun(folder, config, rows, _world(folder, config), events, resumed)
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    """What events.jsonl says; none where it is not there, nor a last line that was cut short."""
+    path, events = folder / EVENTS, []
+    for line in _lines(path) if path.exists() else []:
+        with suppress(ValueError):
+            events.append(parse_json(line))
+    return [event for event in events if _is_event(event)]
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or type(event.get("step")) is not int:
+        return False
+    told = {"stall_seconds", *(event.keys() & OF_SAVES)}
+    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in told)
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return read_untrusted(path).splitlines()
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", "is it a run's?") from None
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """The record of a step. Raises ValueError where it lacks a figure, or one is no number."""
+    row = parse_json(line)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError("no step")
+    row = {key: math.nan if value is None else value for key, value in row.items()}
+    for name in FIGURES | (row.keys() & MORE_FIGURES):
+        if not is_number(row.get(name)):
+            raise ValueError(f"no {name}")
+        row[name] = float(row[name])
+    return row
+
+
+def _world(folder: Path, config: RunConfig) -> int | None:
+    path = folder / FACTS
+    if not path.exists():
+        return None
+    try:
+        facts = parse_json(read_untrusted(path, MAX_FACTS_BYTES))
+    except (OSError, ValueError) as error:
+        raise wrong(f"{path} is not JSON: {error}", "remove it: it is not needed") from None
+    world = facts.get("world") if isinstance(facts, dict) else None
+    if type(world) is not int or not 0 < world <= MAX_WORLD:
+        raise wrong(f"{path}: world={shown(world)} is no number of ranks", "remove it")
+    if world % (fewest := config.parallel.smallest_world):
+        raise wrong(f"{path}: world={world} is no multiple of the layout's {fewest}", "remove it")
+    return world
+
+
+def summary_of(run: FinishedRun) -> dict[str, Any]:
+    """The figures of a finished run, named as those of a profile: medians over its steps.
+
+    `loss` is of the steps whose loss is finite, and is left out where none is.
+    """
+    seconds = [row["step_seconds"] for row in run.rows]
+    losses = [row["loss"] for row in run.rows if math.isfinite(row["loss"])]
+    ends = {"first": losses[0], "last": losses[-1], "min": min(losses)} if losses else None
+    figures = {
+        "run": str(run.folder),
+        "steps": len(run.rows),
+        "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
+        "tokens_per_second": median(row["tokens_per_second"] for row in run.rows),
+        "mfu": median(row["mfu"] for row in run.rows),
+        "step_quantiles": quantiles(seconds),
+        "tokens": len(run.rows) * run.config.batch.global_batch_size * run.config.batch.seq_len,
+        "parameters": count_parameters(run.config.model),
+        "world": run.world,
+        "resumed_at": run.resumed,
+        "saves": [event for event in run.events if event.get("event") == "saved"],
+        "saves_failed": [event for event in run.events if event.get("event") == "save_failed"],
+        "curves": curves_of(run.rows),
+        "rank_map": rank_map(Workload.of(run.config, run.world)) if run.world else [],
+    }
+    return figures | ({"loss": ends} if ends else {})
+
+
+def planned_of(run: FinishedRun, step_seconds: float) -> Timeline:
+    """The run's schedule, a backward twice as long as a forward, stretched to a step's length."""
+    assert run.world, "a schedule needs the number of ranks"
+    work = Workload.of(run.config, run.world)
+    layout = work.layout
+    schedule = schedule_for(work.schedule_name, layout.pp, layout.vpp, work.num_micro_batches)
+    parts = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    unit = step_seconds / simulate(schedule, lambda op: parts[op.kind]).end
+    return simulate(schedule, lambda op: unit * parts[op.kind])
+
+
+def rank_map(work: Workload) -> list[dict[str, Any]]:
+    """Each rank's place on both grids and the layers of its stages."""
+    layers = list(accumulate(work.layers_of_stage, initial=0))
+    return [
+        {
+            "rank": rank,
+            **places,
+            "layers": [
+                layer
+                for stage in work.layout.stages(places["attention"]["pp"])
+                for layer in range(layers[stage], layers[stage + 1])
+            ],
+        }
+        for rank, places in enumerate(rank_places(work.layout))
+    ]

@@ -1,0 +1,89 @@
+"""What the ranks of a profiled run hand to rank 0: times on rank 0's clock, bytes and kernels."""
+
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+
+from mtcli.core.parallel.health.traffic import Sent
+from mtcli.core.parallel.pipeline import OpSpan
+from mtcli.core.training.step import Phases
+
+
+class WaitSeconds(NamedTuple):
+    """How long a rank's host waited for collectives in one step."""
+
+    inside: dict[str, float]  # share of the seconds of its F, B, I and W ops
+    by_axis: dict[str, float]  # seconds, hops included, whose sender may be late
+
+
+class StepRecord(NamedTuple):
+    """One step on one rank, in seconds of rank 0's clock.
+
+    `waiting` is None where collectives are waited for by a device, or are not all ours.
+    """
+
+    phases: Phases
+    spans: tuple[OpSpan, ...]
+    waiting: WaitSeconds | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The length of the step on this rank."""
+        return self.phases.end - self.phases.begin
+
+
+class KernelTime(NamedTuple):
+    """What a kernel (or on CPU an operator, without those it calls) took in the profiled step."""
+
+    name: str
+    calls: int
+    seconds: float
+
+
+class MemoryCurve(NamedTuple):
+    """Bytes above what was held when the step began: those that outlive their op, and the rest."""
+
+    seconds: float  # since the step began
+    activations: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.activations + self.temporary
+
+
+class Profiled(NamedTuple):
+    """The step that ran under torch.profiler, apart from the timed ones."""
+
+    step: StepRecord
+    exchanging: dict[str, float]  # share of F and of B seconds spent waiting for collectives
+    communication: dict[str, float]  # seconds by collective, hidden or not
+    overlapped: float  # seconds in which computation hides them
+    kernels: list[KernelTime]  # by seconds, the longest first
+    memory: list[MemoryCurve]
+    by_axis: dict[str, float]  # seconds, where the trace tells the axis
+    sent: list[Sent]
+
+
+class RankRecord(NamedTuple):
+    """All that one rank measured; `speaks` where it is its pipeline rank's first replica."""
+
+    rank: int
+    pp_rank: int
+    speaks: bool
+    steps: list[StepRecord]
+    profiled: Profiled
+    state_bytes: dict[str, int]  # weights, gradients, optimizer
+    allocated_bytes: int | None  # the most that the device's allocator gave out; None on CPU
+    process_bytes: int  # the most that was resident (CPU), or what is taken of the device
+    peak_flops: float
+
+    def exchanging(self, step: StepRecord, kind: str) -> float:
+        """The share of a step's ops of a kind that waits for collectives."""
+        waiting = step.waiting.inside if step.waiting else self.profiled.exchanging
+        return waiting.get(kind, 0.0)
+
+
+RANK_RECORD = TypeAdapter(RankRecord)
+"""Turns records into JSON, as ranks send them, and back."""

@@ -1,0 +1,153 @@
+"""A profile as text: tables for people, and the measured timeline above the planned one."""
+
+from collections.abc import Sequence
+
+from mtcli.core.profile.compare import fullest_stage, planned_memory
+from mtcli.core.profile.figures import Json, Profile
+from mtcli.core.runtime.console import print_line, print_table, width
+from mtcli.core.schedule.timeline import Timeline, draw
+
+MIB = 2**20
+SHOWN_KERNELS = 10
+DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
+
+
+def show_measured(profile: Profile) -> None:
+    """Prints what was measured: figures, shares by pipeline rank, memory, kernels, timeline."""
+    data = profile.measured_json()
+    print_table("", ("", "measured"), [row[:2] for row in summary_rows(data)])
+    print_table("Share of the step", *share_rows(data), right=True)
+    print_table("Memory (MiB)", *memory_rows(data), right=True)
+    print_table("Longest kernels of rank 0", *kernel_rows(data), right=True)
+    late = [row for row in data["stragglers"] if row["times_median"] > 1.1]
+    for row in late:
+        times = f"{row['times_median']:.2f} times its replicas' median"
+        print_line(f"straggler: rank {row['rank']} works {row['busy_seconds']:.4g} s, {times}")
+    _print_timeline("Measured timeline", profile.measured, profile.measured.end)
+
+
+def show_planned(profile: Profile) -> None:
+    """Prints what `mtcli plan` says beside what was measured, where it knows the device."""
+    if profile.planned is None:
+        return
+    data = profile.as_json()
+    rows = [*summary_rows(data)[:-1], *planned_memory_rows(data)]
+    print_table("Beside the plan", ("", "measured", "planned"), rows)
+    end = max(profile.measured.end, profile.planned.end)
+    _print_timeline("Planned timeline", profile.planned, end)
+
+
+def _print_timeline(title: str, timeline: Timeline, end: float) -> None:
+    print_line(f"\n{title}\n{draw(timeline, width(DRAWN_WIDTH), end)}")
+
+
+def summary_rows(data: Json) -> list[list[str]]:
+    """(what, measured, planned) of the headline figures."""
+    seconds, plan = data["step_seconds"], data.get("predicted")
+    spread = f"{seconds['min']:.4g} to {seconds['max']:.4g} s"
+    measured = [
+        ("step time", f"{seconds['median']:.4g} s ({spread})"),
+        ("pipeline, as drawn", f"{_end(data['timeline']):.4g} s"),
+        ("tokens/s", f"{data['tokens_per_second']:,.0f}"),
+        ("MFU", f"{data['mfu']:.1%}"),
+        ("HFU", f"{data['hfu']:.1%}"),
+        ("bubble / busy", f"{data['bubble_fraction']['measured']:.1%}"),
+    ]
+    planned = [""] * len(measured)
+    if plan:
+        planned = [f"{plan['step_seconds']:.4g} s", f"{_end(data['planned_timeline']):.4g} s"]
+        planned += [f"{plan['tokens_per_second']:,.0f}", f"{plan['mfu']:.1%}", f"{plan['hfu']:.1%}"]
+        planned += [f"{plan['bubble_fraction']:.1%}"]
+    rows = [[*row, value] for row, value in zip(measured, planned, strict=True)]
+    if plan and plan["device_rates"] == "roofline":
+        rows.append(["rates", "", "a roofline, not calibrated"])
+    peak = f"{data['peak_flops'] / 1e12:.4g} TFLOP/s a rank"
+    rows.append(["peak", f"{peak} ({data['flop_convention']})", ""])
+    return rows
+
+
+def _end(rows: Sequence[Json]) -> float:
+    return max(float(row["end"]) for row in rows)
+
+
+def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
+    """A column per pipeline rank."""
+    ranks = data["shares_by_rank"]
+    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
+    rows = [[kind, *(f"{row[kind]:.1%}" for row in ranks)] for kind in data["shares"]]
+    return columns, rows
+
+
+def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
+    """A column per pipeline rank, in MiB."""
+    ranks = data["memory_by_rank"]
+    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
+    rows = [[kind, *(f"{row[kind] / MIB:,.1f}" for row in ranks)] for kind in data["memory_bytes"]]
+    return columns, rows
+
+
+def planned_memory_rows(data: Json) -> list[list[str]]:
+    """(what, measured, planned) of the memory of the fullest rank's stage."""
+    plan, measured = planned_memory(data["figures"]), data["memory_bytes"]
+    stage = fullest_stage(data)
+    return [
+        [f"rank {stage} {kind}", f"{measured[kind] / MIB:,.1f} MiB", f"{held / MIB:,.1f} MiB"]
+        for kind, held in plan.items()
+    ]
+
+
+def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
+    """Name, calls, seconds and share of those listed."""
+    rows = [
+        [k["name"][:60], str(k["calls"]), f"{1e3 * k['seconds']:,.2f} ms"]
+        for k in data["kernels"][:SHOWN_KERNELS]
+    ]
+    return ["kernel", "calls", "time"], rows
+
+
+def run_rows(data: Json) -> list[list[str]]:
+    """(what, how much) of a finished run."""
+    spread, seconds = data["step_quantiles"], data["step_seconds"]["median"]
+    middle = f"{spread['p5']:.4g} to {spread['p95']:.4g} s in 9 of 10"
+    rows = [
+        ["steps", f"{data['steps']:,}"],
+        ["tokens", f"{data['tokens']:,}"],
+        ["step time, median", f"{seconds:.4g} s ({middle})"],
+        ["tokens/s, median", f"{data['tokens_per_second']:,.0f}"],
+        ["MFU, median", f"{data['mfu']:.1%}"],
+        ["parameters", f"{data['parameters']:,}"],
+    ]
+    if "loss" in data:
+        loss = data["loss"]
+        text = f"{loss['first']:.4f} to {loss['last']:.4f}, least {loss['min']:.4f}"
+        rows.insert(0, ["loss", text])
+    if data["world"]:
+        rows.append(["ranks", f"{data['world']:,}"])
+    if data["resumed_at"]:
+        rows.append(["took up again at step", ", ".join(map(str, data["resumed_at"]))])
+    if data["saves"]:
+        stalls = [save["stall_seconds"] for save in data["saves"]]
+        text = f"{len(stalls)}, training stood still {sum(stalls):.3f} s in all"
+        rows.append(["saves", f"{text}, {max(stalls):.3f} s at most"])
+    if data["saves_failed"]:
+        rows.append(["saves that failed", str(len(data["saves_failed"]))])
+    return rows
+
+
+def show_run(rows: Sequence[Json], data: Json) -> None:
+    """Prints what a finished run measured: its figures, its first, middle and last steps."""
+    print_table("", ("", "of the run"), run_rows(data))
+    picked = [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 2 else list(rows)
+    cells = [
+        [
+            str(row["step"]),
+            f"{row['loss']:.4f}",
+            f"{row['grad_norm']:.4g}",
+            f"{row['step_seconds']:.4g} s",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['mfu']:.1%}",
+        ]
+        for row in picked
+    ]
+    columns = ("step", "loss", "gradient norm", "step time", "tokens/s", "MFU")
+    print_table(f"{len(rows)} steps", columns, cells, right=True)

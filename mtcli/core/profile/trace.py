@@ -1,0 +1,251 @@
+"""Reading a Chrome trace of torch.profiler: kernels and communication of one step.
+
+Times in a trace are microseconds of the profiler's own clock; results are in seconds of it.
+
+The Chrome trace of a profile: rank 0's profiler events, and every pipeline rank's ops.
+
+Opens in Perfetto and in chrome://tracing. Ops are those of the profiled step, on rank 0's clock,
+laid over the profiler's own time by the annotation that both saw.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, prod
+from typing import Any
+
+from mtcli.core.profile.breakdown import speakers
+from mtcli.core.profile.records import KernelTime, RankRecord
+from mtcli.core.runtime.atomic_writes import aside
+
+Event = dict[str, Any]
+Interval = tuple[float, float]
+
+STEP = "mtcli: step"  # the annotation that ties the profiler's clock to ours
+OP = "mtcli: op "  # begins the annotation of an op of the pipeline
+GROUP = "Process Group Description"  # of an NCCL kernel: the axis whose communicator it uses
+ITEM_BYTES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2}
+SEND, RECEIVE = "gloo:send", "gloo:recv"
+
+
+def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[Interval]:
+    """The union of the wanted events' intervals, in order and disjoint."""
+    return union((e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if wanted(e))
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The points that two lists of disjoint ordered intervals share."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The points of `a` that are not in `b`; both are disjoint and in order."""
+    edges = [-inf, *(edge for interval in b for edge in interval), inf]
+    return common(a, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def length(intervals: list[Interval]) -> float:
+    """The sum of the intervals' lengths."""
+    return sum(end - start for start, end in intervals)
+
+
+def complete(events: Iterable[Event]) -> list[Event]:
+    """The events that have a length."""
+    return [event for event in events if event.get("ph") == "X" and "dur" in event]
+
+
+def is_exchange(event: Event) -> bool:
+    """Whether an event is communication under way: gloo's on CPU, NCCL's kernels on GPU.
+
+    Not gloo's sends: one is under way until the receiver takes it, and nobody waits for it.
+    """
+    name = event["name"]
+    if name.startswith("gloo:"):
+        return not name.startswith(SEND)
+    return event.get("cat") == "kernel" and "nccl" in name.lower()
+
+
+def exchanges(events: list[Event]) -> dict[str, float]:
+    """Seconds of communication by name."""
+    found: dict[str, float] = {}
+    for event in filter(is_exchange, events):
+        found[event["name"]] = found.get(event["name"], 0.0) + event["dur"] / 1e6
+    return found
+
+
+def seconds_by_axis(events: Iterable[Event]) -> dict[str, float]:
+    """Seconds of NCCL's kernels by the axis whose communicator they use; none on CPU."""
+    found: dict[str, float] = {}
+    for event in filter(is_exchange, events):
+        axis = event.get("args", {}).get(GROUP)
+        if axis:
+            found[axis] = found.get(axis, 0.0) + event["dur"] / 1e6
+    return found
+
+
+def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
+    """(axis, bytes to the next rank of a ring) of each collective that torch's FSDP2 starts.
+
+    From the sizes of its tensors: an all-gather passes on all but this rank's part, and so does a
+    reduce-scatter. Needs a trace with shapes.
+    """
+    ranges = [e for e in events if e["name"].startswith("FSDP::")]
+    found = []
+    for event in events:
+        if event["name"] not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            continue
+        around = [e for e in ranges if e["ts"] <= event["ts"] < e["ts"] + e["dur"]]
+        if around:  # the innermost names the module; one may be prefetched inside another's
+            inner = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"]
+            (out, given), kind = event["args"]["Input Dims"][:2], event["args"]["Input type"][0]
+            axis = "edp" if "experts" in inner else "data"
+            found.append((axis, abs(prod(out) - prod(given)) * ITEM_BYTES[kind]))
+    return found
+
+
+def op_bounds(events: Iterable[Event], begin: float) -> list[float]:
+    """When the host began and ended each op of the pipeline, in order, in seconds since `begin`."""
+    ops = [e for e in events if e["name"].startswith(OP) and e["cat"] == "user_annotation"]
+    ends = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
+    return sorted(moment / 1e6 - begin for pair in ends for moment in pair)
+
+
+def computing(events: list[Event]) -> list[Interval]:
+    """When this rank computes: its kernels, or on CPU its operators.
+
+    On CPU an outermost operator that starts no communication computes as a whole; one that does
+    may wait inside, so only the tensor operators within it count.
+    """
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    if kernels:
+        return spans_of(kernels, lambda e: not is_exchange(e))
+    busy: list[Event] = []
+    for outer, inner in outermost(events):
+        waits = any(e["name"].startswith("c10d::") for e in (outer, *inner))
+        busy += [e for e in inner if e["name"].startswith("aten::")] if waits else [outer]
+    return spans_of(busy, lambda e: True)
+
+
+def outermost(events: list[Event]) -> list[tuple[Event, list[Event]]]:
+    """Each outermost CPU operator of each thread, with all that ran inside it."""
+    found: list[tuple[Event, list[Event]]] = []
+    for thread in _by_thread(events):
+        end = -1.0
+        for event in thread:
+            if event["ts"] >= end:
+                found.append((event, []))
+                end = event["ts"] + event["dur"]
+            else:
+                found[-1][1].append(event)
+    return found
+
+
+def kernels(events: list[Event]) -> list[KernelTime]:
+    """Kernels by name, the longest first; on CPU operators, without the time of those they call."""
+    on_device = [(e["name"], e["dur"]) for e in events if e.get("cat") == "kernel"]
+    timed = on_device or [pair for thread in _by_thread(events) for pair in _own_times(thread)]
+    calls: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for name, microseconds in timed:
+        calls[name] = calls.get(name, 0) + 1
+        seconds[name] = seconds.get(name, 0.0) + microseconds / 1e6
+    found = [KernelTime(name, calls[name], seconds[name]) for name in calls]
+    return sorted(found, key=lambda kernel: -kernel.seconds)
+
+
+def _by_thread(events: list[Event]) -> list[list[Event]]:
+    threads: dict[object, list[Event]] = {}
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            threads.setdefault(event["tid"], []).append(event)
+    order = [sorted(thread, key=lambda e: (e["ts"], -e["dur"])) for thread in threads.values()]
+    return order
+
+
+def _own_times(thread: list[Event]) -> list[tuple[str, float]]:
+    """(name, microseconds outside the operators it calls) of a thread's operators."""
+    own: list[float] = []
+    open_now: list[tuple[int, float]] = []  # (index, end) of the operators around this one
+    for index, event in enumerate(thread):
+        while open_now and event["ts"] >= open_now[-1][1]:
+            open_now.pop()
+        own.append(event["dur"])
+        if open_now:
+            own[open_now[-1][0]] -= event["dur"]
+        open_now.append((index, event["ts"] + event["dur"]))
+    return [(event["name"], seconds) for event, seconds in zip(thread, own, strict=True)]
+
+
+PROCESS = 10**9  # above any process id, so that our tracks have a process of their own
+
+
+def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord]) -> None:
+    """Writes {"traceEvents": [...]}: the profiler's events and a track per pipeline rank."""
+    events = [part for event in trace["traceEvents"] for part in _apart(event)]
+    events += op_events(trace, records)
+    with aside(target) as path, path.open("w", encoding="utf-8") as file:
+        json.dump({**trace, "traceEvents": events}, file)
+
+
+def _apart(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The event; one of gloo's as the two ends of an asynchronous slice.
+
+    It begins inside the operator that starts it and ends long after, and slices of one thread nest.
+    """
+    if event.get("ph") != "X" or not event["name"].startswith("gloo:"):
+        return [event]
+    around = {key: value for key, value in event.items() if key != "dur"}
+    around |= {"id": f"{event['tid']}:{event['ts']}", "cat": "gloo"}
+    end = {"ph": "e", "ts": event["ts"] + event["dur"]}
+    return [around | {"ph": "b"}, around | end]
+
+
+def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[dict[str, Any]]:
+    """A named track per pipeline rank, with its ops and the phases around them."""
+    mark = next(e["ts"] for e in trace["traceEvents"] if e.get("name") == STEP)
+    begin = next(r for r in records if r.rank == 0).profiled.step.phases.begin
+    events = [_named("process_name", 0, "mtcli: pipeline")]
+    for record in speakers(records):
+        step, track = record.profiled.step, record.pp_rank
+        events.append(_named("thread_name", track, f"pipeline rank {track}"))
+        phases = step.phases
+        spans = [(str(span.op), span.start, span.end) for span in step.spans]
+        spans.append(("reduce", phases.pipeline, phases.reduce))
+        spans.append(("agree", phases.norm, phases.agree))
+        spans.append(("optimizer", phases.agree, phases.end))
+        events += [
+            {
+                "ph": "X",
+                "cat": "mtcli",
+                "name": name,
+                "pid": PROCESS,
+                "tid": track,
+                "ts": mark + (start - begin) * 1e6,
+                "dur": (end - start) * 1e6,
+            }
+            for name, start, end in spans
+        ]
+    return events
+
+
+def _named(kind: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}

@@ -1,1 +1,0 @@
-"""What people look at: progress, tables, plots and the HTML page."""

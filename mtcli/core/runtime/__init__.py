@@ -1,0 +1,1 @@
+"""Starts the ranks of a run and the processes of a command, and writes files whole."""

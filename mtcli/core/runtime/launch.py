@@ -1,0 +1,274 @@
+"""Bring-up: which rank this process is, its device and threads, and starting workers.
+
+Understands the environments of torchrun (and of `accelerate launch` and our own `--nproc`, which
+set the same variables) and of Slurm. Imports torch only inside functions: a launcher decides on
+allocator settings before torch is loaded.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.parallel.health.flight_recorder import Check, FlightRecorder, Reached
+from mtcli.core.runtime.machine import ALLOCATOR, cores
+from mtcli.core.runtime.worker_errors import (
+    LAUNCHED,
+    end_rank,
+    first_failure,
+    hand_over,
+    telling_of_lost_peers,
+)
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process among its peers."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: "torch.device"
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)  # of its collectives
+
+
+def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The world size where a launcher has set one; None in a process started by hand."""
+    ranks = _ranks(environ)
+    return ranks[1] if ranks else None
+
+
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often torch's elastic launcher has started these workers again."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
+    """Runs `mtcli <arguments>` in nproc workers and returns when all are done.
+
+    With one worker this process becomes it. Raises MtcliError with the first failure's own words.
+    """
+    settings = {name: value for name, value in ALLOCATOR.items() if name not in os.environ}
+    command = [sys.executable, "-m", "mtcli", *arguments]
+    if nproc == 1 and max_restarts == 0:
+        os.execve(sys.executable, command, os.environ | settings | _RANK_ZERO)
+    os.environ.update(settings | {LAUNCHED: "1"})
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    _run_workers(nproc, command, max_restarts)
+
+
+@contextmanager
+def bring_up(
+    device: str, timeout: float, matmul: str = "fast", debug_collectives: bool = False
+) -> Iterator[Runtime]:
+    """This process's Runtime, with process groups up and watched; both are taken down at the end.
+
+    A rank that waits for another for `timeout` seconds ends the run. An error inside is handed to
+    our launcher, which reports the first one, once.
+    """
+    try:
+        place = _ranks(os.environ) or (0, 1, 0, 1)
+        with telling_of_lost_peers(place[0]):
+            runtime, store = _start(place, device, timeout, matmul, debug_collectives)
+            with _watched(runtime, store, timeout):
+                yield runtime
+    except (Exception, KeyboardInterrupt) as error:
+        if LAUNCHED in os.environ:
+            hand_over(error)
+        raise
+    finally:
+        _stop()
+
+
+class StopSignal:
+    """Remembers SIGINT and SIGTERM, so that a run can stop after its step and save.
+
+    A second signal stops at once.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+# No local rank: accelerate would take it for a launcher's and wait for a rendezvous.
+_RANK_ZERO = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    """(rank, world, local rank, local world) from a launcher's variables."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        defaults = ("0", "1", environ["RANK"], environ["WORLD_SIZE"])
+        values = [environ.get(n, d) for n, d in zip(names, defaults, strict=True)]
+    elif "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        tasks = environ["SLURM_NTASKS"]
+        per_node = environ.get("SLURM_NTASKS_PER_NODE", tasks)
+        values = [environ["SLURM_PROCID"], tasks, environ.get("SLURM_LOCALID", "0"), per_node]
+    else:
+        return None
+    rank, world, local_rank, local_world = (int(value) for value in values)
+    return rank, world, local_rank, local_world
+
+
+def _start(
+    place: tuple[int, int, int, int],
+    device: str,
+    timeout: float,
+    matmul: str,
+    debug_collectives: bool,
+) -> "tuple[Runtime, dist.Store | None]":
+    import torch
+
+    rank, world, local_rank, local_world = place
+    where = _device(device, local_rank)
+    if where.type == "cpu":
+        torch.set_num_threads(max(1, cores() // local_world))
+        set_matmul(matmul)
+    else:
+        torch.cuda.set_device(where)
+    if world == 1:
+        return Runtime(rank, world, local_rank, local_world, where), None
+    from mtcli.core.runtime.rendezvous import meet
+
+    store = meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo", restarts())
+    check = _check(rank, store) if debug_collectives else None
+    recorder = FlightRecorder(check, _mark if where.type == "cuda" else None)
+    return Runtime(rank, world, local_rank, local_world, where, recorder), store
+
+
+def _check(rank: int, store: "dist.Store") -> Check:
+    """What compares a call with the other ranks' before it is made."""
+    import torch.distributed as dist
+
+    from mtcli.core.parallel.health.consistency import ConsistencyGuard
+
+    return ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
+
+
+@contextmanager
+def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> Iterator[None]:
+    """Watches over this rank's recorder, where it has peers."""
+    if store is None:
+        yield
+        return
+    import torch.distributed as dist
+
+    from mtcli.core.parallel.health.watchdog import Watchdog
+
+    # A connection of its own: what waits on one holds up every other thread that uses it.
+    own = dist.PrefixStore("watch", store.clone())
+    watch = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end_rank)
+    watch.start(os.getpid())
+    try:
+        yield
+        watch.leave()
+    except Exception as error:
+        if isinstance(error, RuntimeError):
+            watch.explain()
+        watch.give_up()
+        raise
+    finally:
+        watch.stop()
+
+
+def _mark() -> Reached:
+    """A mark in the CUDA stream: whether the device has got there."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
+def _device(name: str, local_rank: int) -> "torch.device":
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise wrong("there is no CUDA device here", "--device cpu", "device")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        message = f"local rank {local_rank} has no GPU: this machine has {count}"
+        raise wrong(message, f"--nproc {count} at most, or --device cpu", "device")
+    return torch.device("cuda", local_rank)
+
+
+def set_matmul(matmul: str) -> None:
+    """Takes the quickest products on CPU that are as accurate: of bfloat16 those that `gemm.py`
+    chooses, of float32 oneDNN's.
+
+    torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
+    MKL's speed on AMD; with AMX it may round to bfloat16. So the error decides, not the name.
+    """
+    import torch
+
+    from mtcli.kernels.gemm import choose_gemm_dtype
+
+    if matmul == "strict":
+        return
+    choose_gemm_dtype()
+    torch.set_float32_matmul_precision("medium")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(192, 192, generator=generator) for _ in range(2))
+    for x, y in ((a, b), (a, b.T), (a.T, b)):
+        exact = x.double() @ y.double()
+        error = ((x @ y).double() - exact).norm() / exact.norm()
+        if error > 2e-6:  # 8 times what float32 sums of 192 products show, 1/1000 of bfloat16's
+            torch.set_float32_matmul_precision("highest")
+            return
+
+
+def _stop() -> None:
+    torch = sys.modules.get("torch")
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        torch.distributed.destroy_process_group()
+
+
+def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from mtcli.core.runtime.rendezvous import LoopbackRendezvous
+
+    logging.disable(logging.ERROR)  # elastic's loggers; what fails comes as an exception
+    rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"mtcli-{os.getpid()}",
+        rdzv_backend="loopback",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except SignalException:
+        raise KeyboardInterrupt from None
+    except ChildFailedError as error:
+        raise first_failure(error) from None

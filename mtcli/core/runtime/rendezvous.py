@@ -1,0 +1,214 @@
+"""How the ranks of a run find each other, and which network interfaces they listen on.
+
+Nobody proves who they are to a store, to gloo or to NCCL, so a run listens no further than it must:
+on loopback where all ranks are on one machine, else on the one interface by which MASTER_ADDR is
+reached. Nothing that arrives is unpickled: torch's own c10d rendezvous unpickles what its store
+holds, so the launcher does not use it.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from ipaddress import ip_address
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from mtcli.core.config.errors import failed, wrong
+from mtcli.core.parallel.groups import LATER
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 4096  # ranks that may connect to the store at once
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The rendezvous of one launcher with its own workers: a store on loopback, which they share.
+
+    torch's static rendezvous is the same on all interfaces.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.run_id = parameters.run_id
+        self.store = _host_store(_listen(LOOPBACK, 0), timedelta(seconds=60))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use this store too."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name under which elastic_launch finds it."""
+        return "loopback"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """One node, and where its store listens."""
+        store = dist.PrefixStore("launcher", self.store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
+
+    def is_closed(self) -> bool:
+        """Never: it ends with the launcher."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else is there to be told."""
+
+    def num_nodes_waiting(self) -> int:
+        """No other node may join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The run's name."""
+        return self.run_id
+
+    def shutdown(self) -> bool:
+        """The store ends with this object."""
+        return True
+
+
+def meet(rank: int, world: int, timeout: float, backend: str, attempt: int) -> dist.Store:
+    """The store of a process group that every rank has joined, at the launcher's n-th attempt.
+
+    Raises MtcliError where ranks are missing after `timeout` seconds, and where MASTER_ADDR names
+    no single interface.
+    """
+    limit, later = timedelta(seconds=timeout), timedelta(seconds=timeout + LATER)
+    store = attempt_store(_connect(rank, limit), attempt)
+    _await_all(store, rank, world, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=later)
+    return store
+
+
+def attempt_store(store: dist.Store, attempt: int) -> dist.Store:
+    """The keys of one attempt: the launcher keeps its store over restarts, and an attempt must not
+    find the last one's peers."""
+    return dist.PrefixStore(f"attempt_{attempt}", store)
+
+
+def on_one_machine(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher's variables say that all ranks are on this machine."""
+    if "LOCAL_WORLD_SIZE" in environ:
+        return environ["LOCAL_WORLD_SIZE"] == environ.get("WORLD_SIZE")
+    if "MASTER_ADDR" in environ:
+        return _is_loopback(environ["MASTER_ADDR"])
+    return environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")) == "1"
+
+
+def endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port of the run's store, as torchrun's variables say, or Slurm's.
+
+    Raises MtcliError where that is no port.
+    """
+    job = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000  # a port for each job
+    host = environ.get("MASTER_ADDR", environ.get("SLURM_LAUNCH_NODE_IPADDR", LOOPBACK))
+    port = environ.get("MASTER_PORT", str(job))
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise wrong(f"MASTER_PORT is {port!r}", "a port from 1 to 65535")
+    return host, int(port)
+
+
+def _connect(rank: int, limit: timedelta) -> dist.Store:
+    """This rank's connection to the run's store, which rank 0 hosts if no launcher does."""
+    host, port = endpoint(os.environ)
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if on_one_machine(os.environ):
+        host, address = host if hosted else LOOPBACK, LOOPBACK
+    else:
+        address = _address_towards(host, port, hosted)
+    if address is not None:
+        interface = _interface_of(address)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a user's choice stays
+            os.environ.setdefault(variable, interface)
+    if rank == 0 and not hosted:
+        return _host_store(_listen(address, port), limit)
+    return dist.TCPStore(host, port, is_master=False, timeout=limit)
+
+
+def _address_towards(host: str, port: int, hosted: bool) -> str | None:
+    """This machine's address on the interface by which a host is reached: on rank 0's machine,
+    the host's own.
+
+    None where a launcher hosts the store on this machine and names it by a loopback address, as
+    Debian's /etc/hosts does. Raises MtcliError where rank 0 cannot listen on that address alone, or
+    no other machine can reach it.
+    """
+    hint = "set MASTER_ADDR to the address of rank 0's machine on the network that ranks share"
+    try:
+        family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent
+            probe.connect(target)
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise wrong(f"MASTER_ADDR={host} is not reached: {error.strerror}", hint) from None
+    if ip_address(target[0]).is_unspecified:
+        raise wrong(f"MASTER_ADDR={host} stands for every interface of a machine", hint)
+    if ip_address(address).is_loopback:
+        if hosted:
+            return None
+        message = f"MASTER_ADDR={host} is {target[0]} here, which no other machine can reach"
+        raise wrong(message, hint)
+    return address
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ip_address(address).is_loopback for address in found)
+
+
+def _interface_of(address: str) -> str:
+    """The name of the interface that has an address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if address in {entry.address.partition("%")[0] for entry in entries}:
+            return name
+    raise AssertionError(f"{address} is an address of this machine, and of no interface")
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on one address alone; port 0 is any free one."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        message = f"rank 0 cannot listen on {address}, port {port}: {error.strerror}"
+        raise failed(message, "set MASTER_PORT to a port that is free") from None
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _host_store(listener: socket.socket, limit: timedelta) -> dist.TCPStore:
+    """A store that answers on a socket. torch by itself would listen on every interface."""
+    address, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _await_all(store: dist.Store, rank: int, world: int, timeout: float) -> None:
+    """Returns when every rank has come here. Raises MtcliError with those that have not."""
+    end = time.monotonic() + timeout
+    store.set(f"here/{rank}", "")
+    if store.add("here", 1) == world:
+        store.set("all here", "")
+    while not store.check(["all here"]):
+        if time.monotonic() > end:
+            missing = [str(one) for one in range(world) if not store.check([f"here/{one}"])]
+            message = f"after {timeout:g} s, of {world} ranks these have not started: "
+            raise failed(message + ", ".join(missing), "raise train.timeout if they need longer")
+        time.sleep(0.02)

@@ -1,0 +1,153 @@
+"""How a worker's error reaches the user: it leaves it in a file, and the launcher tells one of all.
+
+The file is that of torch's elastic launcher, which waits for every worker before it reads.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mtcli.core.config.errors import Exit, MtcliError, Problem
+
+LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
+
+WATCHED, TOLD, LOST = "watched", "told", "lost"  # what an error is: the last follows from others
+
+
+class LostPeer(MtcliError):
+    """Peers of this rank, or the store by which they meet, have gone: another error caused it."""
+
+
+@contextmanager
+def telling_of_lost_peers(rank: int) -> Iterator[None]:
+    """Turns what torch says of a connection that broke into a LostPeer (exit 1).
+
+    Collectives of ours that break are told by the watch, with their names; this is for what it does
+    not see: ranks that are only meeting, and FSDP2's collectives.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_connection(error):
+            raise
+        where, _, what = str(error).splitlines()[0].partition(".cc:")
+        what = what.partition("] ")[2].partition(". This is typically")[0] or where
+        from mtcli.core.runtime.rendezvous import (
+            endpoint,  # imports torch: it is here by now
+        )
+
+        store = "{}, port {}".format(*endpoint(os.environ))
+        message = f"rank {rank} does not reach another rank, or the run's store at {store}"
+        hint = (
+            "the last good checkpoint is kept: look for the rank that failed first, then --resume"
+        )
+        raise LostPeer(Problem(f"{message}: {what}", hint), code=Exit.FAILED) from error
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError) or "/gloo/" in str(error)
+
+
+def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
+    """The cause among the failures of a ChildFailedError, in its own words."""
+    codes = {failure.exitcode for failure in error.failures.values()}
+    if Exit.INTERRUPTED in codes:
+        return KeyboardInterrupt()
+    rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
+    told = failure.message if isinstance(failure.message, dict) else {}
+    if _has_problems(failure):
+        return MtcliError.load(told["extraInfo"])
+    cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
+    hint = "the last good checkpoint is kept: run the same command with --resume"
+    return MtcliError(Problem(f"rank {rank} failed: {cause}", hint), code=Exit.FAILED)
+
+
+def _consequence(failure: Any) -> tuple[int, int, bool]:
+    """Sorts causes first: a killed rank before its peers, who only say that they lost it.
+
+    A watch knows best: it may have killed a rank that did not answer. SIGTERM is what the launcher
+    sends to the peers of one that failed, so there the earliest counts.
+    """
+    extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
+    cause, terminated = extra.get("cause"), failure.exitcode == -signal.SIGTERM
+    told = "problems" in extra
+    order = (
+        cause == WATCHED,
+        failure.exitcode < 0 and not terminated,
+        told and cause != LOST,
+        cause != LOST and not terminated,
+        told or terminated,
+        True,
+    )
+    return order.index(True), failure.timestamp, not told
+
+
+def _has_problems(failure: Any) -> bool:
+    message = failure.message
+    return isinstance(message, dict) and "problems" in message.get("extraInfo", {})
+
+
+def hand_over(error: BaseException) -> NoReturn:
+    """Leaves the error in the file that the launcher reads, and ends this worker quietly."""
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(Exit.INTERRUPTED)
+    if isinstance(error, MtcliError):
+        cause = LOST if isinstance(error, LostPeer) else TOLD
+        _leave(str(error), error.dump() | {"cause": cause})
+    else:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        _leave(
+            f"{type(error).__name__}: {error} ({where})", {"code": int(Exit.FAILED), "cause": TOLD}
+        )
+    if os.environ.get("MTCLI_TRACEBACK"):
+        traceback.print_exception(error)
+    os._exit(error.code if isinstance(error, MtcliError) else Exit.FAILED)
+
+
+def end_rank(error: MtcliError | None, silent: list[int], lost: bool) -> NoReturn:
+    """Ends this rank from another thread: with the watch's error, or where it has none quietly.
+
+    `lost` says that it follows from another rank's error, if that one has left any. Otherwise our
+    launcher's workers that do not answer (process ids) are killed: it would wait half a minute.
+    """
+    cause = LOST if lost else WATCHED
+    if error is None:
+        _leave("", {"code": int(Exit.FAILED), "cause": cause})
+    else:
+        sys.stderr.write("\n")  # the progress line is not at its end
+        if LAUNCHED not in os.environ:
+            sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        _leave(str(error), error.dump() | {"cause": cause})
+        if LAUNCHED in os.environ and not lost:
+            for pid in filter(_is_sibling, silent):
+                os.kill(pid, signal.SIGKILL)
+    os._exit(Exit.FAILED)
+
+
+def _leave(text: str, extra: dict[str, Any]) -> None:
+    extra = {"timestamp": str(int(time.time()))} | extra
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+def _is_sibling(pid: int) -> bool:
+    """Whether a process lives and is this one's launcher's, by Linux's table; elsewhere no."""
+    table = Path(f"/proc/{pid}/stat")
+    if not table.exists():
+        return False
+    parent = table.read_text().rpartition(")")[2].split()[1]
+    return int(parent) == os.getppid()

@@ -1,0 +1,1 @@
+"""What data-parallel replicas exchange, and when."""

@@ -1,0 +1,97 @@
+"""Blocks compiled by torch.compile: what lies between two products becomes a few fused loops.
+
+The collectives of tensor parallel layers are part of a block's graph. All else that talks to other
+ranks, reads a tensor's values on the host, or depends on the layer's number (such as dropout's key)
+is left uncompiled, a break between two graphs. So all blocks of a stage look alike to the compiler,
+the first one's graphs serve them all, and compiling takes as long as for one block.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from mtcli.core.config.errors import failed
+from mtcli.core.model.attention import Attention
+from mtcli.core.model.moe import MixtureOfExperts
+from mtcli.core.model.norm import Dropout
+from mtcli.core.model.transformer import Stage
+from mtcli.core.parallel.compiled_collectives import in_graph
+from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear
+
+
+def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "inductor") -> None:
+    """Has every block compiled in its first forward and backward, and again for each new shape.
+
+    `documents`: attention stays within documents, whose lengths are read on the host on CPU.
+    Modules, parameters and their hooks stay as they are.
+    """
+    for stage in stages:
+        asks_lengths = documents and stage.build.groups.device.type == "cpu"
+        for block in stage.blocks.values():
+            for module in block.modules():
+                _keep_collectives(module)
+                for name in _left_out(module, asks_lengths):
+                    setattr(module, name, torch.compiler.disable(getattr(module, name)))
+            block._run = torch.compile(block._run, dynamic=False, backend=backend)
+
+
+def uncompiled(compiled: bool) -> AbstractContextManager[None]:
+    """Inside, `compiled` blocks run as written: a compiled one passes over its modules' hooks."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+@contextmanager
+def compiler_errors(compiled: bool) -> Iterator[None]:
+    """Inside, where blocks are `compiled`, a C++ compiler that fails is an MtcliError in its words.
+
+    It first runs when a block does, forward or backward: what it lacks, memory mostly, shows then.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not compiled:
+            raise
+        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._inductor.exc import CppCompileError
+
+        cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+        if not isinstance(cause, CppCompileError):
+            raise
+        raise failed(
+            f"train.compile: {cause.cmd[0]} failed: {_first_complaint(cause.output)}",
+            "free some memory, name another compiler in CXX, or set train.compile = false",
+        ) from error
+
+
+def _first_complaint(output: str) -> str:
+    """The line of a compiler's output that says what was wrong."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+    return next((line for line in lines if "error" in line.lower()), lines[-1])[:300]
+
+
+def _keep_collectives(module: nn.Module) -> None:
+    """Makes the collectives of tensor parallel layers nodes of their block's graph."""
+    match module:
+        case HeadsLinear():
+            module.enter = in_graph(module.enter, module.tp)
+            module.exchange = in_graph(module.exchange, module.tp)
+        case ColumnLinear():
+            module.enter = in_graph(module.enter, module.tp)
+        case RowLinear():
+            module.leave = in_graph(module.leave, module.tp)
+
+
+def _left_out(module: nn.Module, asks_lengths: bool) -> Iterator[str]:
+    """The functions of a module that are not compiled."""
+    match module:
+        case Dropout() if module.drop > 0.0:
+            yield "forward"
+        case MixtureOfExperts():
+            yield "forward"
+        case Attention():
+            if module.drop > 0.0:
+                yield "_attend_with_dropout"
+            if module.cp.size > 1 or asks_lengths:
+                yield "attend"

@@ -1,0 +1,167 @@
+"""The sample ledger: which data a run has drawn its samples from, how far, and what it passed over.
+
+A checkpoint holds it, so that a resumed run goes on with the same data or says that it cannot. It
+depends on no layout: samples are numbered over the whole run.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ConfigDict
+
+from mtcli.core.checkpoint.blocks import sampled_hash
+from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.section import Count, Section
+from mtcli.core.data.blend import parse_split
+from mtcli.core.data.indexed import describe, with_suffix
+from mtcli.core.data.loader import Batches
+
+
+class DatasetRecord(Section):
+    """A data set that samples are drawn from."""
+
+    prefix: str
+    """where it was"""
+    weight: float | None
+    """share of the samples; None: by its tokens"""
+    sha256: str
+    """of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
+    sampled: str
+    """XXH3 (128 bits) of the sizes of .bin and .idx and of 64 blocks of 64 KiB of each"""
+    samples: Count
+    """sequences drawn from it"""
+    epoch: Count
+    """whole passes over its part of the split that these make"""
+
+
+class Skipped(Section):
+    """A batch that made no update."""
+
+    step: Count
+    first: Count
+    """its first sample"""
+    last: Count
+    """its last sample"""
+    why: Literal["overflow", "fault"]
+
+
+class SampleRecord(Section):
+    """The sample ledger as a checkpoint holds it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    split: tuple[float, float, float]
+    """shares of train, valid and test"""
+    tokens: Count
+    """trained on"""
+    sources: tuple[DatasetRecord, ...]
+    skipped: tuple[Skipped, ...]
+    planned: Count | None = None
+    """samples that the run was to have when it began, which decides the order of all"""
+
+
+class ConsumedSamples:
+    """The sample ledger of a run that goes on. The same on every rank."""
+
+    def __init__(self, config: RunConfig, batches: Batches) -> None:
+        self.batches, self.batch = batches, config.batch
+        self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
+        self.weights = batches.weights or (None,) * len(batches.prefixes)
+        self.hashes = [(_sha256(prefix), sampled(prefix)) for prefix in batches.prefixes]
+        self.samples = [0] * len(batches.prefixes)
+        self.consumed = 0
+        self.skipped: list[Skipped] = []
+
+    def skip(self, step: int, why: Literal["overflow", "fault"]) -> None:
+        """Notes that the batch of a step made no update."""
+        size = self.batch.global_batch_size
+        first, last = (step - 1) * size, step * size - 1
+        self.skipped.append(Skipped(step=step, first=first, last=last, why=why))
+
+    def record(self, consumed: int) -> SampleRecord:
+        """The ledger after so many samples; `consumed` never falls."""
+        self._draw(consumed)
+        passed = sum(batch.last - batch.first + 1 for batch in self.skipped)
+        return SampleRecord(
+            split=self.split,
+            tokens=(consumed - passed) * self.batch.seq_len,
+            sources=tuple(self._source(number) for number in range(len(self.samples))),
+            skipped=tuple(self.skipped),
+            planned=self.batches.planned,
+        )
+
+    def resume(self, record: SampleRecord | None, consumed: int) -> None:
+        """Goes on from a checkpoint's; where that has none, as if this data had been used.
+
+        Raises MtcliError with everything about the data that differs.
+        """
+        if record is None:
+            self._draw(min(consumed, len(self.batches)))
+            return
+        if problems := self._differences(record):
+            hint = (
+                "give it the data back, or train from its weights with --init into another output"
+            )
+            raise MtcliError(*problems, hint=hint)
+        self.samples, self.consumed = [source.samples for source in record.sources], consumed
+        self.skipped = list(record.skipped)
+
+    def _draw(self, consumed: int) -> None:
+        if consumed > self.consumed:
+            drawn = self.batches.drawn(self.consumed, consumed)
+            self.samples = [a + b for a, b in zip(self.samples, drawn, strict=True)]
+            self.consumed = consumed
+
+    def _source(self, number: int) -> DatasetRecord:
+        whole, part = self.hashes[number]
+        tokens = self.samples[number] * self.batch.seq_len
+        return DatasetRecord(
+            prefix=self.batches.prefixes[number],
+            weight=self.weights[number],
+            sha256=whole,
+            sampled=part,
+            samples=self.samples[number],
+            epoch=tokens // self.batches.tokens[number],
+        )
+
+    def _differences(self, before: SampleRecord) -> list[Problem]:
+        sources = self.record(0).sources
+        if len(sources) != len(before.sources):
+            names = [", ".join(s.prefix for s in found) for found in (sources, before.sources)]
+            message = f"there are {len(sources)} data sources ({names[0]}), and the run was trained"
+            return [Problem(f"{message} on {len(before.sources)} ({names[1]})", "", "data.train")]
+        problems = []
+        for now, then in zip(sources, before.sources, strict=True):
+            for kind, new, old in _hashes(now, then):
+                message = f"{now.prefix} has the {kind} {new}, and the run was trained on {old}"
+                moved = "" if now.prefix == then.prefix else f" at {then.prefix}"
+                problems.append(Problem(message + moved, "", "data.train"))
+            if now.weight != then.weight:
+                message = f"{now.prefix} has the share {now.weight}, and the run was trained with "
+                problems.append(Problem(f"{message}{then.weight}", "", "data.train"))
+        if self.split != before.split:
+            message = f"the shares are {self.split}, and the run was trained with {before.split}"
+            problems.append(Problem(message, "", "data.split"))
+        return problems
+
+
+def sampled(prefix: str) -> str:
+    """A hash that data of another length, or of other tokens in the blocks looked at, changes."""
+    return sampled_hash(with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
+
+
+def _hashes(now: DatasetRecord, then: DatasetRecord) -> list[tuple[str, str, str]]:
+    """The first kind of hash that differs, with both: what two sources have, or none."""
+    if now.sha256 and then.sha256 and now.sha256 != then.sha256:
+        return [("sha256", now.sha256, then.sha256)]
+    if now.sampled != then.sampled:
+        return [("hash", now.sampled, then.sampled)]
+    return []
+
+
+def _sha256(prefix: str) -> str:
+    """What preprocess says of the tokens at a prefix; empty where it says nothing."""
+    hashes = (describe(Path(prefix)) or {}).get("sha256")
+    found = hashes.get("bin") if isinstance(hashes, dict) else None
+    return found if isinstance(found, str) else ""

@@ -1,0 +1,108 @@
+"""A micro-batch as two CUDA graphs, its forward and its backward, recorded once and replayed.
+
+A replay launches all kernels of an op at once, so a GPU never waits for the host between them. What
+is recorded reads and writes the same memory each time: a micro-batch's tensors are copied into
+those that the graphs know, and every gradient is added to buckets that begin at zero.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.parallel.pipeline import OpSpan, Pipeline
+from mtcli.core.sync.all_reduce import BucketedGradients
+
+WARM_UPS = 2  # kernels are chosen and compiled, and libraries take their memory, in the first run
+
+Run = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What records the work of a function."""
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """What to run in before anything is recorded."""
+
+    def record(self, run: Run) -> Run:
+        """What does `run`'s work when called; it has not been done by then, but noted."""
+
+
+class CudaGraphs:
+    """Records CUDA graphs that share one pool of memory and are replayed in the same order."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """A stream beside the current one: a recording is made on such a one too."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, run: Run) -> Run:
+        """A graph of `run`; other threads, such as the reader's, may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+class GraphedPipeline:
+    """Runs a Pipeline of one rank and one stage, micro-batch by micro-batch, from recordings."""
+
+    def __init__(
+        self, pipeline: Pipeline[Inputs], gradients: BucketedGradients, recorder: Recorder
+    ) -> None:
+        self.pipeline, self.gradients, self.recorder = pipeline, gradients, recorder
+        self.scale: float | None = None  # of what is recorded
+        self.replays: dict[str, Run] = {}
+
+    def train_step(self, load: Callable[[int], Inputs], scale: float) -> float:
+        """As Pipeline.train_step; gradients are reduced when all are there."""
+        pipeline, losses, spans = self.pipeline, [], []
+        if scale != self.scale:
+            self._record(load(0), scale)
+        self.gradients.begin_at_zero()
+        for op in pipeline.ops:
+            pipeline.current = op
+            with pipeline.around(op):
+                start = pipeline.clock()
+                if op.kind == "F":
+                    self._fill(load(op.micro_batch))
+                self.replays[op.kind]()
+                if op.kind == "F":
+                    losses.append(self.total.clone())
+                spans.append(OpSpan(op, start, pipeline.clock()))
+        pipeline.spans = spans
+        return float(torch.stack(losses).double().sum())
+
+    def _record(self, inputs: Inputs, scale: float) -> None:
+        self.inputs, self.scale = inputs.clone(), scale
+        self.gradients.begin_at_zero()
+        with self.recorder.warm_up():
+            for _ in range(WARM_UPS):
+                self._forward()
+                self._backward()
+        self.replays = {
+            "F": self.recorder.record(self._forward),
+            "B": self.recorder.record(self._backward),
+        }
+
+    def _fill(self, inputs: Inputs) -> None:
+        for mine, theirs in zip(self.inputs.tensors(), inputs.tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def _forward(self) -> None:
+        assert self.scale is not None, "recorded for a scale"
+        stage = self.pipeline.stages[0]
+        self.total, self.root = stage.loss(stage(None, self.inputs), self.inputs, self.scale)
+
+    def _backward(self) -> None:
+        torch.autograd.backward(self.root)
+        del self.root

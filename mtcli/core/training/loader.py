@@ -1,0 +1,165 @@
+"""From samples to a rank's micro-batches, read ahead off the main thread.
+
+Micro-batch m of data rank r is the contiguous block of samples consumed + m * (mbs * dp) + r * mbs
+and so on for mbs samples: a global batch holds the same samples on every layout.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.loader import (
+    Batches,
+    Prefetcher,
+    SampleId,
+    require_ids,
+    require_named,
+    require_stated_ids,
+)
+from mtcli.core.data.synthetic import CountedTokens
+from mtcli.core.mesh.parameters import stage_layers
+from mtcli.core.model.build import DTYPES
+from mtcli.core.model.inputs import Inputs, make_inputs
+from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.context import zigzag
+from mtcli.core.parallel.groups import Groups
+
+
+class ReadAhead(NamedTuple):
+    """A micro-batch as the reader hands it on; for a GPU in pinned memory."""
+
+    tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
+    documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
+
+
+class MicroBatchLoader:
+    """The micro-batches of this rank, step by step."""
+
+    def __init__(self, batches: Batches, config: RunConfig, groups: Groups) -> None:
+        self.batches, self.config, self.groups = batches, config, groups
+        cp = groups.cp
+        positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
+        self.positions = positions.to(groups.device)  # of this rank's part of each sequence
+        layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
+        self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
+        self.next_step = -1
+        self.reader: Prefetcher[ReadAhead] | None = None
+
+    def step(self, step: int, gradient_scale: float) -> Callable[[int], Inputs]:
+        """The micro-batches of step 0, 1, ...; those that follow are read meanwhile.
+
+        `gradient_scale` is the gradient of one token's loss; 0 where there is no backward, which
+        leaves dropout and auxiliary losses out.
+        """
+        if step != self.next_step or self.reader is None:
+            self.close()
+            self.reader = Prefetcher(self._read, self._wanted(step))
+        ready = iter(self.reader)
+        samples = [next(ready) for _ in self._starts(step)]
+        self.next_step = step + 1
+        firsts = self._starts(step)
+        return lambda m: self._inputs(samples[m], firsts[m], gradient_scale)
+
+    def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
+        """Where the tokens of one of this rank's micro-batches come from."""
+        return self.batches.sample_ids(self._starts(step)[micro_batch], self._mbs)
+
+    def close(self) -> None:
+        """Ends the reader."""
+        if self.reader is not None:
+            self.reader.close()
+
+    def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
+        while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
+            yield from ((start, self._mbs) for start in self._starts(step))
+            step += 1
+
+    def _starts(self, step: int) -> range:
+        """The first sample of each of this rank's micro-batches of a step."""
+        size, dp = self.config.batch.global_batch_size, self.groups.layout.dp
+        first = step * size + self.groups.dp_rank * self._mbs
+        return range(first, (step + 1) * size, self._mbs * dp)
+
+    def _read(self, start: int, count: int) -> ReadAhead:
+        data = self.config.data
+        asked = data.document_mask or data.document_positions
+        documents = self.batches.documents(start, count) if asked else None
+        rows = self.batches.batch(start, count)
+        require_ids(self.batches, start, rows, self.config.model.vocab_size)
+        return ReadAhead(self._hosted(rows), None if documents is None else self._hosted(documents))
+
+    def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
+        """Rows where the device can fetch them by itself, while this process goes on."""
+        if self.groups.device.type != "cuda":
+            return rows
+        return torch.from_numpy(rows).pin_memory()
+
+    def _inputs(self, read: ReadAhead, first: int, gradient_scale: float) -> Inputs:
+        mbs, seq_len = self._mbs, self.config.batch.seq_len
+        rows = torch.as_tensor(read.tokens).to(self.groups.device, non_blocking=True)
+        positions, documents = self._documents(read)
+        model, numbers = self.config.model, None
+        if gradient_scale and (model.dropout or model.attention_dropout):
+            ids = torch.arange(first, first + mbs, device=rows.device)
+            numbers = ids[:, None] * seq_len + self.positions
+        return make_inputs(
+            model,
+            DTYPES[self.config.train.precision],
+            rows[:, self.positions],
+            labels=rows[:, self.positions + 1],
+            positions=positions,
+            numbers=numbers,
+            documents=documents,
+            attended=self.has_blocks,
+            aux_scale=gradient_scale,
+        )
+
+    def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:
+        """(positions [mbs, s of this rank], the documents of the whole rows if they are masked)."""
+        positions, data = self.positions.expand(self._mbs, -1), self.config.data
+        if read.documents is None:
+            return positions, None
+        whole = torch.as_tensor(read.documents).to(self.groups.device, non_blocking=True)
+        documents = whole[:, :-1].contiguous()
+        if data.document_positions:
+            positions = restarted(documents)[:, self.positions]
+        return positions, documents if data.document_mask else None
+
+    @property
+    def _mbs(self) -> int:
+        return self.config.batch.micro_batch_size
+
+
+def open_loader(
+    config: RunConfig, groups: Groups, *, validation: bool = False, planned: int | None = None
+) -> MicroBatchLoader:
+    """The training (or validation) data of a config, in the order of a run that was `planned` for
+    so many samples; None: for those of the config.
+
+    Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
+    """
+    data, steps = config.data, config.train.steps
+    require_named(data)
+    paths, which, split = data.train, "train", data.split
+    if validation:
+        steps = config.train.eval_batches
+        paths, which, split = data.valid or data.train, "valid", data.split
+        if data.valid:
+            split = "0,1,0"
+    elif data.valid:
+        split = "1,0,0"  # data.valid holds nothing back from data.train
+    samples = steps * config.batch.global_batch_size
+    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
+    require_stated_ids(batches.prefixes, config.model.vocab_size)
+    return MicroBatchLoader(batches, config, groups)
+
+
+def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:
+    """Micro-batches of counted tokens, as many as the config trains on, for runs without data."""
+    samples = config.train.steps * config.batch.global_batch_size
+    tokens = CountedTokens(config.batch.seq_len, config.model.vocab_size, samples)
+    return MicroBatchLoader(cast(Batches, tokens), config, groups)

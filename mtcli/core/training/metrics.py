@@ -1,0 +1,260 @@
+"""A run's own records: the numbers before it starts, progress, metrics and events, trackers.
+
+Experiment trackers through accelerate's; one that is missing or offline never stops a run.
+"""
+
+import json
+import math
+import sys
+from contextlib import suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+from tqdm import tqdm
+
+from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
+from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
+from mtcli.core.mesh.parameters import count_parameters, forward_flops
+from mtcli.core.runtime.atomic_writes import folder_of, write_whole
+
+
+def open_trackers(config: RunConfig) -> list[Any]:
+    """The trackers of train.trackers that start, each with log(values, step) and finish()."""
+    found = []
+    for name in config.train.trackers:
+        try:
+            found.append(_Quiet(name, _open(name, config)))
+        except Exception as error:  # noqa: BLE001 - whatever a tracker does, the run goes on
+            _warn(name, error)
+    return found
+
+
+class _Quiet:
+    """A tracker whose failures are said once and end it, and never the run."""
+
+    def __init__(self, name: str, tracker: Any) -> None:
+        self.name, self.tracker = name, tracker
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self._call("log", values, step=step)
+
+    def finish(self) -> None:
+        self._call("finish")
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> None:
+        if self.tracker is None:
+            return
+        try:
+            getattr(self.tracker, method)(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - see open_trackers
+            _warn(self.name, error)
+            self.tracker = None
+
+
+def _open(name: str, config: RunConfig) -> Any:
+    from accelerate.tracking import TensorBoardTracker, WandBTracker
+
+    output = config.train.output
+    if name == "tensorboard":
+        tracker = TensorBoardTracker("events", output)
+    else:
+        tracker = WandBTracker(output.rstrip("/").rpartition("/")[2], dir=output)
+    tracker.start()
+    return tracker
+
+
+def _warn(name: str, error: Exception) -> None:
+    print(f"warning: {name} is off: {error}", file=sys.stderr)  # noqa: T201 - not data
+
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
+FACTS = "run.json"  # what a config does not say: world, device peak
+
+
+class SaveRecord(NamedTuple):
+    """A checkpoint that was written."""
+
+    step: int
+    folder: Path
+    bytes: int  # of its tensors
+    stall_seconds: float  # in which training stood still for it
+    write_seconds: float  # until it was durable
+
+
+class RunLog:
+    """Rank 0's records; the same calls on other ranks say nothing."""
+
+    def __init__(self, config: RunConfig, speaks: bool, step: int, peak_flops: float) -> None:
+        self.config, self.speaks, self.first_step = config, speaks, step
+        self.peak = peak_flops
+        self.folder = Path(config.train.output)
+        self.bar: Any = None
+        self.last_saved: Path | None = None
+        self.trackers: list[Any] = []
+        self.loss_scale = 1.0  # that was last shown
+        self.behind = False  # records that could not be written
+
+    def begin(self, world: int, rank_bytes: int, resumed_from: str) -> None:
+        """Says what is about to be done, in numbers, and opens the files."""
+        self.flops_per_second = self.peak * world
+        if not self.speaks:
+            return
+        config, batch = self.config, self.config.batch
+        with folder_of("train.output", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / "config.toml", dump_toml(config))
+            write_whole(self.folder / FACTS, json.dumps({"world": world}) + "\n")
+            self.metrics = _truncated(self.folder / METRICS, self.first_step)
+            self.events = _truncated(self.folder / EVENTS, self.first_step)
+        if self.first_step:
+            self._event("resumed", {"step": self.first_step, "world": world})
+        self.trackers = open_trackers(config)
+        tokens = batch.global_batch_size * batch.seq_len
+        rows = {
+            "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
+            "layout": f"{world} ranks: {_axes(config, world)}",
+            "step": f"{tokens:,} tokens, {_precision(config, world)}",
+            "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
+            "from": resumed_from,
+            "output": str(self.folder),
+        }
+        for name, text in rows.items():
+            typer.echo(f"{name:<7}{text}")
+        self.bar = tqdm(
+            total=config.train.steps, initial=self.first_step, unit="step", file=sys.stderr
+        )
+
+    def step(self, step: Any, consumed: int, valid_loss: float | None) -> None:
+        """Records a step."""
+        if not self.speaks:
+            return
+        batch = self.config.batch
+        tokens = batch.global_batch_size * batch.seq_len
+        flops = 3.0 * forward_flops(self.config.model, batch.seq_len) * tokens
+        row = {
+            "step": step.step,
+            "consumed_samples": consumed,
+            "loss": step.loss,
+            "lr": step.lr,
+            "grad_norm": step.grad_norm,
+            "loss_scale": step.loss_scale,
+            "skipped": step.outcome != "updated",
+            "step_seconds": step.seconds,
+            "tokens_per_second": tokens / step.seconds,
+            "mfu": flops / step.seconds / self.flops_per_second,
+        }
+        if valid_loss is not None:
+            row["valid_loss"] = valid_loss
+        if step.expert_load is not None:
+            row["expert_load_max_over_mean"] = step.expert_load
+        finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
+        self._append(self.metrics, finite)
+        if step.outcome == "overflow":
+            self._warn_of_overflow(step)
+        if step.step % self.config.train.log_every == 0:
+            self.bar.set_postfix_str(self._line(row), refresh=False)
+            for tracker in self.trackers:
+                tracker.log({k: v for k, v in row.items() if k != "step"}, step=step.step)
+        self.bar.update(1)  # draws the line, so it comes last
+
+    def _line(self, row: dict[str, Any]) -> str:
+        """The progress line; the loss scale only where it has changed."""
+        text = f"loss {row['loss']:.4f} lr {row['lr']:.2e} {row['tokens_per_second']:,.0f} tok/s"
+        text += f" mfu {100 * row['mfu']:.1f}%"
+        if row["loss_scale"] != self.loss_scale:
+            self.loss_scale = row["loss_scale"]
+            text += f" loss scale {self.loss_scale:,g}"
+        return text + (f" valid {row['valid_loss']:.4f}" if "valid_loss" in row else "")
+
+    def _warn_of_overflow(self, step: Any) -> None:
+        message = f"step {step.step} skipped, gradients overflow at loss scale {step.loss_scale:,g}"
+        self._say(f"warning: {message}")
+
+    def saved(self, save: SaveRecord) -> None:
+        """Records a checkpoint, and how long training stood still for it."""
+        self.last_saved = save.folder
+        self._event("saved", save._asdict() | {"folder": str(save.folder)})
+        text = f"saved {save.folder}: {save.bytes:,} bytes, training stood still "
+        self._say(f"{text}{save.stall_seconds:.3f} s, written in {save.write_seconds:.3f} s")
+
+    def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:
+        """Records and warns of a checkpoint that was not written."""
+        good = f"the last good one is {last_good}" if last_good else "there is none before it"
+        event = {"step": step, "reason": reason, "last_good": last_good and str(last_good)}
+        self._event("save_failed", event)
+        self._say(f"warning: step {step}: {reason}; the run goes on, {good}")
+
+    def _event(self, name: str, facts: dict[str, Any]) -> None:
+        if self.speaks:
+            self._append(self.events, {"event": name} | facts)
+
+    def _append(self, file: Any, row: dict[str, Any]) -> None:
+        """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""
+        try:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+        except OSError as error:
+            if not self.behind:
+                self._say(f"warning: {file.name}: {error.strerror}; the run goes on")
+            self.behind = True
+
+    def _say(self, text: str) -> None:
+        if self.speaks:
+            tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Closes the progress line, the files and the trackers."""
+        if not self.speaks:
+            return
+        self.bar.close()
+        for file in (self.metrics, self.events):
+            with suppress(OSError):  # a full disk, which has been said
+                file.close()
+        for tracker in self.trackers:
+            tracker.finish()
+
+    def end(self) -> None:
+        """Names what was written last."""
+        if self.speaks:
+            typer.echo(f"wrote {self.last_saved or self.folder}")
+
+
+def _axes(config: RunConfig, world: int) -> str:
+    """The axes' sizes; those that many runs leave at 1 only where they are not."""
+    p = config.parallel
+    sizes = {"tp": p.tp, "pp": p.pp, "dp": world // (p.tp * p.cp * p.pp)}
+    rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}
+    sizes |= {axis: size for axis, size in rarer.items() if size != (axis != "zero")}
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _precision(config: RunConfig, world: int) -> str:
+    """The precision; for fp8 with its scaling, and the layers whose sizes it does not take."""
+    t = config.train
+    if t.precision != "fp8":
+        return t.precision
+    sizes = weight_sizes(config.model, config.parallel.tp, config.parallel.etp)
+    wide = {k: v for k, v in sizes.items() if k not in narrow_layers(t.fp8_scaling, sizes)}
+    return f"fp8 {t.fp8_scaling}" + (f"; in bf16 {listed(wide)}" if wide else "")
+
+
+def _truncated(path: Path, step: int) -> Any:
+    """A file of records opened for appending, without the steps that will be run again."""
+    kept = []
+    if path.exists() and step:
+        lines = read_untrusted(path).decode(errors="replace").splitlines()
+        kept = [line for line in lines if _is_before(line, step)]
+    write_whole(path, "".join(line + "\n" for line in kept))
+    return TextIOWrapper(append_untrusted(path), encoding="utf-8")
+
+
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return parse_json(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # the last line of a killed run

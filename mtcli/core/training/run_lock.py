@@ -1,0 +1,238 @@
+"""The lock on a run folder: one run at a time writes there, and an error names the one that does.
+
+The file `run.lock` names its holder and is locked by `flock` for as long as the holder lives, so
+that a lock that can be taken has a dead holder. Where a file system has no locks, or its locks may
+not reach other machines, the holder is looked up by process id and start time: on this machine that
+proves its death, and on another nothing does. Imports no torch: a refusal comes before that.
+"""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from mtcli.core.checkpoint.names import CHECKPOINTS, step_folders
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.untrusted import QUIETLY, open_untrusted, parse_json
+from mtcli.core.runtime.atomic_writes import folder_of, make_folder
+from mtcli.core.training.metrics import FACTS, METRICS
+
+LOCK = "run.lock"
+FIELD = "train.output"
+ATTEMPTS = 100  # to open a lock that other runs remove as they end
+MAX_BYTES = 4096
+# File systems whose flock is seen by every machine that can mount them; the options that undo it
+EVERYWHERE = {"ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs", "nfs", "nfs4", "lustre", "ceph"}
+LOCAL_OPTIONS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
+
+
+class Holder(NamedTuple):
+    """A process that holds a run folder."""
+
+    host: str
+    boot: str  # the kernel's id since it started; the host's name where there is none
+    namespace: str  # in which `pid` is a number
+    pid: int
+    started: int  # clock ticks after the boot; 0 where the system does not say
+    since: str  # UTC, ISO 8601
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def require_startable(folder: Path, resume: bool) -> None:
+    """Raises MtcliError where a run could not start in a folder now; takes nothing.
+
+    Only a holder that is known to live is refused: `held` decides on any other.
+    """
+    with folder_of(FIELD, folder):
+        holder = _read(folder / LOCK)
+        if holder and _lives(holder) is True:
+            raise _is_held(folder, holder)
+        _require_no_run(folder, resume)
+
+
+@contextmanager
+def held(folder: Path, resume: bool) -> Iterator[str]:
+    """Holds a run folder, which is made where there is none.
+
+    Gives a sentence about the holder before, where that has died, or "". Raises MtcliError where
+    another run holds the folder, or may, and without `resume` where it holds a run that has ended.
+    """
+    path = folder / LOCK
+    with folder_of(FIELD, folder):
+        made = not folder.exists()
+        file, before = _take(path)
+    try:
+        _require_no_run(folder, resume)
+        yield f"took over {folder} from {before}, which has died" if before else ""
+    finally:
+        with suppress(OSError):  # the folder has gone, or its disk
+            if _is_file_of(file, path):
+                path.unlink()
+            if made:
+                folder.rmdir()  # only where nothing was written
+        os.close(file)
+
+
+def _require_no_run(folder: Path, resume: bool) -> None:
+    traces = (folder / METRICS, folder / FACTS)
+    there = any(path.exists() for path in traces) or step_folders(folder / CHECKPOINTS)
+    if there and not resume:
+        hint = "--resume goes on from it; or set train.output to another folder"
+        raise wrong(f"{folder} already holds a run", hint, FIELD)
+
+
+def _take(path: Path) -> tuple[int, Holder | None]:
+    """The lock as an open file, and its holder before where that has died."""
+    for _ in range(ATTEMPTS):
+        make_folder(path.parent)
+        with suppress(FileNotFoundError):  # a run that ended has removed the folder, or the lock
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | QUIETLY, 0o644)
+            try:
+                before = _write_holder(file, path)
+            except BaseException:
+                os.close(file)
+                raise
+            return file, before
+    raise FileNotFoundError(2, "it vanishes as it is made", str(path))
+
+
+def _write_holder(file: int, path: Path) -> Holder | None:
+    """Makes this process the holder; returns the one before where that has died.
+
+    Raises FileNotFoundError where the file is no longer the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _replace_holder(file, path, locked=True)
+    except BlockingIOError:
+        raise _is_held(path.parent, _read(path)) from None
+    except FileNotFoundError:
+        raise
+    except OSError:  # the file system has no locks
+        with _alone(path):
+            return _replace_holder(file, path, locked=False)
+
+
+def _replace_holder(file: int, path: Path, locked: bool) -> Holder | None:
+    if not _is_file_of(file, path):
+        raise FileNotFoundError(2, "it was replaced", str(path))
+    before = _read(path)
+    is_proof = locked and before is not None and _would_be_seen(path, before)
+    if before is not None and not is_proof and _lives(before) is not False:
+        raise _is_held(path.parent, before)
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(_this_process()._asdict()).encode(), 0)
+    os.fsync(file)
+    return before
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Lets one process at a time look at a lock, where files cannot be locked."""
+    guard = path.with_name(path.name + ".taking")
+    try:
+        os.close(os.open(guard, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        hint = f"wait a second; where no run is starting, remove {guard}"
+        raise wrong(f"another run is taking {path.parent}", hint, FIELD) from None
+    try:
+        yield
+    finally:
+        guard.unlink()
+
+
+def _is_file_of(file: int, path: Path) -> bool:
+    """Whether an open file still has its name."""
+    return os.path.samestat(os.fstat(file), path.stat())
+
+
+def _is_held(folder: Path, holder: Holder | None) -> MtcliError:
+    who = f" ({holder})" if holder else ""
+    other = "set train.output to another folder"
+    if holder is None or _lives(holder):
+        hint = f"wait until it ends, or stop it; or {other}"
+    else:
+        hint = f"{other}; or, where that process has ended, remove {folder / LOCK}"
+    return wrong(f"{folder} is held by another run{who}", hint, FIELD)
+
+
+def _read(path: Path) -> Holder | None:
+    """The holder that a lock names; None where it names none."""
+    try:
+        with open_untrusted(path) as file:
+            holder = Holder(**parse_json(file.read(MAX_BYTES)))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    kinds = [type(value) for value in holder]
+    return holder if kinds == [str, str, str, int, int, str] else None
+
+
+def _this_process() -> Holder:
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    host, pid = socket.gethostname(), os.getpid()
+    return Holder(host, _boot(), _namespace(), pid, _start_time(pid) or 0, since)
+
+
+def _lives(holder: Holder) -> bool | None:
+    """Whether a holder's process lives; None where that cannot be known from here."""
+    boot = _boot()
+    if holder.boot == boot and holder.namespace == _namespace():
+        return _start_time(holder.pid) == holder.started
+    restarted = holder.host == socket.gethostname() and holder.boot != boot
+    return False if restarted else None
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process was started, 0 where the system does not say; None where there is none."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state == "Z" else int(fields[18])
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return 0
+
+
+def _would_be_seen(path: Path, holder: Holder) -> bool:
+    """Whether a lock of this holder would be seen from here, so that there being none is proof."""
+    if holder.boot == _boot():
+        return True
+    device = path.stat().st_dev
+    here = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    for line in mounts:
+        fields, _, rest = line.partition(" - ")
+        kind, _, options = rest.split()[:3]
+        if fields.split()[2] == here:
+            return kind in EVERYWHERE and not LOCAL_OPTIONS & set(options.split(","))
+    return False

@@ -1,0 +1,204 @@
+"""Saving beside training: a snapshot in host memory, and a thread that writes and commits it.
+
+Training stands still for the snapshot, and for a save that is not written when the next one, or the
+end of the run, comes. The threads of all ranks agree through a process group of their own, so that
+nothing they exchange can meet a step's collectives. A save that fails leaves the run going.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, in_place
+from mtcli.core.checkpoint.names import CHECKPOINTS
+from mtcli.core.checkpoint.store import save, together
+from mtcli.core.config.errors import Exit, MtcliError, failed
+from mtcli.core.config.loading import dump_toml
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.indexed import tokenizer_folder
+from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.parallel.health.flight_recorder import SAVING
+from mtcli.core.training.metrics import RunLog, SaveRecord
+from mtcli.core.training.state import RunProgress, shards
+from mtcli.core.training.step import Trainer
+
+
+class SaveSeconds(NamedTuple):
+    """A save that is done; the seconds are those of the slowest rank."""
+
+    folder: Path
+    bytes: int  # of all ranks' tensors
+    snapshot_seconds: float
+    write_seconds: float
+
+
+class BackgroundWrite:
+    """Work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], SaveSeconds]) -> None:
+        self._future: Future[SaveSeconds] = Future()
+        self._thread = Thread(target=self._run, args=(work,), name="mtcli-save", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self._future.done()
+
+    def result(self) -> SaveSeconds:
+        """What it gave, or the error it raised, once it has ended.
+
+        The thread has ended too: one that frees tensors while the interpreter ends aborts it.
+        """
+        self._thread.join()
+        return self._future.result()
+
+    def _run(self, work: Callable[[], SaveSeconds]) -> None:
+        try:
+            self._future.set_result(work())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+
+class Saver:
+    """The saves of a run. Every rank makes the same calls."""
+
+    def __init__(self, trainer: Trainer, log: RunLog, last_good: Path | None) -> None:
+        self.trainer, self.log, self.last_good = trainer, log, last_good
+        self.config: RunConfig = trainer.config
+        self.axis = _own_axis(trainer.groups)
+        self.note_progress = trainer.groups.world.recorder.note_progress
+        self.snapshot = Snapshot(trainer.groups.device)
+        self.pending: BackgroundWrite | None = None
+        self.step = 0  # of the save that is pending, or else of the last one
+        self.fault = ""  # of the last save
+
+    def __enter__(self) -> "Saver":
+        if self.config.train.async_save:
+            self.snapshot.reserve(shards(self.trainer))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an error waits for the save in flight, which may be the last good one.
+
+        A second signal waits for nothing: then the process ends here, as its thread cannot.
+        """
+        self.snapshot.close()
+        if self.pending is None or kind is None:
+            return
+        if not issubclass(kind, Exception):
+            os._exit(Exit.INTERRUPTED)
+        with suppress(RuntimeError):  # the ranks' agreement broke: as the error that is raised says
+            self._collect(training=False)
+
+    def save(self, progress: RunProgress) -> None:
+        """Saves the trainer's state, and returns when that may be changed.
+
+        Raises RuntimeError where the ranks of the save before could not agree: one has died.
+        """
+        self._collect()
+        start, config = perf_counter(), self.config.train
+        self.step = self.trainer.step
+        keep = self.snapshot.take if config.async_save else in_place
+        try:
+            taken = keep(shards(self.trainer))
+        except MemoryError as error:
+            taken = _unheld(str(error))
+        stall = perf_counter() - start
+        about = (self.step, progress.model_dump(), stall)
+        self.pending = BackgroundWrite(lambda: self._write(taken, *about))
+        if not config.async_save:
+            self._collect()
+
+    def poll(self) -> None:
+        """Tells the log of a save that has ended since the last call."""
+        if self.pending is not None and self.pending.is_done():
+            self._collect()
+
+    def finish(self) -> None:
+        """Waits for the save in flight. Raises MtcliError where the last one failed."""
+        self._collect(training=False)
+        if self.fault:
+            good = f"the last good checkpoint is {self.last_good}"
+            hint = f"{good if self.last_good else 'there is no good checkpoint'}; free some space, "
+            raise failed(f"step {self.step}: {self.fault}", hint + "and --resume")
+
+    def _collect(self, training: bool = True) -> None:
+        """Waits for the save in flight, and tells the log how it ended; `training` stands still."""
+        if self.pending is None:
+            return
+        pending, self.pending, start = self.pending, None, perf_counter()
+        try:
+            written = pending.result()
+        except MtcliError as error:
+            self.fault = error.problems[0].message
+            self.log.save_failed(self.step, self.fault, self.last_good)
+            return
+        self.fault, self.last_good = "", written.folder
+        stall = written.snapshot_seconds + (perf_counter() - start) * training
+        seconds = stall, written.write_seconds
+        self.log.saved(SaveRecord(self.step, written.folder, written.bytes, *seconds))
+
+    def _write(
+        self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float
+    ) -> SaveSeconds:
+        """The work of the thread, which has no other tie to training than what it is given."""
+
+        def gather(value: object) -> list[Any]:
+            return gather_values(value, self.axis)
+
+        start, config = perf_counter(), self.config
+        device_seconds = together(gather, True, taken.wait)[self.axis.rank]
+        folder = save(
+            Path(config.train.output) / CHECKPOINTS,
+            step,
+            taken.pieces,
+            rank=self.axis.rank,
+            gather=gather,
+            progress=self.note_progress,
+            extra=extra,
+            config_toml=dump_toml(config),
+            tokenizer=_tokenizer(config),
+            keep=config.train.keep,
+            keep_every=config.train.keep_every,
+        )
+        mine = sum(piece.tensor.nbytes for piece in taken.pieces)
+        all_ranks = gather((mine, max(stall, device_seconds), perf_counter() - start))
+        sizes, stalls, seconds = zip(*all_ranks, strict=True)
+        return SaveSeconds(folder, sum(sizes), max(stalls), max(seconds))
+
+
+def _own_axis(groups: Groups) -> Axis:
+    """All ranks, through a group that nothing else uses and that needs no device.
+
+    gloo's own timeout would end a save that only takes long; the watch ends one that hangs.
+    """
+    world = groups.world._replace(
+        name=SAVING, transport=None, recorder=groups.world.recorder.beside()
+    )
+    if world.size == 1:
+        return world
+    return world._replace(group=dist.new_group(backend="gloo", timeout=timedelta(days=7)))
+
+
+def _unheld(reason: str) -> HostCopy:
+    """What a snapshot for which there was no memory gives: the other ranks hear of it."""
+
+    def wait() -> float:
+        raise failed(f"there is no room for a snapshot of {reason}")
+
+    return HostCopy([], wait)
+
+
+def _tokenizer(config: RunConfig) -> Path | None:
+    """The folder of the tokenizer that made the training data, where preprocess left one."""
+    prefixes = [word for word in config.data.train if tokenizer_folder(word)]
+    return tokenizer_folder(prefixes[0]) if prefixes else None

@@ -1,0 +1,271 @@
+"""One training step, as data flows: batch, forward, backward, reduce, clip, update.
+
+The same code runs one process and thousands: what is cut over ranks is decided by the layout, and
+this file only names what happens to a step.
+"""
+
+import math
+from collections.abc import Callable
+from time import perf_counter
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import cuts_parameters
+from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
+from mtcli.core.model.expert_balance import ExpertBalance
+from mtcli.core.model.init import initialise
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.optim.loss_scale import LossScale
+from mtcli.core.optim.lr_schedule import learning_rate
+from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import Ownership
+from mtcli.core.parallel.pipeline import Pipeline
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.schedule.generators import forward_only, schedule_for
+from mtcli.core.sync.all_reduce import BucketedGradients, Reduction, square_sum
+from mtcli.core.training.compile import compile_blocks, compiler_errors
+from mtcli.core.training.cuda_graphs import CudaGraphs, GraphedPipeline
+from mtcli.core.training.loader import MicroBatchLoader
+
+
+class Step(NamedTuple):
+    """What one step did.
+
+    At an `overflow` the loss scale was too large for float16 and the batch was passed over. A
+    `fault` is any other loss or gradient that is not finite: nothing changed, nor did the step.
+    """
+
+    step: int
+    loss: float  # mean over the global batch's tokens, nats
+    lr: float
+    grad_norm: float  # before clipping
+    seconds: float
+    loss_scale: float  # of this step
+    outcome: Literal["updated", "overflow", "fault"]
+    expert_load: float | None = None  # largest over mean, worst layer; None without router biases
+
+
+class Phases(NamedTuple):
+    """When each phase of a step ended on this rank, by the pipeline's clock."""
+
+    begin: float
+    data: float  # the micro-batches are there
+    pipeline: float  # the last backward is done and everything sent
+    reduce: float  # gradients are summed over their ranks
+    norm: float  # this rank's part of the gradient norm is known
+    agree: float  # loss and norm are known everywhere
+    end: float  # the weights are updated
+
+
+class Trainer:
+    """The state of a run on this rank: weights, gradients, optimizer and the step they are at."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime) -> None:
+        self.config = config
+        self.layout = ParallelLayout.of(config.parallel, runtime.world)
+        place, timeout = (runtime.rank, runtime.device), config.train.timeout
+        self.groups = make_groups(self.layout, *place, timeout, runtime.recorder)
+        b, p = config.batch, config.parallel
+        self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
+        self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
+        self.stages = build_stages(config, self.groups, self.is_sharded)
+        if config.train.compile:
+            compile_blocks(self.stages.values(), config.data.document_mask)
+        self.gradients = self._reduction()
+        owned = self.gradients.owned()
+        self.optimizer = Optimizer(owned, self.ownership, config.optimizer, self.dtype)
+        self.balance = ExpertBalance(
+            self.stages.values(),
+            config.model.router_bias_update_rate,
+            self.groups,
+            self.groups.axes["tokens" if p.sequence_parallel else "data"],
+        )
+        self.loss_scale = LossScale.of(config.train)
+        self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
+        schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
+        self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
+        self.graphed = self._graphed()
+        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // p.cp
+        self.step = 0
+        self.phases: Phases | None = None  # of the last step, for profile
+
+    def initialise(self) -> None:
+        """Fills the weights from the config's seed."""
+        model, seed = self.config.model, self.config.seed
+        initialise(self.gradients.held, model, self.groups, seed, self.dtype)
+        self.optimizer.reset_masters()
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        """Takes the weights of any checkpoint of this model and starts at step 0."""
+        load_weights(self.gradients.held, checkpoint, self.config.model, self.groups)
+        self.optimizer.reset_masters()
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank writes what it holds of a parameter into a checkpoint."""
+        if self.is_sharded:
+            return self.ownership.answers_for(name)
+        primary = self.table[name].is_primary(self.layout, self.groups.rank)
+        return primary and not self.ownership.is_second_copy(name)
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's weights, gradients, masters and moments."""
+        return sum(self.state_bytes_by_kind().values())
+
+    def state_bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of this rank's weights, gradients and optimizer (masters and moments)."""
+        weights = [held.tensor for held in self.gradients.held.values()]
+        here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
+        kinds = {
+            "weights": weights,
+            "gradients": self.gradients.buffers(),
+            "optimizer": [x for x in self.optimizer.state().values() if _memory(x) not in here],
+        }
+        return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
+
+    @property
+    def consumed_samples(self) -> int:
+        """Sequences trained on so far: with the seed, all that the next batch depends on."""
+        return self.step * self.config.batch.global_batch_size
+
+    def train_step(self, loader: MicroBatchLoader) -> Step:
+        """One optimizer step on the next global batch; `outcome` says whether it was made."""
+        config, start = self.config, perf_counter()
+        self.groups.world.recorder.step = self.step + 1
+        loss_sum, marks = self.forward_backward(loader)
+        squares = square_sum(self.gradients)
+        marks.append(self.pipeline.clock())
+        loss, scaled_norm = self._global(loss_sum, squares)
+        marks.append(self.pipeline.clock())
+        step, scale = self.step + 1, self.loss_scale.scale
+        lr, norm = learning_rate(config.optimizer, step, config.train.steps), scaled_norm / scale
+        outcome = self._outcome(loss, norm)
+        if outcome != "fault":
+            self.step = step
+            self.loss_scale.update(outcome == "overflow")
+        expert_load = None
+        if outcome == "updated":
+            self._update(norm, scale, lr)
+            expert_load = self.balance.move_biases()
+        self.phases = Phases(*marks, self.pipeline.clock())
+        seconds = perf_counter() - start
+        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load)
+
+    def forward_backward(
+        self, loader: MicroBatchLoader, as_written: bool = False
+    ) -> tuple[float, list[float]]:
+        """(sum of this rank's losses, when its phases ended), with the gradients reduced.
+
+        `as_written` replays nothing, so that hooks of modules are called.
+        """
+        batch, clock = self.config.batch, self.pipeline.clock
+        marks = [clock()]
+        gradient_scale = self.loss_scale.scale / (batch.global_batch_size * batch.seq_len)
+        load = loader.step(self.step, gradient_scale)
+        marks.append(clock())
+        self.gradients.begin()
+        self.balance.begin()
+        with compiler_errors(self.config.train.compile):
+            loss_sum = self._micro_batches(load, gradient_scale, as_written)
+        marks.append(clock())
+        self.gradients.finish()
+        marks.append(clock())
+        return loss_sum, marks
+
+    def _micro_batches(
+        self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
+    ) -> float:
+        if self.graphed and not as_written:
+            return self.graphed.train_step(load, gradient_scale)
+        return self.pipeline.train_step(
+            load,
+            tokens=self.micro_batch_tokens,
+            scale=gradient_scale,
+            before_last_backward=self.gradients.arm,
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each data rank holds some rows of the parameters, by FSDP2."""
+        return cuts_parameters(self.config.parallel.zero, self.layout, self.config.model)
+
+    def _reduction(self) -> Reduction:
+        if not self.is_sharded:
+            bucket_bytes = self.config.parallel.bucket_mib * 2**20
+            return BucketedGradients(self.stages, self.ownership, bucket_bytes)
+        from mtcli.core.sync.fsdp import ShardedGradients  # half a second of torch's imports
+
+        return ShardedGradients(self.stages, self.ownership)
+
+    def _graphed(self) -> GraphedPipeline | None:
+        """What replays micro-batches, where the config asks for that."""
+        if not self.config.train.cuda_graphs:
+            return None
+        if self.groups.device.type != "cuda":
+            hint = "set train.cuda_graphs = false"
+            message = "cuda_graphs=true, and there is no CUDA device here"
+            raise wrong(message, hint, "train.cuda_graphs")
+        assert isinstance(self.gradients, BucketedGradients), "zero = 3 is refused with graphs"
+        return GraphedPipeline(self.pipeline, self.gradients, CudaGraphs())
+
+    def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
+        """The same on every rank, as the loss and the norm are."""
+        if math.isfinite(loss + norm):
+            return "updated"
+        return "overflow" if math.isfinite(loss) and self.loss_scale.can_fall else "fault"
+
+    def _update(self, norm: float, scale: float, lr: float) -> None:
+        clip = self.config.optimizer.clip
+        factor = (clip / norm if clip and norm > clip else 1.0) / scale
+        if factor != 1.0 and not self.optimizer.by_kernels:
+            self.gradients.scale_(factor)
+            factor = 1.0
+        self.optimizer.step(self.gradients.views, lr, factor)
+        self.gradients.share_parameters()
+
+    @torch.no_grad()
+    def evaluate(self, loader: MicroBatchLoader) -> float:
+        """The mean loss over train.eval_batches global batches of the validation data.
+
+        The losses of a micro-batch are summed when it has passed the last stage, so the memory that
+        evaluation takes does not depend on how many there are.
+        """
+        steps = self.config.train.eval_batches
+        schedule = forward_only(self.layout.pp, self.micro_batches, self.layout.vpp)
+        pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(self.config))
+        last = self.stages.get(self.layout.num_stages - 1)
+        total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+
+        def add(x_TD: Tensor, inputs: Inputs) -> None:
+            assert last is not None, "activations come from the last stage"
+            total.add_(last.losses(x_TD, inputs).double().sum())
+
+        for step in range(steps):
+            load = loader.step(step, gradient_scale=0.0)
+            pipeline.forward(load, self.micro_batch_tokens, add)
+        loss, _ = self._global(float(total), 0.0)
+        return loss / steps
+
+    def _global(self, loss_sum: float, square_sum: float) -> tuple[float, float]:
+        """(mean loss of the global batch, gradient norm), the same on every rank.
+
+        Each tp rank of the last stage has the same losses, so one of them speaks.
+        """
+        mine = loss_sum if self.groups.tp.rank == 0 else 0.0
+        sums = torch.tensor([mine, square_sum], dtype=torch.float64).to(self.groups.device)
+        loss, squares = all_reduce(sums, self.groups.world).tolist()
+        batch = self.config.batch
+        return loss / (batch.global_batch_size * batch.seq_len), math.sqrt(squares)
+
+
+def _memory(x: torch.Tensor) -> int:
+    """The same for tensors that share memory; fake ones, which have none, do too."""
+    return x.untyped_storage()._cdata

@@ -1,0 +1,287 @@
+"""Megatron-LM's torch_dist checkpoints. The oracle is megatron-core: its files and its logits."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import megatron_saves
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtcli.core.checkpoint.megatron.config import model_of
+from mtcli.core.checkpoint.megatron.names import factored_boxes
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.convert.inspect import describe
+from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.convert.verify import differences, logits_of
+from mtcli.core.mesh.sharding import Box
+
+MODELS = sorted(megatron_saves.MODELS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a checkpoint of each model, by megatron-core, and its logits beside it."""
+    root = tmp_path_factory.mktemp("megatron")
+    command = [sys.executable, megatron_saves.__file__, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy of the gpt model's folder, to be changed."""
+    return shutil.copytree(saved / "gpt", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_logits_are_megatron_s(saved, name):
+    expected = load_file(saved / f"{name}.safetensors")["logits"]
+    found = logits_of(open_checkpoint(saved / name))
+    count = megatron_saves.LENGTH
+    torch.testing.assert_close(found, expected[:, [0, count // 2, count - 1]], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversion_to_any_layout_is_bit_exact(saved, tmp_path, name):
+    source = open_checkpoint(saved / name)
+    layout = "tp=2,pp=2,ep=2" if name == "moe" else "tp=2,pp=2"
+    to_mtcli(source, tmp_path / "ours", *parse_layout(layout), WriteOptions())
+    ours = open_checkpoint(tmp_path / "ours")
+    assert not list(differences(source, ours))
+    assert ours.step == 7
+
+
+def test_what_is_there_is_described(saved):
+    facts = describe(open_checkpoint(saved / "llama"))
+    assert (facts["format"], facts["step"], facts["dtype"]) == ("megatron", 7, "float32")
+    assert set(facts["files"]) <= {path.name for path in (saved / "llama").glob("*.distcp")}
+    assert open_checkpoint(saved / "llama").unread == ("the optimizer's state",)
+
+
+def test_a_run_s_folder_is_its_latest_iteration(saved, tmp_path):
+    shutil.copytree(saved / "gpt", tmp_path / "iter_0000012")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
+    assert open_checkpoint(tmp_path).folder == tmp_path / "iter_0000012"
+
+
+def test_rows_that_pad_the_vocabulary_are_left_out(saved):
+    whole = open_checkpoint(saved / "gpt")
+    fewer = open_checkpoint(saved / "gpt", whole.model.model_copy(update={"vocab_size": 61}))
+    assert torch.equal(fewer.read("embedding.weight"), whole.read("embedding.weight")[:61])
+
+
+def test_an_architecture_that_is_not_said_is_asked_for_and_may_be_given(saved, copy):
+    model = open_checkpoint(saved / "gpt").model
+    torch.save({"iteration": 3}, copy / "common.pt")
+    with pytest.raises(MtcliError) as error:
+        open_checkpoint(copy)
+    assert "num_layers, hidden_size, num_heads, ffn_hidden_size, vocab_size, max_seq" in str(
+        error.value
+    )
+    assert "hint: say what it is: --config FILE" in str(error.value)
+    found = open_checkpoint(copy, model)
+    assert found.step == 3
+    assert not list(differences(open_checkpoint(saved / "gpt"), found))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bias": False}, r"has tensors that a GPT model of this architecture has not: .*bias"),
+        ({"hidden_size": 64}, r"word_embeddings.weight is \[64, 32\] in .* and \[64, 64\] in the"),
+        ({"num_layers": 3}, r"layer_norm_weight is \[2, 32\] in .* and \[3, 32\] in the model"),
+        ({"vocab_size": 65}, r"is \[64, 32\] in .* and \[65, 32\] in the model"),
+        ({"norm": "rmsnorm"}, r"architecture has not: .*layernorm.bias"),
+        ({"tie_embeddings": False}, r"has no tensor output_layer.weight, which is head.weight"),
+    ],
+    ids=str,
+)
+def test_a_model_that_is_not_this_one_is_refused(saved, change, message):
+    model = open_checkpoint(saved / "gpt").model.model_copy(update=change)
+    with pytest.raises(MtcliError, match=message):
+        open_checkpoint(saved / "gpt", model)
+
+
+def test_all_arguments_that_we_have_no_way_of_are_named():
+    arguments = megatron_saves.LLAMA | {"rotary_percent": 0.5, "qk_layernorm": True}
+    with pytest.raises(MtcliError) as error:
+        model_of(arguments, Path("x/common.pt"))
+    found = [problem.message for problem in error.value.problems]
+    assert found == [
+        "x/common.pt: rotary_percent=0.5 cannot be represented",
+        "x/common.pt: qk_layernorm=true cannot be represented",
+    ]
+
+
+def test_an_argument_that_refers_to_itself_many_times_is_shown_in_short():
+    bomb = []
+    for _ in range(100):  # 2**100 characters written out
+        bomb = [bomb, bomb]
+    with pytest.raises(MtcliError, match="qk_layernorm=.* cannot be represented") as error:
+        model_of(megatron_saves.LLAMA | {"qk_layernorm": bomb}, Path("common.pt"))
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("base", ["x", [500]])
+def test_a_rotary_base_that_is_no_number_is_refused(base):
+    with pytest.raises(MtcliError, match="common.pt: rope_theta: .* should be a number"):
+        model_of(megatron_saves.LLAMA | {"rotary_base": base}, Path("common.pt"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "ours"),
+    [
+        ({"bias_gelu_fusion": True}, {"activation": "gelu_tanh"}),
+        ({"openai_gelu": True}, {"activation": "gelu_tanh"}),
+        ({"bias_gelu_fusion": True, "add_bias_linear": False}, {"activation": "gelu"}),
+        ({"add_bias_linear": False, "add_qkv_bias": True}, {"bias": False, "qkv_bias": True}),
+        ({"num_query_groups": 2}, {"num_kv_heads": 4}),
+        ({"num_experts": 4, "moe_router_pre_softmax": True}, {"normalize_top_k": False}),
+    ],
+    ids=str,
+)
+def test_arguments_mean_what_megatron_makes_of_them(changed, ours):
+    model = model_of(megatron_saves.GPT | changed, Path("common.pt"))
+    assert {name: getattr(model, name) for name in ours} == ours
+
+
+def test_other_formats_are_named(tmp_path):
+    (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(MtcliError, match="of torch.save, a pickle that is never loaded") as error:
+        open_checkpoint(tmp_path / "old")
+    assert "--ckpt-format torch_dist" in str(error.value)
+    (tmp_path / "zarr").mkdir()
+    (tmp_path / "zarr" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    with pytest.raises(MtcliError, match="in the format 'zarr'"):
+        open_checkpoint(tmp_path / "zarr")
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def poison_metadata(folder, mark):
+    (folder / ".metadata").write_bytes(pickle.dumps({"x": Touch(mark)}))
+
+
+def poison_common(folder, mark):
+    torch.save({"args": Touch(mark)}, folder / "common.pt")
+
+
+def poison_tensor(folder, mark):
+    """A chunk of the embedding becomes an archive whose pickle runs something."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(p for i, p in metadata.storage_data.items() if "word_emb" in i.fqn)
+    torch.save(Touch(mark), folder / "evil.distcp")
+    place.relative_path, place.offset = "evil.distcp", 0
+    place.length = (folder / "evil.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("poison", [poison_metadata, poison_common, poison_tensor])
+def test_a_pickle_in_any_place_runs_nothing(copy, tmp_path, poison):
+    poison(copy, tmp_path / "ran")
+    with pytest.raises(MtcliError, match="names 'posix.system', which no data needs"):
+        open_checkpoint(copy)
+    assert not (tmp_path / "ran").exists()
+
+
+def with_place(folder, **changes):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(p for i, p in metadata.storage_data.items() if "word_emb" in i.fqn)
+    for name, value in changes.items():
+        setattr(place, name, value)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"relative_path": "../x"}, "it names a file outside of its folder"),
+        ({"relative_path": "gone"}, "gone is damaged: it cannot be read"),
+        ({"offset": 10**15}, r"its \d+ bytes do not hold an archive at 10{15}"),
+        ({"offset": 3}, "at byte 3 there is no archive of torch.save|is not"),
+        ({"length": -1}, "is not the metadata of torch.distributed.checkpoint"),
+        ({"length": 100}, "there is no archive of torch.save"),
+        ({"transform_descriptors": ["zstd"]}, "is compressed, which is not read"),
+    ],
+    ids=str,
+)
+def test_places_are_checked_against_the_files(copy, changes, message):
+    with_place(copy, **changes)
+    with pytest.raises(MtcliError, match=message) as error:
+        open_checkpoint(copy)
+    assert error.value.code == Exit.WRONG_INPUT
+
+
+def with_metadata(folder, change):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata.state_dict_metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("name", [5, None, b"bytes", (1, 2)], ids=str)
+def test_a_tensor_whose_name_is_no_text_is_refused(copy, name):
+    with_metadata(copy, lambda table: table.update({name: next(iter(table.values()))}))
+    with pytest.raises(MtcliError, match="is not the metadata of torch.distributed.checkpoint"):
+        open_checkpoint(copy)
+
+
+def test_chunks_that_leave_elements_out_are_refused(copy):
+    def twice(table):
+        """Has the first of two chunks stand for the second as well: the number of elements fits."""
+        chunks = next(t.chunks for t in table.values() if len(getattr(t, "chunks", ())) > 1)
+        chunks[1] = chunks[0]
+
+    with_metadata(copy, twice)
+    with pytest.raises(MtcliError, match=r"the chunks of .* overlap at \[0, 0"):
+        open_checkpoint(copy)
+
+
+def test_a_compressed_pickle_is_refused_before_it_grows(copy):
+    with zipfile.ZipFile(copy / "common.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("common/data.pkl", bytes(100 << 20))
+    with pytest.raises(MtcliError, match="data.pkl is compressed, which torch never does"):
+        open_checkpoint(copy)
+
+
+def test_a_missing_or_damaged_common_file_is_an_error(copy):
+    (copy / "common.pt").write_bytes(b"PK nothing")
+    with pytest.raises(MtcliError, match="there is no archive of torch.save"):
+        open_checkpoint(copy)
+    (copy / "common.pt").unlink()
+    with pytest.raises(MtcliError, match="has no common.pt"):
+        open_checkpoint(copy)
+
+
+def test_a_chunk_is_rectangles_of_the_split_tensor():
+    whole = torch.arange(2 * 12 * 5).view(2, 12, 5)
+    for start, size in ((0, 12), (2, 7), (3, 1), (8, 4)):
+        chunk = whole[1:, start : start + size].reshape(-1)
+        found = torch.full((3, 4, 5), -1)
+        for first, at, extent in factored_boxes(
+            Box((1, start, 0), (1, size, 5)), (1,), ((3, 4), (5,))
+        ):
+            count = torch.Size(extent).numel()
+            box = Box(at, extent)
+            found[box.slices] = chunk[first : first + count].view(extent)
+        expected = torch.full((12, 5), -1)
+        expected[start : start + size] = whole[1, start : start + size]
+        assert torch.equal(found.view(12, 5), expected)
+    assert not list(factored_boxes(Box((1, 0, 0), (1, 12, 5)), (0,), ((3, 4), (5,))))
+    with pytest.raises(MtcliError, match="cuts heads apart"):
+        list(factored_boxes(Box((0, 1), (5, 6)), (), ((5,), (3, 4))))

@@ -1,0 +1,143 @@
+"""Every number of the config has a range; a wrong value is answered in words, with a right one."""
+
+import math
+
+import pytest
+from pydantic import BaseModel
+
+from mtcli.core.config.fields import FieldKind, field_kind
+from mtcli.core.config.loading import load_config, read_config, validate
+from mtcli.core.config.schema import RunConfig
+
+
+def numbers(section=RunConfig, path=""):
+    """(field, its kind) of every number, those inside lists too."""
+    for name, field in section.model_fields.items():
+        kind = field_kind(field)
+        if isinstance(kind.base, type) and issubclass(kind.base, BaseModel):
+            yield from numbers(kind.base, f"{path}{name}.")
+        for index, item in enumerate(kind.items):
+            if item.base in (int, float):
+                yield f"{path}{name}[{index}]", item
+        if kind.base in (int, float):
+            yield f"{path}{name}", kind
+
+
+NUMBERS = dict(numbers())
+
+
+def problems(*overrides):
+    return read_config("tiny", overrides)[1]
+
+
+def assigned(field, value):
+    """An override that sets a number, in a list of as many as the field has where it is in one."""
+    name, bracket, index = field.rstrip("]").partition("[")
+    if not bracket:
+        return f"{name}={value}"
+    many = sum(other.startswith(f"{name}[") for other in NUMBERS)
+    return f"{name}=[{', '.join(value if i == int(index) else '0.5' for i in range(many))}]"
+
+
+def test_the_fields_are_those_that_the_config_has():
+    assert len(NUMBERS) > 60
+    assert NUMBERS["optimizer.betas[1]"] == FieldKind(float, low=0.0, below=1.0)
+    assert NUMBERS["model.rope_scaling.factor"].low == 1.0
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_every_number_has_a_finite_range_and_no_boolean_or_nan_is_one(field):
+    kind = NUMBERS[field]
+    assert kind.low is not None
+    assert math.isfinite(kind.high if kind.below is None else kind.below)
+    for value in ("true", "nan", "inf", "1e308", "-1e308", "1e-320", "1" + 40 * "0"):
+        if value == "1e-320" and kind.base is int:
+            value = "0.5"
+        found = problems(assigned(field, value))
+        assert [p.field.split(".")[:2] for p in found] == [field.split("[")[0].split(".")[:2]]
+        assert all(p.hint and "docs/" not in p.hint for p in found)
+
+
+# fmt: off
+PRECISIONS = "should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"
+@pytest.mark.parametrize(("override", "said", "hint"), [
+    ("parallel.tp=two", "'two' should be a whole number",
+     "a whole number from 1 to 1048576, such as 1"),
+    ("train.steps=1.5", "1.5 should be a whole number",
+     "a whole number from 1 to 1000000000, such as 100"),
+    ("optimizer.lr=-1", "-1 should be at least 0", "a number from 0 to 1e+38, such as 0.0003"),
+    ("optimizer.lr=1e-320", "1e-320 should be 0 or at least 1e-30",
+     "a number from 0 to 1e+38, such as 0.0003"),
+    ("optimizer.betas=[0.9, 1]", "1 should be below 1", "a number from 0 to below 1, such as 0"),
+    ("optimizer.betas=[0.9]", "[0.9] should be a list of 2", "such as betas = [0.9, 0.95]"),
+    ("train.compile=2020-01-01", "2020-01-01 should be true or false", "compile = true, or false"),
+    ("data.split=3", "3 should be text", "text in quotes"),
+    ("data.train=[1]", "1 should be text", "text in quotes"),
+    ("optimizer=3", "3 should be a table of fields",
+     "fields of its own, as [optimizer] or optimizer.FIELD=VALUE"),
+    ("parallel.zero=2", "2 should be 0, 1 or 3", "such as zero = 0"),
+    ("train.precision=bfloat16", f"'bfloat16' {PRECISIONS}", "did you mean 'bf16'?"),
+    ("train.precision=BF16", f"'BF16' {PRECISIONS}", "did you mean 'bf16'?"),
+    ("train.precision=float32", f"'float32' {PRECISIONS}", "did you mean 'fp32'?"),
+    ("optimizer.name=adam", "'adam' should be 'adamw' or 'lamb'", "did you mean 'adamw'?"),
+    ("train.device=gpu", "'gpu' should be 'auto', 'cpu' or 'cuda'", "did you mean 'cuda'?"),
+])
+# fmt: on
+def test_a_wrong_value_is_answered_with_what_it_should_be_and_a_right_one(override, said, hint):
+    (problem,) = problems(override)
+    assert (problem.message, problem.hint) == (said, hint)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("lr", "did you mean 'optimizer.lr'?"),
+        ("learning_rate", "did you mean 'optimizer.lr'?"),
+        ("optimizer.learning-rate", "did you mean 'lr'?"),
+        ("model.lr", "did you mean 'optimizer.lr'?"),
+        ("batch_size", "did you mean 'batch.global_batch_size' or 'batch.micro_batch_size'?"),
+        ("n_layers", "did you mean 'model.num_layers'?"),
+        ("model.hidden", "did you mean 'hidden_size'?"),
+        ("parallel.steps", "did you mean 'train.steps'?"),
+        ("schedule", "did you mean 'parallel.schedule' or 'optimizer.schedule'?"),
+        ("weigth_decay", "did you mean 'optimizer.weight_decay'?"),
+        ("factor", "did you mean 'model.rope_scaling.factor'?"),
+        ("dp", "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"),
+        ("xyz", "known: seed, model, parallel, batch, optimizer, data, train"),
+    ],
+)
+def test_an_unknown_key_is_looked_up_in_all_sections_and_other_tools(key, hint):
+    (problem,) = problems(f"{key}=1")
+    assert (problem.field, problem.hint) == (key, hint)
+
+
+def test_an_unknown_architecture_is_one_problem_and_the_rules_still_speak():
+    config, found = read_config("tiny", ["model.architecture=lama", "parallel.tp=x"])
+    assert [p.field for p in found] == ["model.architecture", "parallel.tp"]
+    assert found[0].hint == "did you mean 'llama'?"
+    assert config.model.architecture == "llama"
+    for wrong in ("foo", 3, ["gpt"], True):
+        table = {"model": {"preset": "tiny", "architecture": wrong}}
+        assert [p.field for p in validate(table)[1]] == ["model.architecture"]
+
+
+def test_what_follows_from_a_wrong_field_is_no_second_problem():
+    for wrong in ("true", "0", "x", "-3"):
+        assert [p.field for p in problems(f"model.num_heads={wrong}")] == ["model.num_heads"]
+        fields = [p.field for p in problems(f"model.hidden_size={wrong}")]
+        assert fields == ["model.hidden_size"]
+
+
+@pytest.mark.parametrize("wrong", [5, True, "tiny", [], None])
+def test_a_section_that_is_no_table_is_one_problem(wrong):
+    config, found = validate({"model": wrong})
+    assert config is None and [p.field for p in found] == ["model"]
+    assert found[0].message.endswith("should be a table of fields") and found[0].hint
+    config, found = validate({"model": {"preset": "tiny"}, "train": wrong})
+    assert [p.field for p in found] == ["train"] and config.train.steps == 100
+
+
+def test_the_defaults_are_legal_values_of_their_own_fields():
+    for name in ("tiny", "llama-3.1-8b", "mixtral-8x7b"):
+        data = load_config(name).model_dump(mode="json", exclude_none=True)
+        assert validate(data)[1] == []

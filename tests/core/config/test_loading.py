@@ -1,0 +1,294 @@
+"""Loading configs: files, folders, presets, overrides; every problem at once, with a way out."""
+
+import tomllib
+
+import pytest
+
+from mtcli.core.config import rules
+from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.config.loading import (
+    dump_toml,
+    load_config,
+    preset_names,
+    read_config,
+    read_table,
+    validate,
+    with_overrides,
+)
+from mtcli.core.config.synonyms import closest
+
+MODEL = """
+[model]
+num_layers = 2
+hidden_size = 48
+num_heads = 4
+vocab_size = 100
+max_seq_len = 64
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(text):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_a_file_is_read_and_the_rest_has_defaults(config_file):
+    config = load_config(config_file("seed = 7\n" + MODEL))
+    assert (config.seed, config.model.hidden_size, config.parallel.tp) == (7, 48, 1)
+
+
+def test_a_run_folder_stands_for_its_config(tmp_path):
+    (tmp_path / "config.toml").write_text(MODEL)
+    assert load_config(str(tmp_path)).model.num_layers == 2
+
+
+def test_a_preset_is_read_by_name():
+    assert load_config("gpt2-124m").model.num_layers == 12
+
+
+def test_overrides_reach_any_depth_and_keep_toml_s_types(config_file):
+    config = load_config(
+        config_file(MODEL),
+        [
+            "seed=3",
+            "optimizer.lr=1e-4",
+            "optimizer.betas=[0.8, 0.9]",
+            "parallel.sequence_parallel=false",
+            "train.output=runs/a b",
+            "model.rope_scaling.factor=2",
+        ],
+    )
+    assert (config.seed, config.optimizer.lr, config.optimizer.betas) == (3, 1e-4, (0.8, 0.9))
+    assert config.parallel.sequence_parallel is False
+    assert config.train.output == "runs/a b"
+    assert config.model.rope_scaling.factor == 2.0
+
+
+def test_a_later_override_wins(config_file):
+    assert load_config(config_file(MODEL), ["seed=1", "seed=2"]).seed == 2
+
+
+def test_overrides_leave_the_table_that_they_are_given_unchanged():
+    table = {"model": {"num_layers": 2}}
+    assert with_overrides(table, ["model.num_layers=3"]) == {"model": {"num_layers": 3}}
+    assert table == {"model": {"num_layers": 2}}
+
+
+def test_a_dump_reads_back_to_the_same_config(config_file):
+    config = load_config(config_file(MODEL), ["model.rope_scaling.factor=4", "train.keep=0"])
+    assert load_config(config_file(dump_toml(config))) == config
+
+
+def test_every_problem_of_every_section_is_reported_at_once(config_file):
+    text = MODEL.replace("num_layers = 2", "num_layers = 0\nhiden_size = 3") + (
+        '[parallel]\ntp = "two"\n[optimizer]\nbetas = [0.9, 1.0]\n[data]\nvalidation = 1\n'
+    )
+    with pytest.raises(MtcliError) as caught:
+        load_config(config_file(text))
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == [
+        "model.num_layers",
+        "model.hiden_size",
+        "parallel.tp",
+        "optimizer.betas.1",
+        "data.validation",
+    ]
+    assert caught.value.code == Exit.WRONG_INPUT
+    assert all(problem.hint for problem in caught.value.problems)
+
+
+def test_problems_leave_a_config_to_check_further_rules_on(config_file):
+    config, problems = read_config(config_file(MODEL), ["parallel.tp=0", "parallel.pp=3"])
+    assert [p.field for p in problems] == ["parallel.tp"]
+    assert (config.parallel.tp, config.parallel.pp) == (1, 3)
+
+
+def test_a_config_without_a_model_is_not_one(config_file):
+    config, problems = read_config(config_file("seed = 1"))
+    assert config is None
+    assert problems[0].field == "model"
+    assert problems[0].message == "this field is missing"
+
+
+def test_an_unknown_key_is_answered_with_the_closest_one(config_file):
+    assert _message(config_file(MODEL + "[optimizer]\nlearning_rte = 1\n")) == (
+        "error: optimizer.learning_rte: unknown key 'learning_rte' in [optimizer]\n\n"
+        "hint: did you mean 'lr'?"
+    )
+    assert _message(config_file(MODEL + "[optimizer]\nweigth_decay = 1\n")) == (
+        "error: optimizer.weigth_decay: unknown key 'weigth_decay' in [optimizer]\n\n"
+        "hint: did you mean 'weight_decay'?"
+    )
+
+
+def test_an_unknown_section_is_answered_with_the_closest_one(config_file):
+    assert _message(config_file(MODEL + "[paralel]\ntp = 2\n")) == (
+        "error: paralel: unknown key 'paralel' at the top level\n\nhint: did you mean 'parallel'?"
+    )
+
+
+def test_an_illegal_value_is_named_beside_what_it_should_be(config_file):
+    assert _message(config_file(MODEL), "parallel.tp=0") == (
+        "error: parallel.tp: 0 should be at least 1\n\n"
+        "hint: a whole number from 1 to 1048576, such as 1"
+    )
+    said = _message(config_file(MODEL), "parallel.schedule=1f2b")
+    assert "'1f2b' should be 'gpipe', '1f1b', 'interleaved' or 'zero_bubble'" in said
+    assert _message(config_file(MODEL + '[data]\ntrain = "corpus"\n')) == (
+        "error: data.train: 'corpus' should be a list\n\nhint: train = ['corpus']"
+    )
+
+
+def test_a_missing_field_says_where_to_add_it(config_file):
+    assert _message(config_file(MODEL.replace("num_heads = 4", "head_dim = 12"))).startswith(
+        "error: model.num_heads: this field is missing\n\n"
+        "hint: add num_heads to [model] or name a preset"
+    )
+
+
+def test_heads_that_do_not_divide_the_width_are_what_is_wrong_where_head_dim_is_left_out(
+    config_file,
+):
+    assert _message(config_file(MODEL), "model.num_heads=7") == (
+        "error: model.num_heads: num_heads=7 does not divide hidden_size=48\n\n"
+        "hint: 1, 2, 3, 4, 6, 8, 12, 16 or 24, or set model.head_dim"
+    )
+    sets = ["model.num_heads=7", "parallel.pp=4"]
+    config, problems = read_config(str(config_file(MODEL)), sets)
+    fields = [problem.field for problem in problems + rules.problems(config, 4)]
+    assert fields == ["model.num_heads", "parallel.pp"]
+    for sizes in (["model.num_heads=0"], ["model.num_heads='x'"], [f"model.hidden_size={10**40}"]):
+        assert "does not divide" not in _message(config_file(MODEL), *sizes)
+
+
+def test_a_folder_without_a_config_is_no_run_folder(tmp_path):
+    assert _message(str(tmp_path)) == (
+        f"error: the folder {tmp_path} has no config.toml\n\n"
+        "hint: a run folder holds one; give it, a TOML file, or a preset"
+    )
+
+
+def test_an_unknown_model_preset_is_one_problem_beside_the_others(config_file):
+    text = '[model]\npreset = "gpt2-345"\n[parallel]\ntp = 0\n'
+    said = _message(config_file(text))
+    assert "error: model.preset: there is no preset 'gpt2-345'\n\n" in said
+    assert "hint: `mtcli plan --presets` lists them; did you mean 'gpt2-345m'?" in said
+    assert "error: parallel.tp: 0 should be at least 1" in said
+
+
+def test_an_unknown_source_is_answered_with_the_closest_preset():
+    assert _message("gpt2-124") == (
+        "error: there is no config file or preset named 'gpt2-124'\n\n"
+        "hint: give a TOML file, a run folder, or a preset; did you mean 'gpt2-124m'?"
+    )
+
+
+def test_a_path_through_a_file_is_not_there(config_file):
+    assert "there is no config file or preset named" in _message(config_file(MODEL) + "/x")
+
+
+def test_a_file_that_is_not_toml_says_at_which_line(config_file):
+    said = _message(config_file("[model\nx = 1"))
+    assert "run.toml is not TOML: " in said
+    assert "line 1" in said
+    assert "hint: a line is [section] or field = value" in said
+
+
+def test_a_file_that_is_not_text_is_not_toml(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
+    assert "run.toml is not TOML: " in _message(str(tmp_path / "run.toml"))
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path):
+    (tmp_path / "config.toml").mkdir()
+    said = _message(str(tmp_path))
+    assert "config.toml cannot be read: Is a directory" in said
+    assert "hint: check its permissions" in said
+
+
+def test_an_override_without_a_value_shows_how_to_write_one():
+    assert _message("tiny", "optimizer.lr") == (
+        "error: --set 'optimizer.lr' names no field and value\n\n"
+        "hint: write --set section.field=value, such as --set parallel.tp=2"
+    )
+    assert "--set '=3' names no field" in _message("tiny", "=3")
+    with pytest.raises(MtcliError, match="--fix 'parallel.tp' names no field and value"):
+        with_overrides({}, ["parallel.tp"], "--fix")
+
+
+def test_an_override_cannot_descend_into_a_value():
+    assert "optimizer.lr.x: it is inside a field that holds a value" in _message(
+        "tiny", "optimizer.lr.x=1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("model.norm_eps=inf", "inf should be a finite number"),
+        ("optimizer.lr=nan", "nan should be a finite number"),
+        ("optimizer.betas=[nan, 0.9]", "nan should be a finite number"),
+        ("model.hidden_size=9223372036854775808", "should be at most 1000000000"),
+        ("train.steps=1000000001", "1000000001 should be at most 1000000000"),
+        ("seed=4294967296", "should be at most 4294967295"),
+        ("train.timeout=1e10", "should be at most 1e+09"),
+        ("model.architecture=['gpt']", "['gpt'] should be 'gpt'"),
+    ],
+)
+def test_a_number_that_no_machine_can_count_with_is_refused(override, what):
+    assert what in _message("tiny", override)
+
+
+def test_all_malformed_overrides_are_reported_at_once():
+    said = _message("tiny", "a", "optimizer.lr.x=1", ".=2")
+    assert said.count("error: ") == 3
+
+
+def test_the_closest_name_is_silent_where_none_is_near():
+    assert closest("parallell", ["parallel", "train"]) == "; did you mean 'parallel'?"
+    assert closest("zzz", ["parallel", "train"]) == ""
+
+
+def test_presets_are_plain_toml_tables():
+    assert read_table("tiny")["model"]["hidden_size"] == 256
+    assert "tiny" in preset_names()
+    assert tomllib.loads(dump_toml(load_config("tiny")))["model"]["vocab_size"] == 8192
+
+
+def _message(source, *overrides):
+    with pytest.raises(MtcliError) as caught:
+        load_config(source, overrides)
+    assert caught.value.code == Exit.WRONG_INPUT
+    return str(caught.value)
+
+
+def test_sequences_are_as_long_as_a_short_model_takes_unless_said_otherwise():
+    short = {"model": {"preset": "tiny"}}  # of 256 positions
+    assert validate(short)[0].batch.seq_len == 256
+    assert validate(short | {"batch": {"seq_len": 64}})[0].batch.seq_len == 64
+    assert validate({"model": {"preset": "llama-3.1-8b"}})[0].batch.seq_len == 1024
+    config, problems = validate(short | {"batch": 3})
+    assert config.batch.seq_len == 256
+    assert [problem.field for problem in problems] == ["batch"]
+
+
+def test_a_warm_up_ends_with_a_run_that_is_made_shorter():
+    shorter = load_config("gpt2-124m", ["train.steps=5"])
+    assert load_config("gpt2-124m").optimizer.warmup_steps > 5
+    assert (shorter.optimizer.warmup_steps, rules.problems(shorter, 1)) == (5, [])
+    asked = load_config("gpt2-124m", ["train.steps=5", "optimizer.warmup_steps=9"])
+    assert [problem.field for problem in rules.problems(asked, 1)] == ["optimizer.warmup_steps"]
+
+
+def test_a_file_s_own_warm_up_is_left_as_it_is(config_file):
+    path = config_file(MODEL + "[optimizer]\nwarmup_steps = 9\n[train]\nsteps = 5\n")
+    config = load_config(path)
+    assert config.optimizer.warmup_steps == 9
+    assert [problem.field for problem in rules.problems(config, 1)] == ["optimizer.warmup_steps"]
+    assert load_config(path, ["train.steps=20"]).optimizer.warmup_steps == 9
+    assert load_config(path, ["train.steps=7"]).optimizer.warmup_steps == 7

@@ -1,0 +1,377 @@
+"""The cross-field rules: each says both numbers, a way out, and where; all speak at once."""
+
+import pytest
+
+from mtcli.core.config.divisors import divisors, listing
+from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.config.layout_rules import data_parallel_size
+from mtcli.core.config.loading import config_of, load_config
+from mtcli.core.config.rules import RULES, load_checked, problems, require
+
+LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_size=96")
+GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
+MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
+# fmt: off
+BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
+    "_tensors_can_be_counted": (
+        ["model.hidden_size=100000000"], 1, "model",
+        "ffn_hidden_size * hidden_size: 8e+16 elements, of 1e+15 at most",
+        "smaller layers"),
+    "_heads": (
+        ["model.num_kv_heads=3"], 1, "model.num_kv_heads",
+        "num_kv_heads=3 does not divide num_heads=8", "1, 2, 4 or 8"),
+    "_experts_are_whole": (
+        ["model.num_experts=4", "model.top_k=5"], 1, "model.top_k",
+        "top_k=5 of num_experts=4 experts", "1 to 4"),
+    "experts_see_tokens_once": (
+        [*MOE, "parallel.tp=2", "parallel.sequence_parallel=false"], 2,
+        "parallel.sequence_parallel",
+        "with tp=2 and sequence_parallel=false experts would see tokens 2 times",
+        "parallel.sequence_parallel = true, or parallel.tp = 1"),
+    "_world_divides": (
+        ["parallel.tp=2", "parallel.pp=2"], 6, "parallel",
+        "tp*cp*pp = 2*1*2 = 4 does not divide the world of 6 ranks",
+        "run 4 or 8 ranks (--nproc), or choose tp*cp*pp among 1, 2, 3 or 6"),
+    "_experts_fit": (
+        [*MOE, "parallel.ep=8"], 12, "parallel.ep",
+        "ep*etp*pp = 8*1*1 does not divide the world of 12 ranks",
+        "choose ep*etp among 1, 2, 3, 4, 6 or 12"),
+    "_tensor_parallel_divides": (
+        ["parallel.tp=3"], 3, "parallel.tp",
+        "tp=3 does not divide num_kv_heads=8", "1, 2, 4 or 8"),
+    "_square_divides": (
+        ["parallel.tp_mode=2d", "parallel.tp=9", "batch.global_batch_size=8"], 9, "parallel.tp",
+        "the square of tp=9 ranks has 3 rows, which do not divide num_kv_heads=8",
+        "tp 1, 4, 16 or 64"),
+    "_sequence_divides": (
+        ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"], 8, "parallel.tp",
+        "tp=8 does not divide the tokens of a micro-batch=12",
+        "1, 2, 3, 4, 6 or 12, or parallel.sequence_parallel = false"),
+    "context_divides": (
+        ["parallel.cp=2", "batch.seq_len=250"], 2, "parallel.cp",
+        "2*cp=4 does not divide seq_len=250: each rank holds two chunks", "seq_len 248 or 252"),
+    "_layers_fill_stages": (
+        ["parallel.pp=5"], 5, "parallel.pp",
+        "pp*vpp=5*1=5 does not divide num_layers=12",
+        "choose pp*vpp among 1, 2, 3, 4, 6 or 12, or set parallel.stage_layers"),
+    "_sharding_fits": (
+        ["parallel.zero=3", "parallel.pp=2", "parallel.schedule=zero_bubble"], 4, "parallel.zero",
+        "zero=3 with schedule='zero_bubble': FSDP2 reduces gradients where a backward ends, "
+        "and zero_bubble computes those of weights later",
+        "schedule '1f1b', 'interleaved' or 'gpipe', or zero 0 or 1"),
+    "_schedule_fits": (
+        ["parallel.pp=2", "parallel.vpp=2"], 2, "parallel.schedule",
+        "vpp=2 with schedule='1f1b'",
+        "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1"),
+    "_batch_divides": (
+        ["batch.micro_batch_size=3", "batch.global_batch_size=16"], 2, "batch.global_batch_size",
+        "micro_batch_size*dp = 3*2 = 6 does not divide global_batch_size=16",
+        "global_batch_size 12 or 18"),
+    "_sequence_fits": (
+        ["batch.seq_len=512"], 1, "batch.seq_len",
+        "seq_len=512 exceeds the learned positions, max_seq_len=256",
+        "batch.seq_len of at most 256"),
+    "_curve_fits": (
+        ["optimizer.lr=1e-4", "optimizer.min_lr=1e-3"], 1, "optimizer.min_lr",
+        "min_lr=0.001 is above lr=0.0001", "0 to 0.0001"),
+    "_trust_bounds_are_a_range": (
+        ["optimizer.name=lamb", "optimizer.trust_bounds=[0.3, 0.01]"], 1, "optimizer.trust_bounds",
+        "the least trust ratio 0.3 is above the largest 0.01", "[0.01, 0.3]"),
+    "fields_are_used": (
+        ["optimizer.trust_bounds=[0.01, 0.3]"], 1, "optimizer.trust_bounds",
+        "trust_bounds=[0.01, 0.3] with name='adamw', which has no trust ratio",
+        "optimizer.name = 'lamb', or leave optimizer.trust_bounds out"),
+    "next_tokens_are_hidden": (
+        ["model.causal=false"], 1, "model.causal",
+        "causal=false: every token sees the next one, which the language model is to predict",
+        "model.causal = true"),
+    "_rope_scaling_is_a_range": (
+        ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
+        "model.rope_scaling.low_freq_factor",
+        "low_freq_factor=4 is not below high_freq_factor=4", "below 4, as 1 and 4"),
+    "data_is_shared_out": (
+        ["data.split=-1,2,3"], 1, "data.split",
+        'split "-1,2,3" is not up to three numbers >= 0 with a sum > 0',
+        '"969,30,1" gives 96.9 % to train, 3 % to valid, 0.1 % to test'),
+    "_trackers_differ": (
+        ['train.trackers=["wandb", "tensorboard", "wandb"]'], 1, "train.trackers",
+        "'wandb' is in it 2 times", "each once"),
+    "_weights_are_compiled": (
+        ["train.compile=true", "parallel.pp=2", "parallel.schedule=zero_bubble"], 2,
+        "train.compile",
+        "compile=true with schedule='zero_bubble': a compiled backward is one piece, "
+        "and zero_bubble computes the gradients of weights later",
+        "train.compile = false, or schedule '1f1b', 'interleaved' or 'gpipe'"),
+    "_graphs_are_the_same_each_time": (
+        ["train.cuda_graphs=true", "train.device=cpu", "parallel.tp=2", "parallel.zero=3",
+         "model.attention_dropout=0.1"], 2, "train.cuda_graphs",
+        "cuda_graphs=true with tp=2, attention_dropout=0.1, zero=3, device='cpu': what is "
+        "replayed runs on one GPU, exchanges nothing and asks no tensor for its values",
+        "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1"),
+    "_fp8_has_products": (
+        ["train.precision=fp8", "model.hidden_size=250"], 1, "train.precision",
+        "fp8_scaling='rowwise' takes weights whose rows and columns are multiples of 16, and the "
+        "model has attention.qkv 768 x 250, attention.out 250 x 256, mlp.up 1000 x 250, "
+        "mlp.down 250 x 1000",
+        "widths that are multiples of 16, or train.precision = 'bf16'"),
+    "_fp8_is_left": (
+        ["train.precision=fp8", "train.fp8_scaling=blockwise", "parallel.tp=8",
+         "model.ffn_hidden_size=512"], 8, "parallel.tp",
+        "tp=8 etp=1 leave no weight whose rows and columns are multiples of 128 "
+        "(fp8_scaling='blockwise'): attention.qkv 96 x 256, attention.out 256 x 32, "
+        "mlp.up 64 x 256, mlp.down 256 x 64",
+        "less tp and etp, or train.precision = 'bf16'"),
+}
+ALSO = {  # further branches of the same rules
+    "odd heads cannot turn": (
+        ["model.position=rope", "model.head_dim=33"], 1, "model.head_dim",
+        "head_dim=33 is odd and rotary positions turn pairs", "32 or 34"),
+    "experts without a router's choice": (
+        ["model.num_experts=4"], 1, "model.top_k", "top_k=0 of num_experts=4 experts", "1 to 4"),
+    "a choice without experts": (
+        ["model.top_k=2"], 1, "model.top_k",
+        "top_k=2 of num_experts=0 experts", "0 where there are no experts"),
+    "a bias of no expert": (
+        ["model.router_bias_update_rate=0.001"], 1, "model.router_bias_update_rate",
+        "router_bias_update_rate=0.001 with num_experts=0, a dense model",
+        "model.num_experts of 1 or more, or leave model.router_bias_update_rate out"),
+    "a loss that only fp16 scales": (
+        ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
+        "loss_scale=128.0 with precision='bf16', whose loss is not scaled",
+        "train.precision = 'fp16', or leave train.loss_scale out"),
+    "scales without float8": (
+        ["train.precision=bf16", "train.fp8_scaling=blockwise"], 1, "train.fp8_scaling",
+        "fp8_scaling='blockwise' with precision='bf16', which scales nothing",
+        "train.precision = 'fp8', or leave train.fp8_scaling out"),
+    "a base of positions that do not turn": (
+        ["model.rope_theta=5e5"], 1, "model.rope_theta",
+        "rope_theta=500000.0 with position='learned', which turns nothing",
+        "model.position = 'rope', or leave model.rope_theta out"),
+    "a warm-up beyond the run": (
+        ["optimizer.warmup_steps=11", "train.steps=10"], 1, "optimizer.warmup_steps",
+        "warmup_steps=11 is above train.steps=10", "0 to 10"),
+    "weights that are no numbers": (
+        ['data.train=["nan", "a"]'], 1, "data.train",
+        "weights [nan] are not all >= 0 with a sum > 0",
+        "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0"),
+    "a negative weight of validation": (
+        ['data.valid=["-1", "a", "3", "b"]'], 1, "data.valid",
+        "weights [-1.0, 3.0] are not all >= 0 with a sum > 0",
+        "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0"),
+    "a split that leaves nothing to train on": (
+        ["data.split=0,1,1", 'data.train=["a"]'], 1, "data.split",
+        "split '0,1,1' gives train a share of 0", "a share above 0, as in '969,30,1'"),
+    "a split that leaves nothing to evaluate": (
+        ["data.split=9,0,1", 'data.train=["a"]', "train.eval_every=5"], 1, "data.split",
+        "split '9,0,1' gives valid a share of 0", "a share above 0, as in '969,30,1'"),
+    "groups that do not divide the experts": (
+        [*MOE, "model.router_groups=3"], 1, "model.router_groups",
+        "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "more groups than there are": (
+        [*MOE, "model.router_groups=2", "model.router_top_groups=4"], 1,
+        "model.router_top_groups",
+        "router_top_groups=4 of router_groups=2 groups", "1 to 2"),
+    "router groups with too few experts": (
+        [*MOE, "model.router_groups=8"], 1, "model.top_k",
+        "top_k=2 of the 1 experts of router_top_groups=1",
+        "at most 1, or more router_top_groups"),
+    "padding to no capacity": (
+        [*MOE, "model.pad_to_capacity=true"], 1, "model.pad_to_capacity",
+        "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
+        "model.capacity_factor of 1.0 or more, or pad_to_capacity=false"),
+    "a world smaller than a model": (
+        ["parallel.tp=4"], 2, "parallel",
+        "tp*cp*pp = 4*1*1 = 4 does not divide the world of 2 ranks",
+        "run 4 ranks (--nproc), or choose tp*cp*pp among 1 or 2"),
+    "expert axes of a dense model": (
+        ["parallel.ep=2"], 2, "parallel.ep",
+        "ep=2 etp=1 cut experts, and num_experts=0",
+        "set parallel.ep and parallel.etp to 1, or model.num_experts"),
+    "experts that ep does not divide": (
+        [*MOE, "parallel.ep=3"], 3, "parallel.ep",
+        "ep=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "an expert's width that etp does not divide": (
+        [*MOE, "parallel.etp=5"], 5, "parallel.etp",
+        "etp=5 does not divide moe_ffn_hidden_size=96", "1, 2, 3, 4, 6, 8, 12 or 16"),
+    "fewer heads than ranks": (
+        ["parallel.tp=16", "batch.global_batch_size=64"], 16, "parallel.tp",
+        "tp=16 does not divide num_heads=8", "1, 2, 4 or 8"),
+    "key-value heads that ranks share unevenly": (
+        ["parallel.tp=4", *LLAMA, "model.num_kv_heads=3"], 4, "parallel.tp",
+        "tp=4 does not divide num_kv_heads=3", "1, 3, 6 or 12"),
+    "columns of a head that ranks share": (
+        ["parallel.tp=12", *LLAMA, "model.num_kv_heads=1", "model.head_dim=32"], 12, "parallel.tp",
+        "tp/num_kv_heads = 12/1 = 12 ranks share a key-value head and do not divide head_dim=32",
+        "1, 2 or 4"),
+    "an MLP that tp does not divide": (
+        ["parallel.tp=4", "model.ffn_hidden_size=90"], 4, "parallel.tp",
+        "tp=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
+    "ranks that are no square": (
+        ["parallel.tp_mode=2d", "parallel.tp=8"], 8, "parallel.tp",
+        "tp=8 with tp_mode='2d' is no square", "tp 4 or 9"),
+    "experts on a square of ranks": (
+        [*MOE, "parallel.tp_mode=2d", "parallel.tp=4"], 4, "parallel.tp_mode",
+        "tp_mode='2d' with num_experts=8 and cp=1",
+        "tp_mode '1d', or a dense model with cp 1"),
+    "a shared expert that tp does not divide": (
+        [*MOE, "parallel.tp=4", "model.shared_expert_ffn_hidden_size=90"], 4, "parallel.tp",
+        "tp=4 does not divide shared_expert_ffn_hidden_size=90",
+        "1, 2, 3, 5, 6, 9, 10 or 15"),
+    "heads that are too few to exchange": (
+        ["parallel.cp=2", "parallel.tp=8", "parallel.cp_mode=a2a"], 16, "parallel.cp",
+        "cp_mode='a2a' cuts heads, and tp*cp=8*2 does not divide num_kv_heads=8",
+        "tp*cp 1, 2, 4 or 8, or cp_mode 'ring' or 'all_gather'"),
+    "shards of a table that two stages of a rank share": (
+        ["parallel.zero=3", "parallel.vpp=2", "parallel.schedule=interleaved"], 2, "parallel.vpp",
+        "zero=3 with pp=1 and vpp=2: two stages of a rank share the tied embedding",
+        "vpp 1, which computes the same"),
+    "stages that were not all given": (
+        ["parallel.pp=2", "parallel.stage_layers=[6, 5]"], 2, "parallel.stage_layers",
+        "stage_layers has 2 stages of 11 layers, and the run has pp*vpp=2 stages of num_layers=12",
+        "give 2 numbers that sum to 12"),
+    "an interleaved schedule of one chunk": (
+        ["parallel.pp=2", "parallel.schedule=interleaved"], 2, "parallel.schedule",
+        "vpp=1 with schedule='interleaved'",
+        "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1"),
+    "a batch smaller than one micro-batch each": (
+        ["batch.global_batch_size=1"], 1, "batch.global_batch_size",
+        "micro_batch_size*dp = 8*1 = 8 does not divide global_batch_size=1",
+        "global_batch_size 8"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", [*BROKEN, *ALSO])
+def test_a_broken_rule_says_both_numbers_and_what_would_be_legal(case):
+    overrides, world, field, message, hint = (BROKEN | ALSO)[case]
+    found = problems(load_config("tiny", [*GPT, *overrides]), world)
+    assert (message, hint, field) in [tuple(problem) for problem in found]
+
+
+def test_every_rule_has_a_case_here_that_only_it_reports():
+    assert [rule.__name__ for rule in RULES if rule.__name__ not in BROKEN] == []
+    for rule in RULES:
+        overrides, world, _, message, _ = BROKEN[rule.__name__]
+        config = load_config("tiny", [*GPT, *overrides])
+        assert message in [problem.message for problem in rule(config, world)]
+
+
+def test_a_square_of_ranks_can_be_planned_and_not_run():
+    overrides = ["parallel.tp_mode=2d", "parallel.tp=4", "batch.micro_batch_size=2"]
+    assert problems(load_config("tiny", overrides), 4) == []
+    with pytest.raises(MtcliError, match="tp_mode='2d' can be planned, and not run"):
+        load_checked("tiny", overrides, 4)
+
+
+def test_a_compiled_run_needs_a_compiler_and_a_planned_one_does_not(monkeypatch, tmp_path):
+    asked = ["train.compile=true"]
+    compiler = tmp_path / "some-cxx"
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load_checked("tiny", asked, 1).train.compile
+    monkeypatch.setenv("CXX", "no-such-cxx")
+    with pytest.raises(MtcliError) as error:
+        load_checked("tiny", [*asked, "parallel.tp=3"], 3)
+    assert error.value.code is Exit.WRONG_INPUT
+    assert "compile=true needs a C++ compiler, and there is no no-such-cxx" in str(error.value)
+    assert "tp=3 does not divide" in str(error.value), "all problems at once"
+    assert problems(load_config("tiny", asked), 1) == []
+    assert load_checked("tiny", [*asked, "train.device=cuda"], 1).train.compile
+
+
+def test_a_legal_config_has_no_problems():
+    plain = ["parallel.tp=2", "parallel.pp=2"]
+    interleaved = ["parallel.pp=4", "parallel.vpp=3", "parallel.schedule=interleaved"]
+    folded = [*MOE, "parallel.ep=4", "parallel.etp=2"]
+    for overrides in (plain, interleaved, folded):
+        config = load_config("tiny", [*GPT, "batch.micro_batch_size=1", *overrides])
+        assert problems(config, 16) == []
+        require(config, 16)
+
+
+def test_no_sequence_parallelism_asks_nothing_of_the_tokens():
+    overrides = ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"]
+    config = load_config("tiny", [*GPT, *overrides, "parallel.sequence_parallel=false"])
+    assert problems(config, 8) == []
+
+
+def test_all_broken_rules_are_raised_together_with_exit_code_2():
+    config = load_config(
+        "tiny", [*GPT, "parallel.tp=3", "parallel.pp=5", "batch.seq_len=512", "optimizer.lr=0"]
+    )
+    with pytest.raises(MtcliError) as caught:
+        require(config, 16)
+    assert caught.value.code == Exit.WRONG_INPUT
+    assert [problem.field for problem in caught.value.problems] == [
+        "parallel",
+        "parallel.tp",
+        "parallel.tp",
+        "parallel.tp",
+        "parallel.pp",
+        "batch.seq_len",
+        "optimizer.min_lr",
+    ]
+    assert str(caught.value).count("\n\nhint: ") == 7 + 1, "and the nearest legal layouts"
+
+
+def test_data_parallel_is_what_the_other_axes_leave():
+    config = load_config("tiny", ["parallel.tp=2", "parallel.cp=3", "parallel.pp=2"])
+    assert data_parallel_size(config, 48) == 4
+    assert data_parallel_size(config, 5) == 1  # never 0: other rules are still applied
+
+
+def test_the_split_and_the_weights_are_told_together():
+    given = ["data.split=x", 'data.train=["-1", "a"]', 'data.valid=["0", "b"]']
+    fields = [problem.field for problem in problems(load_config("tiny", given), 1)]
+    assert fields == ["data.train", "data.valid", "data.split"]
+
+
+@pytest.mark.parametrize("split", ["x", "nan,1,1", "-1,2,3", "1,inf,1", "1e400,1,1", "9" * 400, ""])
+def test_a_split_that_makes_no_sense_needs_no_data_to_be_refused(split):
+    (problem,) = problems(load_config("tiny", [f"data.split='{split}'"]), 1)
+    assert problem.field == "data.split"
+
+
+def test_every_field_of_experts_is_refused_on_a_dense_model():
+    given = {
+        "moe_ffn_hidden_size": 64, "shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True,
+        "normalize_top_k": False, "router_score": "sigmoid", "router_groups": 2,
+        "router_top_groups": 2, "capacity_factor": 1.0, "drop_policy": "position",
+        "drop_scope": "sub_sequence", "pad_to_capacity": True, "aux_loss_coeff": 0.1,
+        "sequence_aux_loss_coeff": 0.1, "router_bias_update_rate": 0.1, "z_loss_coeff": 0.1,
+    }  # fmt: skip
+    model = load_config("tiny").model.model_copy(update=given | {"router_groups": 2})
+    config = load_config("tiny").model_copy(update={"model": model})
+    assert [p.field for p in problems(config, 1)] == [f"model.{name}" for name in given]
+    names = list(type(model).model_fields)
+    rest = {"num_experts", "top_k"}
+    assert {*names[names.index("num_experts") :]} == {*given} | rest, "and there are no others"
+
+
+def test_a_dense_model_of_an_architecture_with_experts_is_told_what_the_user_set():
+    table = {"model": {"preset": "tiny", "architecture": "qwen2-moe", "num_experts": 0, "top_k": 0}}
+    table["model"] |= {"position": "learned", "capacity_factor": 1.0}
+    assert [p.field for p in problems(config_of(table), 1)] == ["model.capacity_factor"]
+
+
+def test_divisors_are_all_the_numbers_that_divide():
+    for n in range(1, 200):
+        assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_long_lists_keep_their_ends():
+    assert listing([1]) == "1"
+    assert listing([1, 2]) == "1 or 2"
+    assert listing(divisors(720)) == "1, 2, 3, 4, 5, 6, 8, 9, ... or 720"
+
+
+def test_unknown_keys_illegal_values_and_broken_rules_are_reported_together():
+    given = ["optimizer.lrr=1", "parallel.pp=0", "parallel.tp=3", "batch.global_batch_size=7"]
+    with pytest.raises(MtcliError) as caught:
+        load_checked("tiny", given, 2)
+    text = str(caught.value)
+    assert "unknown key 'lrr' in [optimizer]" in text
+    assert "parallel.pp: 0 should be at least 1" in text
+    assert "tp*cp*pp = 3*1*1 = 3 does not divide the world of 2 ranks" in text
+    assert "micro_batch_size*dp = 8*1 = 8 does not divide global_batch_size=7" in text
+    assert load_checked("tiny", [], 2) == load_config("tiny")

@@ -1,0 +1,193 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+import mtcli.core.inference.generate as subject
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.convert.verify import logit_difference
+from mtcli.core.inference.generate import Sampling, choose, generate
+from mtcli.core.inference.model import open_model
+from mtcli.core.runtime.launch import Runtime
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+PROMPT, VOCAB = [3, 14, 15, 92, 65], 97
+
+
+def make_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 24, "vocab_size": VOCAB}
+    return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3, eos_token_id=96))
+
+
+def make_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=24,
+        vocab_size=VOCAB,
+        initializer_range=0.3,
+        eos_token_id=96,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module", params=[make_gpt2, make_llama], ids=["gpt2", "llama"])
+def model(request, tmp_path_factory):
+    """(transformers' model, its folder)."""
+    torch.manual_seed(4)
+    made, folder = request.param().eval(), tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    return made, str(folder)
+
+
+def tokens(runtime, folder, overrides=(), sampling=Sampling(), count=12, ends=()):  # noqa: B008
+    engine = open_model(folder, overrides, runtime).scorer
+    return list(generate(engine, PROMPT, count, sampling, ends))
+
+
+def greedy_of(model, count=12):
+    ids = torch.tensor([PROMPT])
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return found[0, len(PROMPT) :].tolist()
+
+
+def without_end(model):
+    """transformers never draws the end token before min_new_tokens; the comparison needs none."""
+    greedy = greedy_of(model)
+    assert 96 not in greedy
+    return greedy
+
+
+def test_greedy_tokens_are_transformers(model):
+    theirs, folder = model
+    assert tokens(ALONE, folder) == without_end(theirs)
+
+
+@pytest.mark.parametrize("axes", [["tp=2"], ["pp=2"], ["tp=2", "pp=2"], ["tp=4"], []], ids=str)
+def test_every_rank_of_any_layout_says_the_same(model, axes):
+    theirs, folder = model
+    world = 4 if axes == ["tp=4"] else 2 ** max(1, len(axes))
+    overrides = [f"parallel.{axis}" for axis in axes]
+    drawn = Sampling(temperature=0.8, top_k=20, seed=5)
+    greedy = run_ranks(world, tokens, folder, overrides)
+    assert greedy == [without_end(theirs)] * world
+    assert (
+        run_ranks(world, tokens, folder, overrides, drawn)
+        == [tokens(ALONE, folder, (), drawn)] * world
+    )
+
+
+def test_the_end_token_ends_and_is_not_given(model):
+    theirs, folder = model
+    greedy = without_end(theirs)
+    end = greedy[3]
+    assert tokens(ALONE, folder, ends={end}) == greedy[: greedy.index(end)]
+
+
+def test_a_full_context_ends(model):
+    _, folder = model
+    assert len(tokens(ALONE, folder, count=100)) == 24 - len(PROMPT) + 1
+
+
+@pytest.mark.parametrize("prompt", [[], [1] * 25])
+def test_a_prompt_that_does_not_fit_is_an_error_with_both_numbers(model, prompt):
+    engine = open_model(model[1], (), ALONE).scorer
+    with pytest.raises(MtcliError) as caught:
+        next(generate(engine, prompt, 1, Sampling(), ()))
+    (problem,) = caught.value.problems
+    assert problem.message == f"the prompt has {len(prompt)} tokens and the model takes 1 to 24"
+    assert problem.field == "--prompt"
+
+
+def test_a_model_that_sees_the_future_is_refused_and_can_still_be_proven(model, tmp_path):
+    _, folder = model
+    source = open_checkpoint(Path(folder))
+    source = replace(source, model=source.model.model_copy(update={"causal": False}))
+    to_mtcli(source, tmp_path / "full", *parse_layout(""), WriteOptions())
+    with pytest.raises(MtcliError) as caught:
+        open_model(str(tmp_path / "full"), (), ALONE)
+    (problem,) = caught.value.problems
+    assert "full has causal=false: its tokens see the ones they would predict" in problem.message
+    assert problem.field == "model.causal" and "model.causal=true" in problem.hint
+    assert (
+        logit_difference(open_checkpoint(tmp_path / "full"), open_checkpoint(tmp_path / "full"))[0]
+        == 0.0
+    )
+    assert (
+        logit_difference(open_checkpoint(tmp_path / "full"), open_checkpoint(Path(folder)))[0]
+        > 0.01
+    )
+
+
+def test_a_seed_decides_the_text_and_seeds_differ(model):
+    _, folder = model
+    texts = [tokens(ALONE, folder, (), Sampling(1.0, seed=seed)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def kept_by_brute_force(logits, temperature, top_k, top_p):
+    """{id: probability} as top-k and then nucleus sampling are defined, one id at a time."""
+    weights = {i: 2.718281828459045 ** (x / temperature) for i, x in enumerate(logits)}
+    order = sorted(weights, key=lambda i: (-logits[i], i))[: top_k or None]
+    total, kept, reached = sum(weights[i] for i in order), [], 0.0
+    for i in order:
+        if reached < top_p - 1e-12:
+            kept.append(i)
+        reached += weights[i] / total
+    mass = sum(weights[i] for i in kept)
+    return {i: weights[i] / mass for i in kept}
+
+
+LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12)
+
+
+@given(
+    LOGITS,
+    st.sampled_from([0.5, 1.0, 2.0]),
+    st.integers(0, 13),
+    st.sampled_from([0.13, 0.5, 0.9, 1.0]),
+)
+def test_top_k_and_top_p_keep_what_their_definitions_say(logits, temperature, top_k, top_p):
+    seen = []
+
+    def record(probabilities, count, generator):
+        seen.append(probabilities / probabilities.sum())
+        return probabilities.argmax()[None]
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(subject.torch, "multinomial", record)
+        first = choose(torch.tensor(logits), Sampling(temperature, top_k, top_p), torch.Generator())
+    expected = kept_by_brute_force(logits, temperature, top_k, top_p)
+    found = [p for p in seen[0].tolist() if p > 0.0]
+    assert found == pytest.approx(sorted(expected.values(), reverse=True))
+    assert first == max(expected, key=lambda i: (logits[i], -i))
+
+
+def test_draws_follow_the_probabilities():
+    logits, generator = torch.tensor([0.0, 1.0, 2.0, -9.0]), torch.Generator().manual_seed(0)
+    draws = [choose(logits, Sampling(1.0, top_k=3), generator) for _ in range(4000)]
+    expected = logits[:3].softmax(0).tolist()
+    for id, share in enumerate(expected):
+        width = (share * (1 - share) / 4000) ** 0.5
+        assert abs(draws.count(id) / 4000 - share) < 4 * width
+    assert draws.count(3) == 0
+
+
+def test_greedy_takes_the_lowest_of_equal_maxima():
+    assert choose(torch.tensor([1.0, 3.0, 3.0]), Sampling(), torch.Generator()) == 1

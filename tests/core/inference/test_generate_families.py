@@ -1,0 +1,137 @@
+"""Generated text begins and ends where transformers' does, for the folders of every family.
+
+A prompt gets what the tokenizer's template puts around it, and text ends at any of the ids of
+generation_config.json, or of config.json where there is no such file.
+"""
+
+import json
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.to_huggingface import to_hf
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer
+from mtcli.core.inference.generate import Sampling, generate
+from mtcli.core.inference.model import open_model
+from mtcli.core.runtime.launch import Runtime
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+BEGIN, END, VOCAB = 257, 258, 259  # after the bytes and the end of a document
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 40}
+FAMILIES = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40},
+    "llama": SIZES,
+    "mistral": SIZES | {"sliding_window": None},
+    "qwen2": SIZES,
+    "mixtral": SIZES | {"num_local_experts": 2, "sliding_window": None},
+    "qwen2_moe": SIZES
+    | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    | {"shared_expert_intermediate_size": 8},
+}
+TEMPLATES = {"none": None, "begins": "<s> $A", "begins and ends": "<s> $A </s>"}
+PROMPT, COUNT = "The cat", 14
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    """A family's folder, without tokenizer or generation config."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(request.param, vocab_size=VOCAB, **FAMILIES[request.param])
+    config.initializer_range = 0.6
+    made = tmp_path_factory.mktemp(request.param)
+    AutoModelForCausalLM.from_config(config).save_pretrained(made)
+    (made / "generation_config.json").unlink()
+    return made
+
+
+def write_tokenizer(folder, template):
+    backend = Tokenizer(byte_tokenizer().definition).backend
+    backend.add_special_tokens(["<s>", "</s>"])
+    if template:
+        ids = [("<s>", BEGIN), ("</s>", END)]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}).save(folder)
+
+
+def write_ends(folder, config, generation):
+    """Sets the ends that the two files name; `generation` is all of the second, or None: no file"""
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(table | {"eos_token_id": config}))
+    path = folder / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if generation is not None:
+        path.write_text(json.dumps(generation))
+
+
+def theirs(folder):
+    """The ids that transformers gives after the prompt, up to the one that ends them."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    given = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
+    options = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(given.input_ids, attention_mask=given.attention_mask, **options)
+    new, ends = found[0, given.input_ids.shape[1] :].tolist(), model.generation_config.eos_token_id
+    return new[:-1] if new[-1] in (ends if isinstance(ends, list) else [ends]) else new
+
+
+def ours(folder):
+    model = open_model(str(folder), (), ALONE)
+    prompt = model.require_tokenizer().encode_with_specials(PROMPT)
+    return list(generate(model.scorer, prompt, COUNT, Sampling(), model.end_ids()))
+
+
+def test_a_prompt_gets_what_the_template_puts_around_it(folder):
+    write_ends(folder, None, {})
+    found = []
+    for template in TEMPLATES.values():
+        write_tokenizer(folder, template)
+        found.append(ours(folder))
+        assert found[-1] == theirs(folder)
+    assert found[0] != found[1] != found[2], "the template matters to this model"
+
+
+def test_text_ends_where_either_file_says(folder, tmp_path):
+    write_tokenizer(folder, TEMPLATES["begins"])
+    write_ends(folder, None, None)
+    whole = theirs(folder)
+    assert ours(folder) == whole and len(whole) == COUNT
+    early, late = whole[4], next(id for id in whole[6:] if id not in whole[:6])
+    lengths = set()
+    for config, generation in (
+        (None, {"eos_token_id": [late, early]}),
+        (early, {"eos_token_id": late}),
+        (early, {"eos_token_id": [late]}),
+        (early, {"eos_token_id": None}),
+        (early, {}),
+        (early, {"eos_token_id": []}),
+        ([late, early], None),
+        (late, None),
+    ):
+        write_ends(folder, config, generation)
+        found = ours(folder)
+        assert found == theirs(folder), (config, generation)
+        name = str(len(list(tmp_path.iterdir())))
+        to_mtcli(open_checkpoint(folder), tmp_path / name, *parse_layout("tp=2"), WriteOptions())
+        assert ours(tmp_path / name) == found, "the files travel with the weights"
+        lengths.add(len(found))
+    assert lengths == {whole.index(early), whole.index(late), COUNT}
+    to_hf(open_checkpoint(tmp_path / "0"), tmp_path / "back", 10**9, WriteOptions())
+    assert ours(tmp_path / "back") == theirs(tmp_path / "back") == whole[: whole.index(early)]
+
+
+@pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("end", ["2", [1, "2"], {"a": 1}, True, 1.5], ids=str)
+def test_an_end_that_is_no_id_is_refused_by_name(folder, end):
+    write_tokenizer(folder, None)
+    write_ends(folder, None, {"eos_token_id": end})
+    with pytest.raises(MtcliError) as caught:
+        open_model(str(folder), (), ALONE).end_ids()
+    (problem,) = caught.value.problems
+    assert "generation_config.json: eos_token_id=" in problem.message
+    assert problem.message.endswith(" is no token id") and problem.hint

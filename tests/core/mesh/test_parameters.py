@@ -1,0 +1,96 @@
+"""The table of parameters: names, stages and floating-point operations.
+
+Counts are held to published ones in tests/test_presets.py.
+"""
+
+import pytest
+
+from mtcli.core.config.loading import load_config
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import (
+    count_active,
+    count_parameters,
+    forward_flops,
+    parameters,
+    stage_layers,
+    stage_parameters,
+)
+
+GPT = ModelConfig(num_layers=4, hidden_size=32, num_heads=4, vocab_size=300, max_seq_len=16)
+UNTIED = GPT.model_copy(update={"tie_embeddings": False})
+
+
+def test_names_follow_the_token():
+    names = list(parameters(GPT))
+    assert names[:3] == [
+        "embedding.weight",
+        "position_embedding.weight",
+        "blocks.0.attention_norm.weight",
+    ]
+    assert names[-2:] == ["final_norm.weight", "final_norm.bias"]
+    assert list(parameters(UNTIED))[-1] == "head.weight"
+
+
+def test_names_are_the_same_for_every_block_and_shapes_too():
+    by_block = [
+        {
+            p.name.removeprefix(f"blocks.{layer}."): p.shape
+            for p in parameters(GPT).values()
+            if p.owner == layer
+        }
+        for layer in range(4)
+    ]
+    assert len(by_block[0]) == 12
+    assert all(block == by_block[0] for block in by_block)
+
+
+@pytest.mark.parametrize("model", [GPT, UNTIED])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_stages_hold_every_parameter_once_and_a_tied_embedding_at_both_ends(model, pp):
+    layout = ParallelLayout(pp, pp=pp)
+    stages = stage_layers(model, layout, ())
+    held = [
+        p.name
+        for i, layers in enumerate(stages)
+        for p in stage_parameters(model, layers, first=i == 0, last=i == pp - 1)
+    ]
+    copies = ["embedding.weight"] if model.tie_embeddings and pp > 1 else []
+    assert sorted(held) == sorted([*parameters(model), *copies])
+
+
+def test_layers_are_shared_out_evenly_or_as_given():
+    layout = ParallelLayout(2, pp=2, vpp=2)
+    assert stage_layers(GPT, layout, ()) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
+    assert stage_layers(GPT, layout, (0, 2, 1, 1)) == [
+        range(0, 0), range(0, 2), range(2, 3), range(3, 4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "narayanan-1.7b", "gpt3-175b", "mt-nlg-530b"])
+def test_forward_flops_are_a_third_of_narayanan_s_without_recompute(name):
+    # 72 B s l h^2 (1 + s/(6h) + V/(12 l h)) for a step (arXiv:2104.04473, appendix)
+    m = load_config(name).model
+    s, h, layers = m.max_seq_len, m.hidden_size, m.num_layers
+    step = 72 * s * layers * h**2 * (1 + s / (6 * h) + m.vocab_size / (12 * layers * h))
+    assert 3 * s * forward_flops(m, s) == pytest.approx(step, rel=1e-12)
+
+
+def test_a_causal_mask_halves_the_attention_part():
+    full, half = forward_flops(GPT, 16), forward_flops(GPT, 16, causal=True)
+    assert full - half == 2 * 16 * 32 * 4  # 2 s h per layer, of 4 s h
+
+
+def test_idle_experts_cost_no_operations():
+    moe = load_config("mixtral-8x7b").model
+    # a dense model whose MLP is two experts wide, plus the router's 4096 x 8 in each layer
+    dense = load_config("llama-2-7b").model.model_copy(
+        update={"ffn_hidden_size": 2 * 14336, "num_kv_heads": 8, "vocab_size": 32000}
+    )
+    assert count_active(moe) == count_parameters(dense) + 32 * 8 * 4096
+    more = forward_flops(moe, 4096) - forward_flops(dense, 4096)
+    assert more == pytest.approx(2 * 32 * 8 * 4096)
+
+
+def test_every_parameter_of_a_dense_model_is_active():
+    assert count_active(GPT) == count_parameters(GPT)

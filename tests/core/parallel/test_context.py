@@ -1,0 +1,148 @@
+"""Attention over a cut context against softmax attention of the whole, written out on one rank."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
+from mtcli.core.parallel.groups import make_groups
+from mtcli.kernels.launch import HAS_TRITON, interpreted
+
+S, HEADS, WIDTH = 32, 8, 4  # chunks of 8 tokens on 2 ranks and of 4 on 4
+ROWS = [
+    [4, 12, 16],  # documents that end where chunks do
+    [1, 1, 19, 2, 9],  # one that spans every rank, and some of one token
+    [7, 25],
+    [1] * S,  # nobody sees anything but itself: whole blocks are left out
+]
+CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+def documents_of(rows):
+    return torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in rows])
+
+
+def made(dtype, groups):
+    """q, k, v and a gradient of the whole rows, the same on every rank."""
+    generator = torch.Generator().manual_seed(2)
+    heads = (HEADS, groups, groups, HEADS)
+    return [torch.randn(len(ROWS), h, S, WIDTH, generator=generator, dtype=dtype) for h in heads]
+
+
+def expected(tensors, causal, documents):
+    """(output, dq, dk, dv): one query at a time, by autograd, in float64."""
+    q, k, v = (x.double().requires_grad_() for x in tensors[:3])
+    keys, values = (x.repeat_interleave(HEADS // k.shape[1], 1) for x in (k, v))
+    rows = []
+    for b in range(len(ROWS)):
+        mixed = []
+        for i in range(S):
+            seen = [j for j in range(S) if not causal or j <= i]
+            if documents is not None:
+                seen = [j for j in seen if documents[b, i] == documents[b, j]]
+            scores = torch.einsum("hd,hmd->hm", q[b, :, i], keys[b][:, seen]) / WIDTH**0.5
+            mixed.append(torch.einsum("hm,hmd->hd", scores.softmax(-1), values[b][:, seen]))
+        rows.append(torch.stack(mixed, 1))
+    out = torch.stack(rows)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3].double())]
+
+
+def attend(runtime, mode, causal, documents, cases):
+    """(output, dq, dk, dv) of this rank's tokens, for each case of `made`."""
+    layout = ParallelLayout(runtime.world, cp=runtime.world)
+    axis = make_groups(layout, runtime.rank, runtime.device).cp
+    mine, found = zigzag(S, axis.size, axis.rank), []
+    for case in cases:
+        *leaves, grad = (x[:, :, mine] for x in made(*case))
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        out = attention_over(mode)(*leaves, axis, AttentionMask(causal, documents))
+        out.backward(grad)
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    return found
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("mode", ["ring", "all_gather", "a2a"])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_values_and_every_gradient_are_those_of_the_whole(cp, mode, causal, masked):
+    documents = documents_of(ROWS) if masked else None
+    cases = [(dtype, groups) for dtype in CLOSE for groups in (HEADS, 4)]
+    ranks = run_ranks(cp, attend, mode, causal, documents, cases)
+    for number, (dtype, groups) in enumerate(cases):
+        whole = expected(made(dtype, groups), causal, documents)
+        for rank, found in enumerate(ranks):
+            for mine, all_of_it in zip(found[number], whole, strict=True):
+                close = {"rtol": CLOSE[dtype], "atol": CLOSE[dtype]}
+                part = all_of_it[:, :, zigzag(S, cp, rank)]
+                torch.testing.assert_close(mine.double(), part, **close)
+
+
+def attend_by_kernels(*given):
+    with interpreted():
+        return attend(*given)
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="no kernels interpreted"
+)
+@pytest.mark.parametrize(
+    ("mode", "masked"), [("ring", False), ("ring", True), ("all_gather", True)]
+)
+def test_flash_kernels_have_the_values_and_gradients_of_the_whole(mode, masked):
+    documents, cases = documents_of(ROWS) if masked else None, [(torch.float32, 4)]
+    whole = expected(made(*cases[0]), True, documents)
+    for rank, found in enumerate(run_ranks(2, attend_by_kernels, mode, True, documents, cases)):
+        for mine, all_of_it in zip(found[0], whole, strict=True):
+            part = all_of_it[:, :, zigzag(S, 2, rank)]
+            torch.testing.assert_close(mine.double(), part, rtol=2e-5, atol=2e-5)
+
+
+def blocks_computed(runtime, documents):
+    """How many hops of a ring this rank computed anything for."""
+    import mtcli.core.parallel.context as subject
+
+    calls = []
+    subject.attention = lambda *given, real=subject.attention: calls.append(1) or real(*given)
+    attend(runtime, "ring", False, documents, [(torch.float32, 4)])
+    return len(calls)
+
+
+def test_blocks_in_which_nobody_sees_a_key_are_left_out():
+    apart = documents_of([[1] * S] * len(ROWS))
+    assert run_ranks(4, blocks_computed, apart) == [1] * 4
+    assert run_ranks(4, blocks_computed, torch.zeros_like(apart)) == [4] * 4
+
+
+LONG = 8192
+CUTS = [3000, 1, 5191]
+
+
+def long_ring(runtime, causal, documents):
+    axis = make_groups(ParallelLayout(2, cp=2), runtime.rank, runtime.device).cp
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 1, 1, LONG, 8, generator=generator)
+    *leaves, grad = whole[:, :, :, zigzag(LONG, 2, axis.rank)]
+    leaves = [x.requires_grad_() for x in leaves]
+    out = attention_over("ring")(*leaves, axis, AttentionMask(causal, documents))
+    out.backward(grad)
+    return [gather_sequence(x, axis).detach() for x in (out, *(x.grad for x in leaves))]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("cuts", [[LONG], CUTS], ids=["row", "documents"])
+def test_a_ring_of_8192_tokens_is_torch_s_attention(cuts, causal):
+    documents = documents_of([cuts]) if len(cuts) > 1 else None
+    whole = torch.randn(4, 1, 1, LONG, 8, generator=torch.Generator().manual_seed(0))
+    leaves = [x.requires_grad_() for x in whole[:3]]
+    parts = zip(*(x.split(cuts, 2) for x in leaves), strict=True)
+    out = torch.cat([F.scaled_dot_product_attention(*x, is_causal=causal) for x in parts], 2)
+    gradients = torch.autograd.grad(out, leaves, whole[3])
+    for rank in run_ranks(2, long_ring, causal, documents):
+        for found, wanted in zip(rank, (out.detach(), *gradients), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

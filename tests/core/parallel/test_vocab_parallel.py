@@ -1,0 +1,109 @@
+"""The GPU's way to the loss, interpreted, beside cross entropy of the whole product in float64."""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Parameter
+from mtcli.core.parallel import vocab_parallel
+from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.tensor import VocabEmbedding
+from mtcli.kernels.launch import interpreted
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+T, D, SCALE = 8, 6, 0.25
+VOCABS = [101, 128, 300]  # 128 of 2 shards: the second is all padding
+
+
+def seeded(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def labels_of(vocab):
+    return torch.arange(T) * 37 % vocab
+
+
+def lost(runtime, dtype, chunk_bytes):
+    """Of each vocabulary (its losses, its scaled sum, gradients of x and table, losses alone)."""
+    vocab_parallel.CHUNK_BYTES = chunk_bytes  # of this forked process
+    with interpreted():
+        return [_lost(runtime, dtype, vocab) for vocab in VOCABS]
+
+
+def _lost(runtime, dtype, vocab):
+    parameter = Parameter("table.weight", (vocab, D), ("tp", None), "normal", "first", padded=0)
+    groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
+    build = LayerFactory({parameter.name: parameter}, groups, dtype, sequence_parallel=True)
+    table = VocabEmbedding("table", build)
+    box = parameter.rectangle(groups.layout, groups.rank)
+    with torch.no_grad():
+        table.weight.zero_()
+        table.weight[: box.size[0]] = seeded(vocab, D, seed=1)[box.slices]
+    x = build.my_tokens(seeded(T, D, seed=2)).to(dtype).requires_grad_()
+    total, scaled = table.loss(x, labels_of(vocab), SCALE)
+    (3.0 * scaled).backward()
+    grads = x.grad, table.weight.grad
+    with torch.no_grad():
+        alone = table.losses(x, labels_of(vocab))
+    x.grad = table.weight.grad = None
+    table.losses(x, labels_of(vocab)).backward(torch.full((T,), 3.0 * SCALE))
+    return total, scaled.detach(), grads, alone, (x.grad, table.weight.grad)
+
+
+# 300 columns of 4 bytes and less: one row at a time, 3 rows and all rows
+@pytest.mark.parametrize(
+    ("tp", "dtype", "chunk_bytes"),
+    [
+        (1, torch.float32, 1),
+        (1, torch.bfloat16, 3000),
+        (2, torch.float32, 3 * 1024),
+        (2, torch.float32, 2**20),
+    ],
+)
+def test_the_loss_in_chunks_is_cross_entropy_whatever_the_chunks(tp, dtype, chunk_bytes):
+    ranks = run_ranks(tp, lost, dtype, chunk_bytes)
+    tight = {torch.float32: 2e-6, torch.bfloat16: 6e-3}[dtype]
+    for vocab, parts in zip(VOCABS, zip(*ranks, strict=True), strict=True):
+        whole = seeded(vocab, D, seed=1).to(dtype).double().requires_grad_()
+        x = seeded(T, D, seed=2).to(dtype).double().requires_grad_()
+        expected = F.cross_entropy(x @ whole.T, labels_of(vocab), reduction="none")
+        expected.backward(torch.full((T,), 3.0 * SCALE, dtype=torch.float64))
+        for total, scaled, _, alone, _ in parts:
+            torch.testing.assert_close(alone.double(), expected.detach(), rtol=tight, atol=tight)
+            torch.testing.assert_close(
+                total.double(), expected.detach().sum(), rtol=tight, atol=0.0
+            )
+            assert scaled == total * SCALE
+        for grads in ([part[2] for part in parts], [part[4] for part in parts]):
+            assert apart(torch.cat([of_x for of_x, _ in grads]), x.grad) < tight
+            of_table = torch.cat([of_table for _, of_table in grads])
+            assert of_table.dtype == dtype and not of_table[vocab:].any()
+            assert apart(of_table[:vocab], whole.grad) < tight
+
+
+def apart(ours, theirs):
+    return float((ours.double() - theirs).norm() / theirs.norm())
+
+
+def test_chunks_fit_their_bytes_and_cover_every_row(monkeypatch):
+    for tokens, columns, chunk_bytes, lengths in (
+        (1000, 50, 2 * 50 * 300, [256, 256, 256, 232]),
+        (1000, 50, 2 * 50 * 400, [384, 384, 232]),
+        (10, 50, 2 * 50 * 4, [4, 4, 2]),
+        (3, 50, 1, [1, 1, 1]),
+        (5, 50, 2**28, [5]),
+    ):
+        x, weight = torch.empty(tokens, 2, dtype=torch.bfloat16), torch.empty(columns, 2)
+        monkeypatch.setattr(vocab_parallel, "CHUNK_BYTES", chunk_bytes)
+        rows = vocab_parallel.chunks(x, weight)
+        assert [part.stop - part.start for part in rows] == lengths
+        assert torch.equal(
+            torch.cat([torch.arange(tokens)[part] for part in rows]), torch.arange(tokens)
+        )

@@ -1,0 +1,212 @@
+"""The search is exact, its choices are legal, and what it finds an expert would defend."""
+
+import pytest
+
+from mtcli.core.config.loading import load_config
+from mtcli.core.config.rules import problems
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.hardware import GPUS
+from mtcli.core.plan.memory import memory
+from mtcli.core.plan.physics import PHYSICS
+from mtcli.core.plan.predict import predict_workload
+from mtcli.core.plan.search import apply, choices, lower_bound, search
+from mtcli.core.plan.sensitivity import FIELDS, neighbours
+from mtcli.core.plan.step_time import pipeline_seconds, step_costs
+from mtcli.core.plan.tables import (
+    NOT_RUN,
+    group_lines,
+    rank_groups,
+    rank_places,
+    rank_table,
+    summary,
+)
+from mtcli.core.plan.workload import Workload
+
+SMALL = load_config("gpt2-1.5b", ["batch.global_batch_size=64", "train.precision=bf16"])
+# Fewer micro-batches than ranks: here the bound is loose, and its order is not that of the steps.
+FEW = load_config("gpt2-1.5b", ["batch.global_batch_size=4", "model.num_layers=24"])
+MIXTURE = load_config("mixtral-8x7b", ["batch.global_batch_size=8", "batch.seq_len=1024"])
+
+
+def every_work(config, world, device):
+    from mtcli.core.plan.search import _with
+
+    start = Workload.of(config, world)
+    return [_with(start, choice) for choice in choices(config, world)]
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "device"),
+    [(SMALL, 8, "v100-32gb"), (FEW, 8, "v100-32gb"), (MIXTURE, 8, "h200")],
+)
+def test_the_search_finds_what_trying_everything_finds(config, world, device):
+    gpu = GPUS[device]
+    works = [w for w in every_work(config, world, gpu) if memory(w, gpu).total <= gpu.usable_bytes]
+    legal = [w for w in works if not problems(apply(config, w), world)]
+    seconds = sorted(predict_workload(w, gpu).step_seconds for w in legal)
+    found = search(config, world, gpu, 3)
+    assert [c.prediction.step_seconds for c in found.best] == pytest.approx(seconds[:3], rel=1e-9)
+
+
+@pytest.mark.parametrize(("config", "world"), [(SMALL, 8), (SMALL, 48), (MIXTURE, 8)])
+def test_the_bound_is_never_above_the_simulated_step(config, world):
+    gpu = GPUS["a100-80gb"]
+    for work in every_work(config, world, gpu)[::7]:
+        costs = step_costs(work, gpu, PHYSICS)
+        step, _ = pipeline_seconds(work, costs)
+        step += costs.gradients_exposed + costs.optimizer + costs.overhead
+        assert lower_bound(work, gpu) <= step * (1 + 1e-9)
+
+
+def test_what_is_found_is_legal_fits_and_is_what_its_config_predicts():
+    gpu = GPUS["h200"]
+    found = search(MIXTURE, 8, gpu, 4)
+    assert len(found.best) == 4 and found.tried > 100
+    for candidate in found.best:
+        assert problems(candidate.config, 8) == []
+        assert candidate.prediction.fits
+        again = predict_workload(Workload.of(candidate.config, 8), gpu)
+        assert again.step_seconds == pytest.approx(candidate.prediction.step_seconds, rel=1e-9)
+
+
+def test_pinned_fields_stay():
+    config = load_config("gpt2-1.5b", ["parallel.tp=2", "batch.micro_batch_size=4"])
+    pinned = frozenset({"parallel.tp", "batch.micro_batch_size"})
+    for candidate in search(config, 16, GPUS["h100"], 5, pinned).best:
+        assert candidate.config.parallel.tp == 2
+        assert candidate.config.batch.micro_batch_size == 4
+
+
+def test_a_pinned_pipeline_leaves_tensor_cuts_that_its_ranks_hold():
+    config = load_config("gpt2-1.5b", ["parallel.pp=4", "batch.global_batch_size=64"])
+    found = search(config, 8, GPUS["h100"], 1000, frozenset({"parallel.pp"}))
+    layouts = {(c.config.parallel.pp, c.config.parallel.tp) for c in found.best}
+    assert layouts == {(4, 1)}, "25 heads: tp=2 divides none, and tp=5 needs 20 ranks"
+    config = load_config("narayanan-1.7b", ["parallel.pp=4", "batch.global_batch_size=64"])
+    found = search(config, 8, GPUS["h100"], 1000, frozenset({"parallel.pp"}))
+    layouts = {(c.config.parallel.pp, c.config.parallel.tp) for c in found.best}
+    assert layouts == {(4, 1), (4, 2)}
+
+
+@pytest.mark.parametrize("pin", ["schedule=1f1b", "schedule=interleaved", "vpp=3", "cp=8", "ep=2"])
+def test_every_layout_that_is_tried_beside_a_pin_is_legal(pin):
+    config = load_config("gpt2-1.5b", [f"parallel.{pin}", "batch.global_batch_size=64"])
+    pinned = frozenset({f"parallel.{pin.partition('=')[0]}"})
+    found = search(config, 16, GPUS["h100"], 3, pinned)
+    assert all(problems(apply(config, work), 16) == [] for work in found.works if work.mesh == 1)
+    assert bool(found.best) == (pin != "ep=2"), "this model has no experts"
+
+
+def test_ranks_that_share_key_value_heads_are_searched():
+    few = ["model.num_kv_heads=2", "model.head_dim=128", "batch.global_batch_size=64"]
+    config = load_config("llama-3.1-8b", [*few, "train.precision=bf16"])  # 32 query heads
+    found = search(config, 32, GPUS["h100"], 4)
+    tried = {work.layout.tp for work in found.works if work.mesh == 1}
+    assert tried == {1, 2, 4, 8, 16, 32}
+    assert all(problems(apply(config, work), 32) == [] for work in found.works if work.mesh == 1)
+
+
+def test_uneven_stages_are_searched_and_written_out():
+    config = load_config("llama-3.1-405b", ["batch.global_batch_size=256", "train.precision=bf16"])
+    found = search(config, 512, GPUS["h100"], 1)
+    best = found.best[0].config.parallel
+    assert 126 % (best.pp * best.vpp) == 0 or sum(best.stage_layers) == 126
+
+
+def test_tp_ranks_that_cannot_share_a_micro_batch_s_tokens_see_all_of_them():
+    fields = ["batch.seq_len=125", "batch.global_batch_size=4", "model.num_heads=20"]
+    config = load_config("gpt2-1.5b", [*fields, "model.num_kv_heads=20", "model.head_dim=80"])
+    found = search(config, 20, GPUS["h200"], 200)
+    shared = {
+        (c.config.parallel.tp, c.config.batch.micro_batch_size): c.config.parallel.sequence_parallel
+        for c in found.best
+    }
+    assert shared[5, 1] and not shared[4, 1] and shared[4, 4]
+    assert all(problems(c.config, 20) == [] for c in found.best)
+
+
+def test_what_is_too_large_is_counted_and_the_nearest_named():
+    config, gpu = load_config("megatron-4.2b", ["batch.global_batch_size=64"]), GPUS["v100-32gb"]
+    found = search(config, 2, gpu, 1)
+    assert not found.best and found.too_large == found.tried
+    least = min(memory(work, gpu).total for work in every_work(config, 2, gpu))
+    assert memory(found.nearest, gpu).total == least > 32 * 2**30
+
+
+def test_rank_maps_show_both_grids_over_the_same_pipeline():
+    layout = ParallelLayout(16, tp=2, cp=2, pp=2, ep=4)
+    places, groups = rank_places(layout), rank_groups(layout)
+    assert list(places[0]["attention"]) == ["pp", "dp", "cp", "tp"]
+    assert list(places[0]["experts"]) == ["pp", "edp", "ep", "etp"]
+    assert places[13] == {
+        "attention": {"pp": 1, "dp": 1, "cp": 0, "tp": 1},
+        "experts": {"pp": 1, "edp": 1, "ep": 1, "etp": 0},
+    }
+    assert groups["attention"]["pp"] == groups["experts"]["pp"]
+    assert groups["attention"]["tp"][:2] == [[0, 1], [2, 3]]
+    assert groups["experts"]["ep"][0] == [0, 1, 2, 3]
+
+
+def test_a_large_world_is_told_by_ranges():
+    layout = ParallelLayout(2240, tp=8, pp=35)
+    title, columns, rows = rank_table(layout)
+    assert "stage 0 of 35; stage p holds ranks p*64 to p*64+63" in title
+    assert columns == ["ranks", "pp", "dp", "cp", "tp", "pp", "edp", "ep", "etp"]
+    assert len(rows) == 8
+    assert rows[1] == ["8-15", "0", "1", "0", "0-7", "0", "8-15", "0", "0"]
+    lines = group_lines(layout)
+    assert "attention tp: 280 groups of 8: 0-7, 2232-2239" in lines
+    assert "attention dp: 280 groups of 8: 0-56 by 8, 2183-2239 by 8" in lines
+    assert "experts pp: 64 groups of 35: 0-2176 by 64, 63-2239 by 64" in lines
+
+
+def test_the_middle_of_a_long_map_is_left_out():
+    _, _, rows = rank_table(ParallelLayout(1024, tp=8))
+    assert len(rows) == 16
+    assert rows[-2][0] == "..." and rows[-1][0] == "1016-1023"
+
+
+def test_the_best_layout_falls_to_others_by_one_field_for_a_reason():
+    """What is said of a neighbour is what its own prediction says, within the bound's slack."""
+    gpu = GPUS["h200"]
+    found = search(MIXTURE, 8, gpu, 3)
+    best = [candidate.prediction for candidate in found.best]
+    others = neighbours(best, found.works)
+    assert {one.field for one in others} >= {"tp", "ep", "zero", "recompute"}
+    for one in others:
+        work = one.prediction.work
+        read = FIELDS[one.field]
+        assert read(work) == one.value != read(best[0].work)
+        exact = predict_workload(work, gpu)
+        assert one.prediction.step_seconds == pytest.approx(exact.step_seconds, rel=0.05)
+        assert exact.fits == (not one.reason.startswith("does not fit"))
+        if exact.fits:
+            slower = exact.step_seconds / best[0].step_seconds - 1
+            assert float(one.reason.partition("%")[0]) / 100 == pytest.approx(slower, abs=0.06)
+    again = next(one for one in others if one.field == "recompute")
+    assert "recomputation" in again.reason
+
+
+def test_squares_of_ranks_are_searched_where_they_are_asked_for():
+    config = load_config("gpt3-175b", ["parallel.tp_mode=2d", "train.precision=bf16"])
+    found = search(config, 64, GPUS["h200"], 3, frozenset({"parallel.tp_mode"}))
+    for candidate in found.best:
+        assert candidate.config.parallel.tp in (4, 16, 64)
+        assert candidate.prediction.work.mesh**2 == candidate.config.parallel.tp
+        assert ("runs", NOT_RUN) in summary(candidate.prediction)
+
+
+def test_squares_of_ranks_are_compared_with_and_never_the_answer():
+    gpu = GPUS["rtx-5000"]
+    config = load_config("megatron-8.3b", ["train.precision=fp16"])
+    found = search(config, 64, gpu, 3)
+    best = [candidate.prediction for candidate in found.best]
+    assert {one.work.tp_mode for one in best} == {"1d"}
+    (square,) = [one for one in neighbours(best, found.works) if one.field == "tp_mode"]
+    work = square.prediction.work
+    assert square.value == "2d" and work.mesh**2 == work.layout.tp > 1
+    assert square.reason.endswith("planned")
+    exact = predict_workload(work, gpu).step_seconds
+    assert square.prediction.step_seconds == pytest.approx(exact, rel=0.05)
+    pinned = search(config, 64, gpu, 1, frozenset({"parallel.tp_mode"}))
+    assert {work.tp_mode for work in pinned.works} == {"1d"}

@@ -1,0 +1,132 @@
+"""How the parts of a step add up: what hides behind what, and what a stage is made of."""
+
+from dataclasses import replace
+
+import pytest
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan import communication as sent
+from mtcli.core.plan.gpu_time import attention_seconds, head_seconds
+from mtcli.core.plan.hardware import GPUS, Link
+from mtcli.core.plan.physics import PHYSICS
+from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
+from mtcli.core.plan.workload import Workload
+
+H100 = GPUS["h100"]
+MODEL = ModelConfig(
+    num_layers=8, hidden_size=4096, num_heads=32, vocab_size=32000, max_seq_len=8192
+)
+
+
+def step(layout, **fields):
+    sizes = {"seq_len": 8192, "micro_batch_size": 1, "global_batch_size": 16}
+    return Workload(model=MODEL, layout=layout, **{**sizes, **fields})
+
+
+def network(rate):
+    return replace(H100, link=Link(rate, 0.0), network=Link(rate, 0.0))
+
+
+def test_a_context_ring_shows_only_where_it_outlasts_attention():
+    work = step(ParallelLayout(4, cp=4))
+    quick, slow = network(450e9), network(1e8)
+    block = {device: step_costs(work, device, PHYSICS).block for device in (quick, slow)}
+    ring = sent.context_parallel(work, slow, PHYSICS)
+    attention = attention_seconds(work, slow, PHYSICS)
+    assert sent.context_parallel(work, quick, PHYSICS).forward < attention.forward
+    assert block[slow].forward - block[quick].forward == pytest.approx(
+        ring.forward - attention.forward
+    )
+    assert block[slow].backward - block[quick].backward == pytest.approx(
+        ring.backward - attention.backward
+    )
+
+
+def test_tensor_traffic_shows_in_full():
+    costs = step_costs(step(ParallelLayout(4, tp=4)), H100, PHYSICS)
+    assert costs.tensor.forward > 0
+    assert costs.block.forward == pytest.approx(costs.compute.forward + costs.tensor.forward)
+
+
+@pytest.mark.parametrize("rate", [450e9, 1e9])
+def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
+    costs = step_costs(step(ParallelLayout(4), zero=3), network(rate), PHYSICS)
+    hidden = PHYSICS.data_overlap * min(costs.sharded.forward, costs.compute.forward)
+    assert costs.sharded.forward > 0
+    assert costs.block.forward == pytest.approx(
+        costs.compute.forward + costs.sharded.forward - hidden
+    )
+    weights = 12 * 4096**2 * 2  # bytes of a block, gathered from 4 ranks
+    physics = replace(PHYSICS, link=1.0, network=1.0)
+    gather = sent.sharded_block(block(), step(ParallelLayout(4), zero=3), network(rate), physics)
+    assert gather.forward == pytest.approx(weights * 3 / 4 / rate, rel=0.01)
+    assert gather.backward == pytest.approx(2 * gather.forward)
+
+
+def block():
+    from mtcli.core.plan.elements import block_elements
+
+    return block_elements(step(ParallelLayout(4)))
+
+
+def test_a_hop_sends_each_tensor_ranks_own_part():
+    work = step(ParallelLayout(64, tp=4, pp=2))
+    whole = replace(PHYSICS, link=1.0, network=1.0)
+    moved = 8192 * 4096 * 2 / 4
+    assert sent.hop_seconds(work, H100, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
+    near = step(ParallelLayout(8, tp=4, pp=2))
+    assert sent.hop_seconds(near, H100, whole) == pytest.approx(moved / 450e9 + 0.6e-6)
+    assert sent.hop_seconds(step(ParallelLayout(8)), H100, PHYSICS) == 0.0
+
+
+def test_the_halves_of_a_split_backward_are_the_whole():
+    work = step(ParallelLayout(2, pp=2), schedule_name="zero_bubble")
+    costs = step_costs(work, H100, PHYSICS)
+    spans = simulated(work, costs, 2).spans
+    stages, weights = stage_seconds(work, costs), weight_seconds(work, costs)
+    length = {str(span.op): span.end - span.start for span in spans}
+    for stage in (0, 1):
+        halves = length[f"I0.{stage}"] + length[f"W0.{stage}"]
+        assert halves == pytest.approx(stages[stage].backward)
+        assert length[f"W0.{stage}"] == pytest.approx(weights[stage])
+
+
+def test_the_ends_of_the_pipeline_hold_the_embedding_and_the_head():
+    costs = step_costs(step(ParallelLayout(4, pp=4)), H100, PHYSICS)
+    stages = stage_seconds(step(ParallelLayout(4, pp=4)), costs)
+    assert stages[0].forward - stages[1].forward == pytest.approx(costs.first.forward)
+    assert stages[3].backward - stages[1].backward == pytest.approx(costs.last.backward)
+
+
+def test_the_head_stays_wide_under_8_bit_products():
+    narrow, wide = (
+        head_seconds(step(ParallelLayout(1), precision=name), H100, PHYSICS)
+        for name in ("fp8", "bf16")
+    )
+    assert narrow == wide
+
+
+def test_the_optimizer_moves_gradients_states_and_weights_once_or_twice():
+    """bf16: gradients 4 B read twice, master and moments 12 B read and written, weights 2 B."""
+    work = step(ParallelLayout(1))
+    whole = step_costs(work, H100, replace(PHYSICS, memory=1.0)).optimizer
+    elements = 8 * 12 * 4096**2 + (32000 + 8192) * 4096
+    assert whole == pytest.approx(elements * (2 * 4 + 2 * 12 + 2) / 3352e9, rel=0.01)
+    cut = step_costs(step(ParallelLayout(4), zero=1), H100, replace(PHYSICS, memory=1.0))
+    assert cut.optimizer == pytest.approx(whole / 4)
+
+
+def test_lamb_reads_masters_and_moments_once_more():
+    """4 B of master, or of a float32 weight, and 8 B of moments."""
+    elements = 8 * 12 * 4096**2 + (32000 + 8192) * 4096
+    for precision in ("bf16", "fp32"):
+        plain, lamb = (
+            step_costs(
+                step(ParallelLayout(1), precision=precision, optimizer=name),
+                H100,
+                replace(PHYSICS, memory=1.0),
+            ).optimizer
+            for name in ("adamw", "lamb")
+        )
+        assert lamb - plain == pytest.approx(elements * 12 / 3352e9, rel=0.01)

@@ -1,0 +1,71 @@
+"""Files of a profile: refused before the work, or whole."""
+
+import os
+
+import pytest
+
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.atomic_writes import aside, require_extra, require_writable
+
+
+def test_a_suffix_that_cannot_be_written_is_refused():
+    with pytest.raises(MtcliError, match=r"it does not write \.gif") as caught:
+        require_writable("a.gif", "--plot", (".png", ".svg"))
+    assert "ends in .png or .svg" in str(caught.value)
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(MtcliError, match="there is no folder"):
+        require_writable(str(tmp_path / "no" / "a.png"), "--plot", (".png",))
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "a.html").mkdir()
+    with pytest.raises(MtcliError, match="is a folder"):
+        require_writable(str(tmp_path / "a.html"), "--report", (".html",))
+
+
+def test_a_missing_extra_says_how_to_install_it():
+    with pytest.raises(MtcliError, match="--plot needs no_such_module") as caught:
+        require_extra("no_such_module", "--plot")
+    assert "mtcli[report]" in str(caught.value)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "page.html"
+    target.write_text("before")
+    with pytest.raises(ZeroDivisionError), aside(str(target)) as path:
+        path.write_text("half")
+        raise ZeroDivisionError
+    assert target.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+    with aside(str(target)) as path:
+        path.write_text("after")
+    assert target.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_disk_that_refuses_is_told(tmp_path):
+    full = pytest.raises(MtcliError, match="cannot be written: No space left")
+    with full as caught, aside(str(tmp_path / "a.json")):
+        raise OSError(28, "No space left on device")
+    assert caught.value.code == 1
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
+    (tmp_path / "file").write_text("before")
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "file")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for target in (link, pipe):
+        with aside(target) as path:
+            path.write_text("after")
+    assert link.is_symlink() and link.read_text() == "after"
+    assert pipe.is_fifo() and os.read(reader, 9) == b"after"
+    os.close(reader)
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(MtcliError, match="cannot be written: File name too long"), aside("a" * 300):
+        raise AssertionError("there is nothing to write to")

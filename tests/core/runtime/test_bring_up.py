@@ -1,0 +1,189 @@
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.launch import StopSignal, bring_up, environment_world, launch
+from mtcli.core.runtime.machine import cores
+from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "world"),
+    [
+        ({}, None),
+        (TORCHRUN, 8),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
+        (SLURM, 8),
+        (SLURM | TORCHRUN | {"WORLD_SIZE": "4"}, 4),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),  # a plain process in an allocation
+        ({"RANK": "0"}, None),
+    ],
+)
+def test_the_world_is_what_the_launcher_says(environ, world):
+    assert environment_world(environ) == world
+
+
+def test_torchrun_and_slurm_name_local_ranks_in_their_own_ways():
+    assert launch._ranks(TORCHRUN) == (3, 8, 1, 2)
+    assert launch._ranks(SLURM) == (5, 8, 1, 8)
+    assert launch._ranks(SLURM | {"SLURM_NTASKS_PER_NODE": "4"}) == (5, 8, 1, 4)
+    assert launch._ranks({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2, 1, 2)
+
+
+def test_alone_there_is_no_process_group_and_every_core_is_used():
+    with bring_up("cpu", 10.0) as alone:
+        assert (alone.rank, alone.world, alone.device.type) == (0, 1, "cpu")
+        assert not torch.distributed.is_initialized()
+        assert torch.get_num_threads() == cores()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_asking_for_a_gpu_that_is_not_there_says_what_to_do():
+    with pytest.raises(MtcliError) as caught, bring_up("cuda", 10.0):
+        pass
+    (problem,) = caught.value.problems
+    assert problem.message == "there is no CUDA device here" and problem.hint == "--device cpu"
+
+
+def test_more_ranks_than_gpus_is_an_error_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(MtcliError) as caught:
+        launch._device("auto", 1)
+    (problem,) = caught.value.problems
+    assert problem.message == "local rank 1 has no GPU: this machine has 1"
+    assert "--nproc 1" in problem.hint
+    assert launch._device("auto", 0) == torch.device("cuda", 0)
+
+
+def test_the_fast_product_is_as_accurate_as_float32():
+    with bring_up("cpu", 10.0, "fast"):
+        a, b = torch.randn(64, 300), torch.randn(300, 64)
+        exact = a.double() @ b.double()
+        assert ((a @ b).double() - exact).norm() / exact.norm() < 2e-6
+
+
+def test_a_product_that_rounds_to_16_bits_is_refused(monkeypatch):
+    plain = torch.Tensor.__matmul__
+
+    def rounding(x, y):
+        if x.dtype == torch.float32:
+            x, y = x.bfloat16().float(), y.bfloat16().float()
+        return plain(x, y)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
+    torch.set_float32_matmul_precision("highest")
+    with bring_up("cpu", 10.0, "fast"):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_strict_takes_torchs_own_product():
+    torch.set_float32_matmul_precision("highest")
+    with bring_up("cpu", 10.0, "strict"):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_remembered_and_the_second_interrupts(handlers, number):
+    stop = StopSignal()
+    assert stop.received == 0
+    os.kill(os.getpid(), number)
+    assert stop.received == number
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.0)
+
+
+class Failures:
+    """What the elastic launcher raises, of failures (exit code, timestamp, message) by rank."""
+
+    def __init__(self, failures):
+        names = ("exitcode", "timestamp", "message")
+        self.failures = {
+            rank: SimpleNamespace(**dict(zip(names, failure, strict=True)))
+            for rank, failure in failures.items()
+        }
+
+
+def told(cause, message):
+    """What a worker leaves in its file."""
+    return {
+        "message": "",
+        "extraInfo": {"code": 1, "cause": cause, "problems": [[message, "h", ""]], "hint": ""},
+    }
+
+
+RAISED = {"message": "ValueError: no (a.py:1)", "extraInfo": {"code": 1, "cause": "told"}}
+QUIET = {"message": "", "extraInfo": {"code": 1, "cause": "lost"}}
+LOST, WATCHED = told("lost", "it broke"), told("watched", "it waited")
+WRONG = {"code": 2, "cause": "told", "problems": [["it is wrong", "do this", "a.b"]]}
+TOLD = {"message": "", "extraInfo": WRONG | {"hint": "or that"}}
+
+
+@pytest.mark.parametrize(
+    ("failures", "text", "code"),
+    [
+        ({0: (1, 5, LOST), 3: (-9, 5, "")}, "rank 3 failed: it was killed by SIGKILL", 1),
+        ({0: (1, 4, LOST), 1: (2, 5, TOLD)}, "wrong\n\nhint: do this\n\nhint: or that", 2),
+        ({0: (1, 4, LOST), 1: (1, 5, "")}, "rank 1 failed: it ended with exit code 1", 1),
+        ({0: (1, 4, LOST), 1: (1, 5, RAISED)}, "rank 1 failed: ValueError: no (a.py:1)", 1),
+        ({0: (1, 6, RAISED), 1: (1, 5, "")}, "rank 1 failed: it ended with exit code 1", 1),
+        ({0: (-15, 5, ""), 1: (1, 6, LOST)}, "rank 0 failed: it was killed by SIGTERM", 1),
+        ({0: (-15, 6, ""), 1: (1, 6, LOST)}, "error: it broke", 1),
+        ({0: (-9, 5, ""), 1: (1, 6, WATCHED), 2: (2, 4, TOLD)}, "error: it waited", 1),
+        ({0: (1, 4, QUIET), 1: (1, 5, LOST)}, "error: it broke", 1),
+        ({0: (1, 4, QUIET), 1: (-15, 5, "")}, "rank 1 failed: it was killed by SIGTERM", 1),
+    ],
+    ids=["killed", "told", "first", "raised", "earliest", "terminated", "lost", "watched", "quiet"]
+    + ["quieter"],
+)
+def test_of_several_failures_the_cause_is_told(failures, text, code):
+    error = first_failure(Failures(failures))
+    assert text in str(error) and int(error.code) == code
+
+
+def test_a_worker_that_was_interrupted_interrupts_the_launcher():
+    error = first_failure(Failures({0: (1, 5, LOST), 1: (130, 5, "")}))
+    assert isinstance(error, KeyboardInterrupt)
+
+
+GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:28: "
+GLOO += "Connection reset by peer. This is typically caused by a remote worker hanging. GLHF!"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (RuntimeError(GLOO), "Read error [127.0.0.1]:28: Connection reset by peer"),
+        (torch.distributed.DistNetworkError("Broken pipe\nframe #0"), "Broken pipe"),
+        (torch.distributed.DistStoreError("wait timeout"), "wait timeout"),
+    ],
+)
+def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch, error, what):
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(LostPeer) as caught, telling_of_lost_peers(3):
+        raise error
+    said = "rank 3 does not reach another rank, or the run's store at node7, port 29500: " + what
+    assert caught.value.problems[0].message == said and caught.value.code == 1
+
+
+def test_an_error_of_another_kind_is_left_alone():
+    with pytest.raises(RuntimeError, match="^shapes differ$"), telling_of_lost_peers(0):
+        raise RuntimeError("shapes differ")

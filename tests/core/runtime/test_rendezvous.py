@@ -1,0 +1,77 @@
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.rendezvous import _await_all, attempt_store, endpoint, on_one_machine
+
+
+def test_ranks_that_do_not_start_are_named():
+    store = dist.HashStore()
+    store.set("here/2", "")
+    store.add("here", 1)
+    with pytest.raises(MtcliError) as caught:
+        _await_all(store, 0, 4, 0.2)
+    (problem,) = caught.value.problems
+    assert problem.message == "after 0.2 s, of 4 ranks these have not started: 1, 3"
+    assert problem.hint == "raise train.timeout if they need longer" and caught.value.code == 1
+
+
+def test_ranks_that_all_start_go_on_together():
+    store = dist.HashStore()
+    threads = [threading.Thread(target=_await_all, args=(store, n, 3, 20.0)) for n in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    threads[0].join(timeout=0.1)
+    assert threads[0].is_alive() and threads[1].is_alive()
+    threads[2].start()
+    for thread in threads:
+        thread.join(timeout=10.0)
+        assert not thread.is_alive()
+
+
+def test_an_attempt_does_not_find_the_ranks_of_the_one_before():
+    store = dist.HashStore()
+    first = [attempt_store(store, 0) for _ in range(2)]
+    threads = [
+        threading.Thread(target=_await_all, args=(own, rank, 2, 20.0))
+        for rank, own in enumerate(first)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20.0)
+        assert not thread.is_alive()
+    with pytest.raises(MtcliError, match="of 2 ranks these have not started: 1"):
+        _await_all(attempt_store(store, 1), 0, 2, 0.2)
+
+
+ONE, ALL = {"LOCAL_WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "here"),
+    [
+        (ONE | ALL, True),
+        (ONE | ALL | {"MASTER_ADDR": "node7"}, True),  # torchrun on one node
+        (ONE | {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, False),
+        (ALL | {"MASTER_ADDR": "localhost"}, True),
+        (ALL | {"MASTER_ADDR": "192.0.2.1"}, False),
+        ({"SLURM_NNODES": "1"}, True),
+        ({"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"}, True),  # a step on one node of two
+        ({"SLURM_NNODES": "2"}, False),
+    ],
+)
+def test_a_launcher_tells_whether_all_ranks_are_on_one_machine(environ, here):
+    assert on_one_machine(environ) is here
+
+
+def test_slurms_job_gives_the_port_and_its_first_node_the_address():
+    job = {"SLURM_JOB_ID": "1234567", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}
+    assert endpoint(job) == ("192.0.2.1", 34567)
+    assert endpoint(job | {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}) == ("node7", 29500)
+    for port in ("70000", "0", "http", "-1"):
+        with pytest.raises(MtcliError) as caught:
+            endpoint({"MASTER_PORT": port})
+        assert caught.value.code == 2 and repr(port) in caught.value.problems[0].message

@@ -1,0 +1,125 @@
+"""Bucketed gradient reduction on modules small enough to sum by hand."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Parameter
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import Ownership
+from mtcli.core.sync.all_reduce import BucketedGradients, square_sum
+
+NAMES = ["a", "b", "c", "unused"]
+SIZE = 5  # elements of each: 20 bytes of float32
+
+
+class Sum(nn.Module):
+    """sum(a * x) + 2 sum(b * x) + 3 sum(c * x): gradients are x, 2 x and 3 x."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        for name in NAMES:
+            setattr(self, name, nn.Parameter(torch.zeros(SIZE, dtype=dtype)))
+
+    def forward(self, x):
+        return ((self.a + 2 * self.b + 3 * self.c) * x).sum()
+
+
+def table(cut=None):
+    return {name: Parameter(name, (SIZE,), (cut,), "normal", 0) for name in NAMES}
+
+
+def made(runtime, bucket_bytes, dtype=torch.float32, **layout):
+    module = Sum(dtype)
+    groups = make_groups(ParallelLayout(runtime.world, **layout), runtime.rank, runtime.device)
+    ownership = Ownership(groups, table(), sequence_parallel=True, shard=False)
+    return module, BucketedGradients({0: module}, ownership, bucket_bytes)
+
+
+def x_of(rank, micro_batch):
+    return torch.arange(SIZE, dtype=torch.float32) + 10.0 * rank + 100.0 * micro_batch
+
+
+def reduced(runtime, bucket_bytes, steps=2, micro_batches=3):
+    module, gradients = made(runtime, bucket_bytes)
+    for _ in range(steps):  # the second step must not see the first's gradients
+        gradients.begin()
+        for m in range(micro_batches):
+            if m == micro_batches - 1:
+                gradients.arm(0)
+            module(x_of(runtime.rank, m)).backward()
+        gradients.finish()
+    left = [name for name, p in module.named_parameters() if p.grad is not None]
+    return {n: v.clone() for n, v in gradients.views.items()}, len(gradients.buckets), left
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "buckets"), [(1e-6, 4), (20, 4), (40, 2), (60, 2), (79, 2), (80, 1), (1e9, 1)]
+)
+def test_gradients_are_summed_over_ranks_and_micro_batches_in_buckets_of_any_size(
+    bucket_bytes, buckets
+):
+    x = sum(x_of(rank, m) for rank in range(2) for m in range(3))
+    for views, count, left in run_ranks(2, reduced, bucket_bytes):
+        assert count == buckets and not left
+        for factor, name in enumerate(["a", "b", "c"], start=1):
+            assert torch.equal(views[name], factor * x)
+        assert not views["unused"].any(), "what no backward touches is zero"
+
+
+def test_one_rank_adds_up_micro_batches_alone():
+    ((views, *_),) = run_ranks(1, reduced, 40)
+    assert torch.equal(views["b"], 2 * sum(x_of(0, m) for m in range(3)))
+
+
+def overlap(runtime):
+    """Which buckets are on their way after the last backward, and before it."""
+    module, gradients = made(runtime, 20)
+    gradients.begin()
+    seen = []
+    for m in range(2):
+        if m == 1:
+            gradients.arm(0)
+        module(x_of(runtime.rank, m)).backward()
+        seen.append({n for b in gradients.buckets if b.work is not None for n in b.slots})
+    gradients.finish()
+    return seen
+
+
+def test_buckets_leave_during_the_last_backward_and_not_before():
+    for before, after in run_ranks(2, overlap):
+        assert before == set() and after == {"a", "b", "c"}
+
+
+def dtypes(runtime):
+    return {
+        dtype: made(runtime, 1e9, dtype)[1].buckets[0].flat.dtype
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    }
+
+
+def test_sums_are_kept_in_float32_or_wider():
+    wide = {torch.bfloat16: torch.float32, torch.float32: torch.float32}
+    assert run_ranks(1, dtypes) == [wide | {torch.float64: torch.float64}]
+
+
+def squares(runtime):
+    module, gradients = made(runtime, 1e9, tp=2)
+    gradients.begin()
+    gradients.arm(0)
+    module(x_of(0, 0)).backward()
+    gradients.finish()
+    before = square_sum(gradients)
+    gradients.scale_(0.5)
+    return before, square_sum(gradients)
+
+
+def test_a_replicated_parameter_counts_once_in_the_norm():
+    total = 2.0 * x_of(0, 0)  # both tp ranks add the same partial sum
+    expected = (1 + 4 + 9) * total.double().square().sum().item()
+    answers = run_ranks(2, squares)
+    assert sum(before for before, _ in answers) == pytest.approx(expected)
+    assert answers[1] == (0.0, 0.0)
+    assert answers[0][1] == pytest.approx(expected / 4)

@@ -1,0 +1,74 @@
+"""Replayed micro-batches beside those that run as written, with a recorder that needs no GPU."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny import GPT, LLAMA, Samples, run_config
+
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.cuda_graphs import GraphedPipeline
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.step import Trainer
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+
+
+class Again:
+    """Calls a recorded function again, which does its work on the same tensors as a graph would."""
+
+    def __init__(self):
+        self.events = []
+
+    @contextmanager
+    def warm_up(self):
+        self.events.append("warm up")
+        yield
+
+    def record(self, run):
+        self.events.append("record")
+        return lambda: (self.events.append("replay"), run())
+
+
+def curve(config, recorder=None):
+    """[(loss, norm)] of three steps, and the spans of the last."""
+    trainer = Trainer(config, ALONE)
+    trainer.initialise()
+    if recorder:
+        trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.gradients, recorder)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader) for _ in range(3)]
+    loader.close()
+    return [(s.loss, s.grad_norm) for s in done], [span.op for span in trainer.pipeline.spans]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "precision"),
+    [
+        (GPT | {"dropout": 0.2}, {}, "fp32"),
+        (LLAMA, {"document_positions": True}, "fp32"),
+        (LLAMA | {"hidden_size": 64, "ffn_hidden_size": 128}, {}, "fp8"),
+    ],
+    ids=["gpt", "llama", "float8, whose scales are made in the graph"],
+)
+def test_replayed_micro_batches_give_the_steps_of_those_as_written(model, data, precision):
+    config = run_config(model | {"num_layers": 2}, data=data, train={"precision": precision})
+    recorder = Again()
+    expected, replayed = curve(config), curve(config, recorder)
+    assert replayed == expected
+    assert recorder.events == ["warm up", "record", "record", *["replay"] * (3 * 4 * 2)]
+
+
+def test_another_loss_scale_is_recorded_anew():
+    config = run_config(
+        train={"precision": "fp16", "loss_scale_window": 1, "initial_loss_scale": 64.0}
+    )
+    recorder = Again()
+    assert curve(config, recorder)[0] == curve(config)[0]
+    assert recorder.events.count("record") == 3 * 2
+
+
+def test_graphs_without_a_gpu_are_refused():
+    with pytest.raises(MtcliError, match="cuda_graphs=true, and there is no CUDA device here"):
+        Trainer(run_config(train={"cuda_graphs": True, "device": "auto"}), ALONE)

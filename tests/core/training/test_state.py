@@ -1,0 +1,324 @@
+"""A run stops on one layout and goes on in another: the state is the same, and so is the curve."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import BIASED, DROPPING, GPT, LLAMA, MOE, run_config
+from trained import checkpoint_of, save_to, train_and_save
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.loading import config_of as config_from
+from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loop import _require_same_run
+from mtcli.core.training.state import resume
+from mtcli.core.training.step import Trainer
+
+TALL = {"micro_batch_size": 2}
+STEPS, STOP = 8, 4
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+FROM = (2, {"tp": 2}, TALL)
+TO = [
+    (1, {}, {}),
+    (2, {"tp": 2}, TALL),
+    (2, {"pp": 2}, {}),
+    (2, {"zero": 1}, {}),
+    (4, {"tp": 2, "zero": 3}, TALL),
+    (4, {"tp": 4}, TALL),  # two ranks share each of llama's key-value heads
+    (4, {"tp": 2, "pp": 2, "sequence_parallel": False}, {}),
+]
+
+
+def config_of(model, layout, precision="fp32"):
+    _, parallel, batch = layout
+    train = {"steps": STEPS, "precision": precision, "matmul": "strict"}
+    return run_config(model, parallel=parallel, batch=batch, train=train)
+
+
+def train(*arguments):
+    """The loss of each step of `train_and_save`."""
+    return [step.loss for step in train_and_save(*arguments)]
+
+
+def tensors(folder, step):
+    checkpoint = checkpoint_of(folder, step)
+    return {name: checkpoint.read(name) for name in checkpoint.names()}
+
+
+@pytest.fixture(scope="module", params=["gpt", "llama"])
+def run(request, tmp_path_factory):
+    """(model, folder with a tp=2 run's step 4, the losses of the 8 steps, the final tensors)."""
+    model = GPT | DROPPING if request.param == "gpt" else LLAMA
+    folder = tmp_path_factory.mktemp(request.param)
+    config = config_of(model, FROM)
+    whole = tmp_path_factory.mktemp("whole")
+    losses = run_ranks(2, train, config, whole, 0, STEPS)[0]
+    run_ranks(2, train, config, folder, 0, STOP)
+    return model, folder, losses, tensors(whole, STEPS)
+
+
+def test_a_checkpoint_holds_weights_and_moments_whole_and_without_padding(run):
+    model, folder, _, _ = run
+    table = parameters(run_config(model).model)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors(folder, STOP).items()}
+    expected = {}
+    for name, parameter in table.items():
+        for key in ("", "optimizer.exp_avg/", "optimizer.exp_avg_sq/"):
+            expected[key + name] = parameter.shape
+    assert found == expected
+
+
+def test_the_same_layout_goes_on_bit_for_bit(run, tmp_path):
+    model, folder, losses, final = run
+    again = run_ranks(2, train, config_of(model, FROM), folder, STOP, STEPS)[0]
+    assert again == losses[STOP:]
+    for name, tensor in tensors(folder, STEPS).items():
+        assert torch.equal(tensor, final[name]), name
+
+
+@pytest.mark.parametrize("layout", TO, ids=str)
+def test_any_layout_goes_on_with_the_same_curve(run, layout, tmp_path):
+    model, folder, losses, _ = run
+    (tmp_path / f"step-{STOP:08d}").symlink_to(folder / f"step-{STOP:08d}")
+    again = run_ranks(layout[0], train, config_of(model, layout), tmp_path, STOP, STEPS)[0]
+    assert again == pytest.approx(losses[STOP:], rel=1e-5)
+
+
+def test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve(run, tmp_path):
+    model, _, losses, _ = run
+    shared = config_of(model, (4, {"tp": 4, "zero": 1}, TALL))
+    begun = run_ranks(4, train, shared, tmp_path, 0, STOP)[0]
+    after = run_ranks(2, train, config_of(model, FROM), tmp_path, STOP, STEPS)[0]
+    assert begun + after == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", TO, ids=str)
+def test_saving_without_a_step_between_changes_no_bit(run, layout, tmp_path):
+    model, folder, _, _ = run
+    (tmp_path / f"step-{STOP:08d}").symlink_to(folder / f"step-{STOP:08d}")
+    before = tensors(tmp_path, STOP)
+    (tmp_path / f"step-{STOP:08d}").unlink()
+    run_ranks(layout[0], copy, config_of(model, layout), folder, tmp_path)
+    after = tensors(tmp_path, STOP)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def copy(runtime, config, folder, to):
+    trainer = Trainer(config, runtime)
+    resume(trainer, checkpoint_of(folder, STOP))
+    save_to(to, trainer)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_sharded_masters_are_the_same_in_a_checkpoint_as_masters_beside_weights(zero, tmp_path):
+    first, second = (config_of(LLAMA, (2, {"zero": z}, {}), "bf16") for z in (1, zero))
+    run_ranks(2, train, first, tmp_path / "one", 0, STOP)
+    run_ranks(2, copy, second, tmp_path / "one", tmp_path / "two")
+    before, after = (tensors(tmp_path / name, STOP) for name in ("one", "two"))
+    assert before.keys() == after.keys() and "optimizer.master/final_norm.weight" in after
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+def test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters(tmp_path):
+    config = config_of(GPT, (1, {}, {}), "bf16")
+    whole = run_ranks(1, train, config, tmp_path, 0, STEPS)[0]
+    run_ranks(1, train, config, tmp_path, 0, STOP)
+    saved = tensors(tmp_path, STOP)
+    master = saved["optimizer.master/blocks.0.mlp.up.weight"]
+    weight = saved["blocks.0.mlp.up.weight"]
+    assert (master.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(master.bfloat16(), weight) and not torch.equal(master, weight.float())
+    assert run_ranks(1, train, config, tmp_path, STOP, STEPS)[0] == whole[STOP:]
+    plain = config_of(GPT, (1, {}, {}))
+    losses = run_ranks(1, train, plain, tmp_path / "plain", 0, STOP)[0]
+    more = run_ranks(1, train, config, tmp_path / "plain", STOP, STEPS)[0]
+    assert len(losses + more) == STEPS and more[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [(1, {}, {}), (2, {"zero": 3}, {}), FROM], ids=str)
+def test_a_wider_precision_between_loses_nothing_of_a_narrow_run(precision, layout, tmp_path):
+    """16 bits -> float32 -> 16 bits: float32 weights are the masters, which then come back."""
+    narrow = config_of(MOE, layout, precision)
+    run_ranks(layout[0], train, narrow, tmp_path / "a", 0, STOP)
+    run_ranks(layout[0], copy, config_of(MOE, layout), tmp_path / "a", tmp_path / "b")
+    alone = config_of(MOE, (1, {}, {}), precision)
+    run_ranks(1, copy, alone, tmp_path / "b", tmp_path / "c")
+    first, wide, last = (tensors(tmp_path / name, STOP) for name in "abc")
+    masters = [name for name in first if name.startswith("optimizer.master/")]
+    assert len(masters) == len(parameters(narrow.model)) and masters[0] not in wide
+    for master in masters:
+        weight = master.removeprefix("optimizer.master/")
+        assert torch.equal(wide[weight], first[master]), weight
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+def test_another_narrow_precision_rounds_the_masters_once(tmp_path):
+    """A weight that bfloat16 holds may be two roundings from its master where one would do."""
+    run_ranks(1, train, config_of(GPT, (1, {}, {}), "bf16"), tmp_path / "a", 0, STOP)
+    run_ranks(1, copy, config_of(GPT, (1, {}, {}), "fp16"), tmp_path / "a", tmp_path / "b")
+    first, last = tensors(tmp_path / "a", STOP), tensors(tmp_path / "b", STOP)
+    for name in parameters(run_config(GPT).model):
+        assert torch.equal(last[name], first[f"optimizer.master/{name}"].half()), name
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """(folder with step 4 of a run with biases of experts, its 8 losses, the final tensors)."""
+    config, folder = config_of(BIASED, FROM), tmp_path_factory.mktemp("biased")
+    losses = run_ranks(2, train, config, folder, 0, STEPS)[0]
+    final = tensors(folder, STEPS)
+    run_ranks(2, train, config, folder / "half", 0, STOP)
+    return folder / "half", losses, final
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (1, {"recompute": "full"}, {}),
+        (2, {"pp": 2, "schedule": "zero_bubble"}, {}),
+        (4, {"cp": 2, "ep": 2, "etp": 2, "zero": 1}, {}),
+        (2, {"ep": 2, "zero": 3}, {}),
+    ],
+    ids=str,
+)
+def test_biases_of_experts_go_on_on_any_layout(biased, layout, tmp_path):
+    folder, losses, final = biased
+    (tmp_path / f"step-{STOP:08d}").symlink_to(folder / f"step-{STOP:08d}")
+    again = run_ranks(layout[0], train, config_of(BIASED, layout), tmp_path, STOP, STEPS)[0]
+    assert again == pytest.approx(losses[STOP:], rel=1e-5)
+    found = tensors(tmp_path, STEPS)
+    for layer in range(2):
+        name = f"blocks.{layer}.mlp.router.bias"
+        assert torch.equal(found[name], final[name]) and found[name].any()
+    assert not [name for name in found if name.startswith("optimizer.") and "router.bias" in name]
+
+
+def test_the_rate_of_biases_may_change_and_not_whether_there_are_any(biased):
+    checkpoint = checkpoint_of(biased[0], STOP)
+    _require_same_run(run_config(BIASED | {"router_bias_update_rate": 1e-9}), checkpoint)
+    message = "model.router_bias_update_rate: it is 0.0, and the run was trained with 0.01"
+    with pytest.raises(MtcliError, match=message):
+        _require_same_run(run_config(BIASED | {"router_bias_update_rate": 0.0}), checkpoint)
+
+
+def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_way(
+    biased, tmp_path
+):
+    plain = BIASED | {"router_bias_update_rate": 0.0}
+    run_ranks(1, train, config_of(plain, (1, {}, {})), tmp_path, 0, STOP)
+    checkpoint = checkpoint_of(tmp_path, STOP)
+    trainer = Trainer(config_of(BIASED, (1, {}, {})), ALONE)
+    trainer.load_weights(checkpoint)
+    for name, (tensor, _) in trainer.gradients.held.items():
+        stored = checkpoint.read(name) if trainer.table[name].trained else torch.zeros(8)
+        stored = stored.flatten(0, -2) if stored.dim() > 1 else stored
+        assert torch.equal(tensor[: len(stored)], stored), name
+    with pytest.raises(MtcliError, match="has the tensor blocks.0.mlp.router.bias, and the model"):
+        Trainer(config_of(plain, (1, {}, {})), ALONE).load_weights(checkpoint_of(biased[0], STOP))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 8}, "seed: it is 8, and the run was trained with 7"),
+        (
+            {"optimizer": {"name": "lamb"}},
+            "optimizer.name: it is lamb, and the run was trained with adamw",
+        ),
+        ({"batch": {"seq_len": 4}}, "batch.seq_len: it is 4, and the run was trained with 8"),
+        (
+            {"batch": {"global_batch_size": 8}},
+            "batch.global_batch_size: it is 8, and the run was trained with 4",
+        ),
+        (
+            {"data": {"document_mask": True}},
+            "data.document_mask: it is True, and the run was trained with False",
+        ),
+        (
+            {"data": {"document_positions": True}},
+            "data.document_positions: it is True, and the run was trained with False",
+        ),
+        (
+            {"model": {"init_std": 0.5}},
+            "model.init_std: it is 0.5, and the run was trained with 0.02",
+        ),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_keeps_its_model_and_data_order(run, change, message):
+    checkpoint = checkpoint_of(run[1], STOP)
+    free = {"parallel": {"pp": 2}, "train": {"precision": "bf16"}, "optimizer": {"lr": 0.1}}
+    _require_same_run(run_config(run[0], **free), checkpoint)
+    table = run_config(run[0]).model_dump(exclude_none=True)
+    for name, value in change.items():
+        table[name] = table[name] | value if isinstance(value, dict) else value
+    with pytest.raises(MtcliError) as caught:
+        _require_same_run(config_from(table), checkpoint)
+    assert message in str(caught.value) and "--init, and another train.output" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"updates": -1}, "extra.updates: Input should be greater than or equal to 0"),
+        ({"loss_scale": {"scale": 0.5, "good_steps": 0, "patience": 1}}, "extra.loss_scale.scale"),
+        ({"loss_scale": {"scale": 2.0}}, "extra.loss_scale.good_steps: Field required"),
+    ],
+)
+def test_counters_that_make_no_sense_are_a_damaged_checkpoint(run, extra, message):
+    checkpoint = replace(checkpoint_of(run[1], STOP), extra=extra)
+    trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
+    with pytest.raises(MtcliError, match="is damaged: ") as caught:
+        resume(trainer, checkpoint)
+    assert message in str(caught.value)
+
+
+def test_updates_are_those_the_checkpoint_counts_or_its_steps(run):
+    checkpoint = checkpoint_of(run[1], STOP)
+    trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
+    resume(trainer, replace(checkpoint, extra={}))  # as by older versions
+    assert trainer.optimizer.updates == STOP
+    resume(trainer, replace(checkpoint, extra={"updates": 3, "of a later version": 1}))
+    assert (trainer.optimizer.updates, trainer.step) == (3, STOP)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "text"),
+    [
+        (GPT, 4, "pp=2,dp=2,zero=1"),
+        (LLAMA, 4, "tp=2,dp=2,zero=3"),
+        (BIASED, 4, "cp=2,dp=2,ep=2,etp=2,zero=1"),
+        (BIASED, 4, "dp=4,ep=2,zero=3"),
+        (BIASED, 2, "dp=2,zero=0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_conversion_cuts_as_a_run_of_that_layout_does(tmp_path, model, world, text):
+    sizes = {axis: int(size) for axis, size in (item.split("=") for item in text.split(","))}
+    sizes.pop("dp")
+    config = config_of(model, (world, sizes, TALL | {"global_batch_size": 8}))
+    run_ranks(world, train, config, tmp_path, 0, 0)
+    saved = checkpoint_of(tmp_path, 0)
+    to_mtcli(saved, tmp_path / "whole", *parse_layout("zero=0"), WriteOptions())
+    to_mtcli(
+        open_checkpoint(tmp_path / "whole"), tmp_path / "cut", *parse_layout(text), WriteOptions()
+    )
+    cut = open_checkpoint(tmp_path / "cut")
+    assert regions(cut) == regions(saved)
+    assert any(len(found) > 1 for found in regions(cut).values()) == (sizes["zero"] > 0)
+
+
+def regions(checkpoint):
+    return {
+        name: sorted((region.file, region.box) for region in stored.regions)
+        for name, stored in checkpoint.tensors.items()
+    }
