@@ -1,4 +1,4 @@
-"""CPU attention of whole rows and of a ring's blocks: kernels/attention.py beside torch's.
+"""CPU attention of whole rows and of a ring's blocks: kernels/attention beside torch's.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
 

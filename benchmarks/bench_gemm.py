@@ -1,9 +1,9 @@
-"""CPU products of 16 bits by torch and in float32: what `kernels/products.py` chooses between.
+"""CPU products of 16 bits by torch and in float32: what `kernels/gemm.py` chooses between.
 
 GFLOP/s of a linear layer's forward product, the best of several, values compared first. Other CPUs
 can be played where oneDNN knows more instructions than they have:
 
-    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/bench_products.py
+    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/bench_gemm.py
 """
 
 import argparse

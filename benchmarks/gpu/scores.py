@@ -56,7 +56,7 @@ def cut(device, dtype, b, h, g, n, d):
 
 
 def ring(q, k, v, ranks):
-    """The forward of every rank of a ring, without its messages: blocks and merges of context.py."""
+    """The forward of every rank of a ring without its messages: blocks and merges of context.py."""
     mixed = []
     for rank, (mine, _, _) in enumerate(ranks):
         out = torch.zeros(mine.shape, dtype=torch.float32, device=q.device)
