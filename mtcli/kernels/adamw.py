@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) of all parameters in one launch, with the rounding to 16 bits."""
+"""AdamW (arXiv:1711.05101) over all parameters in one launch, with the rounding to 16 bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS = tuple(
 def adamw_reference_(
     tensors: OptimizerTensors, gradients: Sequence[Tensor], update: OptimizerStep
 ) -> None:
-    """One update in place, a tensor at a time."""
+    """Updates masters, moments and weights in place, a tensor at a time."""
     (beta1, beta2), count = update.betas, update.count
     for master, m, v, weight, decays, gradient in zip(*tensors, gradients, strict=True):
         g = gradient.to(master.dtype) * update.factor
@@ -46,7 +46,7 @@ def adamw_reference_(
 
 @kernel()
 def _block(
-    master_at, m_at, v_at, weight_at, gradient_at, start, numel, kept, one_less_beta1, beta2,
+    master_at, m_at, v_at, weight_at, gradient_at, start, numel, scale, one_less_beta1, beta2,
     one_less_beta2, eps, step, root, factor, MASKED: tl.constexpr, ALIGNED: tl.constexpr,
     ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def _block(
     master = tl.load(master_at, mask=inside)
     m += (g - m) * one_less_beta1
     v = v * beta2 + g * g * one_less_beta2
-    master = master * kept - step * m / (tl.sqrt(v) * root + eps)
+    master = master * scale - step * m / (tl.sqrt(v) * root + eps)
     tl.store(m_at, m, mask=inside)
     tl.store(v_at, v, mask=inside)
     tl.store(master_at, master, mask=inside)
@@ -74,7 +74,10 @@ def _adamw(
     one_less_beta2, eps, step, root, factor, ALIGNED: tl.constexpr, ROUNDS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """step: lr / (1 - beta1^t); root: (1 - beta2^t)^-0.5; `_like` give dtypes alone."""
+    """Updates one chunk of a tensor; the arguments `_like` give dtypes alone.
+
+    step is lr / (1 - beta1^t), root (1 - beta2^t)^-0.5.
+    """
     _, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     gradient_ptr = tl.pointer_type(gradient_like.dtype.element_ty)
@@ -84,19 +87,19 @@ def _adamw(
     v_at = tl.load(row + 4).to(float_ptr)
     weight_at = tl.load(row + 5).to(weight_ptr)
     gradient_at = tl.load(row + 6).to(gradient_ptr)
-    kept = tl.where(decays != 0, shrink, 1.0)
+    scale = tl.where(decays != 0, shrink, 1.0)
     # Unmasked where it can be: a mask of any length hides that 16 bytes can be read at once.
     if start + CHUNK <= numel:
         for done in range(0, CHUNK, BLOCK):
             _block(
-                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, kept,
+                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, scale,
                 one_less_beta1, beta2, one_less_beta2, eps, step, root, factor,
                 False, ALIGNED, ROUNDS, BLOCK,
             )  # fmt: skip
     else:
         for done in range(0, CHUNK, BLOCK):
             _block(
-                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, kept,
+                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, scale,
                 one_less_beta1, beta2, one_less_beta2, eps, step, root, factor,
                 True, ALIGNED, ROUNDS, BLOCK,
             )  # fmt: skip

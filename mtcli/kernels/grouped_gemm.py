@@ -47,7 +47,7 @@ def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]
 
 @kernel()
 def locate(ends_ptr, tile, experts, E: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first row, end of its run) of a tile of rows; past the last tile no rows."""
+    """Finds (expert, first row, end of its run) of a tile of rows; past the last tile no rows."""
     lane = tl.arange(0, E)
     end = tl.load(ends_ptr + lane, mask=lane < experts, other=0)
     start = tl.load(ends_ptr + lane - 1, mask=(lane > 0) & (lane < experts), other=0)

@@ -51,7 +51,7 @@ def lamb_moments_reference_(
 
 
 def trust_ratios(squares: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """|x| / |u| within bounds, and 1 where either is 0: of squares [tensors, 2], in their dtype."""
+    """Computes |x| / |u| within bounds, 1 where either is 0, from squares [tensors, 2]."""
     of_x, of_u = squares.sqrt().unbind(1)
     ratios = (of_x / of_u).clamp(*bounds)
     return torch.where((of_x > 0) & (of_u > 0), ratios, torch.ones_like(ratios))
@@ -78,7 +78,7 @@ def _direction_reference(x: Tensor, m: Tensor, v: Tensor, decay: float, eps: flo
 
 @kernel()
 def _direction(master, m, v, decay, eps):
-    """u: the update before its length."""
+    """Computes u, the update before its length."""
     return m / (tl.sqrt(v) + eps) + decay * master
 
 

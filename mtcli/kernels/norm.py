@@ -108,10 +108,10 @@ def _backward(
             out += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, out, mask=inside)
     part = parts_ptr + tl.program_id(0) * (2 if HAS_BIAS else 1) * width + tl.arange(0, BLOCK)
-    kept = tl.arange(0, BLOCK) < width
-    tl.store(part, tl.sum(dweight, 0), mask=kept)
+    inside_row = tl.arange(0, BLOCK) < width
+    tl.store(part, tl.sum(dweight, 0), mask=inside_row)
     if HAS_BIAS:
-        tl.store(part + width, tl.sum(dbias, 0), mask=kept)
+        tl.store(part + width, tl.sum(dbias, 0), mask=inside_row)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -45,7 +45,7 @@ def _rotate_heads(
 
 
 def _config(half: int) -> dict[str, int]:
-    """16 heads, and 8 elements per thread, 16 bytes of 16-bit numbers."""
+    """A program of 16 heads, with 8 elements per thread: 16 bytes of 16-bit numbers."""
     return {"HEADS": 16, "num_warps": max(1, min(8, 16 * power_of_two(half) // 256))}
 
 

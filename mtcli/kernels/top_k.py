@@ -33,26 +33,26 @@ class TopKRouting(NamedTuple):
 
 
 def route_reference(
-    logits_TE: Tensor, bias_E: Tensor | None, choice: TopKRouting
+    logits_TE: Tensor, bias_E: Tensor | None, options: TopKRouting
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [T, E], weights [T, k], experts [T, k] best first)."""
-    scores_TE = logits_TE.softmax(-1) if choice.softmax else logits_TE.sigmoid()
+    scores_TE = logits_TE.softmax(-1) if options.softmax else logits_TE.sigmoid()
     judged = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    experts = _allowed(judged, choice).topk(choice.top_k, -1).indices
+    experts = _allowed(judged, options).topk(options.top_k, -1).indices
     weights = scores_TE.gather(1, experts)
-    if choice.normalize:
+    if options.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return scores_TE, weights, experts
 
 
-def _allowed(scores_TE: Tensor, choice: TopKRouting) -> Tensor:
+def _allowed(scores_TE: Tensor, options: TopKRouting) -> Tensor:
     """Scores, -inf for experts outside a token's best groups."""
-    if choice.groups == 1:
+    if options.groups == 1:
         return scores_TE
-    grouped = scores_TE.unflatten(-1, (choice.groups, -1))
-    best = min(1 if choice.softmax else 2, grouped.shape[-1])
+    grouped = scores_TE.unflatten(-1, (options.groups, -1))
+    best = min(1 if options.softmax else 2, grouped.shape[-1])
     strength = grouped.topk(best, -1).values.sum(-1)
-    chosen = strength.topk(choice.top_groups, -1).indices
+    chosen = strength.topk(options.top_groups, -1).indices
     allowed = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, chosen, True)
     return grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
 
@@ -156,18 +156,18 @@ def _route_backward(
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, choice: TopKRouting
+    logits_TE: Tensor, bias_E: Tensor | None, options: TopKRouting
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`route_reference`, on a GPU in one launch each way; of equal scores the first is chosen.
 
     Bytes moved: 8 * T * E forward, 12 * T * E backward.
     """
-    experts, groups = logits_TE.shape[-1], choice.groups
+    experts, groups = logits_TE.shape[-1], options.groups
     # The kernel reshapes a row into groups, which takes powers of two.
     powers = experts == power_of_two(experts) and groups == power_of_two(groups)
     if runs_triton(logits_TE) and (groups == 1 or (powers and experts > groups)):
-        return _route_op(logits_TE, bias_E, *choice)
-    return route_reference(logits_TE, bias_E, choice)
+        return _route_op(logits_TE, bias_E, *options)
+    return route_reference(logits_TE, bias_E, options)
 
 
 def _config(experts: int) -> dict[str, int]:

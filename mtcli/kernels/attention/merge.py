@@ -49,20 +49,20 @@ def _merge(
     row = tile * ROWS + tl.arange(0, ROWS)
     real, column = row < n, tl.arange(0, WIDTH)[None, :]
     lse_at = lse_ptr + b * lb + head * lh + row
-    mine = tl.load(lse_at, mask=real, other=0.0)
-    theirs = tl.load(part_lse_ptr + (b * h + head) * n + row, mask=real, other=0.0)
-    top = tl.maximum(mine, theirs)
+    lse = tl.load(lse_at, mask=real, other=0.0)
+    part_lse = tl.load(part_lse_ptr + (b * h + head) * n + row, mask=real, other=0.0)
+    top = tl.maximum(lse, part_lse)
     base = tl.where(top == float("-inf"), 0.0, top)
-    mine, theirs = tl.exp(mine - base), tl.exp(theirs - base)
-    both = mine + theirs
-    some = tl.where(both > 0.0, both, 1.0)
-    tl.store(lse_at, tl.where(both > 0.0, base + tl.log(some), top), mask=real)
+    share, part_share = tl.exp(lse - base), tl.exp(part_lse - base)
+    total = share + part_share
+    divisor = tl.where(total > 0.0, total, 1.0)
+    tl.store(lse_at, tl.where(total > 0.0, base + tl.log(divisor), top), mask=real)
     inside, long = real[:, None] & (column < d), row.to(tl.int64)[:, None]
     out_at = out_ptr + b * ob + head * oh + long * on + column
     part_at = part_ptr + b * pb + head * ph + long * pn + column
-    out = tl.load(out_at, mask=inside, other=0.0) * (mine / some)[:, None]
+    out = tl.load(out_at, mask=inside, other=0.0) * (share / divisor)[:, None]
     part = tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_at, out + part * (theirs / some)[:, None], mask=inside)
+    tl.store(out_at, out + part * (part_share / divisor)[:, None], mask=inside)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

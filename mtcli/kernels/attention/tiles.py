@@ -61,7 +61,7 @@ def head_grid(length: int, pairs: int) -> Callable[[Mapping[str, int]], tuple[in
 
 @kernel()
 def key_range_of(first_ptr, end_ptr, at, length, others, MASK: tl.constexpr):
-    """(first, end) of the others that each position `at` of a length attends to, or is seen by.
+    """Loads (first, end) of the others that each position `at` attends to, or is seen by.
 
     MASK is one of the four above, as a number: a kernel reads no globals.
     """
