@@ -23,7 +23,7 @@ class Owner(NamedTuple):
 FIRST = Owner()
 
 
-class Held(NamedTuple):
+class RankElements(NamedTuple):
     """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
 
     `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
@@ -50,14 +50,14 @@ def owner_of(work: Workload, rank: int) -> Owner:
     return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
 
 
-def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> Held:
+def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
     """Elements of the weights that a rank of this pipeline rank holds, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
     return _elements(work.model, work.layout, layers, ends, owner)
 
 
-def block_elements(work: Workload) -> Held:
+def block_elements(work: Workload) -> RankElements:
     """Elements of one block on a rank."""
     return _elements(work.model, work.layout, 1, (False, False), FIRST)
 
@@ -116,7 +116,7 @@ def _elements(
     layers: int,
     ends: tuple[bool, bool],
     owner: Owner,
-) -> Held:
+) -> RankElements:
     attention = experts = shard = padded = of_experts = untrained = 0
     for parameter, times in _parts(model, layers, ends):
         local = parameter.local_shape(layout)
@@ -134,7 +134,7 @@ def _elements(
             of_experts += times * ranks * each * prod(columns)
         else:
             attention += times * prod(local)
-    return Held(attention, experts, shard, padded, of_experts, untrained)
+    return RankElements(attention, experts, shard, padded, of_experts, untrained)
 
 
 def _parts(

@@ -60,7 +60,7 @@ class Memory:
 
     @property
     def other(self) -> float:
-        """What is neither state nor kept by a forward."""
+        """What is neither state nor saved for backward."""
         return self.working + self.reserved
 
     @property
@@ -197,8 +197,8 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     held, sizes = rank_elements(work, pp_rank, owner), work.sizes
     untrained = held.untrained * sizes.gradient
     if is_sharded(work):
-        kept, width = held.shard, sizes.master or sizes.weight
-        return kept * width + untrained, kept * sizes.gradient, kept * sizes.moments
+        rows, width = held.shard, sizes.master or sizes.weight
+        return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments
     state = held.shard if work.zero else held.total
     gradients = held.padded if work.zero == 1 else held.total
     return (
