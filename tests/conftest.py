@@ -1,6 +1,7 @@
 """What every test shares: one thread, no network, and properties that are the same each run."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,11 @@ os.environ.setdefault("MTCLI_CALIBRATION", str(Path(__file__).parent / "calibrat
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not any(Path("/dev").glob("nvidia*")):  # before triton: what it makes is then interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # As of a background job of a shell. What tests start would inherit it, and some are sent SIGINT;
+    # a handler is not inherited, and this one leaves this process as deaf as it was.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402

@@ -19,7 +19,7 @@ from mtcli.core.data.indexed import token_dtype, write_dataset
 
 @pytest.fixture
 def drill(tmp_path):
-    return Drill(tmp_path)
+    return Drill(tmp_path, timeout=120.0)  # a run waits here while others are tried
 
 
 def paused(rank, step, go):
@@ -37,7 +37,7 @@ def paused(rank, step, go):
 
 
 def until(condition):
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.01)
@@ -240,7 +240,7 @@ def test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over(dri
     until(lambda: holder_of(drill.output) not in (first, None))
     until(lambda: '"resumed"' in (drill.output / "events.jsonl").read_text())
     run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=120)
     assert run.returncode == 130, errors
     assert errors.count(f"note: took over {drill.output} from process {first} on ") == 1
     assert holder_of(drill.output) is None
