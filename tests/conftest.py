@@ -14,7 +14,7 @@ if not any(Path("/dev").glob("nvidia*")):  # before triton: what it makes is the
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # As of a background job of a shell. What tests start would inherit it, and some are sent SIGINT;
+    # As in a background job of a shell. What tests start would inherit it, and some send SIGINT;
     # a handler is not inherited, and this one leaves this process as deaf as it was.
     signal.signal(signal.SIGINT, lambda number, frame: None)
 
