@@ -99,7 +99,8 @@ def gone_while_meeting(rank):
         rendezvous._await_all = kill
 
 
-def test_a_rank_killed_while_ranks_meet(drill):
+def test_a_rank_killed_while_ranks_meet(tmp_path):
+    drill = Drill(tmp_path, timeout=3.0)  # rank 1 waits as long for each of what it might reach
     run = drill.train(nproc=2, fault=gone_while_meeting)
     assert run.codes == [-signal.SIGKILL, 1]
     said = "error: rank 1 does not reach another rank, or the run's store at localhost, port "
