@@ -35,7 +35,6 @@ SLOW = {
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
     "test_bench_kernels.py": {
-        "test_every_entry_of_the_benchmark_gives_the_first_rivals_results_interpreted": (),
         "test_every_kernel_compiles_for_a_gpu_that_is_not_there": (),
         "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),
     },
