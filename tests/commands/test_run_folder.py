@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -230,10 +228,9 @@ def test_ranks_do_not_evaluate_different_weights_of_one_name(machines):
     refused(done, f"rank 1 on {os.uname().nodename} has opened run/checkpoints/step-{STEPS:08d} of")
 
 
-def test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over(drill):
+def test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over(drill, spawn):
     words = ["train", drill.config, "--max-restarts", 1, "--set", "train.steps=100000"]
-    command = [sys.executable, "-m", "mtcli", *map(str, words), "--set", "train.save_every=20"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = spawn(*words, "--set", "train.save_every=20")
     until(lambda: any(drill.output.glob("checkpoints/step-*[0-9]")))
     first = holder_of(drill.output)
     os.kill(first, signal.SIGKILL)

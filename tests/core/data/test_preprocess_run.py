@@ -310,7 +310,7 @@ def stuck(self, *part):
     append(self, *part)
     self.commit()
     parts.append(part)
-    time.sleep(1000 if len(parts) == 7 else 0)
+    time.sleep(120 if len(parts) == 7 else 0)
 Workspace.append = stuck
 """
 
