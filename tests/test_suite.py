@@ -1,7 +1,9 @@
-"""Every promise of docs/promises.md names tests that are there, of which `make test` runs some."""
+"""The suite itself: `make test` holds every promise, and an interrupt reaches what tests start."""
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,16 @@ def test_make_test_runs_some_test_of_every_file_that_holds_a_promise(promise):
 @pytest.mark.parametrize("name", SLOW)
 def test_what_make_test_leaves_out_is_there(name):
     assert set(SLOW[name]) <= names_of(FILES[name])
+
+
+def test_what_tests_start_hears_an_interrupt_though_the_shell_ignores_it():
+    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    code = f"""
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import conftest
+subprocess.run([sys.executable, "-c", {child!r}], check=True)
+"""
+    command, folder = [sys.executable, "-c", code], ROOT / "tests"
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
