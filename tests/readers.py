@@ -24,9 +24,8 @@ from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
 from mtcli.core.data.documents import Bad, Reading, read_documents
-from mtcli.core.data.index_cache import load_kept
 from mtcli.core.data.indexed import Indexed, describe, max_token_id, write_dataset
-from mtcli.core.data.samples import Samples, build_samples
+from mtcli.core.data.samples import Samples, build_samples, load_kept
 from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 from mtcli.core.data.workspace import Workspace

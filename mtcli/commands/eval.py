@@ -78,13 +78,13 @@ def eval(
     json_out: JsonOut = None,
 ) -> None:
     """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE or tasks of lm-evaluation-harness."""
-    from mtcli.core.config.errors import every
+    from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.evaluate.tasks.registry import parse_tasks
     from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
     world = environment_world()
-    specs, train, _ = every(
+    specs, train, _ = collect_errors(
         lambda: parse_tasks(tasks),
         lambda: train_settings(overrides, device=device),
         lambda: require_model(checkpoint, overrides, world or nproc),

@@ -45,12 +45,12 @@ def generate(
     json_out: JsonOut = None,
 ) -> None:
     """Sample text from a checkpoint, on any layout."""
-    from mtcli.core.config.errors import every
+    from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
     world = environment_world()
-    *_, train, _ = every(
+    *_, train, _ = collect_errors(
         lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
         lambda: train_settings(overrides, device=device),

@@ -82,9 +82,9 @@ def preprocess(
     json_out: JsonOut = None,
 ) -> None:
     """Turn text into token files that Megatron and mtcli train read."""
+    from mtcli.core.data.preprocess import PreprocessRequest
     from mtcli.core.data.preprocess import preprocess as run
-    from mtcli.core.data.request import PreprocessRequest
-    from mtcli.core.runtime.data_pool import default_workers
+    from mtcli.core.runtime.machine import cores
 
     request = PreprocessRequest(
         inputs=tuple(inputs),
@@ -92,7 +92,7 @@ def preprocess(
         tokenizer=tokenizer,
         text_key=text_key,
         split_on_blank=split_on == "blank",
-        workers=default_workers() if workers is None else workers,
+        workers=cores() if workers is None else workers,
         append_eod=append_eod,
         skip_bad=skip_bad,
         resume=resume,

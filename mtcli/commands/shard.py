@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtcli.commands.options import JsonOut, Nproc, Overrides, answering, write_answer
-from mtcli.core.config.errors import MtcliError, Problem, every, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 
 if TYPE_CHECKING:
     from mtcli.core.checkpoint.folder import CheckpointFolder
@@ -90,7 +90,7 @@ def shard(
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
     given |= {"--max-shard-size": max_shard_size}
     compared = {"--dtype": dtype, "--verify": verify or None}
-    name, model, size, where, verb, sources = every(  # before torch is imported
+    name, model, size, where, verb, sources = collect_errors(  # before torch is imported
         lambda: None if dtype is None else parse_dtype(dtype),
         lambda: _model(config, overrides),
         lambda: _size(max_shard_size or "5GB"),
@@ -108,7 +108,7 @@ def shard(
     from mtcli.core.convert.upcycle_recipe import recipe_of
 
     cast = None if name is None else DTYPES[name]
-    opened = every(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
+    opened = collect_errors(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
     if verb == "inspect":
         _inspect(opened[0], json_out)
     elif verb == "verify":
@@ -124,7 +124,7 @@ def _sources(words: list[str]) -> "list[CheckpointFolder]":
     """The checkpoints that are there before. Raises MtcliError with all that are not."""
     from mtcli.core.checkpoint.folder import find_checkpoint
 
-    return every(*(partial(find_checkpoint, Path(word)) for word in _read(words)))
+    return collect_errors(*(partial(find_checkpoint, Path(word)) for word in _read(words)))
 
 
 def _require_free(target: Path, force: bool) -> None:

@@ -37,13 +37,13 @@ def train(
 ) -> None:
     """Train or fine-tune a model from a config; a run folder comes out."""
     from mtcli.core.config import rules
-    from mtcli.core.config.errors import every
+    from mtcli.core.config.errors import collect_errors
     from mtcli.core.runtime.launch import bring_up, environment_world, launch, restarts
 
     world = environment_world()
     resume = resume or restarts() > 0
     start = partial(_require_start, config, overrides, resume, init)
-    run, *_ = every(
+    run, *_ = collect_errors(
         lambda: rules.load_checked(config, overrides, world or nproc),
         *([start] if world is None else []),  # ranks find out when they start
         otherwise=start,
@@ -66,7 +66,7 @@ def train(
 def _require_start(source: str, overrides: list[str], resume: bool, init: str | None) -> None:
     """Raises MtcliError with all that is wrong with a run's data, folder and first weights."""
     from mtcli.core.checkpoint.folder import find_checkpoint
-    from mtcli.core.config.errors import every
+    from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import read_config
     from mtcli.core.data.loader import require_data
     from mtcli.core.training.run_lock import require_startable
@@ -78,4 +78,4 @@ def _require_start(source: str, overrides: list[str], resume: bool, init: str | 
         lambda: require_data(config),
         lambda: require_startable(Path(config.train.output), resume),
     ]
-    every(*steps, *([lambda: find_checkpoint(Path(init))] if init else []))
+    collect_errors(*steps, *([lambda: find_checkpoint(Path(init))] if init else []))

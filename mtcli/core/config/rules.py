@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
 from mtcli.core.config.divisors import divides, divisors, listing
-from mtcli.core.config.errors import MtcliError, Problem, every
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.config.layout_rules import LAYOUT_RULES, Rule
 from mtcli.core.config.loading import read_config
@@ -265,7 +265,7 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     named = (("data.train", d.train), ("data.valid", d.valid))
     blends = (partial(read_blend, words, field) for field, words in named if words)
     try:
-        *_, (train, valid, _) = every(*blends, partial(read_split, d.split, "data.split"))
+        *_, (train, valid, _) = collect_errors(*blends, partial(read_split, d.split, "data.split"))
     except MtcliError as error:
         yield from error.problems
         return

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mtcli.core.config.errors import MtcliError, Problem, every, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.packing import plan, run
@@ -138,7 +138,7 @@ def task_runs(
     Raises MtcliError for all bad files, and for a task of lm-eval's where it is not installed.
     """
     given = scorer, encoder, options, batch_tokens
-    return every(
+    return collect_errors(
         *(partial(_theirs if spec.path is None else _ours, spec, *given) for spec in specs)
     )
 
