@@ -57,7 +57,7 @@ class Command(TyperCommand):
             problems.append(Problem(f"got unexpected extra argument {rest[0]!r}", _usage(ctx)))
         if not problems:
             return super().parse_args(ctx, args)
-        from mtcli.commands.options import refusing
+        from mtcli.commands.output import refusing
 
         target = given.get("json_out")
         broken = any(problem.field == "--json" for problem in problems)

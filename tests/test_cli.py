@@ -15,7 +15,8 @@ import typer
 
 from mtcli import cli
 from mtcli.__main__ import run
-from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides, write_json
+from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides
+from mtcli.commands.output import write_json
 from mtcli.core.config.errors import MtcliError, failed, wrong
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "tqdm", "tokenizers")

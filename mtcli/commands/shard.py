@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Nproc, Overrides, answering, write_answer
+from mtcli.commands.options import JsonOut, Nproc, Overrides
+from mtcli.commands.output import answer, answering, print_facts, say_wrote
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ def shard(
     wanted = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], wanted, layout, max_shard_size)
-        _require_free(Path(words[1]), force)
+        from mtcli.core.checkpoint.aside import require_free
+
+        require_free(Path(words[1]), force)
     from mtcli.core.checkpoint.dtypes import DTYPES
     from mtcli.core.checkpoint.opening import open_checkpoint
     from mtcli.core.convert.shard import ConversionPlan, compare
@@ -125,12 +128,6 @@ def _sources(words: list[str]) -> "list[CheckpointFolder]":
     from mtcli.core.checkpoint.folder import find_checkpoint
 
     return collect_errors(*(partial(find_checkpoint, Path(word)) for word in _read(words)))
-
-
-def _require_free(target: Path, force: bool) -> None:
-    from mtcli.core.checkpoint.aside import require_free
-
-    require_free(target, force)
 
 
 def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":
@@ -165,13 +162,11 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
     from mtcli.core.convert.inspect import describe, progress_rows
 
     facts = describe(source)
-    if json_out is not None:
-        write_answer(facts, json_out)
-    if json_out == "-":
+    if not answer(facts, json_out):
         return
     layout = ", ".join(f"{axis}={size}" for axis, size in facts["layout"].items())
     largest = facts["largest_tensor"]
-    _print_table(
+    print_facts(
         {
             "path": facts["path"],
             "format": facts["format"],
@@ -212,7 +207,7 @@ def _convert(
     require_target(source, target, plan)
     typer.echo(_announcement(dense, source, target, plan, layout), err=True)
     _finish(convert(dense, source, target, plan), json_out)
-    typer.echo(f"wrote {target}", err=True)
+    say_wrote(str(target))
 
 
 def _announcement(
@@ -259,10 +254,8 @@ def _size(text: str) -> int:
 
 
 def _finish(facts: dict[str, Any], json_out: str | None) -> None:
-    if json_out is not None:
-        write_answer(facts, json_out)
-    if json_out != "-":
-        _print_table({name: _show(value) for name, value in facts.items()})
+    if answer(facts, json_out):
+        print_facts({name: _show(value) for name, value in facts.items()})
 
 
 def _show(value: Any) -> str:
@@ -275,9 +268,3 @@ def _show(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:,}" if isinstance(value, int) else value
-
-
-def _print_table(rows: dict[str, str]) -> None:
-    from mtcli.core.runtime.console import print_table
-
-    print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])
