@@ -34,7 +34,7 @@ from mtcli.core.evaluate.tasks.lambada import prepare_lambada
 from mtcli.core.evaluate.tasks.race import prepare_race
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
-from mtcli.core.inference.end_of_text import end_ids
+from mtcli.core.inference.model import end_ids
 from mtcli.core.plan.published.validate import read_records, score, summarize
 from mtcli.core.profile.finished_run import read_run, summary_of
 
