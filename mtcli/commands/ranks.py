@@ -41,7 +41,7 @@ def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
     from pathlib import Path
 
     from mtcli.core.checkpoint.folder import find_checkpoint, model_of
-    from mtcli.core.config.forward import forward_config, require_causal
+    from mtcli.core.config.rules import forward_config, require_causal
 
     model = model_of(find_checkpoint(Path(checkpoint)))
     if model is not None:

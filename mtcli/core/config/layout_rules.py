@@ -6,8 +6,8 @@ What breaks one of these can be cured by another layout, and `nearest.py` looks 
 from collections.abc import Callable, Iterator
 from math import isqrt
 
-from mtcli.core.config.divisors import divides, divisors, listing, multiples_around
 from mtcli.core.config.errors import Problem
+from mtcli.core.config.fields import divides, divisors, listing, multiples_around
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig

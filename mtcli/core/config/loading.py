@@ -9,12 +9,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mtcli.core.config.divisors import divides
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.fields import either, field_kind, refused_value, section_at
+from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.schema import RunConfig, TrainConfig
-from mtcli.core.config.section import LARGEST
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
 

@@ -1,6 +1,7 @@
 """The cross-field rules: one small function per rule, all problems reported at once.
 
-The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`.
+The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`. A run
+keeps all of them; forward passes, of evaluation and generation, keep fewer and two of their own.
 """
 
 import os
@@ -11,12 +12,17 @@ from functools import partial
 from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
-from mtcli.core.config.divisors import divides, divisors, listing
-from mtcli.core.config.errors import MtcliError, Problem, collect_errors
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.fields import divides, divisors, listing
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
-from mtcli.core.config.layout_rules import LAYOUT_RULES, Rule
-from mtcli.core.config.loading import read_config
-from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS
+from mtcli.core.config.layout_rules import (
+    LAYOUT_RULES,
+    Rule,
+    context_divides,
+    experts_see_tokens_once,
+)
+from mtcli.core.config.loading import read_config, validate, with_overrides
+from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.untrusted import shown
@@ -84,6 +90,29 @@ def refusal(
         return all(problem in lasting for problem in broken)
 
     return MtcliError(*found, hint=nearest_hint(config, world, legal))
+
+
+def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
+    """The config of forward passes of any shape: no sequence parallelism, one sequence a rank.
+
+    Raises MtcliError with all that is wrong with the overrides, or with their layout.
+    """
+    base = {
+        "model": model.model_dump(exclude_none=True),
+        "parallel": {"sequence_parallel": False},
+        "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
+    }
+    config, found = validate(with_overrides(base, overrides))
+    more = (*ENGINE_RULES, _whole_sequences)
+    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, found=found)
+
+
+def require_causal(path: str, model: ModelConfig) -> None:
+    """Raises MtcliError where the tokens of a checkpoint see those that they would predict."""
+    if not model.causal:
+        message = f"{path} has causal=false: its tokens see the ones they would predict"
+        hint = "generate and eval take models trained with model.causal=true"
+        raise wrong(message, hint, "model.causal")
 
 
 def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
@@ -354,6 +383,15 @@ def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
                 yield Problem(f"{name}={said} with {need.lacking(config)}", hint, field)
 
 
+def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.parallel.cp > 1:
+        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
+        yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
+    if config.parallel.sequence_parallel:
+        message = "sequence_parallel=true: evaluation and generation hold whole sequences"
+        yield Problem(message, "leave it out", "parallel.sequence_parallel")
+
+
 # Of what is trained. A model that is there may be one that no training takes, and have fields that
 # it has no use for.
 TRAINING_RULES: tuple[Rule, ...] = (next_tokens_are_hidden, fields_are_used, data_is_shared_out)
@@ -380,3 +418,7 @@ RULES: tuple[Rule, ...] = (
     data_is_shared_out,
     _trackers_differ,
 )
+
+# Rules that forward passes need not keep. tp ranks ask the experts alike, and are answered alike;
+# cp is refused, so that another length is no advice.
+NOT_OF_FORWARD_PASSES = (*TRAINING_RULES, experts_see_tokens_once, context_divides)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf, log2
 from typing import Any, NamedTuple
 
-from mtcli.core.config.divisors import divisors
+from mtcli.core.config.fields import divisors
 from mtcli.core.config.schema import RunConfig
 
 LayoutSizes = dict[str, Any]  # some of the fields that make a layout: FIELDS, by their own names

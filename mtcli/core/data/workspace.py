@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
-from mtcli.core.config.section import Count
+from mtcli.core.config.fields import Count
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.encoders import TextCounts
 from mtcli.core.data.indexed import with_suffix, write_index

@@ -14,7 +14,7 @@ from mtcli.core.checkpoint.huggingface.reader import CONFIG, GENERATION
 from mtcli.core.checkpoint.names import HUGGINGFACE
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.forward import forward_config, require_causal
+from mtcli.core.config.rules import forward_config, require_causal
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
