@@ -92,7 +92,7 @@ def bring_up(
 
 
 class StopSignal:
-    """Remembers SIGINT and SIGTERM, so that a run can save after its step; a second stops at once."""
+    """Remembers SIGINT and SIGTERM, so that a run can save after its step; a second stops it."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -206,8 +206,8 @@ def _device(name: str, local_rank: int) -> "torch.device":
 
 
 def set_matmul(matmul: str) -> None:
-    """Chooses the quickest GEMMs on CPU that are as accurate: for bfloat16 by `choose_products`, for
-    float32 oneDNN's.
+    """Chooses the quickest GEMMs on CPU that are as accurate as torch's own: for bfloat16 by
+    `choose_products`, for float32 oneDNN's.
 
     torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
     MKL's speed on AMD; with AMX it may round to bfloat16. So the error decides, not the name.

@@ -29,8 +29,8 @@ class LostPeer(MtcliError):
 def telling_of_lost_peers(rank: int) -> Iterator[None]:
     """Turns what torch says of a connection that broke into a LostPeer (exit 1).
 
-    Collectives of ours that break are told by the watchdog, with their names; this is for what it does
-    not see: ranks that are only meeting, and FSDP2's collectives.
+    The watchdog names collectives of ours that break; this is for what it does not see: ranks that
+    are only meeting, and FSDP2's collectives.
     """
     try:
         yield
@@ -70,8 +70,8 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
 def _consequence(failure: Any) -> tuple[int, int, bool]:
     """Sorts causes first: a killed rank before its peers, who only say that they lost it.
 
-    A watchdog knows best: it may have killed a rank that did not answer. SIGTERM is what the launcher
-    sends to the peers of one that failed, so there the earliest counts.
+    A watchdog knows best: it may have killed a rank that did not answer. SIGTERM is what the
+    launcher sends to the peers of one that failed, so there the earliest counts.
     """
     extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
     cause, terminated = extra.get("cause"), failure.exitcode == -signal.SIGTERM
