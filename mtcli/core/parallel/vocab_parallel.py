@@ -16,7 +16,7 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
-from mtcli.kernels.products import linear, matmul
+from mtcli.kernels.gemm import linear, matmul
 
 CHUNK_BYTES = 2**28  # of logits at a time: 1024 tokens of 128k columns in 16 bits
 

@@ -214,11 +214,11 @@ def set_matmul(matmul: str) -> None:
     """
     import torch
 
-    from mtcli.kernels.products import choose_products
+    from mtcli.kernels.gemm import choose_gemm_dtype
 
     if matmul == "strict":
         return
-    choose_products()
+    choose_gemm_dtype()
     torch.set_float32_matmul_precision("medium")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(192, 192, generator=generator) for _ in range(2))

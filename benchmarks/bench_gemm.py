@@ -1,9 +1,9 @@
-"""CPU products of 16 bits by torch and in float32: what `kernels/products.py` chooses between.
+"""CPU products of 16 bits by torch and in float32: what `kernels/gemm.py` chooses between.
 
 GFLOP/s of a linear layer's forward product, the best of several, values compared first. Other CPUs
 can be played where oneDNN knows more instructions than they have:
 
-    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/bench_products.py
+    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/bench_gemm.py
 """
 
 import argparse
@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 
-from mtcli.kernels.products import choose_products, is_slow
+from mtcli.kernels.gemm import choose_gemm_dtype, runs_in_float32
 
 SHAPES = [(4096, 256, 1024), (2048, 768, 3072), (2048, 2048, 2048)]  # tokens, input, output
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
-    choose_products()
+    choose_gemm_dtype()
     rows = [
         measure(dtype, shape, args.repeats)
         for dtype in (torch.bfloat16, torch.float16)
@@ -60,7 +60,7 @@ def measure(dtype: torch.dtype, shape: tuple[int, int, int], repeats: int) -> di
             product()
             best[way] = min(best[way], perf_counter() - start)
     rates = {way: 2e-9 * tokens * inner * width / seconds for way, seconds in best.items()}
-    chosen = "float32" if is_slow(x) else "torch"
+    chosen = "float32" if runs_in_float32(x) else "torch"
     return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "chosen": chosen} | rates
 
 
