@@ -1,5 +1,6 @@
 """`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,7 +120,14 @@ def plan(
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         request = read_request(source, wanted, fixed, gpus, device)
         found = answer(replace(request, calibrates=not no_calibrate), top)
-    counted = _dry_run(found, rank) if dry_run else None
+    counted = None
+    if dry_run:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
+        from mtcli.core.plan.dry_run import dry_run as take_dry_run  # the one option with torch
+
+        prediction = found.prediction
+        world = prediction.work.layout.world
+        counted = take_dry_run(found.config, world, prediction.device, rank)
     _show(found, json_out, ranks, draw, counted)
     if plot:
         from mtcli.core.profile.render.pictures import save_timeline
@@ -168,17 +176,6 @@ def _require_none(flag: str, others: "Mapping[str, object]") -> None:
     if given:
         said = f"{flag} plans nothing, and has no use for {', '.join(given)}"
         raise wrong(said, f"{flag} without {'it' if len(given) == 1 else 'them'}", flag)
-
-
-def _dry_run(found: "PlanAnswer", rank: int | None) -> "DryRun":
-    """The one option that takes torch."""
-    import os
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks, it would say
-    from mtcli.core.plan.dry_run import dry_run
-
-    prediction = found.prediction
-    return dry_run(found.config, prediction.work.layout.world, prediction.device, rank)
 
 
 def _show(

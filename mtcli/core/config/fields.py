@@ -109,12 +109,11 @@ def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
     if get_origin(annotation) is tuple:
         items = [one for one in get_args(annotation) if one is not Ellipsis]
         return FieldKind(tuple, items=tuple(map(kind_of, items)))
-    low, high, below = (_bound(key, bounds) for key in ("ge", "le", "lt"))
+    low, high, below = (
+        next((getattr(one, key) for one in bounds if hasattr(one, key)), None)
+        for key in ("ge", "le", "lt")
+    )
     return FieldKind(annotation, low=low, high=high, below=below)
-
-
-def _bound(key: str, bounds: Sequence[Any]) -> float | None:
-    return next((getattr(one, key) for one in bounds if hasattr(one, key)), None)
 
 
 def field_kind(field: FieldInfo) -> FieldKind:

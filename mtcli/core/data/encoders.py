@@ -6,6 +6,7 @@ lengths.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -45,20 +46,16 @@ def make_encode(tokenizer: Tokenizer, sample: str) -> tuple[str, Encode]:
     """
     if tokenizer.is_bytes:
         return "bytes", _encode_bytes
-    fast = _gigatoken(tokenizer)
-    if fast is not None:
-        texts = [sample[:SAMPLE_BYTES], *HARD_TEXTS, *_specials(tokenizer)]
-        if _agree(fast, tokenizer, texts):
+    added = (token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+    specials = (f"a{text} b {text}\n" for text in added)
+    texts = [sample[:SAMPLE_BYTES], *HARD_TEXTS, *specials]
+    # It is an optional extra, may not know the tokenizer, and either may fail on a text.
+    with suppress(ModuleNotFoundError, MtcliError):
+        fast = _Gigatoken(tokenizer.definition)
+        pairs = zip(fast(texts), tokenizer.encode_all(texts), strict=True)
+        if all(np.array_equal(one, other) for one, other in pairs):
             return "gigatoken", fast
     return "tokenizers", _Backend(tokenizer)
-
-
-def _agree(fast: Encode, tokenizer: Tokenizer, texts: list[str]) -> bool:
-    try:
-        pairs = zip(fast(texts), tokenizer.encode_all(texts), strict=True)
-        return all(np.array_equal(one, other) for one, other in pairs)
-    except MtcliError:  # a text that either fails on
-        return False
 
 
 def is_cuttable(tokenizer: Tokenizer) -> bool:
@@ -110,20 +107,6 @@ class _Gigatoken:
 
     def __reduce__(self) -> tuple[type, tuple[str]]:
         return _Gigatoken, (self.definition,)
-
-
-def _gigatoken(tokenizer: Tokenizer) -> Encode | None:
-    try:
-        return _Gigatoken(tokenizer.definition)
-    except ModuleNotFoundError:  # an optional extra
-        return None
-    except MtcliError:  # a kind of tokenizer that it does not know
-        return None
-
-
-def _specials(tokenizer: Tokenizer) -> list[str]:
-    added = tokenizer.backend.get_added_tokens_decoder().values()
-    return [f"a{token.content} b {token.content}\n" for token in added]
 
 
 @dataclass

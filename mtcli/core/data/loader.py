@@ -111,15 +111,9 @@ class Batches:
         """Samples start .. start + count - 1: int64 [count, seq_len + 1]."""
         parts: list[np.ndarray] = []
         for window, first, last in self._windows(start, count):
-            parts += [
-                self._datasets[dataset].tokens[begin:end]
-                for dataset, begin, end in zip(
-                    window.dataset[first:last],
-                    window.start[first:last],
-                    window.stop[first:last],
-                    strict=True,
-                )
-            ]
+            for segment in range(first, last):
+                tokens = self._datasets[window.dataset[segment]].tokens
+                parts.append(tokens[window.start[segment] : window.stop[segment]])
         out = np.empty((count, self.seq_len + 1), np.int64)
         if parts:
             np.concatenate(parts, out=out.reshape(-1), casting="unsafe")  # uint16 or int32 widened
@@ -139,7 +133,7 @@ class Batches:
         return rows - rows[:, :1]
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Which spans of which dataset `batch(start, count)` is made of, for the sample ledger."""
+        """Which spans of which dataset `batch(start, count)` is made of."""
         return [self._sample_id(number) for number in range(start, start + count)]
 
     def drawn(self, start: int, stop: int) -> list[int]:
@@ -154,15 +148,10 @@ class Batches:
         ((window, first, last),) = self._windows(number, 1)
         dataset = window.dataset[first]
         starts = self._datasets[dataset].starts
-        spans = (
-            (sequence, begin - int(starts(sequence)), end - begin)
-            for sequence, begin, end in zip(
-                window.sequence[first:last],
-                window.start[first:last],
-                window.stop[first:last],
-                strict=True,
-            )
-        )
+        spans = []
+        for segment in range(first, last):
+            sequence, begin = window.sequence[segment], window.start[segment]
+            spans.append((sequence, begin - int(starts(sequence)), window.stop[segment] - begin))
         return SampleId(self.prefixes[dataset], tuple(spans))
 
     def _windows(self, start: int, count: int) -> list[tuple[_Segments, int, int]]:
@@ -197,14 +186,8 @@ class Batches:
             joined = joined[:, np.argsort(joined[0], kind="stable")]
         of, dataset, sequence, start, stop = joined
         bounds = np.searchsorted(of, np.arange(count + 1))
-        return _Segments(
-            first,
-            bounds.tolist(),
-            dataset.tolist(),
-            sequence.tolist(),
-            start.tolist(),
-            stop.tolist(),
-        )
+        columns = (bounds, dataset, sequence, start, stop)
+        return _Segments(first, *(column.tolist() for column in columns))
 
 
 def _owned(data: Indexed, split: str, which: Which) -> range:
@@ -296,11 +279,8 @@ def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: in
     token, sample = int(rows[row, place]), batches.sample_ids(start + row, 1)[0]
     for sequence, offset, count in sample.spans:
         if place < count:
-            raise _unknown_id(
-                f"{sample.prefix}: token {offset + place} of document {sequence} is id",
-                token,
-                vocab_size,
-            )
+            where = f"{sample.prefix}: token {offset + place} of document {sequence}"
+            raise _unknown_id(f"{where} is id", token, vocab_size)
         place -= count
     raise AssertionError(f"a row of {sample} holds {rows.shape[1]} tokens")
 

@@ -136,7 +136,9 @@ def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
     rows = [PackedRow([Branch(order[0], 0)], len(requests[order[0]].tokens) - 1)]
     for before, index in pairwise(order):
         length = len(requests[index].tokens) - 1
-        shared = _common(requests[before].tokens[:-1], requests[index].tokens[:-1])
+        least = min(length, len(requests[before].tokens) - 1)
+        differ = requests[before].tokens[:least] != requests[index].tokens[:least]
+        shared = int(differ.argmax()) if differ.any() else least
         grown = rows[-1].size + length - shared
         if shared * MIN_SHARED_PART >= length and grown <= max_row:
             rows[-1].branches.append(Branch(index, shared))
@@ -144,13 +146,6 @@ def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
         else:
             rows.append(PackedRow([Branch(index, 0)], length))
     return rows
-
-
-def _common(a: Ids, b: Ids) -> int:
-    """How many ids a and b begin with in common."""
-    length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
-    return int(differ.argmax()) if differ.any() else length
 
 
 def batches(plan: PackingPlan) -> Iterator[PackedBatch]:

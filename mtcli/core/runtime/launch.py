@@ -152,7 +152,14 @@ def _start(
     check = None
     if debug_collectives:
         check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
-    recorder = FlightRecorder(check, _mark if where.type == "cuda" else None)
+
+    def mark() -> Reached:
+        """A mark in the CUDA stream: whether the device has got there."""
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+    recorder = FlightRecorder(check, mark if where.type == "cuda" else None)
     return Runtime(rank, world, local_rank, local_world, where, recorder), store
 
 
@@ -182,15 +189,6 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
         watchdog.stop()
 
 
-def _mark() -> Reached:
-    """A mark in the CUDA stream: whether the device has got there."""
-    import torch
-
-    event = torch.cuda.Event()
-    event.record()
-    return event.query
-
-
 def _device(name: str, local_rank: int) -> "torch.device":
     import torch
 
@@ -207,7 +205,7 @@ def _device(name: str, local_rank: int) -> "torch.device":
 
 def set_matmul(matmul: str) -> None:
     """Chooses the quickest GEMMs on CPU that are as accurate as torch's own: for bfloat16 by
-    `choose_products`, for float32 oneDNN's.
+    `kernels.gemm`, for float32 oneDNN's.
 
     torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
     MKL's speed on AMD; with AMX it may round to bfloat16. So the error decides, not the name.
