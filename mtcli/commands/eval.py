@@ -112,11 +112,8 @@ def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
 
     found = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if found is None:
-        raise wrong(
-            f"the checkpoint {opened.checkpoint.folder} holds no tokenizer",
-            "name the one that it was trained with",
-            "--tokenizer",
-        )
+        message = f"the checkpoint {opened.checkpoint.folder} holds no tokenizer"
+        raise wrong(message, "name the one that it was trained with", "--tokenizer")
     return encoder_for(found)
 
 

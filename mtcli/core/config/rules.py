@@ -138,37 +138,26 @@ def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
     }
     name = max(rows, key=lambda name: rows[name])
     if (count := rows[name] * m.hidden_size) > MAX_ELEMENTS:
-        yield Problem(
-            f"{name} * hidden_size: {count:.3g} elements, of {MAX_ELEMENTS:.0e} at most",
-            "smaller layers",
-            "model",
-        )
+        message = f"{name} * hidden_size: {count:.3g} elements, of {MAX_ELEMENTS:.0e} at most"
+        yield Problem(message, "smaller layers", "model")
 
 
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.num_heads % m.num_kv_heads:
-        yield Problem(
-            f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}",
-            listing(divisors(m.num_heads)),
-            "model.num_kv_heads",
-        )
+        message = f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}"
+        yield Problem(message, listing(divisors(m.num_heads)), "model.num_kv_heads")
     if m.position == "rope" and m.head_dim % 2:
-        yield Problem(
-            f"head_dim={m.head_dim} is odd and rotary positions turn pairs",
-            f"{m.head_dim - 1} or {m.head_dim + 1}",
-            "model.head_dim",
-        )
+        message = f"head_dim={m.head_dim} is odd and rotary positions turn pairs"
+        yield Problem(message, f"{m.head_dim - 1} or {m.head_dim + 1}", "model.head_dim")
 
 
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.top_k > m.num_experts or (m.num_experts and not m.top_k):
-        yield Problem(
-            f"top_k={m.top_k} of num_experts={m.num_experts} experts",
-            f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts",
-            "model.top_k",
-        )
+        message = f"top_k={m.top_k} of num_experts={m.num_experts} experts"
+        hint = f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts"
+        yield Problem(message, hint, "model.top_k")
     if m.num_experts:
         yield from divides("model.router_groups", m.router_groups, "num_experts", m.num_experts)
     if m.router_top_groups > m.router_groups:
@@ -185,21 +174,16 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
             "model.top_k",
         )
     if m.num_experts and m.pad_to_capacity and not m.capacity_factor:
-        yield Problem(
-            "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
-            "model.capacity_factor of 1.0 or more, or pad_to_capacity=false",
-            "model.pad_to_capacity",
-        )
+        message = "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity"
+        hint = "model.capacity_factor of 1.0 or more, or pad_to_capacity=false"
+        yield Problem(message, hint, "model.pad_to_capacity")
 
 
 def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     m, b = config.model, config.batch
     if m.position == "learned" and b.seq_len > m.max_seq_len:
-        yield Problem(
-            f"seq_len={b.seq_len} exceeds the learned positions, max_seq_len={m.max_seq_len}",
-            f"batch.seq_len of at most {m.max_seq_len}",
-            "batch.seq_len",
-        )
+        message = f"seq_len={b.seq_len} exceeds the learned positions, max_seq_len={m.max_seq_len}"
+        yield Problem(message, f"batch.seq_len of at most {m.max_seq_len}", "batch.seq_len")
 
 
 def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -207,22 +191,16 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     if o.min_lr > o.lr:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
     if o.warmup_steps > config.train.steps:
-        yield Problem(
-            f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}",
-            f"0 to {config.train.steps}",
-            "optimizer.warmup_steps",
-        )
+        message = f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}"
+        yield Problem(message, f"0 to {config.train.steps}", "optimizer.warmup_steps")
 
 
 def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
     o = config.optimizer
     least, largest = o.trust_bounds
     if least > largest:
-        yield Problem(
-            f"the least trust ratio {least:g} is above the largest {largest:g}",
-            f"[{largest:g}, {least:g}]",
-            "optimizer.trust_bounds",
-        )
+        message = f"the least trust ratio {least:g} is above the largest {largest:g}"
+        yield Problem(message, f"[{largest:g}, {least:g}]", "optimizer.trust_bounds")
 
 
 def _fp8_has_products(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -271,11 +249,9 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
     """Where torch.compile looks for one; on a GPU it makes kernels by triton instead."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if config.train.compile and config.train.device != "cuda" and not shutil.which(name):
-        yield Problem(
-            f"compile=true needs a C++ compiler, and there is no {name} on PATH",
-            "install one, name one in CXX, or set train.compile = false",
-            "train.compile",
-        )
+        message = f"compile=true needs a C++ compiler, and there is no {name} on PATH"
+        hint = "install one, name one in CXX, or set train.compile = false"
+        yield Problem(message, hint, "train.compile")
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:

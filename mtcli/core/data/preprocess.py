@@ -139,10 +139,8 @@ def _sources(request: PreprocessRequest) -> SourceList:
     if not request.from_stdin:
         return find_sources(request.inputs, request.format)
     if len(request.inputs) > 1:
-        raise wrong(
-            f"standard input and {len(request.inputs) - 1} more inputs cannot be mixed",
-            "give - alone, or files alone",
-        )
+        message = f"standard input and {len(request.inputs) - 1} more inputs cannot be mixed"
+        raise wrong(message, "give - alone, or files alone")
     if request.resume or request.tokenizer.startswith(TRAIN):
         what = "--resume" if request.resume else request.tokenizer
         raise wrong(f"{what} reads the input twice, and standard input comes once", "give a file")
@@ -190,10 +188,8 @@ def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | N
         facts = describe(request.output) or {}
         if facts.get("fingerprint") == name:
             return facts
-        raise wrong(
-            f"{request.output} was made from other inputs or options",
-            "--force to replace it, or another --output",
-        )
+        message = f"{request.output} was made from other inputs or options"
+        raise wrong(message, "--force to replace it, or another --output")
     if request.resume and with_suffix(request.output, ".partial").is_dir():
         return None
     names = ", ".join(map(str, made))
@@ -303,10 +299,8 @@ def _job(
     """What workers do, with the encoder that is proven on the corpus's beginning; its name."""
     append = tokenizer.eod_id is not None if request.append_eod is None else request.append_eod
     if append and tokenizer.eod_id is None:
-        raise wrong(
-            f"tokenizer {request.tokenizer} has no end-of-document token to append",
-            "--no-append-eod",
-        )
+        message = f"tokenizer {request.tokenizer} has no end-of-document token to append"
+        raise wrong(message, "--no-append-eod")
     reading = request.reading(is_cuttable(tokenizer))
     sample = ""
     for block in islice(cut(first, reading.blank), 1):

@@ -164,10 +164,8 @@ def _matches(pattern: str, kind: FileKind | None) -> list[SourceFile]:
     paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in paths if path.is_file()]
     if not files:
-        raise wrong(
-            f"no input {pattern or repr(pattern)}",
-            "inputs are files, folders, globs, - for standard input, or stdlib",
-        )
+        message = f"no input {pattern or repr(pattern)}"
+        raise wrong(message, "inputs are files, folders, globs, - for standard input, or stdlib")
     return [_source(path, kind) for path in files]
 
 

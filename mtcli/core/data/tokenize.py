@@ -117,10 +117,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return _from_file(path)
     text = str(spec)
     if text.startswith("train:"):
-        raise wrong(
-            f"tokenizer {text} is trained on a corpus, and there is none here",
-            "only mtcli preprocess trains one; name the folder it wrote, PREFIX.tokenizer",
-        )
+        message = f"tokenizer {text} is trained on a corpus, and there is none here"
+        hint = "only mtcli preprocess trains one; name the folder it wrote, PREFIX.tokenizer"
+        raise wrong(message, hint)
     if text.count("/") > 1 or text[:1] in "./~" or text.endswith(".json"):
         raise wrong(f"tokenizer {text}: no such file or folder", f"give {KINDS}")
     return _from_hub(text)

@@ -166,10 +166,8 @@ class Workspace:
         if not lines:
             return None
         if lines[0] != {"fingerprint": fingerprint}:
-            raise wrong(
-                f"{self.folder} was begun with other inputs or options",
-                "give the same ones, or leave --resume out to start over",
-            )
+            message = f"{self.folder} was begun with other inputs or options"
+            raise wrong(message, "give the same ones, or leave --resume out to start over")
         kept = next((line for line in reversed(lines) if "blocks" in line), {})
         try:
             return TypeAdapter(Journaled).validate_json(json.dumps(kept), strict=True)
@@ -184,10 +182,8 @@ class Workspace:
             (self._lengths, kept.length_bytes),
         ):
             if file.tell() < size:
-                raise failed(
-                    f"{file.name} is {file.tell()} bytes, and its journal says {size}",
-                    "leave --resume out to start over",
-                )
+                message = f"{file.name} is {file.tell()} bytes, and its journal says {size}"
+                raise failed(message, "leave --resume out to start over")
             file.truncate(size)
             file.seek(size)
         with open_untrusted(self.folder / "tokens.bin") as tokens:

@@ -89,11 +89,9 @@ def _read(path: Path) -> dict[str, list[Article]]:
         path = path / "test"
     found = {level: sorted((path / level).glob("*.txt"), key=_number) for level in LEVELS}
     if not any(found.values()):
-        raise wrong(
-            f"{path} holds 0 RACE articles",
-            "give the folder with high/ and middle/, each with RACE's own .txt files",
-            "--task",
-        )
+        message = f"{path} holds 0 RACE articles"
+        hint = "give the folder with high/ and middle/, each with RACE's own .txt files"
+        raise wrong(message, hint, "--task")
     return {level: [_article(file) for file in files] for level, files in found.items() if files}
 
 
