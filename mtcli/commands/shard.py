@@ -37,12 +37,13 @@ To = Annotated[
 Layout = Annotated[
     str | None,
     typer.Option(
-        metavar="tp=2,pp=2", help="cut for tp, cp, pp, vpp, ep, etp, dp, zero; default: one rank"
+        metavar="tp=2,pp=2",
+        help="shard for tp, cp, pp, vpp, ep, etp, dp, zero; default: one rank",
     ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="fp32|bf16|fp16|fp64", help="of the weights; default: as they are"),
+    typer.Option(metavar="fp32|bf16|fp16|fp64", help="dtype of the weights; default: as they are"),
 ]
 Upcycle = Annotated[
     str | None,
@@ -61,7 +62,7 @@ Config = Annotated[
     ),
 ]
 MaxShardSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="of a Hugging Face file; default: 5GB")
+    str | None, typer.Option(metavar="SIZE", help="size of a Hugging Face file; default: 5GB")
 ]
 Verify = Annotated[
     bool, typer.Option("--verify", help="compare every bit, and logits on a seeded batch")
@@ -86,18 +87,20 @@ def shard(
 ) -> None:
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
     from mtcli.core.checkpoint.dtype_names import parse_dtype
+    from mtcli.core.checkpoint.folder import find_checkpoint
     from mtcli.core.convert.layout import parse_layout
 
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
     given |= {"--max-shard-size": max_shard_size}
     compared = {"--dtype": dtype, "--verify": verify or None}
-    name, model, size, where, verb, sources = collect_errors(  # before torch is imported
+    # Before torch is imported.
+    name, model, size, where, verb, sources = collect_errors(
         lambda: None if dtype is None else parse_dtype(dtype),
         lambda: _model(config, overrides),
         lambda: _size(max_shard_size or "5GB"),
         lambda: parse_layout(layout or ""),
         lambda: _verb(words, given, compared),
-        lambda: _sources(words),
+        lambda: collect_errors(*(partial(find_checkpoint, Path(word)) for word in _read(words))),
     )
     wanted = to or ("mtcli" if upcycle else None)
     if verb == "convert":
@@ -121,13 +124,6 @@ def shard(
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc)
         _convert(source, Path(words[1]), plan, layout or "", json_out)
-
-
-def _sources(words: list[str]) -> "list[CheckpointFolder]":
-    """The checkpoints that are there before. Raises MtcliError with all that are not."""
-    from mtcli.core.checkpoint.folder import find_checkpoint
-
-    return collect_errors(*(partial(find_checkpoint, Path(word)) for word in _read(words)))
 
 
 def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":

@@ -30,7 +30,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The run config of a TOML file or preset, with `section.field=value` overrides on top.
 
     Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
-    join several fields, or need the world size, are `check.problems`.
+    join several fields, or need the world size, are `rules.problems`.
     """
     return config_of(table_of(source, overrides))
 
