@@ -7,15 +7,14 @@ in every node reaches k times the network's rate per GPU, as far as the fast lin
 """
 
 from collections.abc import Iterator
+from functools import singledispatch
 from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.elements import Held
-from mtcli.core.plan.gpu_time import dense_products
+from mtcli.core.plan.gpu_time import Physics, dense_products
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.physics import Physics
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import Pass, Workload
 
 
 def group_bandwidth(size: int, stride: int, device: Device, physics: Physics) -> float:
@@ -122,19 +121,21 @@ def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
 
 
 def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) -> float:
-    """Every pair of ranks exchanges 1/ep of the tensor: what leaves the node takes the network, by
-    every copy of a token, or once for each node that some of its experts are in."""
+    """Every pair of ranks exchanges 1/ep of the tensor; what leaves the node takes the network."""
     ep, stride = work.layout.ep, work.layout.etp
     if ep == 1:
         return 0.0
     inside = _together(ep, stride, device)
     near = moved * (inside - 1) / ep / (device.link.bandwidth * physics.link)
     far = moved * (ep - inside) / ep / (device.network.bandwidth * physics.network)
-    if work.once_per_node:
-        nodes, copies = ep / inside, work.model.top_k
-        far *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     steps = (inside - 1) * device.link.latency + (ep - inside) * device.network.latency
-    return max(near, far) + steps
+    return max(near, far * crossing_share(work, ep / inside)) + steps
+
+
+@singledispatch
+def crossing_share(work: Workload, nodes: float) -> float:
+    """Share of the token copies for other nodes' experts that cross the network: every one."""
+    return 1.0
 
 
 def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:

@@ -11,10 +11,9 @@ from dataclasses import replace
 from math import log
 
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
-from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.elements import Held, block_elements, rank_elements
 from mtcli.core.plan.gpu_time import dense_products
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import Costs, Pass, Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
 

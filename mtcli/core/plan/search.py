@@ -18,8 +18,8 @@ from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.fitting import fits, smallest
+from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.physics import PHYSICS, Physics
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.step_time import block_costs, stage_seconds, step_costs, weight_seconds
 from mtcli.core.plan.workload import Workload

@@ -15,6 +15,7 @@ from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
+from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.taped_ops import Kernels
 from mtcli.core.plan.taped_stage import passed
 from mtcli.core.plan.workload import Workload, spread
@@ -36,7 +37,8 @@ def mixture(**fields):
 
 def step(model, layout=None, **fields):
     sizes = {"seq_len": 32, "micro_batch_size": 2, "global_batch_size": 64}
-    return Workload(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
+    kind = PublishedWork if "flash" in fields else Workload
+    return kind(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
 
 
 @settings(max_examples=30, deadline=None)
