@@ -1,6 +1,5 @@
 """`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -111,14 +110,12 @@ def plan(
         if validate:
             _require_none("--validate", planned)
             return _validate(validate, json_out, plot)
-        from mtcli.core.plan.answer import answer
-        from mtcli.core.plan.request import read_request
+        from mtcli.core.plan.answer import answer, read_request
 
         source = _source(config, rank, dry_run)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        request = read_request(source, wanted, fixed, gpus, device)
-        found = answer(replace(request, calibrates=not no_calibrate), top)
+        found = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
     counted = _dry_run(found, rank) if dry_run else None
     _show(found, json_out, ranks, draw, counted)
     if plot:
@@ -185,29 +182,31 @@ def _dry_run(found: "PlanAnswer", rank: int | None) -> "DryRun":
 def _show(
     found: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
-    from mtcli.core.plan.tables import rank_groups, rank_places
+    from mtcli.core.plan import tables
     from mtcli.core.runtime.console import print_table
 
     layout = found.prediction.work.layout
     if json_out:
-        data = found.as_json()
+        data = tables.as_json(found)
         if ranks:
-            data |= {"ranks": rank_places(layout), "groups": rank_groups(layout)}
+            data |= {"ranks": tables.rank_places(layout), "groups": tables.rank_groups(layout)}
         if counted:
             data["dry_run"] = counted.as_json()
         write_json(data, json_out)
         if json_out == "-":
             return
-    print_table(found.title, ("", ""), found.summary())
-    print_table("Memory of a rank of each pipeline stage, * the fullest", *found.memory_table())
+    print_table(found.title, ("", ""), tables.summary_rows(found))
+    stages = tables.stage_table(found.prediction)
+    print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
     if counted:
         print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
     if found.candidates:
-        print_table(found.search_title, found.candidate_columns(), found.candidate_rows())
-        columns = ("changed", "falls short", "step", "memory", "layout")
-        print_table("The best with one field changed (estimated)", columns, found.other_rows())
+        rows = tables.candidate_rows(found.candidates)
+        print_table(found.search_title, tables.CANDIDATES, rows)
+        rows = tables.neighbour_rows(found.neighbours)
+        print_table("The best with one field changed (estimated)", tables.NEIGHBOURS, rows)
     if found.enough:
-        print_table(found.enough_title, ("", ""), found.enough_rows())
+        print_table(*tables.enough_table(found.enough))
     if draw:
         _draw(found)
     if ranks:

@@ -174,6 +174,11 @@ GPUS = {device.name: device for device in (
 NAMES = (*GPUS, "cpu")
 
 
+def gib(count: float) -> str:
+    """Bytes in GiB, or in MiB where that is less than a tenth of one."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
 def device_named(text: str) -> Device:
     """The device of a name; `cpu` is this machine, whose rates `for_run` measures.
 

@@ -1,4 +1,6 @@
-"""The best layouts of a model on some devices: every legal one, tried in order of a lower bound.
+"""The best layouts of a model on some devices, and the fewest devices that hold it.
+
+Every legal layout is tried in order of a lower bound.
 
 A step cannot be shorter than its busiest rank's work plus the pipeline's fill, which is quick to
 compute. Layouts wait in a queue by that bound, first a loose one and then a tight one; those that
@@ -16,6 +18,7 @@ from mtcli.core.config.divisors import divisors
 from mtcli.core.config.layout_rules import uneven_heads
 from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.section import MAX_RANKS
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.fitting import fits, smallest
 from mtcli.core.plan.gpu_time import PHYSICS, Physics
@@ -27,6 +30,7 @@ from mtcli.core.plan.workload import Workload
 AxisSizes = dict[str, Any]
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MOST_TRIED = 64  # counts of devices between one that does not fit and its double, which does
 SMALLEST_CONTEXT = 4096  # tokens of a sequence per cp rank; with fewer the ring cannot hide
 
 
@@ -77,6 +81,62 @@ def search(
     nearest = smallest(large, device) if large and not best else None
     compared = (*works, *squares(config, world, pinned))
     return SearchResult(tuple(best), len(works), len(large), nearest, compared)
+
+
+def fewest(
+    config: RunConfig, above: int, device: Device, pinned: frozenset[str], keeps_batch: bool
+) -> Candidate | None:
+    """The quickest layout on the fewest devices, more than `above`, that hold the model.
+
+    Counts are whole nodes beyond the first. A preset's batch gives way where no layout divides it.
+    None where no number of devices is enough, and on a CPU, whose ranks share one memory.
+    """
+
+    def sized(world: int) -> RunConfig | None:
+        """The config if a layout fits."""
+        batch = config.batch.global_batch_size
+        for size in [batch] if keeps_batch else [batch, round_batch(batch, world)]:
+            resized = with_batch(config, size)
+            if works := legal_works(resized, world, pinned):
+                return resized if any(fits(work, device) for work in works) else None
+        return None
+
+    if device.name == "cpu":
+        return None
+    low = above
+    powers = (2**n for n in range(above.bit_length(), MAX_RANKS.bit_length()))
+    for high in powers:
+        if sized(high):
+            break
+        low = high
+    else:
+        return None
+    for world in _between(low, high, device.node_size):
+        if found := sized(world):
+            return search(found, world, device, 1, pinned).best[0]
+    raise AssertionError(f"{high} devices are enough, and none of those up to them are")
+
+
+def _between(low: int, high: int, node: int) -> Iterator[int]:
+    """Counts above `low`, up to `high`: all within a node, and whole nodes beyond."""
+    yield from range(low + 1, min(node, high) + 1)
+    nodes = range(max(low, node) // node + 1, high // node + 1)
+    yield from (count * node for count in nodes[:: max(1, len(nodes) // MOST_TRIED)])
+    yield high
+
+
+def round_batch(sequences: int, gpus: int) -> int:
+    """At least that many sequences, which the data ranks of many layouts divide: a multiple of the
+    world's odd part and of its powers of two up to 64."""
+    odd = gpus // (gpus & -gpus)
+    unit = odd * min(64, gpus & -gpus)
+    return max(1, -(-sequences // unit)) * unit
+
+
+def with_batch(config: RunConfig, sequences: int) -> RunConfig:
+    """The config with another global batch."""
+    batch = config.batch.model_copy(update={"global_batch_size": sequences})
+    return config.model_copy(update={"batch": batch})
 
 
 def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:

@@ -136,6 +136,25 @@ class Workload:
         """Rows that a rank sends to experts: `sent_copies`, or padded ones."""
         return self._padded_rows if self.model.pad_to_capacity else self.sent_copies
 
+    @property
+    def layout_words(self) -> str:
+        """The layout in one line, axes of size 1 left out."""
+        layout, axes = self.layout, ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+        sizes = {axis: layout.vpp if axis == "vpp" else layout.size(axis) for axis in axes}
+        words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1] or ["one rank"]
+        if self.tp_mode == "2d":
+            words.insert(1, "(2d)")
+        words.append(f"micro-batch {self.micro_batch_size}")
+        if layout.pp > 1:
+            words.append(self.schedule_name)
+        if self.zero:
+            words.append(f"zero={self.zero}")
+        if self.recompute != "none":
+            words.append(f"recompute {self.recompute}")
+        if layout.tp > 1 and not self.sequence_parallel:
+            words.append("whole sequences")
+        return " ".join(words)
+
     def _copies(self, load: float) -> float:
         m = self.model
         return self.tokens / self.sequence_cut * m.top_k * min(load, m.capacity_factor or load)
