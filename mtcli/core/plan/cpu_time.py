@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import log
 
-from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
+from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
 from mtcli.core.plan.elements import Held, block_elements, rank_elements
 from mtcli.core.plan.gpu_time import dense_products
 from mtcli.core.plan.workload import Costs, Pass, Workload
@@ -170,7 +170,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     return whole.crowded(known.crowd(layout.world))
 
 
-def _link(known: Calibration, kind: str, moved: float, size: int) -> float:
+def _link(known: Calibration, kind: Exchange, moved: float, size: int) -> float:
     """Seconds of a collective of `size` ranks whose whole tensor is `moved` bytes."""
     if size == 1:
         return 0.0

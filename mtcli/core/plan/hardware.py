@@ -22,8 +22,7 @@ from typing import Literal
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.synonyms import closest
-from mtcli.core.plan.calibration import Calibration
-from mtcli.core.plan.calibration_cache import calibrated
+from mtcli.core.plan.calibration import Calibration, calibrated
 
 LATENCY = {
     "nvlink": 0.6e-6,
