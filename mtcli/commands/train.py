@@ -54,7 +54,7 @@ def train(
     settings = run.train.device, run.train.timeout, run.train.matmul
     with bring_up(*settings, run.train.debug_collectives) as runtime:
         # both import torch: after the checks
-        from mtcli.core.profile.peak import peak_flops
+        from mtcli.core.profile.measure import peak_flops
         from mtcli.core.training.loop import train as train_run
 
         measure_peak = partial(peak_flops, run, runtime)

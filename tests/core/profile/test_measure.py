@@ -12,8 +12,7 @@ from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.plan.memory import state_bytes
 from mtcli.core.profile import measure as measuring
 from mtcli.core.profile.figures import Profile
-from mtcli.core.profile.measure import measure
-from mtcli.core.profile.peak import board_name, peak_flops
+from mtcli.core.profile.measure import board_name, measure, peak_flops
 from mtcli.core.runtime.launch import Runtime
 
 RUNTIME = Runtime(0, 1, 0, 1, torch.device("cpu"))
