@@ -43,8 +43,7 @@ def summarized(
     return Profiled(
         step=step,
         exchanging=shares_inside(ops, traces.without(exchanges, computing)),
-        communication=traces.summed((w.op, w.end - w.start) for w in traffic.waits)
-        | traces.exchanges(on_wire),
+        communication=waited | traces.exchanges(on_wire),
         overlapped=traces.length(traces.common(exchanges, computing)),
         kernels=traces.kernels(events),
         memory=thinned(curve, MEMORY_POINTS),
