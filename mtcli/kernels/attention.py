@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.blocked_attention import (
-    PART_ROW_BYTES,
-    WHOLE_ROW_BYTES,
     attention_in_blocks,
     backward_in_blocks,
     forward_in_blocks,
@@ -24,6 +22,7 @@ from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.library_attention import library_for
 from mtcli.kernels.merge import finite
 from mtcli.kernels.products import is_slow, product_dtype
+from mtcli.kernels.sizes import PART_ROW_BYTES, WHOLE_ROW_BYTES
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

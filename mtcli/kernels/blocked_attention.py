@@ -15,9 +15,7 @@ from torch import Tensor
 
 from mtcli.kernels.launch import operator
 from mtcli.kernels.products import product_dtype
-
-WHOLE_ROW_BYTES = 2048  # longer rows of scores fall out of the cache
-PART_ROW_BYTES = 512  # in a forward pass with a log-sum-exp, which takes two more passes
+from mtcli.kernels.sizes import block_rows
 
 Heads = slice
 
@@ -151,7 +149,7 @@ def _by_head(x: Tensor) -> Tensor:
 def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
     """Blocks of heads whose [n, m] scores fill about a MiB, an L2 cache."""
     score_bytes = q_hnd.shape[1] * k_hmd.shape[1] * product_dtype(q_hnd).itemsize
-    step = max(1, 2**20 // max(1, score_bytes))
+    step = block_rows(score_bytes)
     return [slice(i, i + step) for i in range(0, len(q_hnd), step)]
 
 

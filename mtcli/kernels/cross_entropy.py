@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.launch import cdiv, kernel, operator, runs_triton
+from mtcli.kernels.sizes import block_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-BLOCK_BYTES = 2**20
 
 
 def row_max(logits_TV: Tensor) -> Tensor:
@@ -196,7 +195,7 @@ _gradient_op_ = operator(
 
 def _row_blocks(x_TV: Tensor) -> list[slice]:
     row_bytes = x_TV.shape[1] * x_TV.element_size()
-    step = max(1, BLOCK_BYTES // max(1, row_bytes)) if x_TV.device.type == "cpu" else len(x_TV)
+    step = block_rows(row_bytes) if x_TV.device.type == "cpu" else len(x_TV)
     return [slice(i, min(i + step, len(x_TV))) for i in range(0, len(x_TV), max(1, step))]
 
 

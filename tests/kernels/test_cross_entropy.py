@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 
 from mtcli.kernels.cross_entropy import (
-    BLOCK_BYTES,
     cross_entropy_backward_,
     exp_and_target_,
     row_max,
 )
+from mtcli.kernels.sizes import BLOCK_BYTES
 
 T = 11
 

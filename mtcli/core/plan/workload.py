@@ -7,7 +7,7 @@ may use precisions that the engine does not train in.
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import ceil, isqrt
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import Fp8Scaling, OptimizerName, RunConfig
@@ -61,7 +61,6 @@ class Workload:
     async_save: bool = False  # saves are written from a copy in host memory
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
-    flash: ClassVar[bool] = True
 
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
@@ -84,6 +83,16 @@ class Workload:
     def sizes(self) -> Precision:
         """Bytes per element of what is kept."""
         return PRECISIONS[self.precision]
+
+    @property
+    def block_bytes(self) -> float:
+        """Bytes that a block saves for backward where its code is not ours; 0: they are counted."""
+        return 0.0
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule splits backwards into I and W."""
+        return self.schedule_name == "zero_bubble" and self.layout.pp > 1
 
     @property
     def num_micro_batches(self) -> int:

@@ -30,10 +30,31 @@ UNFUSED = 1.5  # more traffic where bias, GELU, dropout and addition are kernels
 class PublishedWork(Workload):
     """A published step and its software."""
 
-    flash: bool = True  # type: ignore[misc]  # attention never writes its scores
+    flash: bool = True  # attention never writes its scores
     fused: bool = True  # scale, mask and softmax are one kernel
     gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
     once_per_node: bool = False  # a token crosses to another node once for all of its experts there
+
+    @property
+    def block_bytes(self) -> float:
+        """Of code from before flash attention: arXiv:2205.05198, equations 1 to 6, with general
+        widths, gated MLPs and experts."""
+        if self.flash:
+            return 0.0
+        m, size, tp = self.model, self.sizes.weight, self.layout.tp
+        queries, keys = m.num_heads * m.head_dim, 2 * m.num_kv_heads * m.head_dim
+        shared = 4 * size * m.hidden_size + 2 * m.hidden_size * bool(m.dropout)
+        heads = size * (2 * queries + keys)
+        if self.recompute == "none":  # the softmax, and where it is dropped a mask and the result
+            per_score = size + (1 + size) * bool(m.attention_dropout)
+            heads += per_score * m.num_heads * self.seq_len
+        widths = 3 if m.activation == "swiglu" else 2
+        mlp = widths * m.ffn_hidden_size * size / tp
+        if m.num_experts:
+            routed = 2 * m.hidden_size * self.layout.etp + widths * m.moe_ffn_hidden_size
+            mlp = (m.top_k * routed + widths * m.shared_expert_ffn_hidden_size) * size / tp
+            mlp += 2 * 4 * m.num_experts / self.sequence_cut
+        return self.tokens * (shared / self.sequence_cut + heads / tp + mlp)
 
 
 @dataclass(frozen=True)
