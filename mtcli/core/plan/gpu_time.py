@@ -56,11 +56,12 @@ PHYSICS = Physics()
 
 def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     """Arithmetic and memory time of one block."""
+    moving = elementwise_bytes(work, physics) / (device.memory_bandwidth * physics.memory)
     busy = (
         _dense(work, device, physics)
         + _routed(work, device, physics)
         + attention_seconds(work, device, physics)
-        + _elementwise(work, device, physics)
+        + Pass(moving, 1.5 * moving)
     )
     kernels = BLOCK_KERNELS + (EXPERT_KERNELS if work.model.num_experts else 0)
     floor = kernels * physics.launch
@@ -186,12 +187,6 @@ def product_seconds(
         cast = (m * k + k * n) * (size + 2) / (device.memory_bandwidth * physics.memory)
         return max(2.0 * m * n * k / rate, moved) + cast / 2
     return max(2.0 * m * n * k / rate, moved)
-
-
-def _elementwise(work: Workload, device: Device, physics: Physics) -> Pass:
-    moved = elementwise_bytes(work, physics)
-    seconds = moved / (device.memory_bandwidth * physics.memory)
-    return Pass(seconds, 1.5 * seconds)
 
 
 @singledispatch

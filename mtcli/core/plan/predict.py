@@ -4,10 +4,8 @@ The schedule is simulated with the time of each stage's forward and backward; da
 and the optimizer follow. MFU counts 3 forward passes with the full square of attention, whatever is
 computed (arXiv:2205.05198, appendix A); HFU adds what is computed again.
 
-How published numbers count the FLOPs of a step: each convention by name, and what it comes to.
-
-They differ by how often a forward pass counts (3 times, or 4 where blocks are computed again), and
-by whether attention is counted over the full square or the causal half of it.
+Published numbers count otherwise, by named conventions: how often a forward pass counts (3 times,
+or 4 where blocks are recomputed), and whether over the full square of attention or its causal half.
 """
 
 from dataclasses import dataclass
@@ -53,8 +51,6 @@ HARDWARE = Convention("4x forward, full attention", again=True)
 HARDWARE_CAUSAL = Convention("4x forward, causal attention", again=True, causal=True)
 
 CONVENTIONS = (MODEL, CAUSAL, WEIGHTS, HARDWARE, HARDWARE_CAUSAL)
-
-
 FLOP_CONVENTION = MODEL.name
 
 

@@ -8,9 +8,10 @@ reach its head and fit are simulated; when the bound at the head is above the K-
 other can be better, so the result is exact.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -29,6 +30,8 @@ from mtcli.core.plan.workload import Workload
 
 AxisSizes = dict[str, Any]
 
+AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+OTHERS = ("micro_batch_size", "schedule", "zero", "recompute")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MOST_TRIED = 64  # counts of devices between one that does not fit and its double, which does
 SMALLEST_CONTEXT = 4096  # tokens of a sequence per cp rank; with fewer the ring cannot hide
@@ -168,13 +171,9 @@ def apply(config: RunConfig, work: Workload) -> RunConfig:
         "sequence_parallel": work.sequence_parallel,
         "stage_layers": () if even else work.layers_of_stage,
     }
-    sizes = {"micro_batch_size": work.micro_batch_size}
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "batch": config.batch.model_copy(update=sizes),
-        }
-    )
+    batch = config.batch.model_copy(update={"micro_batch_size": work.micro_batch_size})
+    chosen = config.parallel.model_copy(update=parallel)
+    return config.model_copy(update={"parallel": chosen, "batch": batch})
 
 
 def choices(
@@ -185,10 +184,61 @@ def choices(
     whole sequences on tp ranks by parts wherever tp divides a micro-batch's tokens; and context
     parallel ranks that would keep fewer than SMALLEST_CONTEXT tokens.
     """
-    for grid in _grids(config, world, pinned):
-        for experts in _expert_grids(config, world, grid, pinned):
-            for pieces in _pieces(config, world, grid, pinned):
-                yield grid | experts | pieces
+    m, b = config.model, config.batch
+
+    def options(field: str, values: list[Any]) -> list[Any]:
+        section, name = field.split(".")
+        return [getattr(getattr(config, section), name)] if field in pinned else values
+
+    cps = [
+        c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
+    ]
+    eps = options("parallel.ep", divisors(m.num_experts) if m.num_experts else [1])
+    widths = divisors(m.moe_ffn_hidden_size) if m.num_experts else [1]
+    sizes = options("batch.micro_batch_size", list(MICRO_BATCHES))
+    again = options("parallel.recompute", ["none", "full"])
+    for tp, cp, pp, vpp in _grids(config, world, cps or [1], options):
+        dp = world // (tp * cp * pp)
+        etps = options("parallel.etp", [etp for etp in widths if etp <= tp])
+        experts = [(ep, etp) for ep, etp in product(eps, etps) if world % (ep * etp * pp) == 0]
+        plain = ["1f1b", "zero_bubble"] if pp > 1 else ["1f1b"]
+        schedules = options("parallel.schedule", ["interleaved"] if vpp > 1 else plain)
+        zeros = options("parallel.zero", [0] if dp == 1 else [1, 3] if pp == 1 else [1])
+        fitting = [size for size in sizes if b.global_batch_size % (size * dp) == 0]
+        for (ep, etp), *others in product(experts, fitting, schedules, zeros, again):
+            chosen = (tp, cp, pp, vpp, ep, etp, *others)
+            yield dict(zip((*AXES, *OTHERS), chosen, strict=True))
+
+
+def _grids(
+    config: RunConfig, world: int, cps: list[int], options: Callable[[str, list[Any]], list[Any]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """tp, cp, pp and vpp that divide the model and the world."""
+    m = config.model
+    width = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
+    tps = divisors(gcd(m.num_heads, width))  # gcd(heads, 0) is heads
+    if config.parallel.tp_mode == "2d":
+        sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
+        tps = [side * side for side in sides if side > 1]
+    else:
+        tps = [tp for tp in tps if not uneven_heads(m, tp)]
+    for tp, cp in product(options("parallel.tp", tps), options("parallel.cp", cps)):
+        if world % (tp * cp):
+            continue
+        pps = [pp for pp in divisors(world // (tp * cp)) if pp <= m.num_layers]
+        for pp in options("parallel.pp", pps):
+            if world % (tp * cp * pp) == 0:
+                for vpp in options("parallel.vpp", _chunks(m.num_layers, pp)):
+                    yield tp, cp, pp, vpp
+
+
+def _chunks(num_layers: int, pp: int) -> list[int]:
+    """Chunks per rank: all that cut the layers evenly, or powers of two where pp does not."""
+    if pp == 1:
+        return [1]
+    if num_layers % pp == 0:
+        return divisors(num_layers // pp)
+    return [vpp for vpp in (1, 2, 4, 8, 16) if pp * vpp <= num_layers]
 
 
 def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
@@ -225,7 +275,7 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
 
 def _with(work: Workload, choice: AxisSizes) -> Workload:
     """What `Workload.of(apply(config, choice), world)` is, without building the config."""
-    axes = {axis: choice[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp")}
+    axes = {axis: choice[axis] for axis in AXES}
     tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
     divides = work.tp_mode == "2d" or tokens % choice["tp"] == 0
     return replace(
@@ -238,80 +288,3 @@ def _with(work: Workload, choice: AxisSizes) -> Workload:
         recompute=choice["recompute"],
         stage_sizes=(),
     )
-
-
-def _options(field: str, values: list[Any], now: Any, pinned: frozenset[str]) -> list[Any]:
-    return [now] if field in pinned else values
-
-
-def _grids(config: RunConfig, world: int, pinned: frozenset[str]) -> Iterator[AxisSizes]:
-    """tp, cp, pp and vpp that divide the model and the world."""
-    m, p, b = config.model, config.parallel, config.batch
-    widths = [m.shared_expert_ffn_hidden_size] if m.num_experts else [m.ffn_hidden_size]
-    tps = divisors(gcd(m.num_heads, *(width for width in widths if width)))
-    if p.tp_mode == "2d":
-        sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
-        tps = [side * side for side in sides if side > 1]
-    else:
-        tps = [tp for tp in tps if not uneven_heads(m, tp)]
-    cps = [
-        c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
-    ]
-    for tp in _options("parallel.tp", tps, p.tp, pinned):
-        for cp in _options("parallel.cp", cps or [1], p.cp, pinned):
-            if world % (tp * cp):
-                continue
-            pps = [pp for pp in divisors(world // (tp * cp)) if pp <= m.num_layers]
-            for pp in _options("parallel.pp", pps, p.pp, pinned):
-                if world % (tp * cp * pp):
-                    continue
-                for vpp in _options("parallel.vpp", _chunks(m.num_layers, pp), p.vpp, pinned):
-                    yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
-
-
-def _chunks(num_layers: int, pp: int) -> list[int]:
-    """Chunks per rank: all that cut the layers evenly, or powers of two where pp does not."""
-    if pp == 1:
-        return [1]
-    if num_layers % pp == 0:
-        return divisors(num_layers // pp)
-    return [vpp for vpp in (1, 2, 4, 8, 16) if pp * vpp <= num_layers]
-
-
-def _expert_grids(
-    config: RunConfig, world: int, grid: AxisSizes, pinned: frozenset[str]
-) -> Iterator[AxisSizes]:
-    m, p = config.model, config.parallel
-    eps = divisors(m.num_experts) if m.num_experts else [1]
-    etps = [e for e in divisors(m.moe_ffn_hidden_size) if e <= grid["tp"]] if m.num_experts else [1]
-    for ep in _options("parallel.ep", eps, p.ep, pinned):
-        for etp in _options("parallel.etp", etps, p.etp, pinned):
-            if world % (ep * etp * grid["pp"]) == 0:
-                yield {"ep": ep, "etp": etp}
-
-
-def _pieces(
-    config: RunConfig, world: int, grid: AxisSizes, pinned: frozenset[str]
-) -> Iterator[AxisSizes]:
-    """Micro-batch, schedule, ZeRO and recompute for a grid."""
-    p, b = config.parallel, config.batch
-    pp, vpp = grid["pp"], grid["vpp"]
-    dp = world // (grid["tp"] * grid["cp"] * pp)
-    plain = ["1f1b", "zero_bubble"] if pp > 1 else ["1f1b"]
-    schedules = ["interleaved"] if vpp > 1 else plain
-    zeros = [0] if dp == 1 else [1, 3] if pp == 1 else [1]
-    sizes = _options("batch.micro_batch_size", list(MICRO_BATCHES), b.micro_batch_size, pinned)
-    for size in sizes:
-        if b.global_batch_size % (size * dp):
-            continue
-        for schedule in _options("parallel.schedule", schedules, p.schedule, pinned):
-            for zero in _options("parallel.zero", zeros, p.zero, pinned):
-                for recompute in _options(
-                    "parallel.recompute", ["none", "full"], p.recompute, pinned
-                ):
-                    yield {
-                        "micro_batch_size": size,
-                        "schedule": schedule,
-                        "zero": zero,
-                        "recompute": recompute,
-                    }

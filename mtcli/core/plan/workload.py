@@ -105,6 +105,28 @@ class Workload:
         return self.micro_batch_size * self.seq_len // self.layout.cp
 
     @property
+    def stream_bytes(self) -> float:
+        """The residual stream of a micro-batch on one context parallel rank, of all tp ranks."""
+        return float(self.tokens * self.model.hidden_size * self.sizes.weight)
+
+    @property
+    def head_bytes(self) -> float:
+        """Queries, keys and values of a rank's heads."""
+        heads = self.model.num_heads + 2 * self.kv_heads
+        return self.tokens * heads * self.model.head_dim / self.layout.tp * self.sizes.weight
+
+    @property
+    def routed_bytes(self) -> float:
+        """Token copies that the busiest rank's experts get."""
+        return self.expert_rows * self.model.hidden_size * self.sizes.weight
+
+    @property
+    def product_halves(self) -> int:
+        """Halves of a block whose products tensor parallelism cuts: attention, and a dense MLP."""
+        m = self.model
+        return 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
+
+    @property
     def mesh(self) -> int:
         """Rows, and columns, of the square of ranks that 2D tensor parallelism cuts over."""
         return isqrt(self.layout.tp) if self.tp_mode == "2d" else 1
@@ -240,11 +262,6 @@ class Costs:
     optimizer: float = 0.0
     crowd: float = 1.0  # ranks on a core
     overhead: float = 0.0  # outside of the micro-batches: data, logging, the host's bookkeeping
-
-    @property
-    def after_pipeline(self) -> float:
-        """Seconds of a step that its pipeline does not take."""
-        return self.gradients_exposed + self.optimizer + self.overhead
 
     def crowded(self, crowd: float) -> "Costs":
         """The same where so many ranks share what one had to itself: all take so much longer."""
