@@ -132,7 +132,6 @@ def main() -> None:
 
 
 def _rank(facts: Facts, store: str, rank: int, ranks: int, share: float) -> Calibration:
-    """Measurements of one rank, ended by its share of processor time."""
     signal.setitimer(signal.ITIMER_PROF, share)  # of processor time; its signal ends the process
     torch.set_num_threads(max(1, facts["cores"] // facts["ranks"]))
     set_matmul(facts["matmul"])
@@ -206,33 +205,31 @@ def typical(rounds: Iterable[Sequence[Timed]]) -> Timed:
 
 def run_config(facts: Facts, shape: ProbeShape) -> RunConfig:
     """A run of a model of the kind that the facts name."""
-    kind, experts = facts["kind"], {}
+    kind = dict(facts["kind"])
+    dropout, routed = kind.pop("dropout"), kind.pop("routed")
     heads = max(1, shape.width // kind["head_dim"])
-    flags = {name: value for name, value in kind.items() if name not in ("dropout", "routed")}
-    wide = 4 if kind["activation"] != "swiglu" else 3
-    if kind["routed"]:
-        experts = {"num_experts": shape.experts, "top_k": 2}
-    model = {
-        **flags,
-        **experts,
+    wide = 3 if kind["activation"] == "swiglu" else 4
+    model = kind | {
         "num_layers": shape.layers,
         "hidden_size": shape.width,
         "num_heads": heads,
         "num_kv_heads": heads,
-        "ffn_hidden_size": wide * shape.width // (2 if kind["routed"] else 1),
+        "ffn_hidden_size": wide * shape.width // (2 if routed else 1),
         "vocab_size": shape.vocab,
         "max_seq_len": shape.seq_len,
         "norm_eps": 1e-5,
         "tie_embeddings": False,
-        "dropout": 0.1 if kind["dropout"] else 0.0,
+        "dropout": 0.1 if dropout else 0.0,
+        **({"num_experts": shape.experts, "top_k": 2} if routed else {}),
     }
-    sizes = {"seq_len": shape.seq_len, "micro_batch_size": shape.sequences}
-    sizes["global_batch_size"] = shape.sequences
+    sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), shape.sequences)
     train = {"precision": facts["precision"], "loss_scale": 1.0, "steps": WARMUP + STEPS}
     train |= {name: facts[name] for name in ("fp8_scaling",) if name in facts}
     rule = {"name": facts.get("optimizer", "adamw")}
-    table = {"model": model, "batch": sizes, "optimizer": rule, "train": train}
-    return RunConfig.model_validate(table)
+    batch = sizes | {"seq_len": shape.seq_len}
+    return RunConfig.model_validate(
+        {"model": model, "batch": batch, "optimizer": rule, "train": train}
+    )
 
 
 def _train(config: RunConfig) -> list[Timed]:
