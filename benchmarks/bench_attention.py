@@ -1,4 +1,4 @@
-"""CPU attention of whole rows and of a ring's blocks: kernels/attention.py beside torch's.
+"""CPU attention of whole rows and of a ring's blocks: kernels/attention beside torch's.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from mtcli.core.runtime.machine import ALLOCATOR
-from mtcli.kernels.attention import attention, attention_backward, whole_attention
+from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width
 BLOCKS = [(128, 128), (64, 128), (128, 64), (512, 512)]  # queries and keys that meet in a ring
@@ -54,7 +54,7 @@ def measure(dtype: torch.dtype, shape: tuple[int, int, int, int], repeats: int) 
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in qkv)
     functions = {
         "torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "mtcli": lambda: whole_attention(q, k, v, True),
+        "mtcli": lambda: sdpa(q, k, v, True),
     }
     tight = 1e-4 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(functions["mtcli"](), functions["torch"](), rtol=tight, atol=tight)

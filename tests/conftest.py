@@ -26,8 +26,8 @@ def _torch_as_it_comes():
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.set_float32_matmul_precision("highest")
-    if products := sys.modules.get("mtcli.kernels.products"):
-        products.widen_bfloat16(False)
+    if products := sys.modules.get("mtcli.kernels.gemm"):
+        products.set_bfloat16_in_float32(False)
 
 
 def pytest_configure(config):

@@ -104,7 +104,7 @@ def test_a_rank_that_sleeps_is_named_with_its_place_and_last_number(config):
     error = failed(config, sleep, "parallel.tp=2")
     expected = r"error: \w+ number (\d+) on tp \(ranks 0, 1\) has waited for [34] s on rank 0, at "
     expected += (
-        r"tp\.py:\d+ in forward \(step \d+\): rank 1 is absent: it is at trainer\.py:\d+ in "
+        r"tensor\.py:\d+ in forward \(step \d+\): rank 1 is absent: it is at step\.py:\d+ in "
     )
     expected += r"forward_backward, and its last collective on tp was number (\d+)"
     found = re.fullmatch(expected + SLOW, error)
@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_each_other_are_told_and_how_to_find_out(config):
         r"reduce_scatter number \d+ on tp \(ranks 0, 1\)",
         r"recv number 1 on tp \(rank 0 to rank 1\)",
     ]
-    both = rf"rank 0 is in {parts[0]}, at tp\.py:\d+ in forward; "
+    both = rf"rank 0 is in {parts[0]}, at tensor\.py:\d+ in forward; "
     both += rf"rank 1 is in {parts[1]}, at test_stalls\.py:\d+ in wait_for_nothing"
     expected = rf"error: ({parts[0]}|{parts[1]}) has waited for [34] s on rank \d, at "
     expected += rf".* \(step \d+\): no rank is absent, they wait for each other: {both}\n\n"
@@ -143,7 +143,7 @@ def test_the_debug_mode_names_the_first_call_that_differs(config):
     settings = ["parallel.tp=2", "train.debug_collectives=true"]
     done = ended(config, call_once_more, *settings, within=6.0)
     calls = [
-        r"calls reduce_scatter of \[8, 16\] float32 at tp\.py:\d+ in forward",
+        r"calls reduce_scatter of \[8, 16\] float32 at tensor\.py:\d+ in forward",
         r"calls all_reduce of \[3\] float32 \(SUM\) at test_stalls\.py:\d+ in call_once_more",
     ]
     for one, other in ((0, 1), (1, 0)):

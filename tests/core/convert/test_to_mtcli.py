@@ -335,30 +335,30 @@ def test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_te
     code = f"""
 import resource, sys, torch
 from pathlib import Path
-from mtcli.core.checkpoint import convert, export
-from mtcli.core.convert.to_mtcli import Options, to_mtcli
+from mtcli.core.convert import to_huggingface as export, to_mtcli as convert
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import Piece, save
+from mtcli.core.checkpoint.store import Shard, save
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.mesh.parameters import parameters
 model = ModelConfig(num_layers=int(sys.argv[1]), hidden_size={hidden}, num_heads=8,
                     vocab_size={vocabulary}, max_seq_len=8)
-convert.SLAB_BYTES = export.SLAB_BYTES = {slab}
+convert.BOX_BYTES = export.BOX_BYTES = {slab}
 root = Path(sys.argv[2])
 if sys.argv[3] == "make":
-    pieces = [Piece(n, torch.zeros(p.shape), (0,) * len(p.shape), p.shape)
+    pieces = [Shard(n, torch.zeros(p.shape), (0,) * len(p.shape), p.shape)
               for n, p in parameters(model).items()]
     save(root, 1, pieces, rank=0, gather=lambda o: [o], extra={{}},
          config_toml=dump_toml(RunConfig(model=model)), tokenizer=None, keep=0)
 else:
     source = open_checkpoint(root)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    to_mtcli(source, root / "out", *parse_layout("tp=2"), Options())
-    to_hf(open_checkpoint(root / "out"), root / "hf", 10**9, Options())
+    to_mtcli(source, root / "out", *parse_layout("tp=2"), WriteOptions())
+    to_hf(open_checkpoint(root / "out"), root / "hf", 10**9, WriteOptions())
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

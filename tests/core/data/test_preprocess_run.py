@@ -284,11 +284,12 @@ from pathlib import Path
 import mtcli.core.data.sources as corpus
 corpus.cut.__defaults__ = (50_000,)
 from mtcli.core.data.preprocess import preprocess
-from mtcli.core.data.request import Request
+from mtcli.core.data.request import PreprocessRequest
 from mtcli.core.config.errors import MtcliError
 {before}
 try:
-    preprocess(Request(({inputs!r},), Path({output!r}), "bytes", workers=2, {options}), print)
+    request = PreprocessRequest(({inputs!r},), Path({output!r}), "bytes", workers=2, {options})
+    preprocess(request, print)
 except MtcliError as error:
     print(error, file=sys.stderr)
     sys.exit(int(error.code))

@@ -91,7 +91,11 @@ LAYOUTS = {
     [
         ("tensor", 3, r"all_reduce number 1 on tp \(ranks 2, 3\) .* on rank 2, at {} in tensor"),
         ("backward", 1, r"all_reduce number 1 on tp \(ranks 0, 1\) .* rank 0, at {} in backward"),
-        ("bucket", 1, r"all_reduce number 1 on data \(ranks 0, 1\) .* at all_reduce.py:\d+ in finish"),
+        (
+            "bucket",
+            1,
+            r"all_reduce number 1 on data \(ranks 0, 1\) .* at all_reduce.py:\d+ in finish",
+        ),
         ("message", 0, r"recv number 1 on pp_forward \(rank 0 to rank 1\) .* at {} in message"),
         ("ring", 1, r"rotate number 1 on cp \(ranks 0, 1\) .* rank 0, at {} in ring"),
     ],
@@ -101,7 +105,7 @@ def test_a_rank_that_another_waits_for_is_named(tmp_path, work, missing, waits):
     answers = run_ranks(world, watched, str(tmp_path / "store"), work, missing)
     (error,) = [error for error, *_ in answers if error]
     assert all(silent == [] and over for _, silent, over in answers)
-    here = waits.format(r"test_watch\.py:\d+").replace(".* ", "has waited for 1 s .*", 1)
+    here = waits.format(r"test_watchdog\.py:\d+").replace(".* ", "has waited for 1 s .*", 1)
     expected = rf"error: {here} \(step 7\): rank {missing} is absent: it is at threading\.py:\d+ "
     assert re.fullmatch(rf"{expected}in wait\n\nhint: {LATE}", error), error
 
@@ -135,7 +139,7 @@ def test_a_collective_that_breaks_is_explained_before_its_rank_goes_on(tmp_path)
     first, second, _ = run_ranks(3, broken, str(tmp_path / "store"))
     assert re.fullmatch(
         r"error: all_reduce number 1 on tp \(ranks 0, 1, 2\) broke on rank 0, "
-        r"at test_watch\.py:\d+ in broken: Connection closed by peer; "
+        r"at test_watchdog\.py:\d+ in broken: Connection closed by peer; "
         r"rank 2 is absent: it does not answer \(stopped, dead, or its machine lost\)\n\nhint: .*",
         first[0],
     ), first
@@ -243,7 +247,7 @@ def test_a_collective_that_breaks_with_the_store_names_the_host_of_both():
     watch.explain()
     assert re.fullmatch(
         r"error: all_reduce number 1 on data \(ranks 0, 1\) broke on rank 1, "
-        r"at test_watch\.py:\d+ in test_\w+: Connection reset by peer; rank 0 is absent: "
+        r"at test_watchdog\.py:\d+ in test_\w+: Connection reset by peer; rank 0 is absent: "
         r"it does not answer \(stopped, dead, or its machine lost\)\n\nhint: .*--resume",
         ended.error,
     )
