@@ -1,4 +1,4 @@
-"""Sizes at which operations split their work. Imports nothing, so that the planner can read them."""
+"""Sizes at which operations split their work. Imports nothing, so that plan can read them."""
 
 # CPU attention by GEMMs, in attention/cpu.py. A longer row of scores falls out of the cache.
 CPU_ATTENTION_ROW_BYTES = 2048

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from mtcli.core.config.fields import MAX_RANKS
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.section import MAX_RANKS
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.memory import fits
 from mtcli.core.plan.request import PlanRequest, round_batch

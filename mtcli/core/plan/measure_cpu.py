@@ -42,7 +42,7 @@ from mtcli.core.plan.probes import (
 )
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, set_matmul
-from mtcli.core.runtime.lifeline import end_with
+from mtcli.core.runtime.process_pool import end_with
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.step import Phases, Trainer
 from mtcli.kernels.gemm import runs_in_float32

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from math import gcd
 from typing import Any
 
-from mtcli.core.config.divisors import divisors
+from mtcli.core.config.fields import divisors
 from mtcli.core.config.layout_rules import uneven_heads
 from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import RunConfig
