@@ -29,7 +29,7 @@ from mtcli.core.profile.summary import summarized, waiting_of
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader, open_loader, synthetic_loader
 from mtcli.core.training.step import Phases, Trainer
-from mtcli.kernels.products import matmul
+from mtcli.kernels.gemm import matmul
 
 SIDE = {"cpu": 1024, "cuda": 8192}  # of a product that runs at full speed; 10 to 20 ms on a core
 OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates

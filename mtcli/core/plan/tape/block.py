@@ -45,7 +45,7 @@ from mtcli.core.plan.tape.ops import (
     then,
     views,
 )
-from mtcli.kernels.sizes import HASH_BYTES, WHOLE_ROW_BYTES, block_rows
+from mtcli.kernels.limits import CPU_ATTENTION_ROW_BYTES, RANDOM_BITS_PEAK, block_rows
 
 SPAN = 8  # bytes of a query's `Spans`: two int32
 
@@ -185,7 +185,7 @@ def _with_dropout(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     tape.free(scaled, k)
     probabilities = masked_softmax(kit, scores, heads.scores)
     tape.free(scores)
-    tape.moment(HASH_BYTES * heads.scores)
+    tape.moment(8 * RANDOM_BITS_PEAK * heads.scores)
     left = tape.op(
         [probabilities],
         [probabilities.size],
@@ -237,7 +237,7 @@ def _by_document(kit: Kit, qkv: QKV, heads: Heads) -> Value:
 
 def _of_rows(kit: Kit, qkv: QKV, heads: Heads, copies: bool) -> Value:
     """Attention by the kernel of the device; `copies` where rows are not stored head by head."""
-    if kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= WHOLE_ROW_BYTES:
+    if kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= CPU_ATTENTION_ROW_BYTES:
         return _in_blocks(kit, qkv, heads, copies)
     if kit.slow:
         wide = Heads(kit, 4, heads.rows)
@@ -409,7 +409,7 @@ def _ring_backward_bytes(kit: Kit, heads: Heads) -> float:
     rows, times = work.seq_len // work.layout.cp, size / heads.size
     q, both = times * heads.q, times * 2 * heads.k
     per_head = 2 * heads.grouped * q  # keys and values for each head
-    if size >= 4 and rows * size <= WHOLE_ROW_BYTES and not work.document_mask:
+    if size >= 4 and rows * size <= CPU_ATTENTION_ROW_BYTES and not work.document_mask:
         copies = (work.micro_batch_size > 1) * q + per_head
         return copies + 3 * q + head_blocks_bytes(kit, heads, rows)[1]
     copies = kit.slow * (3 * q + both) + per_head

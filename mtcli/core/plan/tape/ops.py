@@ -24,7 +24,7 @@ from mtcli.core.plan.tape.autograd import (
     same_gradient,
 )
 from mtcli.core.plan.workload import Workload
-from mtcli.kernels.sizes import HASH_BYTES
+from mtcli.kernels.limits import RANDOM_BITS_PEAK
 
 INDEX = 8  # bytes of an int64
 BLOCK, EXPERTS, ENDS = range(3)  # groups of parameters that zero=3 gathers together
@@ -467,7 +467,7 @@ def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
             return [tape.new(y.size), *(named_again(grads[0]) for _ in taken[1:])]
 
         return tape.op(taken, [y.size], back)[0]
-    tape.moment(HASH_BYTES * y.size / kit.t.size)
+    tape.moment(8 * RANDOM_BITS_PEAK * y.size / kit.t.size)
     dropped = tape.op([y], [y.size], new_gradients(y.size), more=y.size)[0]
     if onto is None:
         return dropped

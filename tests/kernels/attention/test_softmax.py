@@ -2,7 +2,7 @@ import pytest
 import torch
 from exact import check, seeded
 
-from mtcli.kernels.softmax import LONGEST, masked_softmax, masked_softmax_reference
+from mtcli.kernels.attention.softmax import MAX_KEYS, masked_softmax, masked_softmax_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -53,5 +53,5 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_no_gradient(device):
 def test_the_reference_is_the_formula_and_takes_rows_too_long_for_a_kernel(device):
     x, mask = seeded(2, 1, 4, 6), mask_of(2, 4, 6)
     torch.testing.assert_close(masked_softmax_reference(x, mask, 0.5), formula(x, mask, 0.5))
-    long = torch.zeros(1, 1, 1, LONGEST + 1, device=device)
+    long = torch.zeros(1, 1, 1, MAX_KEYS + 1, device=device)
     assert masked_softmax(long, None).sum().item() == pytest.approx(1.0, rel=1e-4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtcli.kernels.sizes import BLOCK_BYTES, CHUNK_BYTES, block_rows, chunk_rows
+from mtcli.kernels.limits import CPU_BLOCK_BYTES, LOSS_CHUNK_BYTES, block_rows, chunk_rows
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from mtcli.kernels.sizes import BLOCK_BYTES, CHUNK_BYTES, block_rows, chunk_rows
 )
 def test_a_chunk_of_the_loss_is_as_many_rows_as_fit_in_tiles_of_128(row_bytes, rows):
     assert chunk_rows(row_bytes) == rows
-    assert rows * row_bytes <= CHUNK_BYTES or rows == 1
+    assert rows * row_bytes <= LOSS_CHUNK_BYTES or rows == 1
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_a_chunk_of_the_loss_is_as_many_rows_as_fit_in_tiles_of_128(row_bytes, r
 )
 def test_a_block_is_as_many_rows_as_an_l2_cache_holds(row_bytes, rows):
     assert block_rows(row_bytes) == rows
-    assert rows * row_bytes <= BLOCK_BYTES or rows == 1
+    assert rows * row_bytes <= CPU_BLOCK_BYTES or rows == 1

@@ -10,10 +10,11 @@ from exact import TOLERANCE, distance, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtcli.kernels import choices, library_attention
-from mtcli.kernels.attention import attention, attention_backward
-from mtcli.kernels.library_attention import LIBRARIES
-from mtcli.kernels.merge import merge_
+from mtcli.kernels import autotune
+from mtcli.kernels.attention import library as attention_library
+from mtcli.kernels.attention.attention import attention, attention_backward
+from mtcli.kernels.attention.library import LIBRARIES
+from mtcli.kernels.attention.merge import merge_
 
 HEADS, N, M, D = (4, 2), 24, 40, 16  # query heads and groups, queries, keys, width
 BOUND = 2 * TOLERANCE[torch.bfloat16]  # probabilities are rounded too
@@ -41,7 +42,7 @@ def gradients(grad, q, k, v, causal):
     return of_scores @ heads[0], *(x.sum(2) for x in of_kv)
 
 
-class Library(TorchDispatchMode):
+class FakeLibrary(TorchDispatchMode):
     """Stands for both libraries; `dims` are those of cuDNN's log-sum-exp."""
 
     def __init__(self, dims):
@@ -84,16 +85,16 @@ def made(keys, d=D, device="cpu"):
 def measured(monkeypatch, tmp_path):
     """A function that writes down who was the fastest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    choices._known.cache_clear()
+    autotune._measured.cache_clear()
 
     def by(library, d, device):
-        bucket = choices.bucket_of(torch.bfloat16, library_attention.magnitudes(M, d))
+        bucket = autotune.bucket_of(torch.bfloat16, attention_library.tuned_sizes(M, d))
         ops = ("attention", "attention_backward")
-        choices.save({op: {bucket: {"by": library}} for op in ops}, device)
+        autotune.save_table({op: {bucket: {"by": library}} for op in ops}, device)
 
     yield by
-    choices._known.cache_clear()
-    library_attention._cudnn_sums_dims.cache_clear()
+    autotune._measured.cache_clear()
+    attention_library._cudnn_lse_dims.cache_clear()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -105,7 +106,7 @@ def test_the_library_that_was_measured_to_be_faster_does_the_work(
         pytest.skip("the libraries themselves do it below")
     measured(name, D, device)
     q, k, v, grad = made(N if causal else M)
-    with Library(dims) as library:
+    with FakeLibrary(dims) as library:
         out, lse = attention(q, k, v, causal)
         sliced = torch.cat([lse, lse], 2)[:, :, N:]  # as a ring's rectangle is
         found = attention_backward(grad, (q, k, v, out), sliced, causal)
@@ -123,9 +124,9 @@ def test_a_library_is_not_asked_for_heads_that_it_does_not_take(device, measured
     for d, dtype in ((160, torch.bfloat16), (20, torch.bfloat16), (D, torch.float32)):
         q, k, *_ = made(M, d)
         q, k = q.to(device, dtype), k.to(device, dtype)
-        assert library_attention.library_for("attention", q, k) is None
+        assert attention_library.library_for("attention", q, k) is None
     measured("flash", 160, device)
-    assert library_attention.library_for("attention", *made(M, 160, device)[:2]) is not None
+    assert attention_library.library_for("attention", *made(M, 160, device)[:2]) is not None
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

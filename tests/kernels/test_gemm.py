@@ -1,12 +1,12 @@
-"""Products of 16 bits on CPU against float64, and of everything else against torch's own."""
+"""GEMMs of 16 bits on CPU against float64, and of everything else against torch's own."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mtcli.kernels import products
-from mtcli.kernels.attention import attention, attention_backward, whole_attention
-from mtcli.kernels.products import choose_products, is_slow, linear, matmul
+from mtcli.kernels import gemm
+from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
+from mtcli.kernels.gemm import choose_gemm_dtype, linear, matmul, runs_in_float32
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of one result, relative
 XEON = {"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": False}
@@ -24,11 +24,11 @@ def apart(found, exact):
 @pytest.fixture
 def on(monkeypatch):
     """Lets products be chosen for a CPU that can do what it is called with."""
-    monkeypatch.setattr(products, "_IN_FLOAT32", {torch.float16})
+    monkeypatch.setattr(gemm, "_IN_FLOAT32", {torch.float16})
 
     def choose(can):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
-        choose_products()
+        choose_gemm_dtype()
 
     return choose
 
@@ -47,8 +47,8 @@ def on(monkeypatch):
 def test_bfloat16_is_multiplied_in_float32_where_a_cpu_is_slow_at_it(on, can, slow):
     for _ in range(2):
         on(can)
-        assert is_slow(made(1, dtype=torch.bfloat16)) is slow
-        assert is_slow(made(1)) and not is_slow(made(1, dtype=torch.float32))
+        assert runs_in_float32(made(1, dtype=torch.bfloat16)) is slow
+        assert runs_in_float32(made(1)) and not runs_in_float32(made(1, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -97,7 +97,7 @@ def test_attention_is_made_in_float32_and_rounded_once(on, dtype, tokens):
     expected = F.scaled_dot_product_attention(*exact, is_causal=True)
     expected.backward(grad.double())
     mine = [x.clone().requires_grad_() for x in (q, k, v)]
-    whole = whole_attention(*mine, True)
+    whole = sdpa(*mine, True)
     whole.backward(grad)
     part, lse = attention(q, k, v, True)
     of_part = attention_backward(grad, (q, k, v, part), lse, True)
@@ -113,6 +113,6 @@ def test_attention_is_made_in_float32_and_rounded_once(on, dtype, tokens):
 def test_other_dtypes_are_left_to_torch(on, dtype):
     on(XEON | {"amx_bf16": True})
     x, weight = made(7, 50).to(dtype), made(33, 50, seed=1).to(dtype)
-    assert not is_slow(x)
+    assert not runs_in_float32(x)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
     assert torch.equal(matmul(x, weight.T), x @ weight.T)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from exact import TOLERANCE, distance, seeded
 
-from mtcli.kernels.merge import merge_, merge_reference_
+from mtcli.kernels.attention.merge import merge_, merge_reference_
 
 
 def seen(scores, values):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from exact import TOLERANCE, check, distance, seeded
 
-from mtcli.kernels.attention import attention, attention_backward
-from mtcli.kernels.flash import flash
-from mtcli.kernels.flash_backward import flash_backward
-from mtcli.kernels.flash_parts import Spans
-from mtcli.kernels.launch import Kernel
-from mtcli.kernels.merge import merge_
+from mtcli.kernels.attention.attention import attention, attention_backward
+from mtcli.kernels.attention.flash_backward import flash_backward
+from mtcli.kernels.attention.flash_forward import flash
+from mtcli.kernels.attention.merge import merge_
+from mtcli.kernels.attention.tiles import KeyRanges
+from mtcli.kernels.launch import TritonKernel
 
 SHAPES = {  # b, h, g, n, m, d
     "groups, odd": (2, 4, 2, 37, 37, 20),
@@ -41,7 +41,7 @@ def spans_of(mask):
     """Where the keys begin and end that each query sees."""
     seen = mask[:, 0].int()
     first = seen.argmax(-1)
-    return Spans(first.int(), (first + seen.sum(-1)).int())
+    return KeyRanges(first.int(), (first + seen.sum(-1)).int())
 
 
 def dtypes(device):
@@ -83,7 +83,7 @@ def test_queries_see_their_own_documents_alone(device, causal, rows):
     mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (
         torch.ones(133, 133, dtype=torch.bool).tril() if causal else True
     )
-    spans = Spans(*(x.to(device) for x in spans_of(mask)))
+    spans = KeyRanges(*(x.to(device) for x in spans_of(mask)))
     agrees(device, (len(rows), 2, 1, 133, 133, 16), False, mask, spans)
 
 
@@ -95,7 +95,7 @@ def test_sequences_and_heads_are_more_than_the_second_dimension_of_a_grid_holds(
     def noted(kernel, grid, arguments, constants, config):
         grids.append(grid({**config, **constants}))
 
-    monkeypatch.setattr(Kernel, "_launch_as", noted)
+    monkeypatch.setattr(TritonKernel, "_launch_as", noted)
     q = torch.zeros(8, 8200, 3, 16, device=device)
     lse = q[..., 0].clone()
     flash_backward(q, q, q, q, q, lse, True, None, None)
@@ -110,14 +110,16 @@ def test_what_sees_nothing_is_nothing_and_merges_so(device):
     q, k, v = (x.float() for x in made((1, 2, 2, 70, 70, 16), device))
     first = torch.full((1, 70), 50, dtype=torch.int32, device=device)
     end = torch.where(torch.arange(70, device=device) < 66, 50, 70).int()[None]
-    out, lse = attention(q, k, v, False, Spans(first, end))
+    out, lse = attention(q, k, v, False, KeyRanges(first, end))
     assert (out[:, :, :66] == 0).all() and (lse[:, :, :66] == float("-inf")).all()
     assert lse[:, :, 66:].isfinite().all()
     whole = attention(q, k, v, True)
     merged, total = (x.clone() for x in whole)
     merge_(merged[:, :, :66], total[:, :, :66], out[:, :, :66], lse[:, :, :66])
     assert torch.equal(merged, whole[0]) and torch.equal(total, whole[1])
-    grads = attention_backward(torch.ones_like(q), (q, k, v, out), lse, False, Spans(first, end))
+    grads = attention_backward(
+        torch.ones_like(q), (q, k, v, out), lse, False, KeyRanges(first, end)
+    )
     assert (grads[0][:, :, :66] == 0).all() and all(x.isfinite().all() for x in grads)
     assert (grads[1][:, :, :50] == 0).all() and (grads[2][:, :, :50] == 0).all()
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mtcli.kernels import blocked_attention
-from mtcli.kernels.attention import (
+from mtcli.kernels.attention import cpu
+from mtcli.kernels.attention.attention import (
     attention,
     attention_backward,
     attention_backward_reference,
     attention_reference,
-    whole_attention,
+    sdpa,
 )
-from mtcli.kernels.merge import merge_
+from mtcli.kernels.attention.merge import merge_
 
 SHAPES = {"one head": (1, 1, 1, 5, 8), "groups": (2, 6, 2, 7, 4), "many": (2, 4, 4, 33, 16)}
 SHAPES |= {"long": (1, 2, 1, 70, 4), "longer": (1, 1, 1, 260, 4)}  # where other kernels take over
@@ -119,7 +119,7 @@ def test_the_backward_through_a_mask_is_autograd_s_over_all_blocks(function, sha
 def test_the_blocked_path_has_the_values_and_gradients_of_the_closed_form(shape, dtype, causal):
     q, k, v, grad = made(shape)
     leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-    out = whole_attention(*leaves, causal)
+    out = sdpa(*leaves, causal)
     out.backward(grad.to(dtype))
     expected, lse = dense(q, k, v, causal)
     tight = 1e-11 if dtype == torch.float64 else 2e-5
@@ -133,7 +133,7 @@ def test_the_blocked_path_has_the_values_and_gradients_of_the_closed_form(shape,
 def test_float16_on_a_cpu_is_rounded_at_the_ends_only(shape):
     q, k, v, grad = (x.half() for x in made(shape))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = whole_attention(*leaves, True)
+    out = sdpa(*leaves, True)
     out.backward(grad)
     expected, lse = dense(*(x.double() for x in (q, k, v)), causal=True)
     saved = (q.double(), k.double(), v.double(), expected)
@@ -147,12 +147,12 @@ def test_float16_on_a_cpu_is_rounded_at_the_ends_only(shape):
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_rows_and_rows_without_gradients_give_the_same_values(causal):
     q, k, v, _ = made("many", torch.float32)
-    blocked = whole_attention(*(x.clone().requires_grad_() for x in (q, k, v)), causal)
+    blocked = sdpa(*(x.clone().requires_grad_() for x in (q, k, v)), causal)
     with torch.no_grad():
-        torch.testing.assert_close(whole_attention(q, k, v, causal), blocked, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sdpa(q, k, v, causal), blocked, rtol=1e-5, atol=1e-6)
     long = [x.repeat(1, 1, 20, 1) for x in (q, k, v)]  # 660 tokens: past the blocks' limit
     expected, _ = attention_reference(*(x.double() for x in long), causal)
-    found = whole_attention(*(x.requires_grad_() for x in long), causal)
+    found = sdpa(*(x.requires_grad_() for x in long), causal)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -182,10 +182,10 @@ def test_a_block_that_nobody_sees_merges_as_nothing_whenever_it_comes():
 @pytest.mark.parametrize("b", [1, 2])
 def test_a_compiler_is_told_the_memory_that_operators_over_blocks_give(b):
     x = torch.randn(b, 6, 3, 4).transpose(1, 2)  # as projections are: token by token
-    out = blocked_attention._op(x, x, x, True)
-    strides = [y.stride() for y in (out, *blocked_attention._backward_op(x, x, x, x, out, True))]
+    out = cpu._op(x, x, x, True)
+    strides = [y.stride() for y in (out, *cpu._backward_op(x, x, x, x, out, True))]
     with FakeTensorMode() as mode:
         x, out = mode.from_tensor(x), mode.from_tensor(out)
-        told = [blocked_attention._op(x, x, x, True)]
-        told += blocked_attention._backward_op(x, x, x, x, out, True)
+        told = [cpu._op(x, x, x, True)]
+        told += cpu._backward_op(x, x, x, x, out, True)
     assert [y.stride() for y in told] == strides

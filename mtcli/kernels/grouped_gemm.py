@@ -1,4 +1,4 @@
-"""A linear layer of many experts at once ("grouped GEMM"): each has a weight and a run of rows.
+"""Grouped GEMM: a linear layer of all experts at once, each with a weight and a run of rows.
 
 N rows of D sorted by expert, E experts of width F; `ends` [E] int32 are the ends of their runs.
 """
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import beats_torch, cdiv, kernel, operator, power_of_two, runs_triton
-from mtcli.kernels.products import LinearBy, Products, float32_precision, linear
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.gemm import LinearFunction, LinearGemms, float32_precision, linear
+from mtcli.kernels.launch import cdiv, kernel, power_of_two, prefers_kernel, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-SIZES = ("ROWS", "COLUMNS", "INNER", "num_warps", "num_stages")
-TILES = tuple(
-    dict(zip(SIZES, sizes, strict=True))
+CONFIGS = tuple(
+    dict(zip(("ROWS", "COLUMNS", "INNER", "num_warps", "num_stages"), sizes, strict=True))
     for sizes in (
         (128, 256, 64, 8, 3),
         (128, 128, 64, 8, 4),
@@ -32,11 +32,11 @@ BAND = 8  # tiles of rows that share a tile of weights in the L2 cache
 FEW = 1024  # rows of an expert below which a tile has 64
 
 
-def default_tile(rows_each: int, width: int, inner: int, itemsize: int) -> dict[str, int]:
-    """What is launched where nothing was measured: the last fits float32 in shared memory."""
+def default_config(rows_each: int, width: int, inner: int, itemsize: int) -> dict[str, int]:
+    """The config where nothing was measured: the last one fits float32 in shared memory."""
     if itemsize == 4:
-        return TILES[-1]
-    return TILES[0] if rows_each >= FEW else TILES[3]
+        return CONFIGS[-1]
+    return CONFIGS[0] if rows_each >= FEW else CONFIGS[3]
 
 
 def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
@@ -47,25 +47,26 @@ def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]
 
 @kernel()
 def locate(ends_ptr, tile, experts, E: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first row, end of its run) of a tile of rows; past the last tile no rows."""
+    """Finds (expert, first row, end of its run) of a tile of rows; past the last tile no rows."""
     lane = tl.arange(0, E)
     end = tl.load(ends_ptr + lane, mask=lane < experts, other=0)
     start = tl.load(ends_ptr + lane - 1, mask=(lane > 0) & (lane < experts), other=0)
     tiles = tl.where(lane < experts, (end - start + ROWS - 1) // ROWS, 0)
     last = tl.cumsum(tiles, 0)
     expert = tl.sum((last <= tile).to(tl.int32), 0)
-    mine = lane == expert
-    first = tl.sum(tl.where(mine, start + (tile - last + tiles) * ROWS, 0), 0)
-    return expert, first, tl.sum(tl.where(mine, end, 0), 0)
+    found = lane == expert
+    first = tl.sum(tl.where(found, start + (tile - last + tiles) * ROWS, 0), 0)
+    return expert, first, tl.sum(tl.where(found, end, 0), 0)
 
 
-@kernel(TILES, key=["rows_each", "width", "inner", "itemsize"], default=default_tile)
-def _product(
+@kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_config)
+def _gemm(
     x_ptr, weight_ptr, ends_ptr, out_ptr, experts, rows_each, width, inner, itemsize,
     of_expert: tl.int64, of_column, of_inner,
     E: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip  # strides of the weight, whose rows are columns of the result; EVEN: no last part
+):  # fmt: skip
+    """out [N, width] = x W_e^T; the `of_` are the weight's strides; EVEN: INNER divides `inner`."""
     column_tiles = tl.cdiv(width, COLUMNS)
     in_band = BAND * column_tiles
     band, place = tl.program_id(0) // in_band, tl.program_id(0) % in_band
@@ -95,11 +96,12 @@ def _product(
         tl.store(at, total, mask=(row < end)[:, None] & inside)
 
 
-@kernel(TILES, key=["rows_each", "width", "inner", "itemsize"], default=default_tile)
-def _outer(
+@kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_config)
+def _wgrad(
     grad_ptr, x_ptr, ends_ptr, out_ptr, rows_each, width, inner, itemsize,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip  # out [E, width, inner]: grad^T x over an expert's rows, INNER at a time
+):  # fmt: skip
+    """out [E, width, inner] = grad^T x over an expert's rows, INNER at a time."""
     expert = tl.program_id(1)
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
@@ -127,95 +129,80 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tenso
     """
     if not runs_triton(x_ND):
         return grouped_linear_reference(x_ND, weight_EFD, counts)
-    return LinearBy.apply(x_ND, weight_EFD, None, grouped_products(x_ND, weight_EFD, counts))
+    return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts))
 
 
-def grouped_products(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Products:
-    """The three products of all experts on a GPU, for such rows, weights and numbers of rows.
+def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> LinearGemms:
+    """The three GEMMs of all experts on a GPU, for such rows, weights and numbers of rows.
 
-    Runs of one length are a batched product of cuBLAS; torch's grouped product is called where it
-    was measured to be faster than ours.
+    Runs of one length are a batched GEMM of cuBLAS; torch's grouped GEMM is called where it was
+    measured to be faster than ours.
     """
     if len(set(counts)) == 1:
-        return _batched(len(counts))
+        return _batched_gemms(len(counts))
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-    ends = ends.to(x_ND.device, non_blocking=True)  # without waiting for the GPU
-    if beats_torch("grouped_linear", x_ND, weight_EFD.shape[1]) or not _torch_can(x_ND, weight_EFD):
-        return _ours(ends)
-    return _by_torch(ends)
+    # Without waiting for the GPU.
+    ends = ends.to(x_ND.device, non_blocking=True)
+    # torch's takes bfloat16 in rows of a multiple of 16 bytes.
+    fits = x_ND.shape[1] % 8 == 0 == weight_EFD.shape[1] % 8 and x_ND.dtype == torch.bfloat16
+    if fits and not prefers_kernel("grouped_linear", x_ND, weight_EFD.shape[1]):
+        return _torch_gemms(ends)
+    return LinearGemms(
+        lambda x, weight, bias: _grouped_linear(x, weight, ends),
+        lambda grad, weight: _grouped_linear(grad, weight.transpose(1, 2), ends),
+        lambda grad, x: _grouped_wgrad(grad, x, ends),
+    )
 
 
-def _batched(experts: int) -> Products:
+def _batched_gemms(experts: int) -> LinearGemms:
     def runs(x: Tensor) -> Tensor:
         return x.unflatten(0, (experts, -1))
 
-    return Products(
+    return LinearGemms(
         lambda x, weight, bias: torch.bmm(runs(x), weight.transpose(1, 2)).flatten(0, 1),
         lambda grad, weight: torch.bmm(runs(grad), weight).flatten(0, 1),
         lambda grad, x: torch.bmm(runs(grad).transpose(1, 2), runs(x)),
     )
 
 
-def _ours(ends: Tensor) -> Products:
-    return Products(
-        lambda x, weight, bias: _linear(x, weight, ends),
-        lambda grad, weight: _linear(grad, weight.transpose(1, 2), ends),
-        lambda grad, x: _outer_op(grad, x, ends),
-    )
-
-
-def _by_torch(ends: Tensor) -> Products:
+def _torch_gemms(ends: Tensor) -> LinearGemms:
     multiply = torch._grouped_mm
-    return Products(
+    return LinearGemms(
         lambda x, weight, bias: multiply(x, weight.transpose(1, 2), offs=ends),
         lambda grad, weight: multiply(grad, weight, offs=ends),
         lambda grad, x: multiply(grad.transpose(0, 1), x, offs=ends),
     )
 
 
-def grouped_linear_by_torch(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
-    """`grouped_linear_reference` by torch's grouped product, for benchmarks."""
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x_ND.device)
-    return torch._grouped_mm(x_ND, weight_EFD.transpose(1, 2), offs=ends)
-
-
-def _torch_can(x: Tensor, weight: Tensor) -> bool:
-    """torch's takes bfloat16 in rows of a multiple of 16 bytes."""
-    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 == weight.shape[1] % 8
-
-
-def _run(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+@custom_op(
+    "grouped_linear(Tensor x, Tensor weight, Tensor ends) -> Tensor",
+    fake=lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]),
+)
+def _grouped_linear(x, weight, ends):
     x, (experts, width, inner) = x.contiguous(), weight.shape
     rows, out = len(x), x.new_empty(len(x), width)
 
     def grid(meta: Any) -> tuple[int]:
-        bands = cdiv(cdiv(rows, meta["ROWS"]) + experts, BAND)  # each expert's last tile may be cut
+        # Each expert's last tile may have fewer rows.
+        bands = cdiv(cdiv(rows, meta["ROWS"]) + experts, BAND)
         return (bands * BAND * cdiv(width, meta["COLUMNS"]),)
 
     sizes = (experts, rows // experts, width, inner, x.element_size(), *weight.stride())
-    facts = {"E": power_of_two(experts), "EVEN": inner % 64 == 0, "BAND": BAND}
+    flags = {"E": power_of_two(experts), "EVEN": inner % 64 == 0, "BAND": BAND}
     if rows:
-        _product[grid](x, weight, ends, out, *sizes, PRECISION=float32_precision(), **facts)
+        _gemm[grid](x, weight, ends, out, *sizes, PRECISION=float32_precision(), **flags)
     return out
 
 
-def _run_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+@custom_op(
+    "grouped_outer(Tensor grad, Tensor x, Tensor ends) -> Tensor",
+    fake=lambda grad, x, ends: x.new_empty(len(ends), grad.shape[1], x.shape[1]),
+)
+def _grouped_wgrad(grad, x, ends):
     grad, x, experts = grad.contiguous(), x.contiguous(), len(ends)
     width, inner = grad.shape[1], x.shape[1]
     out = x.new_empty(experts, width, inner)
     sizes = (len(x) // experts, width, inner, x.element_size())
     grid = lambda meta: (cdiv(width, meta["ROWS"]) * cdiv(inner, meta["COLUMNS"]), experts)  # noqa: E731
-    _outer[grid](grad, x, ends, out, *sizes, PRECISION=float32_precision())
+    _wgrad[grid](grad, x, ends, out, *sizes, PRECISION=float32_precision())
     return out
-
-
-_outer_op = operator(
-    "grouped_outer(Tensor grad, Tensor x, Tensor ends) -> Tensor",
-    _run_outer,
-    lambda grad, x, ends: x.new_empty(len(ends), grad.shape[1], x.shape[1]),
-)
-_linear = operator(
-    "grouped_linear(Tensor x, Tensor weight, Tensor ends) -> Tensor",
-    _run,
-    lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]),
-)

@@ -1,7 +1,7 @@
-"""Results of attention over two blocks of keys, merged by their log-sum-exps.
+"""Merges attention over two blocks of keys by their log-sum-exps, as ring attention needs.
 
-b sequences, h query heads, n queries, d head width. A query that has seen no key in a block has the
-log-sum-exp -inf there, and merges as nothing.
+b sequences, h query heads, n queries, d head width. A query that attends to no key of a block has
+the log-sum-exp -inf there, and the merge leaves it as it is.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mtcli.kernels.flash_parts import program_of, programs, rowwise, strides
-from mtcli.kernels.launch import kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.attention.tiles import contiguous_rows, head_grid, program_of, strides
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel, power_of_two, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-TILES = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), (32, 4), (64, 8)))
+CONFIGS = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), (32, 4), (64, 8)))
 
 
 def merge_reference_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -37,30 +38,31 @@ def finite(lse: Tensor) -> Tensor:
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
-@kernel(TILES, key=["d"])
+@kernel(CONFIGS, key=["d"])
 def _merge(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, h, n, d, ob: tl.int64, oh: tl.int64, on,
     lb: tl.int64, lh: tl.int64, pb: tl.int64, ph: tl.int64, pn, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip  # strides of out, lse and part; part_lse [b, h, n] is contiguous
+):  # fmt: skip
+    """Strides are those of out, lse and part; part_lse [b, h, n] is contiguous."""
     tile, b, head = program_of(n, h, ROWS)
     row = tile * ROWS + tl.arange(0, ROWS)
     real, column = row < n, tl.arange(0, WIDTH)[None, :]
     lse_at = lse_ptr + b * lb + head * lh + row
-    mine = tl.load(lse_at, mask=real, other=0.0)
-    theirs = tl.load(part_lse_ptr + (b * h + head) * n + row, mask=real, other=0.0)
-    top = tl.maximum(mine, theirs)
+    lse = tl.load(lse_at, mask=real, other=0.0)
+    part_lse = tl.load(part_lse_ptr + (b * h + head) * n + row, mask=real, other=0.0)
+    top = tl.maximum(lse, part_lse)
     base = tl.where(top == float("-inf"), 0.0, top)
-    mine, theirs = tl.exp(mine - base), tl.exp(theirs - base)
-    both = mine + theirs
-    some = tl.where(both > 0.0, both, 1.0)
-    tl.store(lse_at, tl.where(both > 0.0, base + tl.log(some), top), mask=real)
+    share, part_share = tl.exp(lse - base), tl.exp(part_lse - base)
+    total = share + part_share
+    divisor = tl.where(total > 0.0, total, 1.0)
+    tl.store(lse_at, tl.where(total > 0.0, base + tl.log(divisor), top), mask=real)
     inside, long = real[:, None] & (column < d), row.to(tl.int64)[:, None]
     out_at = out_ptr + b * ob + head * oh + long * on + column
     part_at = part_ptr + b * pb + head * ph + long * pn + column
-    out = tl.load(out_at, mask=inside, other=0.0) * (mine / some)[:, None]
+    out = tl.load(out_at, mask=inside, other=0.0) * (share / divisor)[:, None]
     part = tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_at, out + part * (theirs / some)[:, None], mask=inside)
+    tl.store(out_at, out + part * (part_share / divisor)[:, None], mask=inside)
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -71,15 +73,9 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         merge_reference_(out, lse, part, part_lse)
 
 
-def _run(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    part, part_lse, (b, h, n, d) = rowwise(part), part_lse.contiguous(), out.shape
+@custom_op("merge_(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()")
+def _merge_op(out, lse, part, part_lse):
+    part, part_lse, (b, h, n, d) = contiguous_rows(part), part_lse.contiguous(), out.shape
     assert lse.stride(2) == 1, f"strides {lse.stride()}"
     layout = (*strides(out), *lse.stride()[:2], *strides(part))
-    _merge[programs(n, b * h)](out, lse, part, part_lse, h, n, d, *layout, WIDTH=power_of_two(d))
-
-
-_merge_op = operator(
-    "merge_(Tensor(a!) out, Tensor(b!) lse, Tensor part, Tensor part_lse) -> ()",
-    _run,
-    lambda out, lse, part, part_lse: None,
-)
+    _merge[head_grid(n, b * h)](out, lse, part, part_lse, h, n, d, *layout, WIDTH=power_of_two(d))

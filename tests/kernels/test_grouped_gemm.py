@@ -2,8 +2,8 @@ import pytest
 import torch
 from exact import TOLERANCE, check, seeded
 
-from mtcli.kernels import grouped
-from mtcli.kernels.grouped import grouped_linear, grouped_linear_reference
+from mtcli.kernels import grouped_gemm
+from mtcli.kernels.grouped_gemm import grouped_linear, grouped_linear_reference
 
 CASES = {
     "ragged, odd": ([5, 0, 70, 1], 22, 19),
@@ -60,7 +60,7 @@ def test_a_frozen_weight_gets_no_gradient(device):
 
 def test_torchs_grouped_products_are_those_of_each_expert(device, monkeypatch):
     """torch's own, which a GPU takes where they were measured to be faster."""
-    monkeypatch.setattr(grouped, "beats_torch", lambda *_: False)
+    monkeypatch.setattr(grouped_gemm, "prefers_kernel", lambda *_: False)
     counts = [5, 0, 70, 21]
     inputs = [seeded(96, 24, device=device), seeded(4, 16, 24, seed=1, device=device)]
     called = []

@@ -1,8 +1,8 @@
-"""Attention with its log-sum-exp by torch's libraries: FlashAttention, and cuDNN's.
+"""Attention with its log-sum-exp by the libraries in torch: FlashAttention, and cuDNN's.
 
 They are the operators below scaled_dot_product_attention, the same in torch 2.11 to 2.13. Given
-output and log-sum-exp over all keys, their backward passes too give the part of a block of keys.
-They add up the gradient of queries atomically: its last bits differ from run to run.
+output and log-sum-exp over all keys, their backwards too give the gradients of a block of keys.
+They sum the gradient of queries atomically: its last bits differ from run to run.
 b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width.
 """
 
@@ -13,37 +13,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.kernels.choices import fastest
+from mtcli.kernels.autotune import fastest_backend
 
-MIN_KEYS, MAX_KEYS = 1024, 16384  # keys between which the choice is measured
+# Between these numbers of keys the fastest backend is measured.
+MIN_KEYS, MAX_KEYS = 1024, 16384
 
 _aten = torch.ops.aten
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-class Library(NamedTuple):
-    """A library's passes, as `attention` and `attention_backward` have them, without a mask."""
+class AttentionLibrary(NamedTuple):
+    """A library's forward and backward, with the signatures of attention.py, without a mask."""
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, tuple[Tensor, ...], Tensor, bool], Grads]
     max_head_dim: int
 
 
-def library_for(op: str, q: Tensor, k: Tensor) -> Library | None:
-    """Which library was measured to be faster than ours in an op ("attention" or its "_backward");
-    None where none was, or where it does not take such heads."""
-    library = LIBRARIES.get(fastest(op, q, magnitudes(k.shape[2], q.shape[3])))
-    return library if library is not None and takes(library, q) else None
+def library_for(op: str, q: Tensor, k: Tensor) -> AttentionLibrary | None:
+    """The library measured to be faster than our kernel in "attention" or "attention_backward".
+
+    None where none was, or where it does not take such heads.
+    """
+    library = LIBRARIES.get(fastest_backend(op, q, tuned_sizes(k.shape[2], q.shape[3])))
+    # They take 16 bits, in rows of a multiple of 16 bytes.
+    fits = q.element_size() == 2 and q.shape[3] % 8 == 0
+    return library if library and fits and q.shape[3] <= library.max_head_dim else None
 
 
-def magnitudes(keys: int, d: int) -> tuple[int, int]:
-    """What a choice depends on: the head's width, and the keys as far as that was measured."""
+def tuned_sizes(keys: int, d: int) -> tuple[int, int]:
+    """The sizes that the fastest library depends on: keys, within what is measured, and width."""
     return min(max(keys, MIN_KEYS), MAX_KEYS), d
-
-
-def takes(library: Library, q: Tensor) -> bool:
-    """Whether a library multiplies such heads: 16 bits, rows of a multiple of 16 bytes."""
-    return q.element_size() == 2 and q.shape[3] % 8 == 0 and q.shape[3] <= library.max_head_dim
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def _cudnn_backward(grad: Tensor, saved: tuple[Tensor, ...], lse: Tensor, causal
     q, k, v, out = saved
     seed, offset = _no_dropout(q.device, torch.int64)
     lse = lse.contiguous()
-    lse = lse.unsqueeze(-1) if _cudnn_sums_dims(q.device, q.dtype) == 4 else lse
+    lse = lse.unsqueeze(-1) if _cudnn_lse_dims(q.device, q.dtype) == 4 else lse
     lengths = (None, None, q.shape[2], k.shape[2])
     return _aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, causal
@@ -77,18 +77,18 @@ def _cudnn_backward(grad: Tensor, saved: tuple[Tensor, ...], lse: Tensor, causal
 
 
 @cache
-def _cudnn_sums_dims(device: torch.device, dtype: torch.dtype) -> int:
-    """3 or 4, by torch's version: the dimensions of the log-sum-exp, in the backward pass too."""
+def _cudnn_lse_dims(device: torch.device, dtype: torch.dtype) -> int:
+    """3 or 4, by torch's version: the dimensions of cuDNN's log-sum-exp, forward and backward."""
     x = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
 def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A random state, which nobody reads where nothing is dropped."""
+    """Seed and offset of dropout, which are not read without dropout."""
     return torch.empty(2, device=device, dtype=dtype), torch.empty((), device=device, dtype=dtype)
 
 
-LIBRARIES: dict[Any, Library] = {
-    "flash": Library(_flash, _flash_backward, 256),
-    "cudnn": Library(_cudnn, _cudnn_backward, 128),
+LIBRARIES: dict[Any, AttentionLibrary] = {
+    "flash": AttentionLibrary(_flash, _flash_backward, 256),
+    "cudnn": AttentionLibrary(_cudnn, _cudnn_backward, 128),
 }

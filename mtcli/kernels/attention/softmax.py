@@ -1,4 +1,4 @@
-"""Softmax of scaled scores, each query over the keys it sees.
+"""Masked softmax of scaled attention scores, for attention with dropout of probabilities.
 
 b sequences, h heads, n queries, m keys.
 """
@@ -6,51 +6,60 @@ b sequences, h heads, n queries, m keys.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import beats_torch, kernel, operator, power_of_two
-from mtcli.kernels.tiles import WHOLE_ROWS, over_rows, whole_rows
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import (
+    FULL_ROW_CONFIGS,
+    full_row_config,
+    kernel,
+    power_of_two,
+    prefers_kernel,
+    row_grid,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-LONGEST = 32768  # keys of a row that one program holds
+MAX_KEYS = 32768  # of a row that one program holds
 
 
 def masked_softmax_reference(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """softmax(scale * scores [b, h, n, m]) where the mask [b or 1, 1, n, m] is True, 0 elsewhere.
 
-    In float32 (float64 stays), returned in the scores' dtype. A query that sees nothing gets zeros.
+    In float32 (float64 stays), returned in the scores' dtype. A row that is False gets zeros.
     """
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     wide = wide if scale == 1.0 else wide * scale
     if mask is None:
         return wide.softmax(-1).to(scores.dtype)
-    unseen = ~mask  # once, as both keep it for the backward
-    p = wide.masked_fill(unseen, float("-inf")).softmax(-1)
-    return p.masked_fill(unseen, 0.0).to(scores.dtype)
+    # Negated once, as both fills save it for backward.
+    hidden = ~mask
+    p = wide.masked_fill(hidden, float("-inf")).softmax(-1)
+    return p.masked_fill(hidden, 0.0).to(scores.dtype)
 
 
-_tile = partial(whole_rows, elements=1024)
+_config = partial(full_row_config, elements=1024)
 
 
 # fmt: off
-@kernel(WHOLE_ROWS, key=["m"], default=_tile)
+@kernel(FULL_ROW_CONFIGS, key=["m"], default=_config)
 def _forward(
     scores_ptr, mask_ptr, out_ptr, rows, m, per_sequence, n, mask_b, scale,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: on
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]  # of b * h * n
+    """Rows are b * h * n; `per_sequence` is h * n, `mask_b` the mask's stride of sequences."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     key = tl.arange(0, BLOCK)[None, :]
-    seen = (row < rows) & (key < m)
-    scores = tl.load(scores_ptr + row * m + key, mask=seen, other=0.0).to(tl.float32) * scale
+    visible = (row < rows) & (key < m)
+    scores = tl.load(scores_ptr + row * m + key, mask=visible, other=0.0).to(tl.float32) * scale
     if MASKED:
         at = row // per_sequence * mask_b + row % n * m + key
-        seen = seen & (tl.load(mask_ptr + at, mask=seen, other=0) != 0)
-    scores = tl.where(seen, scores, float("-inf"))
+        visible = visible & (tl.load(mask_ptr + at, mask=visible, other=0) != 0)
+    scores = tl.where(visible, scores, float("-inf"))
     top = tl.max(scores, 1)[:, None]
     exps = tl.exp(scores - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(exps, 1)[:, None]
@@ -59,7 +68,7 @@ def _forward(
 
 
 # fmt: off
-@kernel(WHOLE_ROWS, key=["m"], default=_tile)
+@kernel(FULL_ROW_CONFIGS, key=["m"], default=_config)
 def _backward(
     grad_ptr, p_ptr, out_ptr, rows, m, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: on
@@ -77,45 +86,29 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float = 1.0) -> T
 
     Bytes moved: 2 * b * h * n * m * itemsize and the mask forward, 3 backward.
     """
-    if not beats_torch("masked_softmax", scores, scores.shape[-1]) or scores.shape[-1] > LONGEST:
+    keys = scores.shape[-1]
+    if not prefers_kernel("masked_softmax", scores, keys) or keys > MAX_KEYS:
         return masked_softmax_reference(scores, mask, scale)
-    return _softmax(scores, mask, scale)
+    return _masked_softmax(scores, mask, scale)
 
 
-def _run(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+@custom_op(
+    "masked_softmax(Tensor scores, Tensor? mask, float scale) -> Tensor",
+    saved=lambda p, scores, mask, scale: (p, scale),
+    backward=lambda grad, p, scale: _masked_softmax_backward(grad, p, scale),
+)
+def _masked_softmax(scores, mask, scale):
     scores, (b, h, n, m) = scores.contiguous(), scores.shape
     out, rows, masked = torch.empty_like(scores), b * h * n, mask is not None
     mask = mask.contiguous() if masked else scores
-    facts = (rows, m, h * n, n, n * m if masked and len(mask) > 1 else 0, scale)
-    _forward[over_rows(rows)](scores, mask, out, *facts, MASKED=masked, BLOCK=power_of_two(m))
+    sizes = (rows, m, h * n, n, n * m if masked and len(mask) > 1 else 0)
+    _forward[row_grid(rows)](scores, mask, out, *sizes, scale, MASKED=masked, BLOCK=power_of_two(m))
     return out
 
 
-def _run_backward(grad: Tensor, p: Tensor, scale: float) -> Tensor:
+@custom_op("masked_softmax_backward(Tensor grad, Tensor p, float scale) -> Tensor")
+def _masked_softmax_backward(grad, p, scale):
     grad, m, out = grad.contiguous(), p.shape[-1], torch.empty_like(p)
     rows = p.numel() // m
-    _backward[over_rows(rows)](grad, p, out, rows, m, scale, BLOCK=power_of_two(m))
+    _backward[row_grid(rows)](grad, p, out, rows, m, scale, BLOCK=power_of_two(m))
     return out
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(output)
-    ctx.scale = inputs[2]
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _softmax_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
-
-
-_softmax_backward = operator(
-    "masked_softmax_backward(Tensor grad, Tensor p, float scale) -> Tensor",
-    _run_backward,
-    lambda grad, p, scale: torch.empty_like(p),
-)
-_softmax = operator(
-    "masked_softmax(Tensor scores, Tensor? mask, float scale) -> Tensor",
-    _run,
-    lambda scores, *others: torch.empty_like(scores, memory_format=torch.contiguous_format),
-    _gradient,
-    _keep,
-)
