@@ -87,7 +87,7 @@ def write_corpus(path, megabytes):
     written, copy = 0, 0
     with open(path, "w", encoding="utf-8") as file:
         while True:
-            for source in find_sources(["stdlib"]):
+            for source in find_sources(["stdlib"]).sources:
                 text = Path(source.path).read_text(encoding="utf-8")
                 if copy:
                     text = re.sub(r"(\w{7,})", rf"\g<1>{copy}", text)

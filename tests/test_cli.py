@@ -15,7 +15,8 @@ import typer
 
 from mtcli import cli
 from mtcli.__main__ import run
-from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides, write_json
+from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides
+from mtcli.commands.output import write_json
 from mtcli.core.config.errors import MtcliError, failed, wrong
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "tqdm", "tokenizers")
@@ -116,7 +117,12 @@ def test_a_command_that_takes_a_config_takes_overrides(name):
 
 def test_every_command_module_is_registered():
     folder = Path(cli.__file__).parent / "commands"
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "options"}
+    modules = {path.stem for path in folder.glob("*.py")} - {
+        "__init__",
+        "options",
+        "output",
+        "ranks",
+    }
     assert {command.target for command in cli.COMMANDS.values()} == {
         f"mtcli.commands.{name}:{name}" for name in modules
     }

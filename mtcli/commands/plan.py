@@ -1,15 +1,16 @@
 """`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, NoCalibrate, Overrides, refusing, write_json
+from mtcli.commands.options import JsonOut, NoCalibrate, Overrides
+from mtcli.commands.output import refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mtcli.core.mesh.layout import ParallelLayout
     from mtcli.core.plan.answer import PlanAnswer
     from mtcli.core.plan.dry_run import DryRun
 
@@ -116,16 +117,22 @@ def plan(
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         found = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
-    counted = _dry_run(found, rank) if dry_run else None
+    counted = None
+    if dry_run:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
+        from mtcli.core.plan.dry_run import dry_run as take_dry_run  # the one option with torch
+
+        prediction = found.prediction
+        world = prediction.work.layout.world
+        counted = take_dry_run(found.config, world, prediction.device, rank)
     _show(found, json_out, ranks, draw, counted)
     if plot:
         from mtcli.core.profile.render.pictures import save_timeline
 
         save_timeline(found.drawing, found.drawing_title, plot)
-        typer.echo(f"wrote {plot}", err=True)
     if output:
         found.save_config(output)
-        typer.echo(f"wrote {output}", err=True)
+    say_wrote(plot, output)
     if counted:
         counted.require_agreement()
     found.require_fit()
@@ -168,22 +175,12 @@ def _require_none(flag: str, others: "Mapping[str, object]") -> None:
         raise wrong(said, f"{flag} without {'it' if len(given) == 1 else 'them'}", flag)
 
 
-def _dry_run(found: "PlanAnswer", rank: int | None) -> "DryRun":
-    """The one option that takes torch."""
-    import os
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks, it would say
-    from mtcli.core.plan.dry_run import dry_run
-
-    prediction = found.prediction
-    return dry_run(found.config, prediction.work.layout.world, prediction.device, rank)
-
-
 def _show(
     found: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
     from mtcli.core.plan import tables
-    from mtcli.core.runtime.console import print_table
+    from mtcli.core.runtime.console import print_line, print_table, width
+    from mtcli.core.schedule.timeline import draw as draw_timeline
 
     layout = found.prediction.work.layout
     if json_out:
@@ -193,8 +190,8 @@ def _show(
         if counted:
             data["dry_run"] = counted.as_json()
         write_json(data, json_out)
-        if json_out == "-":
-            return
+    if json_out == "-":
+        return
     print_table(found.title, ("", ""), tables.summary_rows(found))
     stages = tables.stage_table(found.prediction)
     print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
@@ -208,26 +205,12 @@ def _show(
     if found.enough:
         print_table(*tables.enough_table(found.enough))
     if draw:
-        _draw(found)
+        typer.echo(found.drawing_title)
+        typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
     if ranks:
-        _show_ranks(layout)
-
-
-def _draw(found: "PlanAnswer") -> None:
-    from mtcli.core.runtime.console import width
-    from mtcli.core.schedule.timeline import draw as draw_timeline
-
-    typer.echo(found.drawing_title)
-    typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
-
-
-def _show_ranks(layout: "ParallelLayout") -> None:
-    from mtcli.core.plan.tables import group_lines, rank_table
-    from mtcli.core.runtime.console import print_line, print_table
-
-    print_table(*rank_table(layout))
-    for line in group_lines(layout):
-        print_line(line, indent="  ")
+        print_table(*tables.rank_table(layout))
+        for line in tables.group_lines(layout):
+            print_line(line, indent="  ")
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:
@@ -251,21 +234,15 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
     if json_out:
         write_json(data, json_out)
     if json_out != "-":
-        columns = [
-            "source",
-            "runs",
-            "median error",
-            "median |error|",
-            "rank by tokens/s",
-            "by time",
-        ]
+        columns = ("source", "runs", "median error", "median |error|")
+        columns += ("rank by tokens/s", "by time")
         print_table("Predicted against published step times", columns, summary_rows(data))
         typer.echo(memory_line(data))
     if plot:
         from mtcli.core.profile.render.pictures import save_scatter
 
         save_scatter(scored, plot)
-        typer.echo(f"wrote {plot}", err=True)
+        say_wrote(plot)
 
 
 def _list_presets(json_out: str | None) -> None:

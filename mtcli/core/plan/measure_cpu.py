@@ -50,7 +50,7 @@ from mtcli.core.plan.calibration import (
 from mtcli.core.plan.cpu_time import attention_seconds, stage_amounts
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, set_matmul
-from mtcli.core.runtime.lifeline import end_with
+from mtcli.core.runtime.process_pool import end_with
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.step import Trainer
 from mtcli.kernels.gemm import matmul, runs_in_float32

@@ -15,11 +15,10 @@ from itertools import product
 from math import gcd
 from typing import Any
 
-from mtcli.core.config.divisors import divisors
+from mtcli.core.config.fields import MAX_RANKS, divisors
 from mtcli.core.config.layout_rules import uneven_heads
 from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.section import MAX_RANKS
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device

@@ -18,8 +18,7 @@ import mtcli.core.data.documents as documents
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.compressed import pieces
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
-from mtcli.core.data.sources import FileRange, cut, find_sources
-from mtcli.core.data.stdin import spool
+from mtcli.core.data.sources import FileRange, cut, find_sources, spool
 
 MB = 1 << 20
 

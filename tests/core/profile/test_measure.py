@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtcli.core.config.loading import config_of
-from mtcli.core.data.synthetic import CountedTokens
+from mtcli.core.data.loader import CountedTokens
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.plan.memory import state_bytes
 from mtcli.core.profile import peak
