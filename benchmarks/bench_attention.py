@@ -8,11 +8,13 @@ Processor milliseconds of one forward and one backward, the best of several, val
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from time import process_time
 
 import torch
 import torch.nn.functional as F
+from progress import each, say
 
 from mtcli.core.runtime.machine import ALLOCATOR
 from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
@@ -31,18 +33,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("medium")
-    rows = [
-        measure(dtype, shape, args.repeats)
-        for dtype in (torch.float32, torch.bfloat16)
-        for shape in SHAPES
-    ]
-    rows += [measure_block(*block, args.repeats) for block in BLOCKS]
     print(f"{args.threads} threads; {', '.join(ALLOCATOR)} as the environment has them")
     print(f"{'':30}{'torch':>14}{'mtcli':>14}{'ratio':>14}   forward, backward ms")
-    for row in rows:
-        pairs = (row["torch"], row["mtcli"], row["ratio"])
-        cells = "".join(f"{f'{a:.1f}, {b:.1f}':>14}" for a, b in pairs[:2])
-        print(f"{row['what']:30}{cells}{'{:.2f}, {:.2f}'.format(*pairs[2]):>14}")
+    rows = []
+    for case in each([*product((torch.float32, torch.bfloat16), SHAPES), *BLOCKS]):
+        rows.append((measure_block if case in BLOCKS else measure)(*case, args.repeats))
+        pairs = (rows[-1][key] for key in ("torch", "mtcli"))
+        cells = "".join(f"{f'{a:.1f}, {b:.1f}':>14}" for a, b in pairs)
+        ratio = "{:.2f}, {:.2f}".format(*rows[-1]["ratio"])
+        say(f"{rows[-1]['what']:30}{cells}{ratio:>14}")
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -9,11 +9,13 @@ can be played where oneDNN knows more instructions than they have:
 import argparse
 import json
 import os
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from progress import each, say
 
 from mtcli.kernels.gemm import choose_gemm_dtype, runs_in_float32
 
@@ -26,20 +28,17 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     choose_gemm_dtype()
-    rows = [
-        measure(dtype, shape, args.repeats)
-        for dtype in (torch.bfloat16, torch.float16)
-        for shape in SHAPES
-    ]
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
     name = torch.cpu.get_capabilities().get("cpu_name", "a CPU")
     print(f"{name}, {torch.get_num_threads()} threads, oneDNN with {isa} instructions; GFLOP/s")
     print(
         f"{'tokens, input, output':24}{'dtype':10}{'torch':>8}{'float32':>9}{'ratio':>7}   chosen"
     )
-    for row in rows:
+    rows = []
+    for dtype, shape in each([*product((torch.bfloat16, torch.float16), SHAPES)]):
+        rows.append(row := measure(dtype, shape, args.repeats))
         rates = f"{row['torch']:8.0f}{row['float32']:9.0f}{row['float32'] / row['torch']:7.2f}"
-        print(f"{row['shape']!s:24}{row['dtype']:10}{rates}   {row['chosen']}")
+        say(f"{row['shape']!s:24}{row['dtype']:10}{rates}   {row['chosen']}")
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -55,9 +54,9 @@ def measure(dtype: torch.dtype, shape: tuple[int, int, int], repeats: int) -> di
     torch.testing.assert_close(ways["torch"](), ways["float32"](), rtol=2e-2, atol=2e-2)
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
-        for way, product in ways.items():
+        for way, multiply in ways.items():
             start = perf_counter()
-            product()
+            multiply()
             best[way] = min(best[way], perf_counter() - start)
     rates = {way: 2e-9 * tokens * inner * width / seconds for way, seconds in best.items()}
     chosen = "float32" if runs_in_float32(x) else "torch"

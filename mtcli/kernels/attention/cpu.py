@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.gemm import gemm_dtype
-from mtcli.kernels.limits import CPU_ATTENTION_BLOCK_BYTES
+from mtcli.kernels.limits import block_rows
 
 Heads = slice
 
@@ -143,8 +143,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
     """Blocks of heads whose [n, m] scores fill an L2 cache."""
-    score_bytes = q_hnd.shape[1] * k_hmd.shape[1] * gemm_dtype(q_hnd).itemsize
-    step = max(1, CPU_ATTENTION_BLOCK_BYTES // max(1, score_bytes))
+    step = block_rows(q_hnd.shape[1] * k_hmd.shape[1] * gemm_dtype(q_hnd).itemsize)
     return [slice(i, i + step) for i in range(0, len(q_hnd), step)]
 
 

@@ -307,7 +307,7 @@ def stuck(self, *part):
     append(self, *part)
     self.commit()
     parts.append(part)
-    time.sleep(60 if len(parts) == 7 else 0)
+    time.sleep(120 if len(parts) == 7 else 0)
 Workspace.append = stuck
 """
 
@@ -324,7 +324,7 @@ def wait_for_progress(prefix, blocks):
 
 def wait_for_end(processes):
     """Until each is gone, or a zombie that nobody has waited for."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     stats = [Path(f"/proc/{process}/stat") for process in processes]
     while any(stat.exists() and stat.read_text().split()[2] != "Z" for stat in stats):
         assert time.monotonic() < deadline, "workers outlive their parent"

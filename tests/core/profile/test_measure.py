@@ -141,11 +141,12 @@ def test_a_cpus_peak_is_what_a_large_product_reaches():
     from time import perf_counter
 
     a = torch.randn(1024, 1024)
-    seconds = [_seconds(lambda: a @ a, perf_counter) for _ in range(10)]
-    peak = peak_flops(config_of(TABLE), RUNTIME)
-    seconds += [_seconds(lambda: a @ a, perf_counter) for _ in range(10)]
-    share = peak * min(seconds) / (2 * 1024**3)
-    assert 1 / 3 < share < 3  # moments of a shared machine
+    seconds, peaks = [], []
+    for _ in range(5):  # the best of each: other work on the machine only ever adds time
+        seconds += [_seconds(lambda: a @ a, perf_counter) for _ in range(5)]
+        peaks.append(peak_flops(config_of(TABLE), RUNTIME))
+    share = max(peaks) * min(seconds) / (2 * 1024**3)
+    assert 1 / 3 < share < 3
 
 
 def test_a_cpus_peak_in_float16_is_no_other_than_its_products_reach():

@@ -1,8 +1,8 @@
-"""What a forward and its backward hold, op by op: autograd's bookkeeping without tensors or torch.
+"""Counts the bytes alive through a forward and its backward: autograd without tensors or torch.
 
-A recipe runs ops on a `Tape`, which counts the bytes of what is alive. An op's result lives while
-somebody names it or a backward waits for it; then the tape goes back through the ops, each of which
-gives the gradients of what it took. So a peak follows from which sizes meet, as in the engine.
+A recipe runs ops on a `Tape`. A result is alive while somebody names it or it is saved for
+backward; then the tape goes back through the ops, each of which makes the gradients of its inputs.
+So a peak follows from which sizes are alive together, as in the engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Storage:
-    """Bytes that live as long as someone holds them."""
+    """Bytes that are alive as long as something names them."""
 
     __slots__ = ("holders", "size")
 
@@ -41,32 +41,32 @@ Pending = dict["Node | None", dict[int, Storage]]  # gradients that wait for the
 
 
 class Node:
-    """An op that has run: what it took, what it keeps, and how it goes back."""
+    """An op that has run: its inputs, what it saved for backward, and its backward."""
 
-    __slots__ = ("back", "kept", "taken", "wants")
+    __slots__ = ("back", "saved", "saves", "taken")
 
-    def __init__(self, taken: Sequence[Value], kept: list[Storage], wants: bool, back: Back):
-        self.taken, self.kept, self.wants, self.back = taken, kept, wants, back
+    def __init__(self, taken: Sequence[Value], saved: list[Storage], saves: bool, back: Back):
+        self.taken, self.saved, self.saves, self.back = taken, saved, saves, back
 
 
-class Half(NamedTuple):
-    """A weight's gradient that is made later: of so many bytes and rows, from what waits for it."""
+class WeightPass(NamedTuple):
+    """The weight half of a linear layer's backward, which zero-bubble schedules run later."""
 
-    size: float
+    size: float  # bytes of the weight's gradient
     rows: int
-    waits: Sequence[Storage]
-    moment: float  # bytes while it is made
+    saved: Sequence[Storage]
+    moment: float  # bytes while the gradient is made
 
 
-class _Enough(Exception):  # noqa: N818
-    """All that a backward waits for has been computed again."""
+class _AllSaved(Exception):  # noqa: N818
+    """Says that everything saved for backward has been recomputed."""
 
 
 class Tape:
     """Counts live bytes through a forward and its backward.
 
-    `owners` are the ranks that gradients' rows are cut over: rows that do not divide are padded.
-    With `splits` the weight halves of products wait for a later op.
+    `owners` are the ranks that shard gradients by rows: rows that do not divide are padded. With
+    `splits` the weight halves of products wait for a later op.
     """
 
     def __init__(self, owners: int = 1, splits: bool = False) -> None:
@@ -74,13 +74,13 @@ class Tape:
         self.owners, self.splits = owners, splits
         self.nodes: list[Node] = []
         self.made: list[Storage] = []
-        self.halves: list[Half] = []
+        self.weight_passes: list[WeightPass] = []
         self.waiting: list[list[Storage]] = []  # gradients of groups of weights, as they come
-        self.keeps = True  # False inside what is computed again later
-        self.enough = -1  # so many ops are computed again
+        self.saves = True  # False in the first forward of what is recomputed
+        self.last_op = -1  # of a recomputation; -1 outside one
 
     def new(self, size: float) -> Storage:
-        """Memory, held by its first owner."""
+        """New memory, under one name."""
         self.live += size
         self.peak = max(self.peak, self.live)
         storage = Storage(size)
@@ -88,13 +88,13 @@ class Tape:
         return storage
 
     def hold(self, size: float) -> Storage:
-        """Memory that outlives what is computed again around it."""
+        """Memory that outlives a recomputation around it."""
         storage = self.new(size)
         self.made.pop()
         return storage
 
     def free(self, *held: Storage | Value) -> None:
-        """Lets go of each once."""
+        """Drops one name of each; memory that no name is left of is freed."""
         for one in held:
             storage = one.storage if isinstance(one, Value) else one
             storage.holders -= 1
@@ -102,7 +102,7 @@ class Tape:
                 self.live -= storage.size
 
     def moment(self, size: float) -> None:
-        """Bytes that are there beside all that lives, and gone at once."""
+        """Counts bytes that are alive for a moment only."""
         self.peak = max(self.peak, self.live + size)
 
     def op(
@@ -110,12 +110,14 @@ class Tape:
         taken: Sequence[Value],
         results: Sequence[float | Value],
         back: Back,
-        kept: Sequence[Value] = (),
-        keeps_results: Sequence[int] = (),
+        saved: Sequence[Value] = (),
+        saves_results: Sequence[int] = (),
         more: float = 0.0,
     ) -> list[Value]:
-        """Runs an op. A result is a size, or the value whose memory it shares; `kept` values, the
-        results where so said, and `more` bytes wait for the backward."""
+        """Runs an op. A result is a size, or the value whose memory it shares.
+
+        Saved for backward are the values `saved`, the results at `saves_results`, and `more` bytes.
+        """
         storages = []
         for result in results:
             if isinstance(result, Value):
@@ -123,37 +125,37 @@ class Tape:
                 storages.append(result.storage)
             else:
                 storages.append(self.new(result))
-        held = [*(value.storage for value in kept), *(storages[place] for place in keeps_results)]
+        held = [*(value.storage for value in saved), *(storages[place] for place in saves_results)]
         node = Node(taken, [], bool(held or more), back)
         extra = [self.new(more)] if more else []
-        if self.keeps:
+        if self.saves:
             for storage in held:
                 storage.holders += 1
-            node.kept = held + extra
+            node.saved = held + extra
         else:
             self.free(*extra)
         self.nodes.append(node)
-        if len(self.nodes) == self.enough:
-            raise _Enough
+        if len(self.nodes) == self.last_op:
+            raise _AllSaved
         return [Value(storage, node, place) for place, storage in enumerate(storages)]
 
     @property
     def ends_next(self) -> bool:
-        """Whether the next op is the last that is computed again."""
-        return len(self.nodes) + 1 == self.enough
+        """Whether the next op is the last of a recomputation."""
+        return len(self.nodes) + 1 == self.last_op
 
-    def again(self, forward: Callable[[Value], Value], x: Value) -> Value:
-        """The result of `forward`, of which x alone is kept until the backward runs it again."""
-        outside, self.nodes, self.keeps = self.nodes, [], False
+    def recompute(self, forward: Callable[[Value], Value], x: Value) -> Value:
+        """The result of `forward`, of which x alone is saved: the backward runs it again."""
+        outside, self.nodes, self.saves = self.nodes, [], False
         y = forward(x)
-        inner, self.nodes, self.keeps = self.nodes, outside, True
-        last = max((index for index, node in enumerate(inner) if node.wants), default=-1)
+        inner, self.nodes, self.saves = self.nodes, outside, True
+        last = max((index for index, node in enumerate(inner) if node.saves), default=-1)
 
         def back(tape: Tape, grads: list[Storage]) -> Gradients:
             pending: Pending = {y.made_by: {y.place: grads.pop()}}  # which is named no more
             for index in range(len(inner) - 1, -1, -1):
                 if index == last:
-                    tape._run_again(forward, x, inner[: last + 1])
+                    tape._rerun(forward, x, inner[: last + 1])
                 if inner[index] in pending:
                     tape.step(inner[index], pending)
             return [pending[x.made_by].pop(x.place)]
@@ -163,19 +165,17 @@ class Tape:
         self.nodes.append(node)
         return Value(y.storage, node)
 
-    def _run_again(
-        self, forward: Callable[[Value], Value], x: Value, inner: Sequence[Node]
-    ) -> None:
-        """What `inner` ops keep, computed anew; the ops after the last that keeps are not run."""
-        outside, made, named = (self.nodes, self.enough), self.made, x.storage.holders
-        self.nodes, self.enough, self.made = [], len(inner), []
-        with suppress(_Enough):
+    def _rerun(self, forward: Callable[[Value], Value], x: Value, inner: Sequence[Node]) -> None:
+        """Recomputes what `inner` ops save; the ops after the last that saves do not run."""
+        outside, made, named = (self.nodes, self.last_op), self.made, x.storage.holders
+        self.nodes, self.last_op, self.made = [], len(inner), []
+        with suppress(_AllSaved):
             forward(x)
-        fresh, (self.nodes, self.enough) = self.nodes, outside
+        fresh, (self.nodes, self.last_op) = self.nodes, outside
         waits: dict[Storage, int] = {}
         for old, new in zip(inner, fresh, strict=True):
-            old.kept, old.back = new.kept, new.back
-            for storage in new.kept:
+            old.saved, old.back = new.saved, new.back
+            for storage in new.saved:
                 waits[storage] = waits.get(storage, 0) + 1
         for storage in self.made:  # names end where the last op has run
             if storage.holders and not waits.get(storage):
@@ -195,8 +195,8 @@ class Tape:
         given = pending.pop(node)
         grads = [given[place] for place in sorted(given)]
         found = node.back(self, grads)
-        self.free(*node.kept, *grads)
-        node.kept = []
+        self.free(*node.saved, *grads)
+        node.saved = []
         leaves = []
         for value, grad in zip(node.taken, found, strict=True):
             if grad is None:
@@ -214,12 +214,12 @@ class Tape:
         self._collect(leaves)
 
     def weights(self) -> None:
-        """Makes the weights' gradients that were left for later, one after another."""
-        for half in self.halves:
-            self.moment(half.moment)
-            self._collect([(self.new(half.size), half.rows)])
-            self.free(*half.waits)
-        self.halves = []
+        """Runs the weight passes that were left for later, one after another."""
+        for one in self.weight_passes:
+            self.moment(one.moment)
+            self._collect([(self.new(one.size), one.rows)])
+            self.free(*one.saved)
+        self.weight_passes = []
 
     def _collect(self, leaves: Sequence[tuple[Storage, int]]) -> None:
         for grad, rows in leaves:
@@ -234,3 +234,19 @@ class Tape:
 def leaf(rows: float) -> Value:
     """A weight of some rows, whose gradient is collected as soon as it is there."""
     return Value(Storage(0.0), rows=max(1, round(rows)))
+
+
+def named_again(held: Storage) -> Storage:
+    """The storage under one more name, such as a gradient that is passed on as it is."""
+    held.holders += 1
+    return held
+
+
+def new_gradients(*sizes: float) -> Back:
+    """A backward that makes gradients of these sizes."""
+    return lambda tape, grads: [tape.new(size) for size in sizes]
+
+
+def same_gradient(tape: Tape, grads: list[Storage]) -> Gradients:
+    """A backward that passes the result's gradient on as it is."""
+    return [named_again(grads[0])]
