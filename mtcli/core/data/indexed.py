@@ -129,7 +129,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def write_dataset(
     prefix: str | Path, sequences: Iterable[Sequence[int] | np.ndarray], dtype: np.dtype
 ) -> None:
-    """Writes `sequences`, a document each, as `PREFIX.bin` and `.idx`, both under their final names.
+    """Writes `sequences`, a document each, as `PREFIX.bin` and `.idx`, each whole or not at all.
 
     Raises MtcliError for a token that `dtype` cannot hold. Only the lengths are kept in memory.
     """
