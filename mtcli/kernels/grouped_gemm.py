@@ -147,11 +147,7 @@ def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Linear
     fits = x_ND.shape[1] % 8 == 0 == weight_EFD.shape[1] % 8 and x_ND.dtype == torch.bfloat16
     if fits and not prefers_kernel("grouped_linear", x_ND, weight_EFD.shape[1]):
         return _torch_gemms(ends)
-    return LinearGemms(
-        lambda x, weight, bias: _grouped_linear(x, weight, ends),
-        lambda grad, weight: _grouped_linear(grad, weight.transpose(1, 2), ends),
-        lambda grad, x: _grouped_wgrad(grad, x, ends),
-    )
+    return _triton_gemms(ends)
 
 
 def _batched_gemms(experts: int) -> LinearGemms:
@@ -162,6 +158,14 @@ def _batched_gemms(experts: int) -> LinearGemms:
         lambda x, weight, bias: torch.bmm(runs(x), weight.transpose(1, 2)).flatten(0, 1),
         lambda grad, weight: torch.bmm(runs(grad), weight).flatten(0, 1),
         lambda grad, x: torch.bmm(runs(grad).transpose(1, 2), runs(x)),
+    )
+
+
+def _triton_gemms(ends: Tensor) -> LinearGemms:
+    return LinearGemms(
+        lambda x, weight, bias: _grouped_linear(x, weight, ends),
+        lambda grad, weight: _grouped_linear(grad, weight.transpose(1, 2), ends),
+        lambda grad, x: _grouped_wgrad(grad, x, ends),
     )
 
 
