@@ -36,10 +36,9 @@ from mtcli.core.mesh.sharding import (
     BOX_BYTES,
     Box,
     Parameter,
-    answers_for,
     boxes_of_at_most,
     owner_axes,
-    rows_on,
+    rows_of_rank,
 )
 from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, shares
 
@@ -84,14 +83,14 @@ def _boxes(
     parameter: Parameter, config: RunConfig, layout: ParallelLayout, rank: int
 ) -> tuple[list[Box], list[Box]]:
     """What a rank saves of a parameter, and of what the optimizer's owners cut like it."""
-    whole = [parameter.rectangle(layout, rank)] if parameter.is_primary(layout, rank) else []
+    whole = [parameter.box(layout, rank)] if parameter.is_primary(layout, rank) else []
     if not config.parallel.zero:
         return whole, whole
     owners = owner_axes(parameter, layout, config.parallel.sequence_parallel)
-    if not answers_for(parameter, layout, rank, owners):
+    if not parameter.is_primary(layout, rank, owners):
         return whole, []
-    rows = rows_on(parameter, layout, rank, owners)
-    return whole, [block.box for block in parameter.blocks(layout, rank, rows)]
+    rows = rows_of_rank(parameter, layout, rank, owners)
+    return whole, [box for _, box in parameter.row_boxes(layout, rank, rows)]
 
 
 def _held(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Parameter]:
@@ -100,7 +99,7 @@ def _held(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Paramete
     last = layout.num_stages - 1
     return [
         parameter
-        for stage in layout.stages(layout.place(rank)["pp"])
+        for stage in layout.stages(layout.coordinates(rank)["pp"])
         for parameter in stage_parameters(config.model, layers[stage], stage == 0, stage == last)
         if parameter.owner != "first" or stage == 0
     ]

@@ -61,7 +61,7 @@ def _stored(dense: Checkpoint, recipe: UpcycleRecipe, described: Parameter) -> S
 def _experts(dense: Checkpoint, source: str, described: Parameter, parts: int, box: Box) -> Tensor:
     """A box of the experts' [E, ..., ffn / parts, ...]; expert e is slice e % parts of `source`."""
     out = torch.empty(box.size, dtype=dense.dtype(source))
-    cut = described.cut.index("etp")
+    cut = described.shard_axes.index("etp")
     scale = parts if source.endswith(".down.weight") else 1
     for part in range(parts):
         copies = out[(part - box.start[0]) % parts :: parts]

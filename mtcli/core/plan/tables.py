@@ -132,7 +132,7 @@ def _other_counts(p: Prediction) -> str:
 def _named(p: Prediction) -> str:
     """The rank that holds most, and its place on both grids."""
     rank = fullest_rank(p.work, p.device)
-    place = p.work.layout.place(rank)
+    place = p.work.layout.coordinates(rank)
     sizes = [f"{axis}={i}" for axis, i in place.items() if p.work.layout.size(axis) > 1]
     return " ".join([str(rank), *([f"({', '.join(sizes)})"] if sizes else [])])
 

@@ -79,9 +79,9 @@ def write_layout(folder, tensors, model, text):
             ends = {"first": 0, "last": last}
             owner = parameter.owner
             stage = ends[owner] if owner in ends else owner // per_stage
-            here = stage % layout.pp == layout.place(rank)["pp"]
+            here = stage % layout.pp == layout.coordinates(rank)["pp"]
             if here and parameter.is_primary(layout, rank):
-                box = parameter.rectangle(layout, rank)
+                box = parameter.box(layout, rank)
                 pieces.append(Shard(name, tensor[box.slices], box.start, parameter.shape))
         written.append(write_shards(folder, rank, pieces))
     config = RunConfig(model=model, parallel=parallel)

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.mesh.sharding import Box, Parameter, consecutive
+from mtcli.core.mesh.sharding import Box, Parameter, boxes_of_range, flat_index
 
 OUTER = {
     "embedding.weight": ("embedding.word_embeddings.weight",),
@@ -105,14 +105,14 @@ def factored_boxes(box: Box, lead: tuple[int, ...], inner: Factors) -> Iterator[
         first += at * prod(box.size[dim + 1 :])
     starts, sizes = box.start[len(lead) :], box.size[len(lead) :]
     cuts = [
-        list(consecutive(dims, start, start + size))
+        list(boxes_of_range(dims, start, start + size))
         for dims, start, size in zip(inner, starts, sizes, strict=True)
     ]
     for dim, parts in enumerate(cuts):
         if len(parts) > 1 and prod(sizes[:dim]) > 1:
             raise wrong(f"a chunk of {list(box.size)} at {list(box.start)} cuts heads apart")
     for choice in product(*cuts):
-        corner = [_flat(start, dims) for (start, _), dims in zip(choice, inner, strict=True)]
+        corner = [flat_index(start, dims) for (start, _), dims in zip(choice, inner, strict=True)]
         skipped = sum(
             (at - start) * prod(sizes[dim + 1 :])
             for dim, (at, start) in enumerate(zip(corner, starts, strict=True))
@@ -123,9 +123,3 @@ def factored_boxes(box: Box, lead: tuple[int, ...], inner: Factors) -> Iterator[
             tuple(n for _, size in choice for n in size),
         )
 
-
-def _flat(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    flat = 0
-    for at, size in zip(index, sizes, strict=True):
-        flat = flat * size + at
-    return flat
