@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from mtcli.core.checkpoint.huggingface.config_json import read_json
-from mtcli.core.checkpoint.huggingface.reader import CONFIG, GENERATION
-from mtcli.core.checkpoint.names import HUGGINGFACE
+from mtcli.core.checkpoint.folder import HUGGINGFACE
+from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read_json
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import shown
@@ -18,7 +17,7 @@ def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
     """
     is_theirs = checkpoint.format == "hf"
     folder = checkpoint.folder if is_theirs else checkpoint.folder / HUGGINGFACE
-    path = next((folder / n for n in (GENERATION, CONFIG) if (folder / n).is_file()), None)
+    path = next((folder / n for n in (GENERATION, NAME) if (folder / n).is_file()), None)
     return None if path is None else _ids(read_json(path).get("eos_token_id"), path)
 
 

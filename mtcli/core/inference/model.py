@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.consensus import open_agreed, together
+from mtcli.core.checkpoint.opening import open_agreed, together
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.forward import forward_config, require_causal
