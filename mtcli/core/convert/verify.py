@@ -16,7 +16,7 @@ from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import dtype_name
 from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.convert.inspect import optimizer_kinds
-from mtcli.core.inference.model import InferenceModel, open_inference_model
+from mtcli.core.inference.model import open_inference_model
 from mtcli.core.mesh.sharding import BOX_BYTES, boxes_of_at_most
 from mtcli.core.model.inputs import Cache
 from mtcli.core.runtime.launch import Runtime
@@ -41,13 +41,21 @@ def shared_names(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def differences(
-    a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None = None
+    a: Checkpoint,
+    b: Checkpoint,
+    dtype: torch.dtype | None = None,
+    names: Iterable[str] | None = None,
+    progress: Progress = lambda _: None,
 ) -> Iterator[Difference]:
-    """Every tensor that differs in shape, dtype or any bit, in order.
+    """Every tensor, of all or some, that differs in shape, dtype or any bit, in order.
 
     With `dtype`, weights of `a` are first converted to it. A box of each is in memory at a time.
     """
-    return _differences(a, b, dtype, shared_names(a, b), lambda _: None)
+    for name in shared_names(a, b) if names is None else names:
+        if what := _difference(a, b, name, None if a.keeps_dtype(name) else dtype):
+            yield Difference(name, what)
+        if name in a.tensors:
+            progress(a.num_bytes(name))
 
 
 def first_difference(
@@ -57,10 +65,15 @@ def first_difference(
     names = shared_names(a, b)
     weights = [(a if name in a.tensors else b).num_bytes(name) for name in names]
     parts = [[names[i] for i in part] for part in shares(weights, nproc)]
-    found, memory = run_parts(partial(_first, a, b, dtype), parts, progress)
+    firsts, memory = run_parts(partial(_first, a, b, dtype), parts, progress)
     order = {name: index for index, name in enumerate(names)}
-    known = [difference for difference in found if difference is not None]
-    return min(known, key=lambda found: order[found.name], default=None), memory
+    return min(filter(None, firsts), key=lambda first: order[first.name], default=None), memory
+
+
+def _first(
+    a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, names: list[str], progress: Progress
+) -> Difference | None:
+    return next(differences(a, b, dtype, names, progress), None)
 
 
 def verify_hashes(a: Checkpoint, nproc: int, progress: Progress) -> ProcessMemory:
@@ -69,33 +82,14 @@ def verify_hashes(a: Checkpoint, nproc: int, progress: Progress) -> ProcessMemor
     return run_parts(partial(_verify, a), shares(weights, nproc), progress)[1]
 
 
-def _first(
-    a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, names: list[str], progress: Progress
-) -> Difference | None:
-    return next(_differences(a, b, dtype, names, progress), None)
-
-
 def _verify(a: Checkpoint, files: list[int], progress: Progress) -> None:
     for index in files:
         a.verify_hashes(index, len(a.files))
         progress(0)
 
 
-def _differences(
-    a: Checkpoint,
-    b: Checkpoint,
-    dtype: torch.dtype | None,
-    names: Iterable[str],
-    progress: Progress,
-) -> Iterator[Difference]:
-    for name in names:
-        if what := _difference(a, b, name, None if a.keeps_dtype(name) else dtype):
-            yield Difference(name, what)
-        if name in a.tensors:
-            progress(a.num_bytes(name))
-
-
 def _difference(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype | None) -> str:
+    """How a tensor differs; "" where every bit is the same."""
     for side in (a, b):
         if name not in side.tensors:
             return f"is not in {side.folder}"
@@ -104,26 +98,20 @@ def _difference(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype | No
     counts = [len(side.replicas_of(name)) for side in (a, b)]
     if counts[0] != counts[1]:
         return f"is of {counts[0]} and of {counts[1]} replicas"
-    expected = dtype or a.dtype(name)
-    if expected != b.dtype(name):
-        return f"is {dtype_name(expected)} and {dtype_name(b.dtype(name))}"
-    return _unequal(a, b, name, expected)
-
-
-def _unequal(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype) -> str:
-    """How many elements of a tensor differ, and by how much; "" where every bit is the same."""
-    same, unequal, largest, count = True, 0, -inf, 0
+    dtype = dtype or a.dtype(name)
+    if dtype != b.dtype(name):
+        return f"is {dtype_name(dtype)} and {dtype_name(b.dtype(name))}"
+    unequal, largest, count = 0, -inf, 0
     boxes = list(boxes_of_at_most(a.shape(name), BOX_BYTES // dtype.itemsize))
     for replica, box in product(a.replicas_of(name), boxes):
         x, y = a.read(name, box, replica).to(dtype), b.read(name, box, replica)
         count += x.numel()
         bits = [z.reshape(-1, 1).view(torch.uint8) for z in (x, y)]  # [elements, bytes of one]
-        if torch.equal(*bits):
-            continue
-        same, unequal = False, unequal + int((bits[0] != bits[1]).any(1).sum())
-        apart = float((x.double() - y.double()).abs().max())
-        largest = nan if apart != apart or largest != largest else max(largest, apart)
-    if same:
+        if not torch.equal(*bits):
+            unequal += int((bits[0] != bits[1]).any(1).sum())
+            apart = float((x.double() - y.double()).abs().max())
+            largest = nan if apart != apart or largest != largest else max(largest, apart)
+    if not unequal:
         return ""
     how = f"by at most {largest:g}" if isfinite(largest) else "NaN or infinity among them"
     return f"differs in {unequal} of {count} elements, {how}"
@@ -137,7 +125,12 @@ def logits_of(checkpoint: Checkpoint) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, (SEQUENCES, count), generator=generator)
     ends = sorted({1, count // 2 + 1, count})
-    return torch.stack([_last_logits(model, tokens[:, :end]) for end in ends], 1)
+
+    def last_logits(tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        return model.next_logits(tokens, positions, Cache())
+
+    return torch.stack([last_logits(tokens[:, :end]) for end in ends], 1)
 
 
 def logit_difference(a: Checkpoint, b: Checkpoint) -> tuple[float, float]:
@@ -174,17 +167,14 @@ def require_same(
     if fields := differing_fields(a.model, b.model):
         hint = "one of the folders has the config of another model"
         raise failed(f"{sides}: their tensors are, and {', '.join(fields)}", hint)
-    facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": _optimizer(a, b)}
-    return facts, memory.or_more(hashing)
-
-
-def _optimizer(a: Checkpoint, b: Checkpoint) -> str:
-    """Whether optimizer state was compared, in words."""
-    with_some = [side for side in (a, b) if optimizer_kinds(side)]
+    optimizer, with_some = "none", [side for side in (a, b) if optimizer_kinds(side)]
     if len(with_some) == 1:
         kinds = ", ".join(optimizer_kinds(with_some[0]))
-        return f"not compared: only {with_some[0].folder} has {kinds}"
-    return "the same" if with_some else "none"
+        optimizer = f"not compared: only {with_some[0].folder} has {kinds}"
+    elif with_some:
+        optimizer = "the same"
+    facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": optimizer}
+    return facts, memory.or_more(hashing)
 
 
 def require_same_logits(
@@ -223,8 +213,3 @@ def _no_logits(checkpoint: Checkpoint) -> MtcliError:
         why = "its weights are finite, and overflow"
     message = f"the logits of {checkpoint.folder} are not finite and prove nothing: {why}"
     return failed(message, "`mtcli shard verify A B` compares the tensors alone, bit for bit")
-
-
-def _last_logits(model: InferenceModel, tokens: Tensor) -> Tensor:
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    return model.next_logits(tokens, positions, Cache())

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mtcli.core.checkpoint.huggingface.family import Family, Field, RequiredValue, Table
+from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
@@ -32,31 +32,21 @@ FULL = "full_attention"
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
-UNSUPPORTED = (
-    RequiredValue("is_causal", (None, True)),
-    RequiredValue("use_bidirectional_attention", (None, False)),
-    RequiredValue("partial_rotary_factor", (None, 1.0)),
-    RequiredValue("no_rope_layers", (None, [])),
-    RequiredValue("attention_chunk_size", (None,)),
-    RequiredValue("attention_multiplier", (None,)),
-    RequiredValue("query_pre_attn_scalar", (None,)),
-    RequiredValue("attn_logit_softcapping", (None, 0)),
-    RequiredValue("final_logit_softcapping", (None, 0)),
-    RequiredValue("logit_softcap", (None, 0)),
-    RequiredValue("logit_scale", (None, 1.0)),
-    RequiredValue("logits_scaling", (None, 1.0)),
-    RequiredValue("embedding_multiplier", (None, 1.0)),
-    RequiredValue("residual_multiplier", (None, 1.0)),
-    RequiredValue("clip_qkv", (None,)),
-    RequiredValue("qk_norm", (None, False)),
-    RequiredValue("use_qk_norm", (None, False)),
-    RequiredValue("num_nextn_predict_layers", (None, 0)),
-    RequiredValue("scoring_func", (None, "softmax")),
-    RequiredValue("routed_scaling_factor", (None, 1.0)),
-    RequiredValue("n_shared_experts", (None, 0)),
-    RequiredValue("first_k_dense_replace", (None, 0)),
-    RequiredValue("quantization_config", (None,)),
-)
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "no_rope_layers": (None, []),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "scoring_func": (None, "softmax"),
+}
+ONES = ("partial_rotary_factor", "logit_scale", "logits_scaling", "embedding_multiplier")
+ZEROS = ("attn_logit_softcapping", "final_logit_softcapping", "logit_softcap", "n_shared_experts")
+ZEROS += ("num_nextn_predict_layers", "first_k_dense_replace")
+ABSENT = ("attention_chunk_size", "attention_multiplier", "query_pre_attn_scalar", "clip_qkv")
+UNSUPPORTED |= dict.fromkeys((*ONES, "residual_multiplier", "routed_scaling_factor"), (None, 1.0))
+UNSUPPORTED |= dict.fromkeys(ZEROS, (None, 0))
+UNSUPPORTED |= dict.fromkeys((*ABSENT, "quantization_config"), (None,))
 
 
 def read_json(path: Path) -> Table:
@@ -87,8 +77,12 @@ def family_in(table: Table, path: Path) -> Family:
 def model_of(table: Table, path: Path) -> ModelConfig:
     """The ModelConfig of a config.json. Raises MtcliError with everything that it cannot say."""
     family = family_in(table, path)
-    required = (*UNSUPPORTED, *family.required)
-    problems = [p for one in required if (p := _unmet(one, table))]
+    required = UNSUPPORTED | {one.theirs: one.values for one in family.required}
+    problems = [
+        _unmet(name, table.get(name), values)
+        for name, values in required.items()
+        if table.get(name) not in values
+    ]
     kinds = table.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(k == FULL for k in kinds)):
         layers = f"layer_types={shown(kinds)} cannot be represented"
@@ -182,13 +176,10 @@ def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:
     return []
 
 
-def _unmet(required: RequiredValue, table: Table) -> Problem | None:
-    value = table.get(required.theirs)
-    if value in required.values:
-        return None
-    known = " or ".join(shown(value) for value in required.values if value is not None)
+def _unmet(name: str, value: Any, values: tuple[Any, ...]) -> Problem:
+    known = " or ".join(shown(value) for value in values if value is not None)
     hint = f"only {known} can" if known else "only a model without it can"
-    return Problem(f"{required.theirs}={shown(value)} cannot be represented", hint)
+    return Problem(f"{name}={shown(value)} cannot be represented", hint)
 
 
 def _fault(path: Path, family: Family, detail: Any) -> Problem:

@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mtcli.core.checkpoint.huggingface.family import RequiredValue
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import ModelConfig
@@ -39,28 +38,23 @@ NEEDED = {
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rope"}
 # What we have one way of, with the values that say so; an argument that is absent says so too.
-REQUIRED = (
-    RequiredValue("normalization", ("LayerNorm", "RMSNorm", None)),
-    RequiredValue("position_embedding_type", ("learned_absolute", "rope", None)),
-    RequiredValue("apply_layernorm_1p", (False, None)),
-    RequiredValue("apply_residual_connection_post_layernorm", (False, None)),
-    RequiredValue("squared_relu", (False, None)),
-    RequiredValue("quick_geglu", (False, None)),
-    RequiredValue("rotary_percent", (1.0, None)),
-    RequiredValue("rotary_interleaved", (False, None)),
-    RequiredValue("rotary_seq_len_interpolation_factor", (None, 1)),
-    RequiredValue("use_rope_scaling", (False, None)),
-    RequiredValue("multi_latent_attention", (False, None)),
-    RequiredValue("qk_layernorm", (False, None)),
-    RequiredValue("window_size", (None,)),
-    RequiredValue("softmax_type", ("vanilla", None)),
-    RequiredValue("mtp_num_layers", (None, 0)),
-    RequiredValue("moe_layer_freq", (1, None, "1")),
-    RequiredValue("moe_router_topk_scaling_factor", (None, 1.0)),
-    RequiredValue("moe_router_num_groups", (None, 1)),
-    RequiredValue("moe_router_enable_expert_bias", (False, None)),
-    RequiredValue("moe_router_score_function", ("softmax", "sigmoid", None)),
-)
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm", None),
+    "position_embedding_type": ("learned_absolute", "rope", None),
+    "rotary_percent": (1.0, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "window_size": (None,),
+    "softmax_type": ("vanilla", None),
+    "mtp_num_layers": (None, 0),
+    "moe_layer_freq": (1, None, "1"),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_score_function": ("softmax", "sigmoid", None),
+}
+ABSENT = ("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "squared_relu")
+ABSENT += ("quick_geglu", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention")
+ABSENT += ("qk_layernorm", "moe_router_enable_expert_bias")
+REQUIRED |= dict.fromkeys(ABSENT, (False, None))
 
 OUTER = {
     "embedding.weight": ("embedding.word_embeddings.weight",),
@@ -69,30 +63,24 @@ OUTER = {
     "final_norm.bias": ("decoder.final_layernorm.bias",),
     "head.weight": ("output_layer.weight",),
 }
-# A norm is part of the linear layer after it in Transformer Engine, and in what others save too.
-BEFORE_QKV = ("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-BEFORE_MLP = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+# The modules of a block. A norm is part of the linear layer after it in Transformer Engine, and in
+# what others save too.
 INNER = {
-    **{f"attention_norm.{k}": tuple(n + k for n in BEFORE_QKV) for k in ("weight", "bias")},
-    **{f"mlp_norm.{k}": tuple(n + k for n in BEFORE_MLP) for k in ("weight", "bias")},
-    "attention.qkv.weight": ("self_attention.linear_qkv.weight",),
-    "attention.qkv.bias": ("self_attention.linear_qkv.bias",),
-    "attention.out.weight": ("self_attention.linear_proj.weight",),
-    "attention.out.bias": ("self_attention.linear_proj.bias",),
-    "mlp.gate_up.weight": ("mlp.linear_fc1.weight",),
-    "mlp.gate_up.bias": ("mlp.linear_fc1.bias",),
-    "mlp.up.weight": ("mlp.linear_fc1.weight",),
-    "mlp.up.bias": ("mlp.linear_fc1.bias",),
-    "mlp.down.weight": ("mlp.linear_fc2.weight",),
-    "mlp.down.bias": ("mlp.linear_fc2.bias",),
-    "mlp.router.weight": ("mlp.router.weight",),
-    "mlp.experts.gate_up.weight": ("mlp.experts.experts.linear_fc1.weight",),
-    "mlp.experts.up.weight": ("mlp.experts.experts.linear_fc1.weight",),
-    "mlp.experts.down.weight": ("mlp.experts.experts.linear_fc2.weight",),
-    "mlp.shared_expert.gate_up.weight": ("mlp.shared_experts.linear_fc1.weight",),
-    "mlp.shared_expert.up.weight": ("mlp.shared_experts.linear_fc1.weight",),
-    "mlp.shared_expert.down.weight": ("mlp.shared_experts.linear_fc2.weight",),
-    "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
+    "attention_norm": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    "mlp_norm": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    "attention.qkv": ("self_attention.linear_qkv.",),
+    "attention.out": ("self_attention.linear_proj.",),
+    "mlp.gate_up": ("mlp.linear_fc1.",),
+    "mlp.up": ("mlp.linear_fc1.",),
+    "mlp.down": ("mlp.linear_fc2.",),
+    "mlp.router": ("mlp.router.",),
+    "mlp.experts.gate_up": ("mlp.experts.experts.linear_fc1.",),
+    "mlp.experts.up": ("mlp.experts.experts.linear_fc1.",),
+    "mlp.experts.down": ("mlp.experts.experts.linear_fc2.",),
+    "mlp.shared_expert.gate_up": ("mlp.shared_experts.linear_fc1.",),
+    "mlp.shared_expert.up": ("mlp.shared_experts.linear_fc1.",),
+    "mlp.shared_expert.down": ("mlp.shared_experts.linear_fc2.",),
+    "mlp.shared_expert_gate": ("mlp.shared_experts.gate_",),
 }
 PADDED = ("embedding.weight", "head.weight")  # which may have more rows than the vocabulary
 
@@ -113,9 +101,9 @@ def model_of(arguments: Arguments, path: Path) -> ModelConfig:
         message = f"{path.parent} does not say its architecture: {', '.join(missing)}"
         raise wrong(f"{message} are not in the args of {path.name}", HINT)
     problems = [
-        Problem(f"{path}: {d.theirs}={shown(arguments[d.theirs])} cannot be represented")
-        for d in REQUIRED
-        if arguments.get(d.theirs) not in d.values
+        Problem(f"{path}: {name}={shown(arguments[name])} cannot be represented")
+        for name, values in REQUIRED.items()
+        if arguments.get(name) not in values
     ]
     if problems:
         raise MtcliError(*problems)
@@ -177,9 +165,10 @@ def alternatives(name: str) -> Iterator[tuple[str, int | None]]:
         yield from ((theirs, None) for theirs in OUTER[name])
         return
     _, layer, ours = name.split(".", 2)
-    for theirs in INNER.get(ours, (ours,)):
-        yield f"decoder.layers.{theirs}", int(layer)
-        yield f"decoder.layers.{layer}.{theirs}", None
+    module, _, kind = ours.rpartition(".")
+    for theirs in INNER.get(module, (f"{module}.",)):
+        yield f"decoder.layers.{theirs}{kind}", int(layer)
+        yield f"decoder.layers.{layer}.{theirs}{kind}", None
 
 
 def factors(parameter: Parameter, shape: tuple[int, ...]) -> Factors:
