@@ -68,7 +68,7 @@ class BlockWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct(path), 0o644)
+        self._file = _create(path)
         self._pool = ThreadPoolExecutor(WRITERS)
         self._filling = aligned_bytes(WRITE_BYTES)
         self._writes: deque[tuple[Future[None], Bytes]] = deque()  # submitted, with their buffers
@@ -137,7 +137,9 @@ def _write_at(file: int, view: memoryview, offset: int) -> None:
         try:
             done += os.pwrite(file, view[done:], offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _drop_direct(file):
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~DIRECT)
+            if error.errno != errno.EINVAL or not flags & DIRECT:
                 raise
 
 
@@ -151,20 +153,14 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     return FileRecord(bytes=len(data), xxh3_128=[hash_of(block) for block in blocks])
 
 
-def _direct(path: Path) -> int:
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | DIRECT, 0o644))
+        return os.open(path, flags | DIRECT, 0o644)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return 0
-    return DIRECT
-
-
-def _drop_direct(file: int) -> bool:
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~DIRECT)
-    return bool(flags & DIRECT)
+        return os.open(path, flags, 0o644)
 
 
 def hash_of(data: Bytes | memoryview | bytes) -> str:
@@ -217,15 +213,12 @@ def _verify_blocks(path: Path, record: FileRecord, indices: list[int]) -> None:
         with open_untrusted(path, 0) as file:
             for index in indices:
                 at = index * BLOCK_BYTES
-                count = _read(file.fileno(), block[: record.bytes - at], at)
-                if hash_of(block[:count]) != record.xxh3_128[index]:
+                done, size = 0, min(BLOCK_BYTES, record.bytes - at)
+                while done < size and (
+                    got := os.preadv(file.fileno(), [block[done:size]], at + done)
+                ):
+                    done += got
+                if hash_of(block[:done]) != record.xxh3_128[index]:
                     raise damaged(path, f"the bytes from {at} do not have the manifest's hash")
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror})") from None
-
-
-def _read(file: int, into: memoryview, at: int) -> int:
-    done = 0
-    while done < len(into) and (got := os.preadv(file, [into[done:]], at + done)):
-        done += got
-    return done

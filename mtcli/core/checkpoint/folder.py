@@ -53,12 +53,37 @@ class CheckpointFolder(NamedTuple):
 
 
 def find_checkpoint(path: Path) -> CheckpointFolder:
-    """The checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
+    """Finds the checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
     Megatron's. Raises MtcliError where there is none."""
     try:
-        return _find(path)
+        if (path / MANIFEST).exists():
+            return CheckpointFolder("mtcli", path)
+        if (path / config_json.NAME).exists():
+            return CheckpointFolder("hf", path)
+        if folder := _find_megatron(path):
+            return CheckpointFolder("megatron", folder)
+        for root in (path / CHECKPOINTS, path):
+            if steps := step_folders(root):
+                return CheckpointFolder("mtcli", steps[-1], of_run=True)
     except OSError as error:  # of a name that is too long, or a folder that may not be read
         raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
+    if not path.is_dir():
+        raise wrong(f"there is no folder {path}", KINDS)
+    hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
+    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
+    raise wrong(f"{path} holds no checkpoint", hint)
+
+
+def _find_megatron(path: Path) -> Path | None:
+    """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
+    latest = path / LATEST
+    if latest.is_file():
+        with open_untrusted(latest) as file:
+            text = file.read(MAX_LATEST).decode(errors="replace").strip()
+        name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
+        return path / name
+    is_legacy = path.is_dir() and any(path.glob(LEGACY))
+    return path if is_legacy or (path / METADATA).is_file() else None
 
 
 def model_of(source: CheckpointFolder) -> ModelConfig | None:
@@ -81,43 +106,13 @@ def config_in(folder: Path) -> RunConfig:
     path = folder / CONFIG
     try:
         return load_config(str(path))
-    except MtcliError as error:  # which names fields, and a user has set none
-        raise MtcliError(*(_at(path, problem) for problem in error.problems)) from None
-
-
-def _find(path: Path) -> CheckpointFolder:
-    if (path / MANIFEST).exists():
-        return CheckpointFolder("mtcli", path)
-    if (path / config_json.NAME).exists():
-        return CheckpointFolder("hf", path)
-    if folder := _find_megatron(path):
-        return CheckpointFolder("megatron", folder)
-    for root in (path / CHECKPOINTS, path):
-        if steps := step_folders(root):
-            return CheckpointFolder("mtcli", steps[-1], of_run=True)
-    if not path.is_dir():
-        raise wrong(f"there is no folder {path}", KINDS)
-    hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
-    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
-    raise wrong(f"{path} holds no checkpoint", hint)
-
-
-def _find_megatron(path: Path) -> Path | None:
-    """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
-    latest = path / LATEST
-    if latest.is_file():
-        with open_untrusted(latest) as file:
-            text = file.read(MAX_LATEST).decode(errors="replace").strip()
-        name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
-        return path / name
-    is_legacy = path.is_dir() and any(path.glob(LEGACY))
-    return path if is_legacy or (path / METADATA).is_file() else None
-
-
-def _at(path: Path, problem: Problem) -> Problem:
-    if not problem.field:  # no file, or no TOML: the path is in the message
-        return problem
-    return Problem(f"{path}: {problem.field}: {problem.message}", problem.hint)
+    except MtcliError as error:  # it names fields, where a user has set none
+        raise MtcliError(
+            *(
+                Problem(f"{path}: {p.field}: {p.message}", p.hint) if p.field else p
+                for p in error.problems
+            )
+        ) from None
 
 
 def step_name(step: int) -> str:

@@ -19,7 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtcli.core.checkpoint.safetensors_file import damaged
-from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.mesh.sharding import Box
 
@@ -128,7 +128,10 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",) and isinstance(first["input"], int):
-            raise _other_version(path, first["input"]) from None
+            *known, last = map(str, get_args(Version))
+            message = f"{path} is of version {first['input']} of the format, and this mtcli reads "
+            hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
+            raise wrong(f"{message}{', '.join(known)} and {last}", hint) from None
         where = ".".join(map(str, first["loc"]))
         raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
     if not is_sealed and (manifest.xxh3_128 or manifest.version > 2):
@@ -148,14 +151,6 @@ def _check_seal(path: Path, text: bytes) -> bool:
     if hasher.hexdigest().encode() != seal[1]:
         raise damaged(path, "its bytes do not have the hash at its end")
     return True
-
-
-def _other_version(path: Path, version: int) -> MtcliError:
-    *known, last = map(str, get_args(Version))
-    reads = f"{', '.join(known)} and {last}"
-    message = f"{path} is of version {version} of the format, and this mtcli reads {reads}"
-    hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
-    return wrong(message, hint)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

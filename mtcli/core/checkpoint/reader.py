@@ -113,7 +113,10 @@ class Checkpoint:
         """
         stored = self._stored(name)
         box = box or Box.of(stored.shape)
-        if not _is_inside(box, stored.shape):
+        is_inside = len(box.start) == len(box.size) == len(stored.shape) and all(
+            min(a, n) >= 0 and a + n <= size for a, n, size in zip(*box, stored.shape, strict=True)
+        )
+        if not is_inside:
             raise wrong(f"{name} has the shape {stored.shape} and the box {box} is not in it")
         if stored.differs and replica not in range(self.replicas):
             which = "none is named" if replica is None else f"there is no replica {replica}"
@@ -174,18 +177,16 @@ class Checkpoint:
                 problems.append(Problem(message))
         for name in sorted(parameters(self.model).keys() - parameters(model).keys()):
             problems.append(Problem(f"{self.folder} has the tensor {name}, and the model has not"))
-        if problems:
-            raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=self._way_to(model)))
-
-    def _way_to(self, model: ModelConfig) -> str:
-        """The hint for a model whose tensors are not here."""
-        if not model.num_experts or self.model.num_experts:
-            return "the checkpoint is of another model; compare its config.toml with yours"
-        sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
-        if (slices := self.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)) > 1:
-            sizes += f",granularity={slices}"
-        made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
-        return f"the checkpoint is dense: {made} makes a mixture of experts of it"
+        if not problems:
+            return
+        hint = "the checkpoint is of another model; compare its config.toml with yours"
+        if model.num_experts and not self.model.num_experts:
+            sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
+            slices = self.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)
+            sizes += f",granularity={slices}" * (slices > 1)
+            made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
+            hint = f"the checkpoint is dense: {made} makes a mixture of experts of it"
+        raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=hint))
 
     def require_equal_replicas(self, target: str) -> None:
         """Raises MtcliError where replicas differ, of which `target` has no more than one."""
@@ -236,12 +237,3 @@ class Checkpoint:
             what = f"{source.key} is {entry.code} {list(entry.shape)}"
             raise damaged(path, f"{what} and should be {source.code} {list(source.shape)}")
         return entry
-
-
-def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if not len(box.start) == len(box.size) == len(shape):
-        return False
-    return all(
-        min(a, n) >= 0 and a + n <= size
-        for a, n, size in zip(box.start, box.size, shape, strict=True)
-    )

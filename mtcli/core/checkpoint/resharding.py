@@ -100,7 +100,19 @@ def read_box(file: FileIO, offset: int, shape: tuple[int, ...], box: Box, into: 
     target = into.view(integers).numpy()
     direct = into.is_contiguous()
     out = target if direct else np.empty(box.size, dtype=target.dtype)
-    _read_runs(file, offset, _Runs(shape, box, into.element_size()), out)
+    runs = _Runs(shape, box, into.element_size())
+    run_bytes, stride_bytes = runs.run * runs.item, runs.stride * runs.item
+    alone = run_bytes >= RUN_BYTES or stride_bytes > (GAP_RATIO + 1) * run_bytes
+    blocks = out.reshape(len(runs.starts), runs.rows, runs.run)
+    for start, block in zip(runs.starts, blocks, strict=True):
+        at = offset + start * runs.item
+        if runs.rows == 1 or runs.run == runs.stride:
+            _read_exactly(file, at, block.reshape(-1))
+        elif alone:
+            for row in range(runs.rows):
+                _read_exactly(file, at + row * stride_bytes, block[row])
+        else:
+            _read_windows(file, at, runs, block)
     if not direct:
         np.copyto(target, out)
 
@@ -122,21 +134,6 @@ class _Runs:
             first + sum(i * s for i, s in zip(index, strides, strict=False))
             for index in product(*outer)
         ]
-
-
-def _read_runs(file: FileIO, offset: int, runs: _Runs, out: Numbers) -> None:
-    blocks = out.reshape(len(runs.starts), runs.rows, runs.run)
-    run_bytes, stride_bytes = runs.run * runs.item, runs.stride * runs.item
-    alone = run_bytes >= RUN_BYTES or stride_bytes > (GAP_RATIO + 1) * run_bytes
-    for start, block in zip(runs.starts, blocks, strict=True):
-        at = offset + start * runs.item
-        if runs.rows == 1 or runs.run == runs.stride:
-            _read_exactly(file, at, block.reshape(-1))
-        elif alone:
-            for row in range(runs.rows):
-                _read_exactly(file, at + row * stride_bytes, block[row])
-        else:
-            _read_windows(file, at, runs, block)
 
 
 def _read_windows(file: FileIO, at: int, runs: _Runs, block: Numbers) -> None:

@@ -188,20 +188,19 @@ def together(gather: Gather, is_worker: bool, work: Callable[[], Any]) -> list[A
 
     Raises MtcliError (exit 1) on every rank where it failed on any, with that one's reason.
     """
-    answers = gather(_attempt(work) if is_worker else (None, ""))
+    result, fault = None, ""
+    if is_worker:
+        try:
+            result = work()
+        except MtcliError as error:
+            fault = error.problems[0].message
+        except OSError as error:
+            fault = f"{error.filename or 'writing'}: {error.strerror or error}"
+        except Exception as error:  # any: the other ranks wait in gather and must be told
+            fault = f"{type(error).__name__}: {error}"
+    answers = gather((result, fault))
     faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault]
     if faults:
         hint = "the checkpoints saved before are whole; free some space and --resume"
         raise failed(f"the checkpoint was not saved ({'; '.join(faults)})", hint)
     return [result for result, _ in answers]
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[Any, str]:
-    try:
-        return work(), ""
-    except MtcliError as error:
-        return None, error.problems[0].message
-    except OSError as error:
-        return None, f"{error.filename or 'writing'}: {error.strerror or error}"
-    except Exception as error:  # any: the other ranks wait in gather and must be told
-        return None, f"{type(error).__name__}: {error}"

@@ -68,16 +68,13 @@ def _parse(text: str) -> tuple[dict[str, Any], list[Problem]]:
             problems.append(_unknown(name))
         elif not value:
             problems.append(Problem(f"{name} has no value", f"such as {name}=2", FLAG))
-        elif name in OWN and not (value.isdecimal() and SMALLEST[name] <= _number(value) < 2**32):
+        # of thousands of digits Python makes no number
+        elif name in OWN and not (value.isdecimal() and SMALLEST[name] <= int(value[:11]) < 2**32):
             hint = f"a whole number from {SMALLEST[name]} on, and below 2**32"
             problems.append(Problem(f"{name}={value[:40]}", hint, FLAG))
         else:
             given[name] = with_overrides({}, [f"{name}={value}"])[name]
     return given, problems
-
-
-def _number(digits: str) -> int:
-    return int(digits[:11])  # of thousands of them Python makes no number
 
 
 def _unknown(name: str) -> Problem:

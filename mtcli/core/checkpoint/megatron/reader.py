@@ -99,7 +99,10 @@ def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
         tensors = {name: reader.stored(p, model) for name, p in parameters(model).items()}
     rest = saved.keys() - reader.used
     optimizer = [name for name in rest if OPTIMIZER.match(name)]
-    _refuse_unknown(folder, sorted(rest - set(optimizer)))
+    if unknown := sorted(rest - set(optimizer)):
+        what = "tensors that a GPT model of this architecture has not"
+        message = f"{folder} has {what}: {listed(unknown)}"
+        raise wrong(message, "nothing is left out silently; does --config say what it is?")
     step = common.get("iteration")
     return Checkpoint(
         folder=folder,
@@ -130,21 +133,14 @@ def _common(folder: Path) -> dict[str, Any]:
     path = folder / COMMON
     if not path.is_file():
         raise wrong(f"{folder} has no {COMMON}", "is the folder complete?")
-    found = read_object(ByteRange(path, 0, path.stat().st_size), _is_argument)
-    if not isinstance(found, dict):
+
+    def is_argument(name: str) -> bool:
+        return name.startswith(NAMED_IN_COMMON) or name in MORE_NAMES
+
+    table = read_object(ByteRange(path, 0, path.stat().st_size), is_argument)
+    if not isinstance(table, dict):
         raise damaged(path, "it is not a table")
-    return found
-
-
-def _is_argument(name: str) -> bool:
-    return name.startswith(NAMED_IN_COMMON) or name in MORE_NAMES
-
-
-def _refuse_unknown(folder: Path, names: list[str]) -> None:
-    if names:
-        what = "tensors that a GPT model of this architecture has not"
-        message = f"{folder} has {what}: {listed(names)}"
-        raise wrong(message, "nothing is left out silently; does --config say what it is?")
+    return table
 
 
 @dataclass

@@ -22,20 +22,11 @@ from mtcli.core.config.untrusted import open_untrusted
 
 Allowed = Callable[[str], bool]  # whether a global of a name such as "torch.Size" may occur
 
-CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-EMPTY: dict[str, Callable[[], Any]] = {
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": list,
-}
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 NUMBERS_AND_TEXT = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
     *("BINBYTES8", "BYTEARRAY8", "BINSTRING", "SHORT_BINSTRING", "STRING"),
 }
-IGNORED = {"PROTO", "FRAME", "STOP"}
 MAX_PICKLE_BYTES = 64 << 20
 LOCAL_HEADER_BYTES = 30
 STORAGES = {
@@ -113,26 +104,12 @@ class _Decoder:
 
     def run(self, data: bytes) -> Any:
         for opcode, argument, _ in pickletools.genops(data):
-            self._step(opcode.name, argument)
+            handler = HANDLERS.get(opcode.name)
+            if handler is None:
+                raise damaged(self.path, f"its pickle has {opcode.name}, which no data needs")
+            handler(self, argument)
         (value,) = self.stack
         return value
-
-    def _step(self, name: str, argument: Any) -> None:
-        if name in IGNORED:
-            return
-        if name in CONSTANTS:
-            self.stack.append(CONSTANTS[name])
-        elif name in EMPTY:
-            self.stack.append(EMPTY[name]())
-        elif name in NUMBERS_AND_TEXT:
-            self.stack.append(argument)
-        elif name in TUPLES:
-            self._push_tuple(self._pop(TUPLES[name]))
-        else:
-            handler = HANDLERS.get(name)
-            if handler is None:
-                raise damaged(self.path, f"its pickle has {name}, which no data needs")
-            handler(self, argument)
 
     def _pop(self, count: int) -> list[Any]:
         if count > len(self.stack):
@@ -152,9 +129,6 @@ class _Decoder:
         taken = self.stack[at + 1 :]
         del self.stack[at:]
         return taken
-
-    def _push_tuple(self, values: list[Any]) -> None:
-        self.stack.append(tuple(values))
 
     def _append(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -207,10 +181,26 @@ class _Key(NamedTuple):
         return isinstance(other, _Key) and self.value is other.value
 
 
+def _push(make: Callable[["_Decoder", Any], Any]) -> Callable[["_Decoder", Any], None]:
+    return lambda decoder, argument: decoder.stack.append(make(decoder, argument))
+
+
 HANDLERS: dict[str, Callable[[_Decoder, Any], None]] = {
-    "MARK": lambda d, _: d.stack.append(Mark()),
-    "TUPLE": lambda d, _: d._push_tuple(d._since_mark()),
-    "LIST": lambda d, _: d.stack.append(d._since_mark()),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda d, _: None),
+    **dict.fromkeys(NUMBERS_AND_TEXT, _push(lambda _, value: value)),
+    "NONE": _push(lambda *_: None),
+    "NEWTRUE": _push(lambda *_: True),
+    "NEWFALSE": _push(lambda *_: False),
+    "EMPTY_LIST": _push(lambda *_: []),
+    "EMPTY_DICT": _push(lambda *_: {}),
+    "EMPTY_TUPLE": _push(lambda *_: ()),
+    "EMPTY_SET": _push(lambda *_: []),
+    "MARK": _push(lambda *_: Mark()),
+    "TUPLE": _push(lambda d, _: tuple(d._since_mark())),
+    "TUPLE1": _push(lambda d, _: tuple(d._pop(1))),
+    "TUPLE2": _push(lambda d, _: tuple(d._pop(2))),
+    "TUPLE3": _push(lambda d, _: tuple(d._pop(3))),
+    "LIST": _push(lambda d, _: d._since_mark()),
     "APPEND": lambda d, _: d._append(d._pop(1)),
     "APPENDS": lambda d, _: d._append(d._since_mark()),
     "ADDITEMS": lambda d, _: d._append(d._since_mark()),
@@ -222,13 +212,8 @@ HANDLERS: dict[str, Callable[[_Decoder, Any], None]] = {
     "NEWOBJ": _Decoder._reduce,
     "BUILD": _Decoder._build,
     "BINPERSID": _Decoder._persistent,
-    "PUT": _Decoder._remember,
-    "BINPUT": _Decoder._remember,
-    "LONG_BINPUT": _Decoder._remember,
-    "MEMOIZE": _Decoder._remember,
-    "GET": lambda d, index: d.stack.append(d.memo[index]),
-    "BINGET": lambda d, index: d.stack.append(d.memo[index]),
-    "LONG_BINGET": lambda d, index: d.stack.append(d.memo[index]),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Decoder._remember),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _push(lambda d, index: d.memo[index])),
     "POP": lambda d, _: d._pop(1) and None,
 }
 
@@ -359,9 +344,6 @@ class _Window(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self.at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.span.length}[whence]
