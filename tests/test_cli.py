@@ -55,7 +55,7 @@ def probed(monkeypatch):
 def python(code, *arguments, env=None):
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        capture_output=True, text=True, env=os.environ | (env or {}), timeout=60,
+        capture_output=True, text=True, env=os.environ | (env or {}), timeout=120,
     )  # fmt: skip
 
 

@@ -307,7 +307,7 @@ OPENERS: dict[str, str] = {
     "core/training/run_lock.py": "the kernel's files",
     "core/parallel/transport/same_machine.py": "the kernel's files",
     "core/profile/clock.py": "the kernel's files",
-    "kernels/choices.py": "the user's own cache",
+    "kernels/autotune.py": "the user's own cache",
 }
 
 

@@ -16,7 +16,7 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.pipeline import ActivationFormat
 from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.kernels.products import PLAIN, Products
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
 
 HOLLOW = torch.device("meta")  # where stages are built that take memory once they are cut
 
@@ -46,7 +46,9 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
-        weight_work=WeightPasses(products or PLAIN) if parallel.schedule == "zero_bubble" else None,
+        weight_work=WeightPasses(products or DEFAULT_GEMMS)
+        if parallel.schedule == "zero_bubble"
+        else None,
         products=products,
         remakes_activations=parallel.recompute != "full",
     )
@@ -72,7 +74,7 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
     return stages
 
 
-def _products(config: RunConfig, device: torch.device) -> Products | None:
+def _products(config: RunConfig, device: torch.device) -> LinearGemms | None:
     """How linear layers multiply, where it is not torch's own way."""
     if config.train.precision != "fp8":
         return None

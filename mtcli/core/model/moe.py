@@ -16,9 +16,9 @@ from mtcli.core.model.router import Router
 from mtcli.core.parallel.expert import dispatch
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.activation import ACTIVATIONS
-from mtcli.kernels.grouped import grouped_linear
+from mtcli.kernels.gemm import linear
+from mtcli.kernels.grouped_gemm import grouped_linear
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import linear
 
 
 class ExpertArray(nn.Module):

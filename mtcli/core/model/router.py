@@ -1,7 +1,7 @@
 """Which experts a token visits: scores, top-k, capacity, and the losses that keep the load even.
 
 Where the model has a bias per expert, it is added to the scores for the choice alone: weights,
-capacity and losses see the scores (arXiv:2408.15664, section 3). `balance.py` moves it.
+capacity and losses see the scores (arXiv:2408.15664, section 3). `expert_balance.py` moves it.
 
 T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float32 (float64 stays).
 """
@@ -19,7 +19,7 @@ from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.context import sequence_order, zigzag
 from mtcli.core.parallel.expert import Routing
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.top_k import Choice, route
+from mtcli.kernels.top_k import TopKRouting, route
 
 
 class Router(nn.Module):
@@ -31,7 +31,7 @@ class Router(nn.Module):
         self.bias = build.optional(f"{name}.bias")
         self.load_E = torch.zeros(model.num_experts, dtype=torch.int64, device=build.groups.device)
         self.model, self.build = model, build
-        self.choice = Choice(
+        self.choice = TopKRouting(
             model.top_k,
             model.router_score == "softmax",
             model.normalize_top_k,

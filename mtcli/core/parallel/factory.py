@@ -10,9 +10,9 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import Activation
-from mtcli.kernels.grouped import grouped_linear, grouped_products
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms, linear
+from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import PLAIN, Products, linear
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LayerFactory:
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     weight_work: WeightPasses | None = None  # where the schedule splits the backward
-    products: Products | None = None  # of linear layers, where they are not torch's own
+    products: LinearGemms | None = None  # of linear layers, where they are not torch's own
     remakes_activations: bool = True  # in the backward; a recomputed block has them by then
     device: torch.device | None = None  # of new parameters; None is the rank's
 
@@ -59,7 +59,7 @@ class LayerFactory:
         """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
         if not self._remakes(x_NF):
             return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts)
-        work = WeightPasses(grouped_products(x_NF, weight_EDF, counts))
+        work = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts))
         return work.activated_linear(activation, x_NF, None, weight_EDF)
 
     def _remakes(self, x: Tensor) -> bool:
@@ -68,7 +68,7 @@ class LayerFactory:
 
     @property
     def _work(self) -> WeightPasses:
-        return self.weight_work or WeightPasses(self.products or PLAIN)
+        return self.weight_work or WeightPasses(self.products or DEFAULT_GEMMS)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.

@@ -34,8 +34,8 @@ from mtcli.kernels.cross_entropy import (
     exp_and_target_,
     row_max,
 )
+from mtcli.kernels.gemm import linear
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import linear
 
 
 class ColumnLinear(nn.Module):

@@ -11,7 +11,7 @@ from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.costs import Pass
-from mtcli.core.plan.elements import Held
+from mtcli.core.plan.elements import RankElements
 from mtcli.core.plan.gpu_time import dense_products
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.physics import Physics
@@ -149,7 +149,9 @@ def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
     return moved / (crossed.bandwidth * share) + crossed.latency
 
 
-def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Physics) -> Pass:
+def gradient_seconds(
+    elements: RankElements, work: Workload, device: Device, physics: Physics
+) -> Pass:
     """Reducing a rank's gradients over its data axes, (attention, expert) elements, after the
     backward pass; with zero=1 also a gather of the new weights, before the next forward pass.
 
@@ -169,7 +171,7 @@ def gradient_seconds(elements: Held, work: Workload, device: Device, physics: Ph
     return total
 
 
-def sharded_block(elements: Held, work: Workload, device: Device, physics: Physics) -> Pass:
+def sharded_block(elements: RankElements, work: Workload, device: Device, physics: Physics) -> Pass:
     """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
     if work.zero != 3:
         return Pass()
@@ -180,7 +182,7 @@ def sharded_block(elements: Held, work: Workload, device: Device, physics: Physi
     return Pass(gather, 2 * gather)
 
 
-def _data_groups(elements: Held, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
+def _data_groups(elements: RankElements, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
     """Elements, ranks that reduce them, and how far apart these are: attention's, then experts'."""
     if elements.attention:
         yield elements.attention, layout.dp * layout.cp, layout.tp

@@ -12,7 +12,7 @@ from math import log
 
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
 from mtcli.core.plan.costs import Costs, Pass
-from mtcli.core.plan.elements import Held, block_elements, rank_elements
+from mtcli.core.plan.elements import RankElements, block_elements, rank_elements
 from mtcli.core.plan.gpu_time import dense_products
 from mtcli.core.plan.workload import Workload
 
@@ -240,7 +240,7 @@ def _expert(work: Workload, known: Calibration) -> Pass:
     return Pass(both + counts, both)
 
 
-def _gradients(elements: Held, work: Workload, known: Calibration) -> float:
+def _gradients(elements: RankElements, work: Workload, known: Calibration) -> float:
     """The reduction over data ranks; with zero=1 a scatter, and a gather of the new weights."""
     if work.zero == 3:
         return 0.0
@@ -276,7 +276,7 @@ def _sharded(work: Workload, known: Calibration) -> Pass:
     return Pass(seconds, 2 * seconds)
 
 
-def _data_groups(elements: Held, work: Workload) -> list[tuple[int, int]]:
+def _data_groups(elements: RankElements, work: Workload) -> list[tuple[int, int]]:
     layout = work.layout
     groups = [(elements.attention, layout.dp * layout.cp), (elements.experts, layout.edp)]
     return [(count, ranks) for count, ranks in groups if count]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.section import MAX_RANKS
-from mtcli.core.plan.fitting import fits
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.memory import fits
 from mtcli.core.plan.request import PlanRequest, round_batch
 from mtcli.core.plan.search import Candidate, legal_works, search
 

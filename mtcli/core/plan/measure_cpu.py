@@ -45,7 +45,7 @@ from mtcli.core.runtime.launch import Runtime, set_matmul
 from mtcli.core.runtime.lifeline import end_with
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.step import Phases, Trainer
-from mtcli.kernels.products import is_slow
+from mtcli.kernels.gemm import runs_in_float32
 
 ROUNDS, STEPS, WARMUP = 2, 2, 1  # rounds, so that no slow moment of the machine is in all
 MOST_RANKS = 4  # that measure at once: more would have too little of the budget each
@@ -246,7 +246,7 @@ def _without_passes(facts: Facts, rank: int, timer: Stopwatch, budget: Budget) -
             rows.append(attention_row(length, kind["head_dim"], kind["causal"], precision, timer))
     return Calibration(
         ranks=facts["ranks"],
-        widens=is_slow(torch.empty(0, dtype=torch.bfloat16)),
+        widens=runs_in_float32(torch.empty(0, dtype=torch.bfloat16)),
         flops=product_rate(precision, timer),
         memory_bandwidth=copy_rate(timer),
         forward=Amounts(),

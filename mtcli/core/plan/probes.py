@@ -20,7 +20,7 @@ from mtcli.core.parallel.context import attention_over
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.plan.calibration import AttentionRow
-from mtcli.kernels.products import matmul
+from mtcli.kernels.gemm import matmul
 
 SIDE = 1024  # of a large product
 LENGTHS = (64, 128, 256, 512, 1024, 2048)

@@ -17,8 +17,8 @@ from mtcli.core.config.layout_rules import uneven_heads
 from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.plan.fitting import fits, smallest
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.memory import fits, smallest
 from mtcli.core.plan.physics import PHYSICS, Physics
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.step_time import block_costs, stage_seconds, step_costs, weight_seconds
@@ -154,8 +154,7 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
     """
     costs = step_costs(work, device, physics)
     stages, pp, m = stage_seconds(work, costs), work.layout.pp, work.num_micro_batches
-    split = work.schedule_name == "zero_bubble" and pp > 1
-    weights = weight_seconds(work, costs) if split else [0.0] * len(stages)
+    weights = weight_seconds(work, costs) if work.splits_backward else [0.0] * len(stages)
     bound, around = 0.0, weights[0]
     for rank in range(pp):
         busy = m * sum(stage.forward + stage.backward for stage in stages[rank::pp])

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mtcli.core.plan.fitting import fits, smallest
-from mtcli.core.plan.memory import memory
+from mtcli.core.plan.memory import fits, memory, smallest
 from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import lower_bound

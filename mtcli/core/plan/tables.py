@@ -13,8 +13,7 @@ from typing import Any
 from mtcli.core.mesh.layout import Grid, ParallelLayout
 from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.elements import rank_elements
-from mtcli.core.plan.in_flight import in_flight_chunks
-from mtcli.core.plan.memory import fullest_rank, memory_by_stage
+from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.plan.workload import Workload
 

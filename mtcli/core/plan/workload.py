@@ -59,6 +59,7 @@ class Workload:
     dispatcher: str = "all_to_all"
     document_mask: bool = False
     async_save: bool = False  # saves are written from a copy in host memory
+    block_bytes: float = 0.0  # saved for backward by a block of code that is not ours
     flash: bool = True  # attention never writes its scores; False for code from before 2022
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
@@ -97,6 +98,11 @@ class Workload:
     def sizes(self) -> Precision:
         """Bytes per element of what is kept."""
         return PRECISIONS[self.precision]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule splits backwards into I and W."""
+        return self.schedule_name == "zero_bubble" and self.layout.pp > 1
 
     @property
     def num_micro_batches(self) -> int:

@@ -8,7 +8,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.model.build import DTYPES
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.runtime.launch import Runtime
-from mtcli.kernels.products import matmul
+from mtcli.kernels.gemm import matmul
 
 SIDE = {"cpu": 1024, "cuda": 8192}  # large enough to run at full speed; 10 to 20 ms on a core
 

@@ -211,7 +211,7 @@ def _device(name: str, local_rank: int) -> "torch.device":
 
 
 def set_matmul(matmul: str) -> None:
-    """Takes the quickest products on CPU that are as accurate: of bfloat16 those that `products.py`
+    """Takes the quickest products on CPU that are as accurate: of bfloat16 those that `gemm.py`
     chooses, of float32 oneDNN's.
 
     torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
@@ -219,11 +219,11 @@ def set_matmul(matmul: str) -> None:
     """
     import torch
 
-    from mtcli.kernels.products import choose_products
+    from mtcli.kernels.gemm import choose_gemm_dtype
 
     if matmul == "strict":
         return
-    choose_products()
+    choose_gemm_dtype()
     torch.set_float32_matmul_precision("medium")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(192, 192, generator=generator) for _ in range(2))

@@ -284,11 +284,12 @@ from pathlib import Path
 import mtcli.core.data.sources as corpus
 corpus.cut.__defaults__ = (50_000,)
 from mtcli.core.data.preprocess import preprocess
-from mtcli.core.data.request import Request
+from mtcli.core.data.request import PreprocessRequest
 from mtcli.core.config.errors import MtcliError
 {before}
 try:
-    preprocess(Request(({inputs!r},), Path({output!r}), "bytes", workers=2, {options}), print)
+    request = PreprocessRequest(({inputs!r},), Path({output!r}), "bytes", workers=2, {options})
+    preprocess(request, print)
 except MtcliError as error:
     print(error, file=sys.stderr)
     sys.exit(int(error.code))
@@ -310,7 +311,7 @@ def stuck(self, *part):
     append(self, *part)
     self.commit()
     parts.append(part)
-    time.sleep(60 if len(parts) == 7 else 0)
+    time.sleep(120 if len(parts) == 7 else 0)
 Workspace.append = stuck
 """
 
@@ -327,7 +328,7 @@ def wait_for_progress(prefix, blocks):
 
 def wait_for_end(processes):
     """Until each is gone, or a zombie that nobody has waited for."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     stats = [Path(f"/proc/{process}/stat") for process in processes]
     while any(stat.exists() and stat.read_text().split()[2] != "Z" for stat in stats):
         assert time.monotonic() < deadline, "workers outlive their parent"

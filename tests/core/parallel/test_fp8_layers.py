@@ -69,12 +69,12 @@ def test_a_layer_and_its_gradients_are_off_by_the_rounding_of_float8_operands(sc
 
 
 WIDE, SHORT = torch.float8_e5m2, torch.float8_e4m3fn
-ROWS, WHOLE = (kernels.ROW, SHORT), (kernels.WHOLE, SHORT)
-STRIPS, SQUARES = (kernels.STRIPS, SHORT), (kernels.SQUARES, SHORT)
+ROWS, PER_TENSOR = (kernels.PER_ROW, SHORT), (kernels.PER_TENSOR, SHORT)
+BLOCK_1X128, BLOCK_128X128 = (kernels.BLOCK_1X128, SHORT), (kernels.BLOCK_128X128, SHORT)
 CUTS = {  # of y = x w, of x's gradient g w and of w's gradient g x: (blocks, format) of both
     "rowwise": [ROWS] * 6,
-    "blockwise": [STRIPS, SQUARES, STRIPS, SQUARES, STRIPS, STRIPS],
-    "tensorwise": [WHOLE, WHOLE, *[(kernels.WHOLE, WIDE), WHOLE] * 2],
+    "blockwise": [BLOCK_1X128, BLOCK_128X128, BLOCK_1X128, BLOCK_128X128, BLOCK_1X128, BLOCK_1X128],
+    "tensorwise": [PER_TENSOR, PER_TENSOR, *[(kernels.PER_TENSOR, WIDE), PER_TENSOR] * 2],
 }
 
 

@@ -102,9 +102,9 @@ def test_nothing_more_is_begun_when_the_share_is_used():
 def test_a_process_ends_when_its_processor_time_is_used(tmp_path):
     """As the system counts it, whatever the machine does besides. No budget stops the imports."""
     facts = json.dumps(facts_of(load_config("tiny"), 1))
-    stop = "from time import process_time; calibrate.BUDGET = process_time() + 0.2; "
-    forever = "calibrate.calibrate = lambda *_: [None for _ in iter(int, 1)]; "
-    code = f"from mtcli.core import calibrate; {stop}{forever}calibrate.main()"
+    stop = "from time import process_time; measure_cpu.BUDGET = process_time() + 0.2; "
+    forever = "measure_cpu.calibrate = lambda *_: [None for _ in iter(int, 1)]; "
+    code = f"from mtcli.core.plan import measure_cpu; {stop}{forever}measure_cpu.main()"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     stdin, lifeline = os.pipe()
     command = [sys.executable, "-c", code, facts, str(tmp_path)]

@@ -15,8 +15,9 @@ from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
-from mtcli.core.plan.taped_ops import Kernels
-from mtcli.core.plan.taped_stage import passed
+from mtcli.core.plan.published.activations import as_published
+from mtcli.core.plan.tape.ops import Kernels
+from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, spread
 
 H100 = GPUS["h100"]
@@ -148,7 +149,9 @@ def test_a_dense_layer_saves_what_the_paper_counts(recompute, sequence_parallel,
         flash=False,
     )
     one, two = (
-        memory(replace(work, model=model.model_copy(update={"num_layers": n})), H100).activations
+        memory(
+            as_published(replace(work, model=model.model_copy(update={"num_layers": n}))), H100
+        ).activations
         for n in (1, 2)
     )
     expected = korthikanti(32, 2, 64, 8, tp, recompute, sequence_parallel)
@@ -157,7 +160,8 @@ def test_a_dense_layer_saves_what_the_paper_counts(recompute, sequence_parallel,
 
 def published(**fields):
     """A step as the papers count it: a block's tensors, and nothing of how our code runs them."""
-    return step(gpt(), ParallelLayout(1), flash=False, recompute="selective", **fields)
+    work = step(gpt(), ParallelLayout(1), flash=False, recompute="selective", **fields)
+    return as_published(work)
 
 
 def test_the_head_saves_its_inputs_and_a_row_of_logits_per_token():
@@ -238,7 +242,7 @@ def test_a_busy_ranks_experts_save_more_rows_up_to_their_capacity(capacity, load
     copies = 2 * 4096  # top-2
     assert busy.expert_rows == pytest.approx(copies * load)
     row = model.hidden_size + 2 * model.moe_ffn_hidden_size  # input, gate and up
-    kept = [passed(work, A_GPU, BETWEEN, layers=1).each for work in (busy, even)]
+    kept = [stage_bytes(work, A_GPU, BETWEEN, layers=1).block for work in (busy, even)]
     saved = copies * (load - min(1.0, load)) * (row * 2 + 2 * 8)  # bf16, and two indices
     assert kept[0] - kept[1] == pytest.approx(saved, rel=1e-9)
 
@@ -272,21 +276,27 @@ def test_layers_spread_evenly_with_lighter_ends(layers, stages):
 def test_attention_of_both_sides_has_no_mask_on_a_cpu():
     one = step(gpt(num_layers=1), precision="bf16", seq_len=256)
     both = replace(one, model=gpt(num_layers=1, causal=False))
-    causal, free = (passed(work, A_CPU, (False, False), 1).backward for work in (one, both))
+    causal, free = (
+        stage_bytes(work, A_CPU, (False, False), 1).backward_peak for work in (one, both)
+    )
     assert causal - free == 2 * 256 * 256  # of 256 keys for 256 queries, in 16 bits
 
 
 def test_each_block_keeps_a_mask_of_gathered_keys_on_a_cpu():
     one = step(gpt(), ParallelLayout(2, cp=2), precision="bf16", cp_mode="all_gather")
     both = replace(one, model=gpt(causal=False))
-    causal, free = (passed(work, A_CPU, (False, False), 1).each for work in (one, both))
+    causal, free = (stage_bytes(work, A_CPU, (False, False), 1).block for work in (one, both))
     assert causal - free == 2 * 16 * 32  # of 32 keys for a rank's 16 queries, in 16 bits
 
 
 def test_a_ring_of_two_ranks_has_one_block_of_keys_on_its_way_and_a_longer_one_two():
     one = step(gpt(num_layers=1, ffn_hidden_size=64, max_seq_len=128), recompute="selective")
     peaks = [
-        passed(replace(one, layout=ParallelLayout(cp, cp=cp), seq_len=32 * cp), A_GPU, BETWEEN, 1)
+        stage_bytes(
+            replace(one, layout=ParallelLayout(cp, cp=cp), seq_len=32 * cp), A_GPU, BETWEEN, 1
+        )
         for cp in (2, 4)
     ]
-    assert peaks[1].backward - peaks[0].backward == 2 * 64 * 64 * 2  # of 64 tokens, in 16 bits
+    assert (
+        peaks[1].backward_peak - peaks[0].backward_peak == 2 * 64 * 64 * 2
+    )  # of 64 tokens, in 16 bits

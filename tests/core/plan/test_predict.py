@@ -9,7 +9,7 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
-from mtcli.core.plan.elements import Held
+from mtcli.core.plan.elements import RankElements
 from mtcli.core.plan.gpu_time import attention_seconds, block_seconds, product_seconds
 from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named, shared
 from mtcli.core.plan.physics import PHYSICS
@@ -128,8 +128,8 @@ def test_ranks_that_share_a_key_value_head_exchange_whole_heads_and_pass_them_ro
 
 def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs():
     layout = ParallelLayout(8)
-    plain = sent.gradient_seconds(Held(1000, 0, 0), step(layout), FLAT, PERFECT)
-    cut = sent.gradient_seconds(Held(1000, 0, 0), step(layout, zero=1), FLAT, PERFECT)
+    plain = sent.gradient_seconds(RankElements(1000, 0, 0), step(layout), FLAT, PERFECT)
+    cut = sent.gradient_seconds(RankElements(1000, 0, 0), step(layout, zero=1), FLAT, PERFECT)
     assert plain.backward * 1e9 == pytest.approx(2 * 4 * 1000 * 7 / 8)
     assert cut.backward * 1e9 == pytest.approx(4 * 1000 * 7 / 8)
     assert (plain.forward, cut.forward * 1e9) == (0, pytest.approx(2 * 1000 * 7 / 8))

@@ -31,9 +31,9 @@ POOL = """
 """
 PARTS = """
     import signal, sys
-    from mtcli.core.checkpoint import workers
+    from mtcli.core.runtime import process_pool
 
-    workers.PRELOADED = []  # they need no torch's second here, but for their first line
+    process_pool.PRELOADED = []  # they need no torch's second here, but for their first line
 
     def work(part, progress):
         held = open(part[0], "wb", buffering=0)
@@ -42,7 +42,7 @@ PARTS = """
             signal.pause()
 
     if __name__ == "__main__":
-        workers.run_parts(work, [[{fifo!r}]] * 3, print)
+        process_pool.run_parts(work, [[{fifo!r}]] * 3, print)
 """
 
 

@@ -32,7 +32,7 @@ def scaled(factor, part, progress):
 
 def fails_where_zero(kind, part, progress):
     if part != [0]:
-        time.sleep(60)
+        time.sleep(1000)
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise {"disk": OSError(28, "No space left on device"), "input": wrong("it is 3 and 4")}[kind]
@@ -64,10 +64,8 @@ def test_results_are_in_order_and_progress_is_of_all():
     ],
 )
 def test_one_failure_is_the_failure_of_all_and_ends_them(kind, error, message):
-    start = time.monotonic()
     with pytest.raises(error, match=message) as raised:
         run_parts(partial(fails_where_zero, kind), [[1], [0], [2]], lambda _: None)
-    assert time.monotonic() - start < 30  # the others would have slept for 60
     if kind == "killed":
         assert raised.value.code == Exit.FAILED
 

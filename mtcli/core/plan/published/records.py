@@ -24,6 +24,7 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.hardware import GPUS, Device, link
 from mtcli.core.plan.predict import convention_of, predict_workload, recomputed_share
+from mtcli.core.plan.published.activations import as_published
 from mtcli.core.plan.workload import Workload
 
 pass
@@ -81,7 +82,7 @@ def read_record(row: Table) -> PublishedRun:
     _require_counts(row)
     source, result = str(row.get("source") or "unnamed"), row.get("result") or {}
     device = device_of(str(row["gpu"]), source)
-    work = _filled(_workload(row, source, device), row["parallel"], device)
+    work = _filled(as_published(_workload(row, source, device)), row["parallel"], device)
     memory = result.get("mem_gb")
     return PublishedRun(
         id=row.get("id", 0),
@@ -204,7 +205,7 @@ def _quickest_pieces(work: Workload, device: Device) -> Workload:
     sizes = [
         size for size in MICRO_BATCHES if work.global_batch_size % (size * work.layout.dp) == 0
     ]
-    tried = [replace(work, micro_batch_size=size) for size in sizes]
+    tried = [as_published(replace(work, micro_batch_size=size)) for size in sizes]
     found = [predict_workload(one, device) for one in tried]
     fitting = [one for one in found if one.fits] or found[:1]
     return min(fitting, key=lambda one: one.step_seconds).work if fitting else work
