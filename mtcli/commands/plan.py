@@ -195,13 +195,7 @@ def _show(
     print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
     if counted:
         print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
-    if found.candidates:
-        rows = tables.candidate_rows(found.candidates)
-        print_table(found.search_title, tables.CANDIDATES, rows)
-        rows = tables.neighbour_rows(found.neighbours)
-        print_table("The best with one field changed (estimated)", tables.NEIGHBOURS, rows)
-    if found.enough:
-        print_table(*tables.enough_table(found.enough))
+    _show_search(found)
     if draw:
         typer.echo(found.drawing_title)
         typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
@@ -209,6 +203,19 @@ def _show(
         print_table(*tables.rank_table(layout))
         for line in tables.group_lines(layout):
             print_line(line, indent="  ")
+
+
+def _show_search(found: "PlanAnswer") -> None:
+    from mtcli.core.plan import tables
+    from mtcli.core.runtime.console import print_table
+
+    if found.candidates:
+        rows = tables.candidate_rows(found.candidates)
+        print_table(found.search_title, tables.CANDIDATES, rows)
+        rows = tables.neighbour_rows(found.neighbours)
+        print_table("The best with one field changed (estimated)", tables.NEIGHBOURS, rows)
+    if found.enough:
+        print_table(*tables.enough_table(found.enough))
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Who sums, keeps and answers for each parameter on this rank, by the arithmetic of spec/owning.
+"""Who sums, keeps and answers for each parameter on this rank, by `mesh.sharding`.
 
 Sums over whole parameters, of which each rank holds some parts.
 """
