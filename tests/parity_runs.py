@@ -74,12 +74,12 @@ class Measured(NamedTuple):
     untrained: dict  # what no gradient trains, after the last step
 
 
-def train_on(runtime, config, steps):
+def train_on(runtime, config, steps, samples=Samples):
     """Trains `steps` steps on a rank and returns its Measured."""
     trainer = Trainer(config, runtime)
     trainer.initialise()
     weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.gradients.held.items()}
-    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader)]
     gradients = {name: view.clone() for name, view in trainer.gradients.views.items()}
     rows = {name: trainer.ownership.rows(name) for name in gradients}

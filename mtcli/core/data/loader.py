@@ -208,6 +208,10 @@ class Batches:
         rows = flat.reshape(count, self.seq_len + 1)
         return rows - rows[:, :1]
 
+    def loss_weights(self, start: int, count: int) -> np.ndarray | None:
+        """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
+        return None
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Which spans of which dataset `batch(start, count)` is made of, for the sample ledger."""
         return [self._sample_id(number) for number in range(start, start + count)]

@@ -23,6 +23,9 @@ class CountedTokens:
         """Each sample is one document: int32 zeros [count, seq_len + 1]."""
         return np.zeros((count, self.seq_len + 1), np.int32)
 
+    def loss_weights(self, start: int, count: int) -> None:
+        """None: every token's loss weighs 1."""
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """None: these come from no data set."""
         return []

@@ -109,14 +109,16 @@ class Stage(nn.Module):
         return self.final_norm(x_TD) if self.is_last else x_TD
 
     def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """The cross entropy of each label [T] (last stage)."""
+        """The weighted cross entropy of each label [T] (last stage)."""
         assert inputs.labels is not None, "losses need labels"
-        return self.output_table.losses(x_TD, inputs.labels.flatten())
+        losses_T = self.output_table.losses(x_TD, inputs.labels.flatten())
+        return losses_T if inputs.weights is None else losses_T * inputs.weights.flatten()
 
     def loss(self, x_TD: Tensor, inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
         """(the sum of `losses`, scale times it, from which the backward starts) (last stage)."""
         assert inputs.labels is not None, "losses need labels"
-        return self.output_table.loss(x_TD, inputs.labels.flatten(), scale)
+        weights_T = None if inputs.weights is None else inputs.weights.flatten()
+        return self.output_table.loss(x_TD, inputs.labels.flatten(), weights_T, scale)
 
     def _embed(self, inputs: Inputs) -> Tensor:
         x_TD = self.embedding(inputs.tokens.flatten())

@@ -161,13 +161,21 @@ class VocabEmbedding(nn.Module):
             return FusedCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
         return losses_in_chunks(self.enter(x_TD, self.tp), self.weight, labels_T, self.shard)
 
-    def loss(self, x_TD: Tensor, labels_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """(sum of the cross entropies, scale times it to differentiate), logits in chunks."""
+    def loss(
+        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the cross entropies, scale times it to differentiate), logits in chunks.
+
+        `weights_T` are those of the sum; None: 1 each.
+        """
         if not runs_triton(x_TD):
-            total = self.losses(x_TD, labels_T).sum()
+            losses_T = self.losses(x_TD, labels_T)
+            total = (losses_T if weights_T is None else losses_T * weights_T).sum()
             return total.detach(), total * scale
         x_TD = self.enter(x_TD, self.tp)
-        losses_T, scaled = ChunkedLoss.apply(x_TD, self.weight, labels_T, self.shard, scale)
+        losses_T, scaled = ChunkedLoss.apply(
+            x_TD, self.weight, labels_T, weights_T, self.shard, scale
+        )
         return losses_T.sum(), scaled
 
     @torch.no_grad()

@@ -64,7 +64,8 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """(losses [T] to read, scale times their sum to differentiate) of activations and a table.
+    """(weighted losses [T] to read, scale times their sum to differentiate) of activations and a
+    table; weights of None are 1 each.
 
     Gradients are made in the forward pass, where a chunk's logits are, and times `scale` already,
     without which float16 would lose them; the backward pass multiplies by what it is given. The
@@ -72,8 +73,14 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: VocabShard, scale: float
+    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        weights_T: Tensor | None,
+        shard: VocabShard,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Returns (losses [T], scale * their sum)."""
         local_T, parts = _column_or_none(labels_T, shard), []
@@ -81,8 +88,10 @@ class ChunkedLoss(torch.autograd.Function):
         for rows in chunks(x_TD, weight_VD):
             logits_CV = linear(x_TD[rows], weight_VD)
             lse_C, target_C = shard.lse_and_target(logits_CV, local_T[rows])
-            parts.append(lse_C - target_C)
-            grads = torch.full_like(lse_C, scale)
+            losses_C, grads = lse_C - target_C, torch.full_like(lse_C, scale)
+            if weights_T is not None:
+                losses_C, grads = losses_C * weights_T[rows], grads * weights_T[rows]
+            parts.append(losses_C)
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
             of_x[rows] = matmul(logits_CV, weight_VD)
             of_weight = _with_product(of_weight, logits_CV, x_TD[rows], len(x_TD))
@@ -95,10 +104,11 @@ class ChunkedLoss(torch.autograd.Function):
         return losses_T, losses_T.sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward pass has made, times the gradient of the scaled sum."""
         of_x, of_weight = ctx.saved_tensors
-        return of_x * grad.to(of_x.dtype), (of_weight * grad).to(ctx.dtype), None, None, None
+        of_weight = (of_weight * grad).to(ctx.dtype)
+        return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class Step(NamedTuple):
     """
 
     step: int
-    loss: float  # mean over the global batch's tokens, nats
+    loss: float  # weighted mean over the global batch's labels, nats
     lr: float
     grad_norm: float  # before clipping
     seconds: float
@@ -140,10 +140,10 @@ class Trainer:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
         config, start = self.config, perf_counter()
         self.groups.world.recorder.step = self.step + 1
-        loss_sum, marks = self.forward_backward(loader)
+        loss_sum, weight, marks = self.forward_backward(loader)
         squares = square_sum(self.gradients)
         marks.append(self.pipeline.clock())
-        loss, scaled_norm = self._global(loss_sum, squares)
+        loss, scaled_norm = self._global(loss_sum, weight, squares)
         marks.append(self.pipeline.clock())
         step, scale = self.step + 1, self.loss_scale.scale
         lr, norm = learning_rate(config.optimizer, step, config.train.steps), scaled_norm / scale
@@ -161,24 +161,25 @@ class Trainer:
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
-    ) -> tuple[float, list[float]]:
-        """(sum of this rank's losses, when its phases ended), with the gradients reduced.
+    ) -> tuple[float, float, list[float]]:
+        """(sum of this rank's weighted losses, sum of the global batch's loss weights, when its
+        phases ended), with the gradients reduced.
 
         `as_written` replays nothing, so that hooks of modules are called.
         """
-        batch, clock = self.config.batch, self.pipeline.clock
+        clock = self.pipeline.clock
         marks = [clock()]
-        gradient_scale = self.loss_scale.scale / (batch.global_batch_size * batch.seq_len)
-        load = loader.step(self.step, gradient_scale)
+        batch = loader.step(self.step, self.loss_scale.scale)
+        gradient_scale = self.loss_scale.scale / batch.weight
         marks.append(clock())
         self.gradients.begin()
         self.balance.begin()
         with compiler_errors(self.config.train.compile):
-            loss_sum = self._micro_batches(load, gradient_scale, as_written)
+            loss_sum = self._micro_batches(batch.load, gradient_scale, as_written)
         marks.append(clock())
         self.gradients.finish()
         marks.append(clock())
-        return loss_sum, marks
+        return loss_sum, batch.weight, marks
 
     def _micro_batches(
         self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
@@ -233,7 +234,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, loader: MicroBatchLoader) -> float:
-        """The mean loss over train.eval_batches global batches of the validation data.
+        """The weighted mean loss over train.eval_batches global batches of the validation data.
 
         The losses of a micro-batch are summed when it has passed the last stage, so the memory that
         evaluation takes does not depend on how many there are.
@@ -248,22 +249,23 @@ class Trainer:
             assert last is not None, "activations come from the last stage"
             total.add_(last.losses(x_TD, inputs).double().sum())
 
+        weight = 0.0
         for step in range(steps):
-            load = loader.step(step, gradient_scale=0.0)
-            pipeline.forward(load, self.micro_batch_tokens, add)
-        loss, _ = self._global(float(total), 0.0)
+            batch = loader.step(step, loss_scale=0.0)
+            pipeline.forward(batch.load, self.micro_batch_tokens, add)
+            weight += batch.weight
+        loss, _ = self._global(float(total), weight / steps, 0.0)
         return loss / steps
 
-    def _global(self, loss_sum: float, square_sum: float) -> tuple[float, float]:
-        """(mean loss of the global batch, gradient norm), the same on every rank.
+    def _global(self, loss_sum: float, weight: float, square_sum: float) -> tuple[float, float]:
+        """(the loss of labels of that weight, gradient norm), the same on every rank.
 
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
         mine = loss_sum if self.groups.tp.rank == 0 else 0.0
         sums = torch.tensor([mine, square_sum], dtype=torch.float64).to(self.groups.device)
         loss, squares = all_reduce(sums, self.groups.world).tolist()
-        batch = self.config.batch
-        return loss / (batch.global_batch_size * batch.seq_len), math.sqrt(squares)
+        return loss / weight, math.sqrt(squares)
 
 
 def _memory(x: torch.Tensor) -> int:

@@ -50,7 +50,7 @@ def opened(family, folder, prefix, causal):
     stages = build_stages(config, groups)
     load_weights(unsharded(stages), replace(checkpoint, model=model), config.model, groups)
     loader = open_loader(config, groups)
-    inputs = loader.step(0, 1.0)(0)
+    inputs = loader.step(0, 1.0).load(0)
     loader.close()
     return theirs.double(), stages[0], inputs
 
