@@ -56,7 +56,7 @@ def cut(device, dtype, b, h, g, n, d):
 
 
 def ring(q, k, v, ranks):
-    """The forward pass of every rank of a ring, without its messages: cp.py's blocks and merges."""
+    """The forward pass of every rank of a ring, without its messages: context.py's blocks and merges."""
     mixed = []
     for rank, (mine, _, _) in enumerate(ranks):
         out = torch.zeros(mine.shape, dtype=torch.float32, device=q.device)

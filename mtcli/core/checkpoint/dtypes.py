@@ -1,4 +1,4 @@
-"""The dtypes of stored tensors as torch's; their names are in `codes.py`."""
+"""The dtypes of stored tensors as torch's; their names are in `dtype_names.py`."""
 
 import torch
 

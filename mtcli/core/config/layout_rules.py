@@ -1,6 +1,6 @@
 """The rules of a layout: how a world of ranks may cut a model and its batch.
 
-What breaks one of these can be cured by another layout, and `nearest.py` looks for it.
+What breaks one of these can be cured by another layout, and `suggest.py` looks for it.
 """
 
 from collections.abc import Callable, Iterator

@@ -49,7 +49,7 @@ def read_config(
     source: str, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig | None, list[Problem]]:
     """The config and its problems; illegal fields are left at their defaults, so that the rules
-    of `check.py` can still be applied to the rest. None where too little is left."""
+    of `rules.py` can still be applied to the rest. None where too little is left."""
     return validate(table_of(source, overrides))
 
 

@@ -1,7 +1,7 @@
 """The run config: frozen pydantic sections whose field descriptions are the help texts.
 
 A config is a TOML file or a preset's name, with `section.field=value` overrides on top. Loading
-reports every problem of every section at once; the cross-field rules are in `check.py`.
+reports every problem of every section at once; the cross-field rules are in `rules.py`.
 """
 
 from math import lcm

@@ -1,7 +1,7 @@
 """Which experts a token visits: scores, top-k, capacity, and the losses that keep the load even.
 
 Where the model has a bias per expert, it is added to the scores for the choice alone: weights,
-capacity and losses see the scores (arXiv:2408.15664, section 3). `balance.py` moves it.
+capacity and losses see the scores (arXiv:2408.15664, section 3). `expert_balance.py` moves it.
 
 T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float32 (float64 stays).
 """

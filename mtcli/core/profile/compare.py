@@ -86,7 +86,7 @@ def planned(plan: Prediction, world: int, pp_rank: int) -> Json:
 
 
 def planned_shares(plan: Prediction) -> dict[str, float]:
-    """Shares of the planned step by the kinds of attribution.py: means over pipeline ranks."""
+    """Shares of the planned step by the kinds of breakdown.py: means over pipeline ranks."""
     costs, work = plan.costs, plan.work
     timeline = simulated(work, costs, work.num_micro_batches)
     ranks, blocks = work.layout.pp, work.num_micro_batches * work.model.num_layers

@@ -4,7 +4,7 @@ Collectives of an axis are numbered from 1, so ranks that agree are always at th
 message from one rank to another has a number of its own per pair. A thread that waits stands in
 `waits`; a device that does the waiting is asked later, through `queued`.
 
-Where a rank is in the code, in words: `tp.py:63 in forward`.
+Where a rank is in the code, in words: `tensor.py:63 in forward`.
 """
 
 import os
