@@ -90,8 +90,8 @@ class InferenceModel:
         logits = torch.zeros(b, self.vocab_size, device=self.groups.device)
         if outputs:
             last = outputs[0].view(b, s, -1)[:, -1]
-            table = self._last_stage().output_table
-            logits = table.all_logits(table.logits(last), self.vocab_size).float()
+            output = self._last_stage().output
+            logits = output.all_logits(output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
     def _score(self, batch: ScoreBatch) -> Tensor:
@@ -102,7 +102,7 @@ class InferenceModel:
         outputs = self.forward([self._score_inputs(batch, i, size) for i in range(0, b, size)])
         if not outputs:
             return torch.zeros(2, len(batch.rows), device=device)
-        table = self._last_stage().output_table
+        output = self._last_stage().output
         x_TD = torch.cat(outputs)
         parts = []
         for rows, targets in zip(
@@ -110,7 +110,7 @@ class InferenceModel:
             batch.targets.to(device).split(SCORED_ROWS),
             strict=True,
         ):
-            logprobs, greedy = table.score(table.logits(x_TD[rows]), targets)
+            logprobs, greedy = output.score(output.logits(x_TD[rows]), targets)
             parts.append(torch.stack([logprobs.float(), greedy.float()]))
         found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, device=device)
         return found * float(self.groups.tp.rank == 0)  # one rank of each replica answers

@@ -10,13 +10,10 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import parameters, stage_layers
 from mtcli.core.model.transformer import Stage
-from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.fp8 import fp8_products, require_fp8
+from mtcli.core.parallel.engines import layer_factory
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.pipeline import ActivationFormat
-from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.kernels.products import PLAIN, Products
 
 HOLLOW = torch.device("meta")  # where stages are built that take memory once they are cut
 
@@ -33,33 +30,16 @@ DTYPES = {
 def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> dict[int, Stage]:
     """This rank's stages, uninitialised, by stage number.
 
-    A tied embedding that is first and last stage of one rank is one parameter. With `sharded`
-    every data rank holds some rows of each parameter (zero = 3).
+    A tied embedding that is first and last stage of one rank is one parameter. With `sharded` they
+    are what zero = 3 shards: hollow, and float32 at least.
     """
-    parallel, layout = config.parallel, groups.layout
-    dtype, products = DTYPES[config.train.precision], _products(config, groups.device)
-    build = LayerFactory(
-        table=parameters(config.model),
-        groups=groups,
-        dtype=torch.promote_types(dtype, torch.float32) if sharded else dtype,
-        device=HOLLOW if sharded else groups.device,
-        sequence_parallel=parallel.sequence_parallel,
-        cp_mode=parallel.cp_mode,
-        dispatcher=parallel.dispatcher,
-        weight_work=WeightPasses(products or PLAIN) if parallel.schedule == "zero_bubble" else None,
-        products=products,
-        remakes_activations=parallel.recompute != "full",
-    )
-    layers = stage_layers(config.model, layout, parallel.stage_layers)
+    dtype, layout = DTYPES[config.train.precision], groups.layout
+    wide = torch.promote_types(dtype, torch.float32) if sharded else dtype
+    build = layer_factory(config, groups, wide, HOLLOW if sharded else groups.device)
+    layers = stage_layers(config.model, layout, config.parallel.stage_layers)
+    about = {"seed": config.seed, "recompute": config.parallel.recompute}
     stages = {
-        index: Stage(
-            config.model,
-            build,
-            index,
-            layers[index],
-            seed=config.seed,
-            recompute=parallel.recompute,
-        )
+        index: Stage(config.model, build, index, layers[index], **about)
         for index in layout.stages(groups.pp_rank)
     }
     first, last = stages.get(0), stages.get(layout.num_stages - 1)
@@ -70,14 +50,6 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
 
         shard(stages, groups, dtype)
     return stages
-
-
-def _products(config: RunConfig, device: torch.device) -> Products | None:
-    """How linear layers multiply, where it is not torch's own way."""
-    if config.train.precision != "fp8":
-        return None
-    require_fp8(device, config.train.fp8_scaling)
-    return fp8_products(config.train.fp8_scaling)
 
 
 def activation_format(config: RunConfig) -> ActivationFormat:

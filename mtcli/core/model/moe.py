@@ -26,7 +26,7 @@ class ExpertArray(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
-        build = replace(build, weight_work=None)  # no schedule splits its backward
+        build = replace(build, weight_passes=None)  # no schedule splits its backward
         up = "gate_up" if model.activation == "swiglu" else "up"
         self.up_name = up
         for kind in (up, "down"):

@@ -90,7 +90,7 @@ def test_logits_are_transformers(both):
     theirs, stage, model = both
     ids = tokens()[:, :S]
     x_TD = stage(None, make_inputs(model, torch.float64, ids))
-    ours = stage.output_table.all_logits(stage.output_table.logits(x_TD), VOCAB)
+    ours = stage.output.all_logits(stage.output.logits(x_TD), VOCAB)
     torch.testing.assert_close(ours.view(B, S, VOCAB), theirs(ids).logits, **CLOSE)
 
 

@@ -12,10 +12,9 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel import fp8
-from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.fp8 import fp8_products, require_fp8
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.tensor import ColumnLinear, RowLinear
+from mtcli.core.parallel.tensor import ColumnLinear, RowLinear, TensorParallelLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels import fp8 as kernels
 
@@ -132,7 +131,7 @@ def layer(runtime, kind, scaling):
         "down.weight": Parameter("down.weight", (D, H), (None, "tp"), "residual", 0),
     }
     groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
-    build = LayerFactory(table, groups, torch.bfloat16, products=fp8_products(scaling))
+    build = TensorParallelLayers(table, groups, torch.bfloat16, products=fp8_products(scaling))
     x, weight, _, grad = operands() if kind == "up" else operands(D, H)
     name, module = f"{kind}.weight", (ColumnLinear if kind == "up" else RowLinear)(kind, build)
     box = table[name].rectangle(groups.layout, runtime.rank)

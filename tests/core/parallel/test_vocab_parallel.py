@@ -10,9 +10,9 @@ from ranks import run_ranks
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel import vocab_parallel
-from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.tensor import VocabEmbedding
+from mtcli.core.parallel.tensor import TensorParallelLayers
+from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.launch import interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -47,21 +47,21 @@ def lost(runtime, dtype, chunk_bytes, weighted):
 def _lost(runtime, dtype, vocab, weights):
     parameter = Parameter("table.weight", (vocab, D), ("tp", None), "normal", "first", padded=0)
     groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
-    build = LayerFactory({parameter.name: parameter}, groups, dtype, sequence_parallel=True)
+    build = TensorParallelLayers({parameter.name: parameter}, groups, dtype, sequence_parallel=True)
     table = VocabEmbedding("table", build)
     box = parameter.rectangle(groups.layout, groups.rank)
     with torch.no_grad():
         table.weight.zero_()
         table.weight[: box.size[0]] = seeded(vocab, D, seed=1)[box.slices]
     x = build.my_tokens(seeded(T, D, seed=2)).to(dtype).requires_grad_()
-    total, scaled = table.loss(x, labels_of(vocab), weights, SCALE)
+    total, scaled = VocabLoss(table).loss(x, labels_of(vocab), weights, SCALE)
     (3.0 * scaled).backward()
     grads = x.grad, table.weight.grad
     with torch.no_grad():
-        alone = table.losses(x, labels_of(vocab))
+        alone = VocabLoss(table).losses(x, labels_of(vocab))
     x.grad = table.weight.grad = None
     each = torch.ones(T) if weights is None else weights
-    table.losses(x, labels_of(vocab)).backward(3.0 * SCALE * each)
+    VocabLoss(table).losses(x, labels_of(vocab)).backward(3.0 * SCALE * each)
     return total, scaled.detach(), grads, alone, (x.grad, table.weight.grad)
 
 

@@ -91,7 +91,11 @@ LAYOUTS = {
     [
         ("tensor", 3, r"all_reduce number 1 on tp \(ranks 2, 3\) .* on rank 2, at {} in tensor"),
         ("backward", 1, r"all_reduce number 1 on tp \(ranks 0, 1\) .* rank 0, at {} in backward"),
-        ("bucket", 1, r"all_reduce number 1 on data \(ranks 0, 1\) .* at all_reduce.py:\d+ in finish"),
+        (
+            "bucket",
+            1,
+            r"all_reduce number 1 on data \(ranks 0, 1\) .* at all_reduce.py:\d+ in finish",
+        ),
         ("message", 0, r"recv number 1 on pp_forward \(rank 0 to rank 1\) .* at {} in message"),
         ("ring", 1, r"rotate number 1 on cp \(ranks 0, 1\) .* rank 0, at {} in ring"),
     ],
