@@ -15,7 +15,7 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.pipeline import ActivationFormat
 
-HOLLOW = torch.device("meta")  # where stages are built that take memory once they are cut
+HOLLOW = torch.device("meta")  # where stages are built whose shards are allocated later
 
 
 DTYPES = {
@@ -27,15 +27,15 @@ DTYPES = {
 }
 
 
-def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> dict[int, Stage]:
+def build_stages(config: RunConfig, groups: Groups, hollow: bool = False) -> dict[int, Stage]:
     """This rank's stages, uninitialised, by stage number.
 
-    A tied embedding that is first and last stage of one rank is one parameter. With `sharded` they
-    are what zero = 3 shards: hollow, and float32 at least.
+    A tied embedding of one rank's first and last stage is one parameter. `hollow` stages take no
+    memory and are float32 at least, for a strategy that allocates shards of them.
     """
     dtype, layout = DTYPES[config.train.precision], groups.layout
-    wide = torch.promote_types(dtype, torch.float32) if sharded else dtype
-    build = layer_factory(config, groups, wide, HOLLOW if sharded else groups.device)
+    wide = torch.promote_types(dtype, torch.float32) if hollow else dtype
+    build = layer_factory(config, groups, wide, HOLLOW if hollow else groups.device)
     layers = stage_layers(config.model, layout, config.parallel.stage_layers)
     about = {"seed": config.seed, "recompute": config.parallel.recompute}
     stages = {
@@ -45,10 +45,6 @@ def build_stages(config: RunConfig, groups: Groups, sharded: bool = False) -> di
     first, last = stages.get(0), stages.get(layout.num_stages - 1)
     if first and last and first is not last and config.model.tie_embeddings:
         last.embedding = first.embedding
-    if sharded:
-        from mtcli.core.sync.fsdp import shard  # half a second of torch's imports
-
-        shard(stages, groups, dtype)
     return stages
 
 

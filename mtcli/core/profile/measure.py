@@ -111,7 +111,7 @@ def _watched_step(
     step = StepRecord(phases, tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans))
     if trainer.groups.device.type == "cuda":
         traffic.waits.clear()  # the host went on, its device waited
-    elif not trainer.is_sharded:  # torch's FSDP2 waits for collectives that no recorder sees
+    elif trainer.strategy.recorded:
         step = step._replace(waiting=waiting_of(step, traffic, offset))
     return step, traffic
 
@@ -124,7 +124,7 @@ def profiled_step(
     if trainer.groups.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     around, trainer.pipeline.around = trainer.pipeline.around, _annotated
-    shapes = trainer.is_sharded
+    shapes = not trainer.strategy.recorded  # FSDP2's collectives have their sizes in the trace
     with profile(
         activities=activities, profile_memory=True, acc_events=True, record_shapes=shapes
     ) as profiler:

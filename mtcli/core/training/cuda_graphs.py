@@ -13,7 +13,7 @@ import torch
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.pipeline import OpSpan, Pipeline
-from mtcli.core.sync.all_reduce import BucketedGradients
+from mtcli.core.sync.strategy import Strategy
 
 WARM_UPS = 2  # kernels are chosen and compiled, and libraries take their memory, in the first run
 
@@ -56,10 +56,8 @@ class CudaGraphs:
 class GraphedPipeline:
     """Runs a Pipeline of one rank and one stage, micro-batch by micro-batch, from recordings."""
 
-    def __init__(
-        self, pipeline: Pipeline[Inputs], gradients: BucketedGradients, recorder: Recorder
-    ) -> None:
-        self.pipeline, self.gradients, self.recorder = pipeline, gradients, recorder
+    def __init__(self, pipeline: Pipeline[Inputs], strategy: Strategy, recorder: Recorder) -> None:
+        self.pipeline, self.strategy, self.recorder = pipeline, strategy, recorder
         self.scale = 0.0  # of what is recorded
         self.replays: dict[str, Run] = {}
 
@@ -73,7 +71,7 @@ class GraphedPipeline:
         if not self.scale or (scale != self.scale and self.inputs.weights is None):
             self._record(load(0), scale)
         factor = scale / self.scale
-        self.gradients.begin_at_zero()
+        self.strategy.before_step(from_zero=True)
         for op in pipeline.ops:
             pipeline.current = op
             with pipeline.around(op):
@@ -89,7 +87,7 @@ class GraphedPipeline:
 
     def _record(self, inputs: Inputs, scale: float) -> None:
         self.inputs, self.scale = inputs.clone(), scale
-        self.gradients.begin_at_zero()
+        self.strategy.before_step(from_zero=True)
         with self.recorder.warm_up():
             for _ in range(WARM_UPS):
                 self._forward()

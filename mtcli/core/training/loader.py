@@ -58,8 +58,8 @@ class MicroBatchLoader:
         self.batches, self.config, self.groups = batches, config, groups
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
-        self.own_positions = positions.numpy()  # of this rank's part of each sequence
-        self.positions = positions.to(groups.device)
+        self.positions = positions.to(groups.device)  # of this rank's part of each sequence
+        self.host_positions = positions
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
         self.next_step = -1
@@ -110,8 +110,8 @@ class MicroBatchLoader:
         require_ids(self.batches, start, rows, self.config.model.vocab_size)
         weights, weight_sum = self.batches.loss_weights(start, count), 0.0
         if weights is not None:
-            weights = weights[:, self.own_positions]
-            weight_sum = float(weights.sum(dtype=np.float64))
+            own = torch.from_numpy(weights)[:, self.host_positions]
+            weights, weight_sum = own.numpy(), float(own.sum(dtype=torch.float64))
         return ReadAhead(
             self._hosted(rows), self._hosted(documents), self._hosted(weights), weight_sum
         )

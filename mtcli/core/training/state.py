@@ -58,14 +58,14 @@ def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunPro
 def shards(trainer: Trainer) -> list[Shard]:
     """The weights and the optimizer state that this rank answers for, on its device, unpadded."""
     found = []
-    for name, held in trainer.gradients.held.items():
-        if trainer.saves(name):
-            kept = held.tensor.to(trainer.dtype) if trainer.table[name].trained else held.tensor
-            found += _pieces(trainer, name, name, OwnedShard(kept, held.rows))
+    for name, (tensor, rows) in trainer.strategy.shards.items():
+        if trainer.strategy.saves(name):
+            kept = tensor.to(trainer.dtype) if trainer.table[name].trained else tensor
+            found += _pieces(trainer, name, name, OwnedShard(kept, rows))
     for key, tensor in trainer.optimizer.state().items():
         name = key.partition("/")[2]
-        if trainer.ownership.answers_for(name):
-            share = OwnedShard(tensor, trainer.ownership.rows(name))
+        if trainer.strategy.ownership.answers_for(name):
+            share = OwnedShard(tensor, trainer.strategy.ownership.rows(name))
             found += _pieces(trainer, f"{OPTIMIZER}{key}", name, share)
     return found
 
@@ -76,7 +76,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
     Raises MtcliError where the manifest's counters make no sense.
     """
-    model, held = trainer.config.model, trainer.gradients.held
+    model, held = trainer.config.model, trainer.strategy.shards
     load_weights(held, checkpoint, model, trainer.groups, from_masters=True)
     _load_optimizer(trainer, checkpoint)
     trainer.step = checkpoint.step
@@ -97,7 +97,7 @@ def _load_optimizer(trainer: Trainer, checkpoint: Checkpoint) -> None:
         if stored not in known and key.startswith("master/"):
             stored = name
         tensor.zero_()
-        share = OwnedShard(tensor, trainer.ownership.rows(name))
+        share = OwnedShard(tensor, trainer.strategy.ownership.rows(name))
         for box, view in share.blocks(trainer.table[name], trainer.groups):
             view.copy_(checkpoint.read(stored, box))
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates

@@ -17,21 +17,20 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import cuts_parameters
 from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.optim.grad_norm import clip_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only, schedule_for
-from mtcli.core.sync.all_reduce import BucketedGradients, Reduction, square_sum
+from mtcli.core.sync.methods import builds_hollow, strategy_for
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphs, GraphedPipeline
 from mtcli.core.training.loader import MicroBatchLoader
@@ -76,13 +75,12 @@ class Trainer:
         self.groups = make_groups(self.layout, *place, timeout, runtime.recorder)
         b, p = config.batch, config.parallel
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
-        self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
-        self.stages = build_stages(config, self.groups, self.is_sharded)
+        self.stages = build_stages(config, self.groups, builds_hollow(config, self.layout))
+        self.strategy = strategy_for(config, self.stages, self.groups, self.dtype)
         if config.train.compile:
             compile_blocks(self.stages.values(), config.data.document_mask)
-        self.gradients = self._reduction()
-        owned = self.gradients.owned()
-        self.optimizer = Optimizer(owned, self.ownership, config.optimizer, self.dtype)
+        weights, ownership = self.strategy.weights(), self.strategy.ownership
+        self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype)
         self.balance = ExpertBalance(
             self.stages.values(),
             config.model.router_bias_update_rate,
@@ -101,20 +99,13 @@ class Trainer:
     def initialise(self) -> None:
         """Fills the weights from the config's seed."""
         model, seed = self.config.model, self.config.seed
-        initialise(self.gradients.held, model, self.groups, seed, self.dtype)
+        initialise(self.strategy.shards, model, self.groups, seed, self.dtype)
         self.optimizer.reset_masters()
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Takes the weights of any checkpoint of this model and starts at step 0."""
-        load_weights(self.gradients.held, checkpoint, self.config.model, self.groups)
+        load_weights(self.strategy.shards, checkpoint, self.config.model, self.groups)
         self.optimizer.reset_masters()
-
-    def saves(self, name: str) -> bool:
-        """Whether this rank writes what it holds of a parameter into a checkpoint."""
-        if self.is_sharded:
-            return self.ownership.answers_for(name)
-        primary = self.table[name].is_primary(self.layout, self.groups.rank)
-        return primary and not self.ownership.is_second_copy(name)
 
     def state_bytes(self) -> int:
         """Bytes of this rank's weights, gradients, masters and moments."""
@@ -122,11 +113,11 @@ class Trainer:
 
     def state_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients and optimizer (masters and moments)."""
-        weights = [held.tensor for held in self.gradients.held.values()]
+        weights = [shard.tensor for shard in self.strategy.shards.values()]
         here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         kinds = {
             "weights": weights,
-            "gradients": self.gradients.buffers(),
+            "gradients": self.strategy.gradient_buffers(),
             "optimizer": [x for x in self.optimizer.state().values() if _memory(x) not in here],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
@@ -141,7 +132,7 @@ class Trainer:
         config, start = self.config, perf_counter()
         self.groups.world.recorder.step = self.step + 1
         loss_sum, weight, marks = self.forward_backward(loader)
-        squares = square_sum(self.gradients)
+        squares = square_sum(self.strategy.counted_gradients())
         marks.append(self.pipeline.clock())
         loss, scaled_norm = self._global(loss_sum, weight, squares)
         marks.append(self.pipeline.clock())
@@ -172,12 +163,12 @@ class Trainer:
         batch = loader.step(self.step, self.loss_scale.scale)
         gradient_scale = self.loss_scale.scale / batch.weight
         marks.append(clock())
-        self.gradients.begin()
+        self.strategy.before_step()
         self.balance.begin()
         with compiler_errors(self.config.train.compile):
             loss_sum = self._micro_batches(batch.load, gradient_scale, as_written)
         marks.append(clock())
-        self.gradients.finish()
+        self.strategy.after_backward()
         marks.append(clock())
         return loss_sum, batch.weight, marks
 
@@ -190,21 +181,8 @@ class Trainer:
             load,
             tokens=self.micro_batch_tokens,
             scale=gradient_scale,
-            before_last_backward=self.gradients.arm,
+            before_last_backward=self.strategy.before_last_backward,
         )
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each data rank holds some rows of the parameters, by FSDP2."""
-        return cuts_parameters(self.config.parallel.zero, self.layout, self.config.model)
-
-    def _reduction(self) -> Reduction:
-        if not self.is_sharded:
-            bucket_bytes = self.config.parallel.bucket_mib * 2**20
-            return BucketedGradients(self.stages, self.ownership, bucket_bytes)
-        from mtcli.core.sync.fsdp import ShardedGradients  # half a second of torch's imports
-
-        return ShardedGradients(self.stages, self.ownership)
 
     def _graphed(self) -> GraphedPipeline | None:
         """What replays micro-batches, where the config asks for that."""
@@ -214,8 +192,7 @@ class Trainer:
             hint = "set train.cuda_graphs = false"
             message = "cuda_graphs=true, and there is no CUDA device here"
             raise wrong(message, hint, "train.cuda_graphs")
-        assert isinstance(self.gradients, BucketedGradients), "zero = 3 is refused with graphs"
-        return GraphedPipeline(self.pipeline, self.gradients, CudaGraphs())
+        return GraphedPipeline(self.pipeline, self.strategy, CudaGraphs())
 
     def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
         """The same on every rank, as the loss and the norm are."""
@@ -224,13 +201,12 @@ class Trainer:
         return "overflow" if math.isfinite(loss) and self.loss_scale.can_fall else "fault"
 
     def _update(self, norm: float, scale: float, lr: float) -> None:
-        clip = self.config.optimizer.clip
-        factor = (clip / norm if clip and norm > clip else 1.0) / scale
+        factor = clip_factor(norm, self.config.optimizer.clip) / scale
         if factor != 1.0 and not self.optimizer.by_kernels:
-            self.gradients.scale_(factor)
+            self.strategy.scale_gradients_(factor)
             factor = 1.0
-        self.optimizer.step(self.gradients.views, lr, factor)
-        self.gradients.share_parameters()
+        self.optimizer.step(self.strategy.gradients, lr, factor)
+        self.strategy.after_update()
 
     @torch.no_grad()
     def evaluate(self, loader: MicroBatchLoader) -> float:

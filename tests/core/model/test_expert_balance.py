@@ -186,4 +186,4 @@ def test_biases_are_float32_under_bfloat16_and_have_no_gradient_or_optimizer_sta
     saved = [piece for piece in shards(trainer) if piece.name.endswith("router.bias")]
     assert [piece.tensor.dtype for piece in saved] == [torch.float32] * 2
     assert not [name for name in trainer.optimizer.state() if name.endswith("router.bias")]
-    assert not [name for name in trainer.gradients.views if name.endswith("router.bias")]
+    assert not [name for name in trainer.strategy.gradients if name.endswith("router.bias")]

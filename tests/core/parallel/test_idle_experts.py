@@ -53,9 +53,9 @@ def stepped(runtime, parallel, batch):
         loader = MicroBatchLoader(Samples(config), config, trainer.groups)
         loss = trainer.train_step(loader).loss
         loader.close()
-        views = {key: view.clone() for key, view in trainer.gradients.views.items()}
-        rows = {key: trainer.ownership.rows(key) for key in views}
-        untouched = set() if parallel.get("zero") == 3 else trainer.gradients.fresh
+        views = {key: view.clone() for key, view in trainer.strategy.gradients.items()}
+        rows = {key: trainer.strategy.ownership.rows(key) for key in views}
+        untouched = set() if parallel.get("zero") == 3 else trainer.strategy.fresh
         answers[name] = Answer(loss, views, rows, untouched, calls)
     return answers
 

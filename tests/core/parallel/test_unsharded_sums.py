@@ -27,7 +27,7 @@ def squares(runtime, config):
     trainer.initialise()
     parts = trainer.optimizer.masters
     sums = [torch.tensor([float(x.square().sum()), x.count_nonzero()]) for x in parts.values()]
-    whole = WholeSums(parts, trainer.ownership)(torch.stack(sums))
+    whole = WholeSums(parts, trainer.strategy.ownership)(torch.stack(sums))
     return dict(zip(parts, whole.tolist(), strict=True))
 
 

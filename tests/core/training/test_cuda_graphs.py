@@ -36,7 +36,7 @@ def curve(config, recorder=None, samples=Samples):
     trainer = Trainer(config, ALONE)
     trainer.initialise()
     if recorder:
-        trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.gradients, recorder)
+        trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.strategy, recorder)
     loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(3)]
     loader.close()

@@ -109,7 +109,7 @@ def test_gradients_reach_the_optimizer_clipped_and_without_the_scale(precision, 
     settings = half(precision=precision)
     trainer, loader = started(run_config(optimizer={"clip": clip}, train=settings))
     (step,) = steps_of(trainer, loader, 1)
-    squares = sum(view.double().square().sum() for view in trainer.gradients.views.values())
+    squares = sum(view.double().square().sum() for view in trainer.strategy.gradients.values())
     assert 0.05 < step.grad_norm < 50.0
     expected = 0.05 if clip == 0.05 else step.grad_norm
     assert math.sqrt(squares) == pytest.approx(expected, rel=1e-5)

@@ -52,7 +52,7 @@ def begun(runtime, config):
     trainer = Trainer(config, runtime)
     trainer.initialise()
     with torch.no_grad():
-        for tensor, _ in trainer.gradients.held.values():
+        for tensor, _ in trainer.strategy.shards.values():
             tensor.copy_(tensor.half())
     trainer.optimizer.reset_masters()
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
@@ -71,8 +71,8 @@ def first_step(runtime, config):
     norm = trainer.train_step(loader).grad_norm
     loader.close()
     found = []
-    for name, view in trainer.gradients.views.items():
-        kept = OwnedShard(view, trainer.ownership.rows(name))
+    for name, view in trainer.strategy.gradients.items():
+        kept = OwnedShard(view, trainer.strategy.ownership.rows(name))
         for box, part in kept.blocks(trainer.table[name], trainer.groups):
             found.append((name, box, part.double().clone()))
     return First(found, norm)

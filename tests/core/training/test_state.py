@@ -218,7 +218,7 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
     checkpoint = checkpoint_of(tmp_path, STOP)
     trainer = Trainer(config_of(BIASED, (1, {}, {})), ALONE)
     trainer.load_weights(checkpoint)
-    for name, (tensor, _) in trainer.gradients.held.items():
+    for name, (tensor, _) in trainer.strategy.shards.items():
         stored = checkpoint.read(name) if trainer.table[name].trained else torch.zeros(8)
         stored = stored.flatten(0, -2) if stored.dim() > 1 else stored
         assert torch.equal(tensor[: len(stored)], stored), name
