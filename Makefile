@@ -1,16 +1,24 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv as it needs it.
+# `make test` holds every promise of docs/promises.md; `make test-all` runs the whole suite.
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes of the suite: most tests use one core, some start ranks of their own.
 WORKERS ?= 2
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench gpu bench-gpu
+.PHONY: demo test test-rest test-all lint bench gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
 test: .venv/installed-test
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+
+# What `make test` leaves: further cases of its tests, and a few that are slow (tests/slow.py).
+test-rest: .venv/installed-test
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(PYTEST_ARGS)
+
+test-all: .venv/installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: .venv/installed-test

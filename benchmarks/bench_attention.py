@@ -1,4 +1,4 @@
-"""CPU attention of whole rows and of a ring's blocks: kernels/attention.py beside torch's.
+"""CPU attention of whole rows and of a ring's blocks: kernels/attention beside torch's.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
 
@@ -8,14 +8,16 @@ Processor milliseconds of one forward and one backward, the best of several, val
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from time import process_time
 
 import torch
 import torch.nn.functional as F
+from progress import each, say
 
 from mtcli.core.runtime.machine import ALLOCATOR
-from mtcli.kernels.attention import attention, attention_backward, whole_attention
+from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width
 BLOCKS = [(128, 128), (64, 128), (128, 64), (512, 512)]  # queries and keys that meet in a ring
@@ -31,18 +33,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("medium")
-    rows = [
-        measure(dtype, shape, args.repeats)
-        for dtype in (torch.float32, torch.bfloat16)
-        for shape in SHAPES
-    ]
-    rows += [measure_block(*block, args.repeats) for block in BLOCKS]
     print(f"{args.threads} threads; {', '.join(ALLOCATOR)} as the environment has them")
     print(f"{'':30}{'torch':>14}{'mtcli':>14}{'ratio':>14}   forward, backward ms")
-    for row in rows:
-        pairs = (row["torch"], row["mtcli"], row["ratio"])
-        cells = "".join(f"{f'{a:.1f}, {b:.1f}':>14}" for a, b in pairs[:2])
-        print(f"{row['what']:30}{cells}{'{:.2f}, {:.2f}'.format(*pairs[2]):>14}")
+    rows = []
+    for case in each([*product((torch.float32, torch.bfloat16), SHAPES), *BLOCKS]):
+        rows.append((measure_block if case in BLOCKS else measure)(*case, args.repeats))
+        pairs = (rows[-1][key] for key in ("torch", "mtcli"))
+        cells = "".join(f"{f'{a:.1f}, {b:.1f}':>14}" for a, b in pairs)
+        ratio = "{:.2f}, {:.2f}".format(*rows[-1]["ratio"])
+        say(f"{rows[-1]['what']:30}{cells}{ratio:>14}")
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -54,7 +53,7 @@ def measure(dtype: torch.dtype, shape: tuple[int, int, int, int], repeats: int) 
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in qkv)
     functions = {
         "torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "mtcli": lambda: whole_attention(q, k, v, True),
+        "mtcli": lambda: sdpa(q, k, v, True),
     }
     tight = 1e-4 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(functions["mtcli"](), functions["torch"](), rtol=tight, atol=tight)

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from progress import each, in_turn, say
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -63,8 +64,8 @@ def main():
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         root = Path(folder)
         rows = {
-            "save": measure(SAVERS, tensors, root, arguments.repeats),
-            "load cold": measure(LOADERS, tensors, root, arguments.repeats),
+            "save": measure("save", SAVERS, tensors, root, arguments.repeats),
+            "load cold": measure("load", LOADERS, tensors, root, arguments.repeats),
             "stall": stalls(tensors, root / "stall", arguments.repeats),
             "reshard": reshard(root / "reshard", arguments),
         }
@@ -92,20 +93,21 @@ def make_tensors(gib):
     return {f"layers.{i}.weight": torch.randn(SHAPE, generator=generator) for i in range(count)}
 
 
-def measure(contenders, tensors, root, repeats):
+def measure(what, contenders, tensors, root, repeats):
     """Seconds of each contender, each time; a contender is (make ready, what is timed)."""
     times = {name: [] for name in contenders}
-    for turn in range(repeats):
-        names = list(contenders)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            ready, timed = contenders[name]
-            state, found = ready(root, tensors), None
-            touch_memory(tensors)
-            start = perf_counter()
-            found = timed(state, tensors)
-            times[name].append(perf_counter() - start)
-            if turn == 0 and found is not None:
-                assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items()), name
+    names = list(contenders)
+    turns = [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(repeats)]
+    for name in each(sum(turns, [])):
+        ready, timed = contenders[name]
+        state, found = ready(root, tensors), None
+        touch_memory(tensors)
+        start = perf_counter()
+        found = timed(state, tensors)
+        times[name].append(perf_counter() - start)
+        say(f"{what:8}{name:14}{times[name][-1]:8.2f} s")
+        if len(times[name]) == 1 and found is not None:
+            assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items()), name
     return times
 
 
@@ -244,7 +246,7 @@ def stalls(tensors, root, repeats):
     pieces = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
     held, stager = Snapshot(torch.device("cpu")), DefaultStager(StagingOptions(*[False] * 4))
     times = {"mtcli": [], "DCP": []}
-    for _ in range(repeats + 1):
+    for _ in each(range(repeats + 1)):
         start = perf_counter()
         taken = held.take(pieces)
         times["mtcli"].append(perf_counter() - start)
@@ -254,6 +256,7 @@ def stalls(tensors, root, repeats):
         writer = FileSystemWriter(root / "dcp", thread_count=2, overwrite=True)
         done = dcp.async_save(tensors, storage_writer=writer, async_stager=stager, no_dist=True)
         times["DCP"].append(perf_counter() - start)
+        say("stall   " + "".join(f"{name:8}{s[-1]:8.3f} s " for name, s in times.items()))
         done.result()
         os.sync()
     found = open_checkpoint(root / "ours")
@@ -273,10 +276,10 @@ def reshard(root, arguments):
     root.mkdir()
     spawn(2, write_halves, root, arguments.gib)
     times = {"DCP": [], "mtcli": []}
-    for _ in range(arguments.repeats):
-        for name, found in times.items():
-            forget(root)
-            found.append(max(spawn(4, read_columns, root, arguments.gib, name)))
+    for name in in_turn(times, arguments.repeats):
+        forget(root)
+        times[name].append(max(spawn(4, read_columns, root, arguments.gib, name)))
+        say(f"{'reshard':8}{name:14}{times[name][-1]:8.2f} s")
     return times
 
 

@@ -46,16 +46,13 @@ def measure(rank: int, world: int, output: str | None) -> None:
         old = best(lambda x=x, out=parts[0]: dist.all_gather_into_tensor(out.view(-1), x))
         new = best(lambda x=x, out=parts[1]: memory.all_gather(out, x).wait())
         assert torch.equal(*parts)
-        rows.append(row(f"all-gather {kib} KiB", old, new, copy))
+        rows.append(show(rank, row(f"all-gather {kib} KiB", old, new, copy)))
         old = best(lambda r=several, out=sums[0]: dist.reduce_scatter_tensor(out, r.view(-1)))
         new = best(lambda r=several, out=sums[1]: memory.reduce_scatter(out, r).wait())
         assert torch.equal(*sums)
-        rows.append(row(f"reduce-scatter {kib} KiB", old, new, copy))
-    if rank == 0:
-        for each in rows:
-            print("{what:24}{gloo:10.0f}{shared:10.0f}{ratio:8.1f}{copy:10.0f}".format(**each))
-        if output:
-            Path(output).write_text(json.dumps(rows, indent=2) + "\n")
+        rows.append(show(rank, row(f"reduce-scatter {kib} KiB", old, new, copy)))
+    if rank == 0 and output:
+        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
     dist.destroy_process_group()
 
 
@@ -74,6 +71,12 @@ def row(what: str, gloo: float, shared: float, copy: float) -> dict:
     """Microseconds, and how many times shared memory is quicker."""
     times = {"gloo": 1e6 * gloo, "shared": 1e6 * shared, "copy": 1e6 * copy}
     return {"what": what, "ratio": gloo / shared, **times}
+
+
+def show(rank: int, row: dict) -> dict:
+    if rank == 0:
+        print("{what:24}{gloo:10.0f}{shared:10.0f}{ratio:8.1f}{copy:10.0f}".format(**row))
+    return row
 
 
 def gather(value: object) -> list:

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 
+from progress import in_turn, say
+
 SIZES = {"tiny": (256, 4, 4), "124m": (768, 12, 12)}  # width, layers, heads
 # Of a log-likelihood of up to 100 nats; in proportion for a larger one, as float32 rounds it.
 # per 100 nats; rounding grows with depth: the 12 layers of 124m have shown 1.3e-4 in float32
@@ -50,9 +52,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder), arguments.size, arguments.items)
         runs = {name: [] for name in ("mtcli", "lm-eval", "lm-eval tuned")}
-        for _ in range(arguments.repeats):
-            for name, found in runs.items():
-                found.append(spawn(name, folder, arguments))
+        for name in in_turn(runs, arguments.repeats):
+            runs[name].append(found := spawn(name, folder, arguments))
+            say(f"{name:14} {found['seconds']:8.2f} s {found['cpu_seconds']:8.2f} cpu s")
     difference = compare(runs, TOLERANCE[arguments.size, arguments.dtype])
     report(runs, difference, arguments)
 

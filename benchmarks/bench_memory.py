@@ -13,8 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from rich.console import Console
-from rich.table import Table
+from progress import each, say
 
 from mtcli.core.config.loading import config_of
 from mtcli.core.plan.dry_run import dry_run
@@ -51,16 +50,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the rows to this file")
     output = parser.parse_args().json
-    table = Table(title="Memory of the fullest rank: planned, and counted in a dry run")
-    for column in ("ranks", "model", "layout", "state", "peak besides it", "planned", "off by"):
-        table.add_column(column)
-    rows = [measure(*row) for row in ROWS]
-    for row in rows:
-        held, said = row["activation_peak_bytes"], row["predicted_activation_bytes"]
-        sizes = [f"{x / 2**20:.1f}" for x in (row["state_bytes"], held, said)]
-        names = [str(row["ranks"]), row["model"], row["layout"]]
-        table.add_row(*names, *sizes, f"{said / held - 1:+.1%}")
-    Console(width=120).print(table)
+    print("Memory of the fullest rank, MiB: planned, and counted in a dry run")
+    print(f"ranks {'model':11}{'layout':45}{'state':>8}{'peak':>8}{'planned':>9}{'off by':>8}")
+    rows = []
+    for case in each(ROWS, name=lambda case: case[1]):
+        rows.append(row := measure(*case))
+        state, held, said = (
+            row[key] / 2**20
+            for key in ("state_bytes", "activation_peak_bytes", "predicted_activation_bytes")
+        )
+        say(
+            f"{row['ranks']:5} {row['model']:11}{row['layout']:45}"
+            f"{state:8.1f}{held:8.1f}{said:9.1f}{said / held - 1:+8.1%}"
+        )
     if output:
         Path(output).write_text(json.dumps(rows, indent=2) + "\n")
     if any(row["problems"] for row in rows):

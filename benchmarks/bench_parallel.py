@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from progress import each, say
 
 from mtcli.core.data.indexed import write_dataset
 
@@ -41,15 +42,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         random = np.random.default_rng(0)
-        rows = (random.zipf(1.3, (400, 500)) % 8192).astype(np.uint16)
-        write_dataset(data, rows, np.dtype("<u2"))
-        rows = {name: compare(name, data, args.repeats) for name in LAYOUTS}
-    print(f"\n{'':6}{'1 process':>11}{'2 ranks':>9}{'ratio':>7}{'goal':>6}{'loss gap':>10}   tok/s")
-    for name, row in rows.items():
+        tokens = (random.zipf(1.3, (400, 500)) % 8192).astype(np.uint16)
+        write_dataset(data, tokens, np.dtype("<u2"))
         print(
-            f"{name:6}{row['one']:11,.0f}{row['two']:9,.0f}{row['ratio']:7.2f}{row['goal']:6.2f}"
-            f"{row['loss_gap']:10.1e}"
+            f"{'':6}{'1 process':>11}{'2 ranks':>9}{'ratio':>7}{'goal':>6}{'loss gap':>10}   tok/s"
         )
+        rows = {}
+        for name in each(LAYOUTS):
+            rows[name] = row = compare(name, data, args.repeats)
+            say(
+                f"{name:6}{row['one']:11,.0f}{row['two']:9,.0f}{row['ratio']:7.2f}"
+                f"{row['goal']:6.2f}{row['loss_gap']:10.1e}"
+            )
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from progress import each, say
+
 from mtcli.core.plan.hardware import HERE
 
 GOAL_TIME, GOAL_MEMORY = 0.15, 0.05
@@ -62,7 +64,7 @@ def main() -> None:
         parser.error(f"--only {args.only}: no case has such a word; {'; '.join(CASES)}")
     print(f"{'layout':16}{'predicted':>11}{'measured':>11}{'ratio':>7}  state  kept, MB   ratio")
     rows = {}
-    for name in chosen:
+    for name in each(chosen):
         rows[name] = measure(name, args.steps)
         show(name, rows[name])
     off = sorted(abs(row["seconds_ratio"] - 1) for row in rows.values())
@@ -75,11 +77,10 @@ def main() -> None:
 
 
 def show(name: str, row: dict[str, float]) -> None:
-    print(
+    say(
         f"{name:16}{1e3 * row['predicted_seconds']:8.1f} ms{1e3 * row['measured_seconds']:8.1f} ms"
         f"{row['seconds_ratio']:7.2f} {row['state_ratio']:6.2f} {row['measured_kept'] / 1e6:9.1f}"
-        f"{row['kept_ratio']:8.2f}",
-        flush=True,
+        f"{row['kept_ratio']:8.2f}"
     )
 
 

@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from progress import in_turn, say
+
 WORKERS = 2
 CLOCKS = ("command", "work", "cpu")
 GOALS = {"gigatoken": 0.8, "Megatron": 20.0}
@@ -63,10 +65,11 @@ def measure(args, folder):
     tokenizer = make_tokenizer(args.tokenizer, folder)
     check_equal(folder, small, tokenizer)
     runs = {name: [] for name in CONTENDERS}
-    for _ in range(args.repeats):
-        for name, found in runs.items():
-            corpus = small if name in SLOW else large
-            found.append(spawn(name, corpus, folder / "out", tokenizer))
+    for name in in_turn(runs, args.repeats):
+        corpus = small if name in SLOW else large
+        runs[name].append(spawn(name, corpus, folder / "out", tokenizer))
+        mb = sizes["small" if name in SLOW else "large"] / 1e6
+        say(f"{name:12} {mb / runs[name][-1]['command']:8.1f} MB/s")
     rows = {}
     for name, found in runs.items():
         mb = sizes["small" if name in SLOW else "large"] / 1e6
@@ -84,7 +87,7 @@ def write_corpus(path, megabytes):
     written, copy = 0, 0
     with open(path, "w", encoding="utf-8") as file:
         while True:
-            for source in find_sources(["stdlib"]):
+            for source in find_sources(["stdlib"]).sources:
                 text = Path(source.path).read_text(encoding="utf-8")
                 if copy:
                     text = re.sub(r"(\w{7,})", rf"\g<1>{copy}", text)

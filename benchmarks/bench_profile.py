@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from progress import each
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GOAL_COST, GOAL_NAMED = 0.02, 0.95
@@ -67,7 +69,7 @@ def measure(pairs: int) -> dict[str, float]:
             (timed if with_timers else bare).append(perf_counter() - start)
 
         orders = random.Random(7)
-        for _ in range(WARMUP + pairs):
+        for _ in each(range(WARMUP + pairs)):
             for with_timers in orders.sample((True, False), 2):
                 run(with_timers)
         loader.close()

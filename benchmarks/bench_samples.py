@@ -22,6 +22,7 @@ from time import thread_time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np  # noqa: E402
+from progress import in_turn, say  # noqa: E402
 
 from mtcli.core.data.indexed import write_dataset  # noqa: E402
 from mtcli.core.data.loader import Batches  # noqa: E402
@@ -60,14 +61,14 @@ def measure(args, prefix):
         "gather": gather(prefix, random),
     }
     runs = {name: [] for name in contenders}
-    for _ in range(args.repeats):
-        for name, batch in contenders.items():
-            count = args.samples if name != "Megatron" else args.samples // 8
-            began = thread_time()
-            for start in range(0, count - BATCH + 1, BATCH):
-                batch(start)
-            tokens = count // BATCH * BATCH * (SEQ_LEN + 1)
-            runs[name].append(tokens / 1e6 / (thread_time() - began))
+    for name in in_turn(contenders, args.repeats):
+        count = args.samples if name != "Megatron" else args.samples // 8
+        began = thread_time()
+        for start in range(0, count - BATCH + 1, BATCH):
+            contenders[name](start)
+        tokens = count // BATCH * BATCH * (SEQ_LEN + 1)
+        runs[name].append(tokens / 1e6 / (thread_time() - began))
+        say(f"{name:10}{runs[name][-1]:10.0f} Mtok/s")
     return {name: {"best": max(found), "median": median(found)} for name, found in runs.items()}
 
 

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter, sleep
 
+from progress import in_turn, say
 from rich.console import Console
 from rich.table import Table
 
@@ -66,13 +67,18 @@ def measure(repeats: int, folder: Path) -> dict[str, list[float]]:
     """Milliseconds of every repeat, by contender; those that are not installed are left out."""
     present = {name: argv for name, argv in CONTENDERS.items() if shutil.which(argv[0])}
     found: dict[str, list[float]] = {name: [] for name in (*present, TRAIN)}
-    for repeat in range(repeats):
-        for name, argv in present.items():
-            start = perf_counter()
-            subprocess.run(argv, check=True, capture_output=True)
-            found[name].append(1e3 * (perf_counter() - start))
-        found[TRAIN].append(1e3 * first_step_seconds(folder, folder / f"run-{repeat}"))
+    for name in in_turn(found, repeats):
+        found[name].append(1e3 * seconds_of(name, present, folder, len(found[name])))
+        say(f"{name:30}{found[name][-1]:8.0f} ms")
     return found
+
+
+def seconds_of(name: str, present: dict[str, list], folder: Path, turn: int) -> float:
+    if name == TRAIN:
+        return first_step_seconds(folder, folder / f"run-{turn}")
+    start = perf_counter()
+    subprocess.run(present[name], check=True, capture_output=True)
+    return perf_counter() - start
 
 
 def first_step_seconds(folder: Path, output: Path) -> float:

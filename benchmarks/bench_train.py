@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
+from progress import in_turn, say
+
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # contenders.py, which knows no device
 
 SIZES = {  # layers, hidden, heads, vocabulary, tokens of a sequence, sequences of a step
@@ -57,14 +59,17 @@ def parse() -> argparse.Namespace:
 def measure(args: argparse.Namespace) -> dict[str, dict]:
     contenders = args.contenders.split(",")
     rows: dict[str, dict] = {name: {"seconds": [], "first_step": []} for name in contenders}
-    rates = []
-    for _ in range(args.repeats):
-        rates.append(spawn(args, "product")["flop_per_s"])
-        for name in contenders:
-            found = spawn(args, name)
-            rows[name]["seconds"] += found["seconds"]
-            rows[name]["first_step"].append(found["first_step"])
-            rows[name]["losses"] = found["losses"]
+    rates, (*_, seq, batch) = [], SIZES[args.model]
+    for name in in_turn(["product", *contenders], args.repeats):
+        found = spawn(args, name)
+        if name == "product":
+            rates.append(found["flop_per_s"])
+            say(f"{'a product':14}{rates[-1] / 1e9:11,.0f} GFLOP/s")
+            continue
+        rows[name]["seconds"] += found["seconds"]
+        rows[name]["first_step"].append(found["first_step"])
+        rows[name]["losses"] = found["losses"]
+        say(f"{name:14}{batch * seq / min(found['seconds']):11,.0f} tok/s best of this run")
     reference = rows[contenders[0]]["losses"]
     for name, row in rows.items():
         gaps = [abs(a - b) / a for a, b in zip(reference, row["losses"], strict=True)]

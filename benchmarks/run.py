@@ -1,6 +1,7 @@
 """Runs every benchmark of this folder in turn, each in a process of its own: `make bench`.
 
-Goes on past one that fails, and exits 1 at the end, naming those. Arguments choose some by name:
+Rows come as they are measured, with a bar on stderr. Goes on past a benchmark that fails, and exits
+1 at the end, naming those. Arguments choose some by name:
 
     python benchmarks/run.py startup eval
 """
@@ -17,9 +18,11 @@ def main() -> None:
     if unknown := [name for name in chosen if name not in scripts]:
         sys.exit(f"error: no benchmark {', '.join(unknown)}\n\nhint: {', '.join(scripts)}")
     failed = []
-    for name in chosen or scripts:
-        print(f"\n== {name}", flush=True)
-        if subprocess.run([sys.executable, scripts[name]]).returncode:
+    names = chosen or list(scripts)
+    for number, name in enumerate(names, 1):
+        print(f"\n== {name} ({number} of {len(names)})", flush=True)
+        # -u: a row is shown when it is measured, in a pipe too
+        if subprocess.run([sys.executable, "-u", scripts[name]]).returncode:
             failed.append(name)
     if failed:
         sys.exit(f"error: these benchmarks failed: {', '.join(failed)}")

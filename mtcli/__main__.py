@@ -1,6 +1,6 @@
 """The entry point: runs the app and turns every error into `error:` and `hint:` lines on stderr.
 
-Exit codes are `spec.errors.Exit`. No traceback reaches a user who did not set MTCLI_TRACEBACK=1.
+Exit codes are `config.errors.Exit`. No traceback reaches a user who did not set MTCLI_TRACEBACK=1.
 """
 
 import os

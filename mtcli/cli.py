@@ -1,9 +1,8 @@
 """The Typer app. A command's module is imported only when that command runs, so help is instant.
 
 `COMMANDS` is the whole command line: what each command is for, and where its function lives. The
-command's own options are the parameters of that function.
-
-A command line that is wrong, told as wrong configs are: all of it at once, and in JSON too.
+command's own options are the parameters of that function. A command line that is wrong is refused
+as wrong configs are: with all problems at once, and in JSON too.
 """
 
 from collections.abc import Iterator
@@ -57,7 +56,7 @@ class Command(TyperCommand):
             problems.append(Problem(f"got unexpected extra argument {rest[0]!r}", _usage(ctx)))
         if not problems:
             return super().parse_args(ctx, args)
-        from mtcli.commands.options import refusing
+        from mtcli.commands.output import refusing
 
         target = given.get("json_out")
         broken = any(problem.field == "--json" for problem in problems)
@@ -68,10 +67,8 @@ class Command(TyperCommand):
 def _nameless(ctx: typer.Context, args: list[str]) -> Iterator[Problem]:
     """The words that are empty or have a NUL byte, and so can name no file; an empty one would be
     taken for the current folder."""
-    from mtcli.core.config.untrusted import (  # here, not above: --help needs none
-        names_a_file,
-        shown,
-    )
+    # Here, not above: --help needs none.
+    from mtcli.core.config.untrusted import names_a_file, shown
 
     flag = ""
     for word in args:

@@ -1,6 +1,7 @@
 """What every test shares: one thread, no network, and properties that are the same each run."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,8 +13,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not any(Path("/dev").glob("nvidia*")):  # before triton: what it makes is then interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # As in a background job of a shell. What tests start would inherit it, and some send SIGINT;
+    # a handler is not inherited, and this one leaves this process as deaf as it was.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from slow import SLOW, is_kept  # noqa: E402
 
 settings.register_profile("mtcli", deadline=None, derandomize=True, database=None)
 settings.load_profile("mtcli")
@@ -26,12 +33,13 @@ def _torch_as_it_comes():
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.set_float32_matmul_precision("highest")
-    if products := sys.modules.get("mtcli.kernels.products"):
-        products.widen_bfloat16(False)
+    if products := sys.modules.get("mtcli.kernels.gemm"):
+        products.set_bfloat16_in_float32(False)
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, and is skipped without one")
+    config.addinivalue_line("markers", "slow: `make test` leaves it to `make test-all` (slow.py)")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,11 +55,31 @@ def pytest_xdist_make_scheduler(config, log):
     return OneProcessPerFile(config, log)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    _mark_slow(items, whole_files=not any("::" in argument for argument in config.args))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def _mark_slow(items, whole_files):
+    """Marks what slow.py names. Raises UsageError for a name that a collected file has not."""
+    files, stale = {item.path.name for item in items}, set()
+    if whole_files:
+        tests = {(file, test) for file in files & set(SLOW) for test in SLOW[file]}
+        stale = tests | {(*test, case) for test in tests for case in SLOW[test[0]][test[1]]}
+    for item in items:
+        test = item.path.name, getattr(item, "originalname", item.name)
+        kept = SLOW.get(test[0], {}).get(test[1])
+        if kept is None:
+            continue
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        if not is_kept(case, kept):
+            item.add_marker(pytest.mark.slow)
+        stale -= {test} | {(*test, one) for one in kept if is_kept(case, (one,))}
+    if stale:
+        raise pytest.UsageError(f"tests/slow.py names what is not there: {sorted(stale)}")
 
 
 def _has_cuda():

@@ -24,9 +24,8 @@ from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
 from mtcli.core.data.documents import Bad, Reading, read_documents
-from mtcli.core.data.index_cache import load_kept
 from mtcli.core.data.indexed import Indexed, describe, max_token_id, write_dataset
-from mtcli.core.data.samples import Samples, build_samples
+from mtcli.core.data.samples import Samples, build_samples, load_kept
 from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 from mtcli.core.data.workspace import Workspace
@@ -35,7 +34,7 @@ from mtcli.core.evaluate.tasks.lambada import prepare_lambada
 from mtcli.core.evaluate.tasks.race import prepare_race
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
-from mtcli.core.inference.end_of_text import end_ids
+from mtcli.core.inference.model import end_ids
 from mtcli.core.plan.published.validate import read_records, score, summarize
 from mtcli.core.profile.finished_run import read_run, summary_of
 

@@ -48,6 +48,8 @@ LIGHT = (
     "checkpoint.folder",
     "convert.upcycle_recipe",
     "data.loader",
+    "data.preprocess",
+    "evaluate.tasks.registry",
     "plan.answer",
     "plan.published.validate",
     "runtime.atomic_writes",

@@ -15,7 +15,8 @@ import typer
 
 from mtcli import cli
 from mtcli.__main__ import run
-from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides, write_json
+from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides
+from mtcli.commands.output import write_json
 from mtcli.core.config.errors import MtcliError, failed, wrong
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "tqdm", "tokenizers")
@@ -55,7 +56,7 @@ def probed(monkeypatch):
 def python(code, *arguments, env=None):
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        capture_output=True, text=True, env=os.environ | (env or {}), timeout=60,
+        capture_output=True, text=True, env=os.environ | (env or {}), timeout=120,
     )  # fmt: skip
 
 
@@ -116,7 +117,12 @@ def test_a_command_that_takes_a_config_takes_overrides(name):
 
 def test_every_command_module_is_registered():
     folder = Path(cli.__file__).parent / "commands"
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "options"}
+    modules = {path.stem for path in folder.glob("*.py")} - {
+        "__init__",
+        "options",
+        "output",
+        "ranks",
+    }
     assert {command.target for command in cli.COMMANDS.values()} == {
         f"mtcli.commands.{name}:{name}" for name in modules
     }

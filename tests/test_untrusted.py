@@ -21,8 +21,7 @@ import xxhash
 from hostile import write_manifest
 
 from mtcli.__main__ import run
-from mtcli.core.data.index_cache import load_kept
-from mtcli.core.data.samples import Samples
+from mtcli.core.data.samples import Samples, load_kept
 
 ROOT = Path(__file__).parent.parent / "mtcli"
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
@@ -307,7 +306,7 @@ OPENERS: dict[str, str] = {
     "core/training/run_lock.py": "the kernel's files",
     "core/parallel/transport/same_machine.py": "the kernel's files",
     "core/profile/clock.py": "the kernel's files",
-    "kernels/choices.py": "the user's own cache",
+    "kernels/autotune.py": "the user's own cache",
 }
 
 

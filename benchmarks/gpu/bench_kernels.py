@@ -83,12 +83,12 @@ def compile_all(entries, arch, first) -> None:
     import torch
     from harness import passes
 
-    from mtcli.kernels.launch import compiled_for
+    from mtcli.kernels.ahead_of_time import compiled_for
 
     for entry in entries:
         for dtype in entry.dtypes if first else {*entry.dtypes, torch.float32}:
             arguments = entry.make("cpu", dtype, *(entry.compiled or entry.small))
-            with compiled_for("cuda", arch, 32, first=first) as names:
+            with compiled_for("cuda", arch, 32, default_only=first) as names:
                 for make in passes(entry).values():
                     make(entry, entry.ours, arguments)()
             for name in dict.fromkeys(names):

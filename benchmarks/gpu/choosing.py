@@ -3,17 +3,17 @@
 import torch
 from harness import passes, tried
 
-from mtcli.kernels.choices import Table, bucket_of, save, tuning
+from mtcli.kernels.autotune import AutotuneTable, autotuning, bucket_of, save_table
 
 
-def tune(entry) -> Table:
+def tune(entry) -> AutotuneTable:
     """Times what there is to choose from, at the sizes of an entry; returns what it kept."""
-    with tuning() as table:
+    with autotuning() as table:
         for _, _, arguments in cases(entry):
             for make in passes(entry).values():
                 make(entry, entry.ours, arguments)()
     keep(table)
-    by_whom: Table = {}
+    by_whom: AutotuneTable = {}
     for dtype, size, arguments in cases(entry) if entry.chosen else ():
         bucket = bucket_of(dtype, entry.magnitudes(*size))
         by_whom.setdefault(entry.name, {})[bucket] = {"by": fastest(entry, arguments)}
@@ -21,15 +21,15 @@ def tune(entry) -> Table:
     return merged(table, by_whom)
 
 
-def keep(table: Table) -> None:
+def keep(table: AutotuneTable) -> None:
     """Has kernels of this user take these choices from now on."""
     if table:
-        save(table, torch.device("cuda"))
+        save_table(table, torch.device("cuda"))
 
 
-def merged(*tables: Table) -> Table:
+def merged(*tables: AutotuneTable) -> AutotuneTable:
     """The choices of several tables."""
-    found: Table = {}
+    found: AutotuneTable = {}
     for table in tables:
         for kernel, buckets in table.items():
             found.setdefault(kernel, {}).update(buckets)

@@ -10,6 +10,7 @@ from harness import Entry, leaf, seeded
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.vocab_parallel import ChunkedLoss, VocabShard
+from mtcli.kernels.attention.softmax import masked_softmax, masked_softmax_reference
 from mtcli.kernels.cross_entropy import (
     logits_gradient_,
     logits_gradient_reference,
@@ -28,7 +29,6 @@ from mtcli.kernels.norm import (
 )
 from mtcli.kernels.random import normal, normal_reference
 from mtcli.kernels.rope import rotate, rotate_reference
-from mtcli.kernels.softmax import masked_softmax, masked_softmax_reference
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
 
 ROWS = 32768

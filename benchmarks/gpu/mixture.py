@@ -1,18 +1,20 @@
 """A mixture of experts' kernels: the choice, the copies' order, their rows, the products."""
 
+from itertools import accumulate
+
 import torch
 from harness import Entry, leaf, seeded
 
-from mtcli.kernels.grouped import grouped_linear, grouped_linear_by_torch, grouped_linear_reference
+from mtcli.kernels.grouped_gemm import grouped_linear, grouped_linear_reference
 from mtcli.kernels.permute import (
-    Copies,
+    TokenPermutation,
     permute,
     permute_reference,
     sort_copies,
     unpermute,
     unpermute_reference,
 )
-from mtcli.kernels.top_k import Choice, route, route_reference
+from mtcli.kernels.top_k import TopKRouting, route, route_reference
 
 TOKENS = [(32768, 2048, 128, 8), (32768, 4096, 8, 2)]  # tokens, hidden, experts, chosen
 PRODUCTS = [  # experts, rows of each, in, out
@@ -25,7 +27,7 @@ PRODUCTS = [  # experts, rows of each, in, out
 
 def choose(function):
     """Top k of a softmax, rescaled."""
-    return lambda logits, k: function(logits, None, Choice(k, True, True))[:2]
+    return lambda logits, k: function(logits, None, TopKRouting(k, True, True))[:2]
 
 
 def router(device, dtype, tokens, experts, k):
@@ -59,10 +61,10 @@ def sort_by_torch(x, experts, kept, num_experts):
 
 
 def both_ways(device, tokens, num_experts, k):
-    """Copies for torch and for ours."""
+    """A permutation for torch and for ours."""
     experts = chosen(device, tokens, num_experts, k)
     counts, places = sort_by_torch(None, experts, torch.ones_like(experts).bool(), num_experts)
-    return Copies(counts, k, 0, torch.argsort(experts.flatten(), stable=True), places)
+    return TokenPermutation(counts, k, 0, torch.argsort(experts.flatten(), stable=True), places)
 
 
 def tokens_to_rows(device, dtype, tokens, width, num_experts, k):
@@ -83,6 +85,11 @@ def ragged(device, dtype, num_experts, each, inner, width):
     odd = [each // 2 if e % 2 else each + each // 2 for e in range(num_experts)]
     odd[-1] += num_experts * each - sum(odd)
     return x, weight, odd
+
+
+def torch_grouped_linear(x, weight, counts):
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def moved(tensors):
@@ -112,7 +119,7 @@ ENTRIES = [
         rows_to_tokens, TOKENS, (5, 9, 7, 2), moved(lambda k: 1 + k), moved(lambda k: 1 + 2 * k),
         compiled=(5, 2048, 128, 8)),
     Entry("grouped_linear", grouped_linear,
-        {"torch": grouped_linear_by_torch, "loop": grouped_linear_reference}, ragged, PRODUCTS,
+        {"torch": torch_grouped_linear, "loop": grouped_linear_reference}, ragged, PRODUCTS,
         (3, 6, 16, 24), forward_flops=product(2), backward_flops=product(4),
         backward_bytes=lambda itemsize, *size: 0, compiled=(8, 6, 2048, 1536),
         torch_compiles="", chosen=("torch",)),

@@ -8,15 +8,15 @@ from harness import Entry, leaf
 
 from mtcli.core.parallel.context import _rectangle as rectangle
 from mtcli.core.parallel.context import sequence_order, zigzag
-from mtcli.kernels.attention import (
+from mtcli.kernels.attention.attention import (
     attention,
     attention_backward_reference,
     attention_reference,
 )
-from mtcli.kernels.flash import flash
-from mtcli.kernels.flash_backward import flash_backward
-from mtcli.kernels.library_attention import LIBRARIES, magnitudes
-from mtcli.kernels.merge import merge_, merge_reference_
+from mtcli.kernels.attention.flash_backward import flash_backward
+from mtcli.kernels.attention.flash_forward import flash
+from mtcli.kernels.attention.library import LIBRARIES, tuned_sizes
+from mtcli.kernels.attention.merge import merge_, merge_reference_
 
 RING = 4  # ranks of the ring that one device plays, one after another
 SIZES = [(4, 32, 8, 8192, 128), (1, 32, 8, 16384, 128), (32, 12, 12, 1024, 64)]
@@ -56,7 +56,7 @@ def cut(device, dtype, b, h, g, n, d):
 
 
 def ring(q, k, v, ranks):
-    """The forward pass of every rank of a ring, without its messages: context.py's blocks and merges."""
+    """The forward of every rank of a ring without its messages: blocks and merges of context.py."""
     mixed = []
     for rank, (mine, _, _) in enumerate(ranks):
         out = torch.zeros(mine.shape, dtype=torch.float32, device=q.device)
@@ -171,7 +171,7 @@ def document_flops(products):
 
 
 CHOSEN = {
-    "chosen": tuple(LIBRARIES), "magnitudes": lambda b, h, g, n, m, d: magnitudes(m, d),
+    "chosen": tuple(LIBRARIES), "magnitudes": lambda b, h, g, n, m, d: tuned_sizes(m, d),
     "torch_compiles": "", "compiled": (1, 4, 2, 256, 128, 128),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 import torch
 from harness import Entry, seeded
 
-from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
+from mtcli.kernels.adamw import adamw_, adamw_reference_
 from mtcli.kernels.lamb import (
     lamb_moments_,
     lamb_moments_reference_,
@@ -11,15 +11,15 @@ from mtcli.kernels.lamb import (
     lamb_step_reference_,
     trust_ratios,
 )
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, tensor_table
 from mtcli.kernels.onebit import (
     compress_,
     compress_reference_,
     decompress,
     decompress_reference,
 )
-from mtcli.kernels.packed import pack
 
-UPDATE = Update(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
+UPDATE = OptimizerStep(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
 BOUNDS = (0.01, 10.0)  # of LAMB's trust ratios
 
 
@@ -32,10 +32,12 @@ def optimizers(device, dtype, tensors, numel):
     def parts():
         masters, squares = made(0), [x.square_() for x in made(200)]
         weights = masters if dtype == torch.float32 else [x.to(dtype) for x in masters]
-        return Parts(masters, made(100), squares, weights, [i % 2 == 0 for i in range(tensors)])
+        return OptimizerTensors(
+            masters, made(100), squares, weights, [i % 2 == 0 for i in range(tensors)]
+        )
 
     ours = parts()
-    return ours, pack(ours.masters), parts(), parts(), made(300)
+    return ours, tensor_table(ours.masters), parts(), parts(), made(300)
 
 
 def by_ours(ours, packed, theirs, plain, gradients):

@@ -1,19 +1,12 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import (
-    Device,
-    JsonOut,
-    Nproc,
-    Overrides,
-    answering,
-    require_model,
-    write_answer,
-)
+from mtcli.commands.options import Device, JsonOut, Nproc, Overrides
+from mtcli.commands.output import answer, answering, say_wrote
+from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
@@ -78,36 +71,39 @@ def eval(
     json_out: JsonOut = None,
 ) -> None:
     """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE or tasks of lm-evaluation-harness."""
-    from mtcli.core.config.errors import every
+    from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.evaluate.tasks.registry import parse_tasks
-    from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
-    world = environment_world()
-    specs, train, _ = every(
+    specs, train, _ = collect_errors(
         lambda: parse_tasks(tasks),
         lambda: train_settings(overrides, device=device),
-        lambda: require_model(checkpoint, overrides, world or nproc),
+        lambda: require_model(checkpoint, overrides, num_ranks(nproc)),
     )
-    if world is None:
-        return launch(nproc, sys.argv[1:])
-    with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
+
+    def work(runtime: "Runtime") -> dict[str, Any] | None:
         from mtcli.core.evaluate.packing import BATCH_TOKENS
         from mtcli.core.evaluate.tasks.registry import task_runs
         from mtcli.core.evaluate.tasks.task import TaskOptions
         from mtcli.core.inference.model import open_model
 
         opened = open_model(checkpoint, overrides, runtime)
-        scorer, speaks = opened.scorer, runtime.rank == 0
-        options = TaskOptions(scorer.max_seq_len, limit, overlap)
-        batch_tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
-        jobs = task_runs(specs, scorer, _encoder(opened, tokenizer), options, batch_tokens)
+        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap)
+        tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
+        runs = task_runs(specs, opened.scorer, _encoder(opened, tokenizer), options, tokens)
         summary = _summary(checkpoint, opened, runtime)
-        if speaks:
-            _announce(summary, jobs)
-        results, seconds = _run(jobs, quiet=not speaks)
-    if speaks:
-        _print(summary | {"tasks": results, "seconds": seconds}, json_out)
+        if runtime.rank == 0:
+            _announce(summary, runs)
+        reports = _run(runs, quiet=runtime.rank > 0)
+        return summary | reports if runtime.rank == 0 else None
+
+    result = run_ranks(nproc, train, work)
+    if result is None:  # of a launcher, and of every rank but the first
+        return
+    if answer(result, json_out):
+        _print_table(result["tasks"])
+        typer.echo(f"{result['seconds']:.1f} s", err=True)
+        say_wrote(json_out)
 
 
 def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
@@ -116,15 +112,12 @@ def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
 
     found = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if found is None:
-        raise wrong(
-            f"the checkpoint {opened.checkpoint.folder} holds no tokenizer",
-            "name the one that it was trained with",
-            "--tokenizer",
-        )
+        message = f"the checkpoint {opened.checkpoint.folder} holds no tokenizer"
+        raise wrong(message, "name the one that it was trained with", "--tokenizer")
     return encoder_for(found)
 
 
-def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[str, object]:
+def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[str, Any]:
     from mtcli.core.mesh.parameters import count_parameters
 
     config = opened.scorer.config
@@ -145,40 +138,30 @@ def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[s
     }
 
 
-def _announce(summary: dict, jobs: "list[TaskRun]") -> None:
+def _announce(summary: dict[str, Any], runs: "list[TaskRun]") -> None:
     model, layout = summary["model"], summary["layout"]
+    sizes = ", ".join(f"{name}={size}" for name, size in layout.items())
     typer.echo(
         f"{summary['checkpoint']}: {model['architecture']}, "
-        f"{model['num_parameters']:,} parameters, "
-        f"{model['max_seq_len']:,} positions, {model['precision']} on {summary['device']}; "
-        + ", ".join(f"{name}={size}" for name, size in layout.items()),
+        f"{model['num_parameters']:,} parameters, {model['max_seq_len']:,} positions, "
+        f"{model['precision']} on {summary['device']}; {sizes}",
         err=True,
     )
-    for job in jobs:
-        typer.echo(f"{job.name}: {job.summary}", err=True)
+    for run in runs:
+        typer.echo(f"{run.name}: {run.summary}", err=True)
 
 
-def _run(jobs: "list[TaskRun]", quiet: bool) -> "tuple[dict[str, Report], float]":
+def _run(runs: "list[TaskRun]", quiet: bool) -> dict[str, Any]:
     """The report of each task by name, and the seconds they took together."""
     from time import perf_counter
 
     from tqdm import tqdm
 
-    start, results = perf_counter(), {}
-    for job in jobs:
-        with tqdm(total=job.num_requests, desc=job.name, unit=" requests", disable=quiet) as bar:
-            results[job.name] = job.run(bar.update)
-    return results, perf_counter() - start
-
-
-def _print(result: dict, json_out: str | None) -> None:
-    if json_out is not None:
-        write_answer(result, json_out)
-    if json_out != "-":
-        _print_table(result["tasks"])
-        typer.echo(f"{result['seconds']:.1f} s", err=True)
-    if json_out not in (None, "-"):
-        typer.echo(f"wrote {json_out}", err=True)
+    start, reports = perf_counter(), {}
+    for run in runs:
+        with tqdm(total=run.num_requests, desc=run.name, unit=" requests", disable=quiet) as bar:
+            reports[run.name] = run.run(bar.update)
+    return {"tasks": reports, "seconds": perf_counter() - start}
 
 
 def _print_table(tasks: "dict[str, Report]") -> None:

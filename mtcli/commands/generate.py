@@ -1,33 +1,38 @@
 """`mtcli generate`: sample text from a checkpoint."""
 
-import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import (
-    Device,
-    JsonOut,
-    Nproc,
-    Overrides,
-    answering,
-    require_model,
-    write_answer,
-)
+from mtcli.commands.options import Device, JsonOut, Nproc, Overrides
+from mtcli.commands.output import answer, answering
+from mtcli.commands.ranks import num_ranks, require_model, run_ranks
+from mtcli.core.config.errors import wrong
+
+if TYPE_CHECKING:
+    from mtcli.core.runtime.launch import Runtime
 
 Source = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="ours, a run folder, or a Hugging Face one")
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
+    ),
 ]
 Prompt = Annotated[
-    list[str], typer.Option("--prompt", help="text to go on from; may be given several times")
+    list[str], typer.Option("--prompt", help="text to continue; may be given several times")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, max=10**9, help="tokens to generate")]
 Temperature = Annotated[float, typer.Option(min=0.0, max=1000.0, help="0 is greedy")]
-TopK = Annotated[int, typer.Option(min=0, max=10**9, help="keep the k likeliest; 0 keeps all")]
-TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="keep the likeliest that reach p together")
+TopK = Annotated[
+    int, typer.Option(min=0, max=10**9, help="keep the k likeliest tokens; 0 keeps all")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the sampling")]
+TopP = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="keep the likeliest tokens that reach p together; 1 keeps all"
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the sampling")]
 
 
 @answering
@@ -45,21 +50,17 @@ def generate(
     json_out: JsonOut = None,
 ) -> None:
     """Sample text from a checkpoint, on any layout."""
-    from mtcli.core.config.errors import every
+    from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
-    from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
-    world = environment_world()
-    *_, train, _ = every(
+    *_, train, _ = collect_errors(
         lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
         lambda: train_settings(overrides, device=device),
-        lambda: require_model(checkpoint, overrides, world or nproc),
+        lambda: require_model(checkpoint, overrides, num_ranks(nproc)),
     )
-    if world is None:
-        launch(nproc, sys.argv[1:])
-        return
-    with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
+
+    def work(runtime: "Runtime") -> None:
         from mtcli.core.inference.generate import Sampling
         from mtcli.core.inference.generate import generate as generate_tokens
         from mtcli.core.inference.model import open_model
@@ -67,22 +68,23 @@ def generate(
         model = open_model(checkpoint, overrides, runtime)
         tokenizer, ends = model.require_tokenizer(), model.end_ids()
         sampling = Sampling(temperature, top_k, top_p, seed)
-        found = []
+        generated = []
         for text in prompt:
             ids = tokenizer.encode_with_specials(text)
             new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, ends))
-            found.append({"prompt": text, "text": tokenizer.decode(new), "num_tokens": len(new)})
-        if runtime.rank == 0 and json_out:
-            write_answer({"checkpoint": checkpoint, "generated": found}, json_out)
-        elif runtime.rank == 0:
-            for one in found:
-                typer.echo(f"{one['prompt']}{one['text']}")
+            text_of_new = tokenizer.decode(new)
+            generated.append({"prompt": text, "text": text_of_new, "num_tokens": len(new)})
+        if runtime.rank > 0:
+            return
+        answer({"checkpoint": checkpoint, "generated": generated}, json_out)
+        for one in generated if not json_out else ():
+            typer.echo(f"{one['prompt']}{one['text']}")
+
+    run_ranks(nproc, train, work)
 
 
 def _require_text(prompts: list[str]) -> None:
     """Bytes of the command line that are no text come as halves of surrogate pairs."""
-    from mtcli.core.config.errors import wrong
-
     for text in prompts:
         try:
             text.encode()
@@ -92,7 +94,5 @@ def _require_text(prompts: list[str]) -> None:
 
 
 def _require_top_p(top_p: float) -> None:
-    from mtcli.core.config.errors import wrong
-
     if top_p == 0.0:
         raise wrong("top_p=0 keeps no token", "above 0 and at most 1; 1 cuts nothing", "--top-p")

@@ -1,16 +1,16 @@
 """`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
 
-from dataclasses import replace
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, NoCalibrate, Overrides, refusing, write_json
+from mtcli.commands.options import JsonOut, NoCalibrate, Overrides
+from mtcli.commands.output import refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mtcli.core.mesh.layout import ParallelLayout
     from mtcli.core.plan.answer import PlanAnswer
     from mtcli.core.plan.dry_run import DryRun
 
@@ -111,24 +111,28 @@ def plan(
         if validate:
             _require_none("--validate", planned)
             return _validate(validate, json_out, plot)
-        from mtcli.core.plan.answer import answer
-        from mtcli.core.plan.request import read_request
+        from mtcli.core.plan.answer import answer, read_request
 
         source = _source(config, rank, dry_run)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        request = read_request(source, wanted, fixed, gpus, device)
-        found = answer(replace(request, calibrates=not no_calibrate), top)
-    counted = _dry_run(found, rank) if dry_run else None
+        found = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
+    counted = None
+    if dry_run:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
+        from mtcli.core.plan.dry_run import dry_run as take_dry_run  # the one option with torch
+
+        prediction = found.prediction
+        world = prediction.work.layout.world
+        counted = take_dry_run(found.config, world, prediction.device, rank)
     _show(found, json_out, ranks, draw, counted)
     if plot:
         from mtcli.core.profile.render.pictures import save_timeline
 
         save_timeline(found.drawing, found.drawing_title, plot)
-        typer.echo(f"wrote {plot}", err=True)
     if output:
         found.save_config(output)
-        typer.echo(f"wrote {output}", err=True)
+    say_wrote(plot, output)
     if counted:
         counted.require_agreement()
     found.require_fit()
@@ -171,64 +175,49 @@ def _require_none(flag: str, others: "Mapping[str, object]") -> None:
         raise wrong(said, f"{flag} without {'it' if len(given) == 1 else 'them'}", flag)
 
 
-def _dry_run(found: "PlanAnswer", rank: int | None) -> "DryRun":
-    """The one option that takes torch."""
-    import os
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks, it would say
-    from mtcli.core.plan.dry_run import dry_run
-
-    prediction = found.prediction
-    return dry_run(found.config, prediction.work.layout.world, prediction.device, rank)
-
-
 def _show(
     found: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
-    from mtcli.core.plan.tables import rank_groups, rank_places
-    from mtcli.core.runtime.console import print_table
+    from mtcli.core.plan import tables
+    from mtcli.core.runtime.console import print_line, print_table, width
+    from mtcli.core.schedule.timeline import draw as draw_timeline
 
     layout = found.prediction.work.layout
     if json_out:
-        data = found.as_json()
+        data = tables.as_json(found)
         if ranks:
-            data |= {"ranks": rank_places(layout), "groups": rank_groups(layout)}
+            data |= {"ranks": tables.rank_places(layout), "groups": tables.rank_groups(layout)}
         if counted:
             data["dry_run"] = counted.as_json()
         write_json(data, json_out)
         if json_out == "-":
             return
-    print_table(found.title, ("", ""), found.summary())
-    print_table("Memory of a rank of each pipeline stage, * the fullest", *found.memory_table())
+    print_table(found.title, ("", ""), tables.summary_rows(found))
+    stages = tables.stage_table(found.prediction)
+    print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
     if counted:
         print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
-    if found.candidates:
-        print_table(found.search_title, found.candidate_columns(), found.candidate_rows())
-        columns = ("changed", "falls short", "step", "memory", "layout")
-        print_table("The best with one field changed (estimated)", columns, found.other_rows())
-    if found.enough:
-        print_table(found.enough_title, ("", ""), found.enough_rows())
+    _show_search(found)
     if draw:
-        _draw(found)
+        typer.echo(found.drawing_title)
+        typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
     if ranks:
-        _show_ranks(layout)
+        print_table(*tables.rank_table(layout))
+        for line in tables.group_lines(layout):
+            print_line(line, indent="  ")
 
 
-def _draw(found: "PlanAnswer") -> None:
-    from mtcli.core.runtime.console import width
-    from mtcli.core.schedule.timeline import draw as draw_timeline
+def _show_search(found: "PlanAnswer") -> None:
+    from mtcli.core.plan import tables
+    from mtcli.core.runtime.console import print_table
 
-    typer.echo(found.drawing_title)
-    typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
-
-
-def _show_ranks(layout: "ParallelLayout") -> None:
-    from mtcli.core.plan.tables import group_lines, rank_table
-    from mtcli.core.runtime.console import print_line, print_table
-
-    print_table(*rank_table(layout))
-    for line in group_lines(layout):
-        print_line(line, indent="  ")
+    if found.candidates:
+        rows = tables.candidate_rows(found.candidates)
+        print_table(found.search_title, tables.CANDIDATES, rows)
+        rows = tables.neighbour_rows(found.neighbours)
+        print_table("The best with one field changed (estimated)", tables.NEIGHBOURS, rows)
+    if found.enough:
+        print_table(*tables.enough_table(found.enough))
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:
@@ -252,21 +241,15 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
     if json_out:
         write_json(data, json_out)
     if json_out != "-":
-        columns = [
-            "source",
-            "runs",
-            "median error",
-            "median |error|",
-            "rank by tokens/s",
-            "by time",
-        ]
+        columns = ("source", "runs", "median error", "median |error|")
+        columns += ("rank by tokens/s", "by time")
         print_table("Predicted against published step times", columns, summary_rows(data))
         typer.echo(memory_line(data))
     if plot:
         from mtcli.core.profile.render.pictures import save_scatter
 
         save_scatter(scored, plot)
-        typer.echo(f"wrote {plot}", err=True)
+        say_wrote(plot)
 
 
 def _list_presets(json_out: str | None) -> None:

@@ -1,11 +1,12 @@
 """`mtcli preprocess`: text to the tokens that training reads."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, answering, write_answer
+from mtcli.commands.options import JsonOut
+from mtcli.commands.output import answer, answering, print_facts
 
 Inputs = Annotated[
     list[str],
@@ -82,9 +83,9 @@ def preprocess(
     json_out: JsonOut = None,
 ) -> None:
     """Turn text into token files that Megatron and mtcli train read."""
+    from mtcli.core.data.preprocess import PreprocessRequest
     from mtcli.core.data.preprocess import preprocess as run
-    from mtcli.core.data.request import PreprocessRequest
-    from mtcli.core.runtime.data_pool import default_workers
+    from mtcli.core.runtime.machine import cores
 
     request = PreprocessRequest(
         inputs=tuple(inputs),
@@ -92,7 +93,7 @@ def preprocess(
         tokenizer=tokenizer,
         text_key=text_key,
         split_on_blank=split_on == "blank",
-        workers=default_workers() if workers is None else workers,
+        workers=cores() if workers is None else workers,
         append_eod=append_eod,
         skip_bad=skip_bad,
         resume=resume,
@@ -101,25 +102,20 @@ def preprocess(
         max_document_bytes=max_document_bytes,
     )
     report = run(request, lambda line: typer.echo(line, err=True))
-    _show(report, json_out)
+    if answer(report, json_out):
+        _show(report)
 
 
-def _show(report: dict[str, object], json_out: str | None) -> None:
-    """The report as JSON where asked for, and as a table; last the names of what was written."""
-    if json_out is not None:
-        write_answer(report, json_out)
-    if json_out == "-":
-        return
-    from mtcli.core.runtime.console import print_table
-
+def _show(report: dict[str, Any]) -> None:
+    """Prints the report as a table; last the names of what was written."""
     counts = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text")
-    rows = [[name.replace("_", " "), f"{report[name]:,}"] for name in counts]
-    rows += [[f"skipped: {kind}", f"{count:,}"] for kind, count in report["skipped"].items()]
-    rows += [[f"left out: {ending}", f"{count:,}"] for ending, count in report["left_out"].items()]
-    rows += [
-        ["vocabulary", f"{report['tokenizer']['vocab_size']:,}"],
-        ["seconds", f"{report['seconds']:.2f}"],
-        ["tokens/s", f"{report['tokens_per_second']:,.0f}"],
-    ]
-    print_table("", ("", ""), rows)
+    rows = {name: f"{report[name]:,}" for name in counts}
+    rows |= {f"skipped: {kind}": f"{count:,}" for kind, count in report["skipped"].items()}
+    rows |= {f"left out: {ending}": f"{count:,}" for ending, count in report["left_out"].items()}
+    rows |= {
+        "vocabulary": f"{report['tokenizer']['vocab_size']:,}",
+        "seconds": f"{report['seconds']:.2f}",
+        "tokens/s": f"{report['tokens_per_second']:,.0f}",
+    }
+    print_facts(rows)
     typer.echo("\n".join(report["outputs"]))

@@ -6,19 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import (
-    ConfigFile,
-    JsonOut,
-    NoCalibrate,
-    Nproc,
-    Overrides,
-    answering,
-    write_answer,
-)
+from mtcli.commands.options import ConfigFile, JsonOut, NoCalibrate, Nproc, Overrides
+from mtcli.commands.output import answer, answering, say_wrote
+from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
     from mtcli.core.config.schema import RunConfig
     from mtcli.core.profile.figures import Profile
+    from mtcli.core.runtime.launch import Runtime
 
 OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace", "no_calibrate"}
 
@@ -58,21 +53,15 @@ def profile(
     _require_outputs(trace, report, plot)
     if is_run(config):
         _require_no_steps(context, config)
-        _show_run(config, report, plot, json_out)
-        return
-    from mtcli.core.config import rules
-    from mtcli.core.runtime.launch import bring_up, environment_world, launch
+        return _show_run(config, report, plot, json_out)
+    from mtcli.core.config.rules import load_checked
 
-    world = environment_world()
-    run = rules.load_checked(config, overrides, world or nproc)
-    if world is None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
-        launch(nproc, sys.argv[1:])
-        return
+    run = load_checked(config, overrides, num_ranks(nproc))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
     total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})
     run = run.model_copy(update={"train": total})
-    settings = run.train.device, run.train.timeout, run.train.matmul
-    with bring_up(*settings, run.train.debug_collectives) as runtime:
+
+    def work(runtime: "Runtime") -> None:
         from mtcli.core.profile.figures import Profile
         from mtcli.core.profile.measure import measure
 
@@ -87,8 +76,9 @@ def profile(
 
             write_trace(trace, measured.trace, measured.records)
         _show_profile(found, report, plot, json_out)
-        for path in filter(None, (trace, report, plot)):
-            typer.echo(f"wrote {path}", err=True)
+        say_wrote(trace, report, plot)
+
+    run_ranks(nproc, run.train, work)
 
 
 def _require_no_steps(context: typer.Context, run: str) -> None:
@@ -122,11 +112,7 @@ def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
 
 def _require_outputs(trace: str | None, report: str | None, plot: str | None) -> None:
     """Raises MtcliError, before any step is run, where a file could not be written after it."""
-    from mtcli.core.runtime.atomic_writes import (
-        require_extra,
-        require_picture,
-        require_writable,
-    )
+    from mtcli.core.runtime.atomic_writes import require_extra, require_picture, require_writable
 
     if trace:
         require_writable(trace, "--trace", (".json",))
@@ -148,7 +134,7 @@ def _show_profile(
         sys.stdout.flush()
         show_planned(found)
     if json_out:
-        write_answer(found.as_json(), json_out)
+        answer(found.as_json(), json_out)
     if report:
         from mtcli.core.profile.render.html import write_profile_page
 
@@ -165,17 +151,14 @@ def _show_run(folder: str, report: str | None, plot: str | None, json_out: str |
 
     run = read_run(folder)
     data = summary_of(run)
-    if json_out:
-        write_answer(data, json_out)
-    if json_out != "-":
+    if answer(data, json_out):
         show_run(run.rows, data)
     if report:
-        from mtcli.core.profile.render.run_page import write_run_page
+        from mtcli.core.profile.render.html import write_run_page
 
         write_run_page(report, run, data)
     if plot:
         from mtcli.core.profile.render.pictures import save_run
 
         save_run(plot, data)
-    for path in filter(None, (report, plot)):
-        typer.echo(f"wrote {path}", err=True)
+    say_wrote(report, plot)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Nproc, Overrides, answering, write_answer
-from mtcli.core.config.errors import MtcliError, Problem, every, wrong
+from mtcli.commands.options import JsonOut, Nproc, Overrides
+from mtcli.commands.output import answer, answering, print_facts, say_wrote
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 
 if TYPE_CHECKING:
     from mtcli.core.checkpoint.folder import CheckpointFolder
@@ -36,12 +37,13 @@ To = Annotated[
 Layout = Annotated[
     str | None,
     typer.Option(
-        metavar="tp=2,pp=2", help="cut for tp, cp, pp, vpp, ep, etp, dp, zero; default: one rank"
+        metavar="tp=2,pp=2",
+        help="shard for tp, cp, pp, vpp, ep, etp, dp, zero; default: one rank",
     ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="fp32|bf16|fp16|fp64", help="of the weights; default: as they are"),
+    typer.Option(metavar="fp32|bf16|fp16|fp64", help="dtype of the weights; default: as they are"),
 ]
 Upcycle = Annotated[
     str | None,
@@ -60,7 +62,7 @@ Config = Annotated[
     ),
 ]
 MaxShardSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="of a Hugging Face file; default: 5GB")
+    str | None, typer.Option(metavar="SIZE", help="size of a Hugging Face file; default: 5GB")
 ]
 Verify = Annotated[
     bool, typer.Option("--verify", help="compare every bit, and logits on a seeded batch")
@@ -85,30 +87,34 @@ def shard(
 ) -> None:
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
     from mtcli.core.checkpoint.dtype_names import parse_dtype
+    from mtcli.core.checkpoint.folder import find_checkpoint
     from mtcli.core.convert.layout import parse_layout
 
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
     given |= {"--max-shard-size": max_shard_size}
     compared = {"--dtype": dtype, "--verify": verify or None}
-    name, model, size, where, verb, sources = every(  # before torch is imported
+    # Before torch is imported.
+    name, model, size, where, verb, sources = collect_errors(
         lambda: None if dtype is None else parse_dtype(dtype),
         lambda: _model(config, overrides),
         lambda: _size(max_shard_size or "5GB"),
         lambda: parse_layout(layout or ""),
         lambda: _verb(words, given, compared),
-        lambda: _sources(words),
+        lambda: collect_errors(*(partial(find_checkpoint, Path(word)) for word in _read(words))),
     )
     wanted = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], wanted, layout, max_shard_size)
-        _require_free(Path(words[1]), force)
+        from mtcli.core.checkpoint.aside import require_free
+
+        require_free(Path(words[1]), force)
     from mtcli.core.checkpoint.dtypes import DTYPES
     from mtcli.core.checkpoint.opening import open_checkpoint
     from mtcli.core.convert.shard import ConversionPlan, compare
     from mtcli.core.convert.upcycle_recipe import recipe_of
 
     cast = None if name is None else DTYPES[name]
-    opened = every(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
+    opened = collect_errors(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
     if verb == "inspect":
         _inspect(opened[0], json_out)
     elif verb == "verify":
@@ -118,19 +124,6 @@ def shard(
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc)
         _convert(source, Path(words[1]), plan, layout or "", json_out)
-
-
-def _sources(words: list[str]) -> "list[CheckpointFolder]":
-    """The checkpoints that are there before. Raises MtcliError with all that are not."""
-    from mtcli.core.checkpoint.folder import find_checkpoint
-
-    return every(*(partial(find_checkpoint, Path(word)) for word in _read(words)))
-
-
-def _require_free(target: Path, force: bool) -> None:
-    from mtcli.core.checkpoint.aside import require_free
-
-    require_free(target, force)
 
 
 def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":
@@ -165,13 +158,11 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
     from mtcli.core.convert.inspect import describe, progress_rows
 
     facts = describe(source)
-    if json_out is not None:
-        write_answer(facts, json_out)
-    if json_out == "-":
+    if not answer(facts, json_out):
         return
     layout = ", ".join(f"{axis}={size}" for axis, size in facts["layout"].items())
     largest = facts["largest_tensor"]
-    _print_table(
+    print_facts(
         {
             "path": facts["path"],
             "format": facts["format"],
@@ -212,7 +203,7 @@ def _convert(
     require_target(source, target, plan)
     typer.echo(_announcement(dense, source, target, plan, layout), err=True)
     _finish(convert(dense, source, target, plan), json_out)
-    typer.echo(f"wrote {target}", err=True)
+    say_wrote(str(target))
 
 
 def _announcement(
@@ -259,10 +250,8 @@ def _size(text: str) -> int:
 
 
 def _finish(facts: dict[str, Any], json_out: str | None) -> None:
-    if json_out is not None:
-        write_answer(facts, json_out)
-    if json_out != "-":
-        _print_table({name: _show(value) for name, value in facts.items()})
+    if answer(facts, json_out):
+        print_facts({name: _show(value) for name, value in facts.items()})
 
 
 def _show(value: Any) -> str:
@@ -275,9 +264,3 @@ def _show(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:,}" if isinstance(value, int) else value
-
-
-def _print_table(rows: dict[str, str]) -> None:
-    from mtcli.core.runtime.console import print_table
-
-    print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])

@@ -1,13 +1,16 @@
 """`mtcli train`: pre-train or fine-tune, on one process or on every rank of a launcher."""
 
-import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtcli.commands.options import ConfigFile, Nproc, Overrides
+from mtcli.commands.ranks import num_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from mtcli.core.runtime.launch import Runtime
 
 Resume = Annotated[
     bool, typer.Option("--resume", help="go on from the newest checkpoint of train.output")
@@ -36,37 +39,33 @@ def train(
     max_restarts: MaxRestarts = 0,
 ) -> None:
     """Train or fine-tune a model from a config; a run folder comes out."""
-    from mtcli.core.config import rules
-    from mtcli.core.config.errors import every
-    from mtcli.core.runtime.launch import bring_up, environment_world, launch, restarts
+    from mtcli.core.config.errors import collect_errors
+    from mtcli.core.config.rules import load_checked
+    from mtcli.core.runtime.launch import environment_world, restarts
 
-    world = environment_world()
     resume = resume or restarts() > 0
     start = partial(_require_start, config, overrides, resume, init)
-    run, *_ = every(
-        lambda: rules.load_checked(config, overrides, world or nproc),
-        *([start] if world is None else []),  # ranks find out when they start
+    run, *_ = collect_errors(
+        lambda: load_checked(config, overrides, num_ranks(nproc)),
+        *([start] if environment_world() is None else []),  # ranks find out when they start
         otherwise=start,
     )
-    if world is None:
-        launch(nproc, sys.argv[1:], max_restarts)
-        return
-    settings = run.train.device, run.train.timeout, run.train.matmul
-    with bring_up(*settings, run.train.debug_collectives) as runtime:
-        # both import torch: after the checks
-        from mtcli.core.profile.peak import peak_flops
+
+    def work(runtime: "Runtime") -> bool:
+        from mtcli.core.profile.measure import peak_flops
         from mtcli.core.training.loop import train as train_run
 
         measure_peak = partial(peak_flops, run, runtime)
-        finished = train_run(run, runtime, resume=resume, init=init, measure_peak=measure_peak)
-    if not finished:
+        return train_run(run, runtime, resume=resume, init=init, measure_peak=measure_peak)
+
+    if run_ranks(nproc, run.train, work, max_restarts) is False:  # it was told to stop
         raise KeyboardInterrupt
 
 
 def _require_start(source: str, overrides: list[str], resume: bool, init: str | None) -> None:
     """Raises MtcliError with all that is wrong with a run's data, folder and first weights."""
     from mtcli.core.checkpoint.folder import find_checkpoint
-    from mtcli.core.config.errors import every
+    from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import read_config
     from mtcli.core.data.loader import require_data
     from mtcli.core.training.run_lock import require_startable
@@ -78,4 +77,4 @@ def _require_start(source: str, overrides: list[str], resume: bool, init: str | 
         lambda: require_data(config),
         lambda: require_startable(Path(config.train.output), resume),
     ]
-    every(*steps, *([lambda: find_checkpoint(Path(init))] if init else []))
+    collect_errors(*steps, *([lambda: find_checkpoint(Path(init))] if init else []))

@@ -1,1 +1,1 @@
-"""One file per operation: reference, Triton kernel, wrapper, in that order."""
+"""GPU kernels, a file per operation: its reference in plain torch, Triton kernels, wrapper."""

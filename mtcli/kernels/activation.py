@@ -1,4 +1,4 @@
-"""The functions between the two products of a feed-forward layer, by their names in the config."""
+"""Activations of MLPs and experts by their names in the config, with backwards that recompute."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mtcli.kernels.gelu import Approximate, gelu, gelu_backward_
+from mtcli.kernels.gelu import gelu, gelu_backward_
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_
 
 
@@ -21,23 +21,15 @@ class Activation(NamedTuple):
     backward_: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor]]
 
 
-def _gelu(approximate: Approximate) -> Activation:
-    return Activation(
-        partial(gelu, approximate=approximate), partial(gelu_backward_, approximate=approximate)
-    )
-
-
-def _swiglu(gate_up: Tensor, bias: None) -> Tensor:
-    return swiglu(gate_up)
-
-
 def _swiglu_backward_(grad: Tensor, gate_up: Tensor, bias: None) -> tuple[Tensor, None, Tensor]:
     of_gate_up, y = swiglu_backward_(grad, gate_up)
     return of_gate_up, None, y
 
 
 ACTIVATIONS = {
-    "gelu": _gelu("none"),
-    "gelu_tanh": _gelu("tanh"),
-    "swiglu": Activation(_swiglu, _swiglu_backward_),
+    "gelu": Activation(gelu, gelu_backward_),
+    "gelu_tanh": Activation(
+        partial(gelu, approximate="tanh"), partial(gelu_backward_, approximate="tanh")
+    ),
+    "swiglu": Activation(lambda gate_up, bias: swiglu(gate_up), _swiglu_backward_),
 }

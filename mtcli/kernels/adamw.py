@@ -1,49 +1,39 @@
-"""AdamW (arXiv:1711.05101) of all parameters in one launch, with the rounding to 16 bits."""
+"""AdamW (arXiv:1711.05101) over all parameters in one launch, with the rounding to 16 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import kernel, operator
-from mtcli.kernels.packed import CHUNK, Packed, fill_, pointers_at
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel
+from mtcli.kernels.multi_tensor import (
+    CHUNK,
+    OptimizerStep,
+    OptimizerTensors,
+    TensorTable,
+    chunk_of,
+    fill_,
+    pointers_at,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-TILES = tuple(
+CONFIGS = tuple(
     {"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8), (2048, 4))
 )
 
 
-class Update(NamedTuple):
-    """An update's numbers; gradients are multiplied by `factor` first, as for clipping."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    decay: float
-    count: int  # updates, with this one
-    factor: float = 1.0
-
-
-class Parts(NamedTuple):
-    """What an update reads and writes, tensor by tensor: float32 but for the weights."""
-
-    masters: Sequence[Tensor]
-    exp_avgs: Sequence[Tensor]
-    exp_avg_sqs: Sequence[Tensor]
-    weights: Sequence[Tensor]  # rounded from the masters, or the masters themselves
-    decays: Sequence[bool]
-
-
-def adamw_reference_(parts: Parts, gradients: Sequence[Tensor], update: Update) -> None:
-    """One update in place, a tensor at a time."""
+def adamw_reference_(
+    tensors: OptimizerTensors, gradients: Sequence[Tensor], update: OptimizerStep
+) -> None:
+    """Updates masters, moments and weights in place, a tensor at a time."""
     (beta1, beta2), count = update.betas, update.count
-    for master, m, v, weight, decays, gradient in zip(*parts, gradients, strict=True):
+    for master, m, v, weight, decays, gradient in zip(*tensors, gradients, strict=True):
         g = gradient.to(master.dtype) * update.factor
         m.lerp_(g, 1.0 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
@@ -56,10 +46,11 @@ def adamw_reference_(parts: Parts, gradients: Sequence[Tensor], update: Update) 
 
 @kernel()
 def _block(
-    master_at, m_at, v_at, weight_at, gradient_at, start, numel, kept, one_less_beta1, beta2,
+    master_at, m_at, v_at, weight_at, gradient_at, start, numel, scale, one_less_beta1, beta2,
     one_less_beta2, eps, step, root, factor, MASKED: tl.constexpr, ALIGNED: tl.constexpr,
     ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # updates elements start .. start + BLOCK - 1 of a tensor
+):  # fmt: skip
+    """Updates elements start .. start + BLOCK - 1 of a tensor."""
     at = start + tl.arange(0, BLOCK)
     inside = at < numel if MASKED else None
     m_at, v_at = pointers_at(m_at, at, ALIGNED), pointers_at(v_at, at, ALIGNED)
@@ -69,7 +60,7 @@ def _block(
     master = tl.load(master_at, mask=inside)
     m += (g - m) * one_less_beta1
     v = v * beta2 + g * g * one_less_beta2
-    master = master * kept - step * m / (tl.sqrt(v) * root + eps)
+    master = master * scale - step * m / (tl.sqrt(v) * root + eps)
     tl.store(m_at, m, mask=inside)
     tl.store(v_at, v, mask=inside)
     tl.store(master_at, master, mask=inside)
@@ -77,16 +68,17 @@ def _block(
         tl.store(pointers_at(weight_at, at, ALIGNED), master, mask=inside)
 
 
-@kernel(TILES)
+@kernel(CONFIGS)
 def _adamw(
     table_ptr, chunks_ptr, weight_like, gradient_like, shrink, one_less_beta1, beta2,
     one_less_beta2, eps, step, root, factor, ALIGNED: tl.constexpr, ROUNDS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # step: lr / (1 - beta1^t); root: (1 - beta2^t)^-0.5; `like` give dtypes alone
-    tensor, chunk = tl.load(chunks_ptr + tl.program_id(0) * 2), tl.program_id(0) * 2 + 1
-    start = tl.load(chunks_ptr + chunk) * CHUNK
-    row = table_ptr + tensor * 8
-    numel, decays = tl.load(row), tl.load(row + 1)
+):  # fmt: skip
+    """Updates one chunk of a tensor; the arguments `_like` give dtypes alone.
+
+    step is lr / (1 - beta1^t), root (1 - beta2^t)^-0.5.
+    """
+    _, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     gradient_ptr = tl.pointer_type(gradient_like.dtype.element_ty)
     weight_ptr = tl.pointer_type(weight_like.dtype.element_ty)
@@ -95,25 +87,31 @@ def _adamw(
     v_at = tl.load(row + 4).to(float_ptr)
     weight_at = tl.load(row + 5).to(weight_ptr)
     gradient_at = tl.load(row + 6).to(gradient_ptr)
-    kept = tl.where(decays != 0, shrink, 1.0)
-    if start + CHUNK <= numel:  # unmasked: a mask of any length hides that 16 bytes can be read
+    scale = tl.where(decays != 0, shrink, 1.0)
+    # Unmasked where it can be: a mask of any length hides that 16 bytes can be read at once.
+    if start + CHUNK <= numel:
         for done in range(0, CHUNK, BLOCK):
             _block(
-                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, kept,
+                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, scale,
                 one_less_beta1, beta2, one_less_beta2, eps, step, root, factor,
                 False, ALIGNED, ROUNDS, BLOCK,
             )  # fmt: skip
     else:
         for done in range(0, CHUNK, BLOCK):
             _block(
-                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, kept,
+                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, scale,
                 one_less_beta1, beta2, one_less_beta2, eps, step, root, factor,
                 True, ALIGNED, ROUNDS, BLOCK,
             )  # fmt: skip
 
 
-def adamw_(packed: Packed, parts: Parts, gradients: Sequence[Tensor], update: Update) -> None:
-    """`adamw_reference_` in one launch; `packed` is for tensors as the masters.
+def adamw_(
+    table: TensorTable,
+    tensors: OptimizerTensors,
+    gradients: Sequence[Tensor],
+    update: OptimizerStep,
+) -> None:
+    """`adamw_reference_` in one launch; `table` is of tensors as the masters.
 
     Bytes moved per element: 24 of masters and moments, the gradient, and the weight if it is not
     its own master.
@@ -124,25 +122,17 @@ def adamw_(packed: Packed, parts: Parts, gradients: Sequence[Tensor], update: Up
         1.0 - lr * update.decay, 1.0 - beta1, beta2, 1.0 - beta2, update.eps,
         lr / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5, update.factor,
     ]  # fmt: skip
-    _op(*packed, *(list(part) for part in parts), list(gradients), numbers)
+    _adamw_op(*table, *(list(role) for role in tensors), list(gradients), numbers)
 
 
-def _run(
-    host: Tensor, table: Tensor, chunks: Tensor, masters: list[Tensor], exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor], weights: list[Tensor], decays: list[bool],
-    gradients: list[Tensor], numbers: list[float],
-) -> None:  # fmt: skip
-    kinds = (masters, exp_avgs, exp_avg_sqs, weights, gradients)
-    aligned = fill_(Packed(host, table, chunks), kinds, decays)
+@custom_op(
+    "adamw_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor(c!)[] masters,"
+    " Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, Tensor(f!)[] weights, bool[] decays,"
+    " Tensor[] gradients, float[] numbers) -> ()"
+)
+def _adamw_op(host, table, chunks, masters, m, v, weights, decays, gradients, numbers):
+    roles = (masters, m, v, weights, gradients)
+    aligned = fill_(TensorTable(host, table, chunks), roles, decays)
     rounds = weights[0].dtype != torch.float32
     flags = {"ALIGNED": aligned, "ROUNDS": rounds, "CHUNK": CHUNK}
     _adamw[(len(chunks),)](table, chunks, weights[0], gradients[0], *numbers, **flags)
-
-
-_op = operator(
-    "adamw_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor(c!)[] masters,"
-    " Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, Tensor(f!)[] weights, bool[] decays,"
-    " Tensor[] gradients, float[] numbers) -> ()",
-    _run,
-    lambda *arguments: None,
-)

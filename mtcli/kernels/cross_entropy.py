@@ -1,28 +1,28 @@
-"""The local parts of softmax cross entropy, in place on the logits.
+"""One rank's share of softmax cross entropy over a sharded vocabulary, in place on the logits.
 
-On a GPU `row_parts` reads the logits once and leaves them, and `logits_gradient_` overwrites them
-by their gradient: 3 * T * V * itemsize bytes moved in all. On CPU, where an exponential costs more
-than its memory, exponentials are kept in the logits' place between the passes.
+On a GPU `row_parts` reads the logits once, and `logits_gradient_` overwrites them by their
+gradient: 3 * T * V * itemsize bytes moved in all. On CPU, where an exponential costs more than its
+memory, the forward overwrites the logits by exponentials, and the backward these by the gradient.
 
-There all work goes row block by row block, small enough that a block stays in the L2 cache between
-its passes: on 2 cores, [4096, 8192] float32, forward and backward took 0.6 of the time of the same
-passes over the whole tensor (benchmarks/bench_train.py measures the step they are part of).
+There all passes go over one block of rows after another, small enough for the L2 cache: on 2 cores,
+[4096, 8192] float32, forward and backward took 0.6 of the time of the same passes over the whole
+tensor (benchmarks/bench_train.py measures the step they are part of).
 T tokens, V columns of this rank.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, runs_triton
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import cdiv, kernel, runs_triton
+from mtcli.kernels.limits import block_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-BLOCK_BYTES = 2**20
 
 
 def row_max(logits_TV: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def exp_and_target_(
     """Overwrites logits by exp(logits - top); returns (them, their sums [T], target logits - top).
 
     Columns from `valid` on are padding and become 0. Sums are float32 (float64 stays); for 16-bit
-    logits the exponentials, at most 1, are kept in that dtype.
+    logits the exponentials, at most 1, are rounded to that dtype.
     """
     sums_T, targets_T = torch.empty_like(top_T), torch.empty_like(top_T)
     logits_TV[:, valid:] = 0
@@ -84,7 +84,8 @@ def row_parts_reference(
     real = logits_TV[:, :valid].to(_wide(logits_TV))
     top_T = row_max(real)
     sums_T = (real - top_T[:, None]).exp().sum(-1)
-    padded = torch.cat([real, real.new_zeros(len(real), 1)], 1)  # where -1 points
+    # A column of zeros, to which -1 points.
+    padded = torch.cat([real, real.new_zeros(len(real), 1)], 1)
     return top_T, sums_T, padded.gather(1, (target_T % padded.shape[1])[:, None])[:, 0]
 
 
@@ -105,6 +106,7 @@ def logits_gradient_reference(
 def _row_parts(
     logits_ptr, target_ptr, top_ptr, sums_ptr, targets_ptr, width, valid, BLOCK: tl.constexpr
 ):  # fmt: on
+    """Online softmax sums: a program reads one row."""
     row = tl.program_id(0).to(tl.int64)
     top, total = float("-inf"), 0.0
     for first in range(0, valid, BLOCK):
@@ -113,7 +115,8 @@ def _row_parts(
         x = tl.load(logits_ptr + row * width + column, mask=inside, other=float("-inf"))
         x = x.to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a row of -inf alone
+        # Where all are -inf so far, a shift by -inf would give NaN.
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
         top = higher
     target = tl.load(target_ptr + row)
@@ -129,6 +132,7 @@ def _row_parts(
 def _logits_gradient(
     logits_ptr, lse_ptr, target_ptr, grad_ptr, width, valid, BLOCK: tl.constexpr
 ):  # fmt: on
+    """A program overwrites BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * width + column
@@ -152,51 +156,42 @@ def logits_gradient_(
     if not runs_triton(logits_TV):
         gradient = logits_gradient_reference(logits_TV, lse_T, target_T, grad_T, valid)
         return logits_TV.copy_(gradient)
-    _gradient_op_(logits_TV, lse_T, target_T, grad_T, valid)
+    _logits_gradient_op(logits_TV, lse_T, target_T, grad_T, valid)
     return logits_TV
 
 
-def _run_row_parts(
-    logits_TV: Tensor, target_T: Tensor, valid: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    logits_TV, out = logits_TV.contiguous(), _columns(logits_TV)
-    facts = (target_T.contiguous(), *out, logits_TV.shape[1], valid)
-    _row_parts[(len(logits_TV),)](logits_TV, *facts)
-    return out
-
-
-def _run_gradient_(
-    logits_TV: Tensor, lse_T: Tensor, target_T: Tensor, grad_T: Tensor, valid: int
-) -> None:
-    assert logits_TV.is_contiguous(), "they are overwritten"
-    T, width = logits_TV.shape
-    rows = (lse_T.contiguous(), target_T.contiguous(), grad_T.contiguous())
-    _logits_gradient[lambda meta: (T, cdiv(width, meta["BLOCK"]))](logits_TV, *rows, width, valid)
-
-
-def _columns(logits_TV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _three_columns(logits_TV: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     def column() -> Tensor:
         return logits_TV.new_empty(len(logits_TV), dtype=torch.float32)
 
     return column(), column(), column()
 
 
-_row_parts_op = operator(
+@custom_op(
     "cross_entropy_parts(Tensor logits, Tensor target, SymInt valid) -> (Tensor, Tensor, Tensor)",
-    _run_row_parts,
-    lambda logits_TV, *others: _columns(logits_TV),
+    fake=_three_columns,
 )
-_gradient_op_ = operator(
+def _row_parts_op(logits_TV, target_T, valid):
+    logits_TV, out = logits_TV.contiguous(), _three_columns(logits_TV)
+    T, width = logits_TV.shape
+    _row_parts[(T,)](logits_TV, target_T.contiguous(), *out, width, valid)
+    return out
+
+
+@custom_op(
     "cross_entropy_gradient_(Tensor(a!) logits, Tensor lse, Tensor target, Tensor grad,"
-    " SymInt valid) -> ()",
-    _run_gradient_,
-    lambda *arguments: None,
+    " SymInt valid) -> ()"
 )
+def _logits_gradient_op(logits_TV, lse_T, target_T, grad_T, valid):
+    assert logits_TV.is_contiguous(), "they are overwritten"
+    T, width = logits_TV.shape
+    rows = (lse_T.contiguous(), target_T.contiguous(), grad_T.contiguous())
+    _logits_gradient[lambda meta: (T, cdiv(width, meta["BLOCK"]))](logits_TV, *rows, width, valid)
 
 
 def _row_blocks(x_TV: Tensor) -> list[slice]:
     row_bytes = x_TV.shape[1] * x_TV.element_size()
-    step = max(1, BLOCK_BYTES // max(1, row_bytes)) if x_TV.device.type == "cpu" else len(x_TV)
+    step = block_rows(row_bytes) if x_TV.device.type == "cpu" else len(x_TV)
     return [slice(i, min(i + step, len(x_TV))) for i in range(0, len(x_TV), max(1, step))]
 
 

@@ -1,26 +1,26 @@
-"""Dropout whose mask is a function of global indices, fused with the add to the residual.
+"""Dropout with a counter-based mask (see random.py), fused with the add to the residual.
 
-N rows of D columns. Element (row, column) is kept or dropped by number `numbers[row] * D + column`
-of a stream (see random.py), so no layout changes a mask, and the backward pass makes it again.
+N rows of D columns; `numbers` [N] are the tokens' global indices. Random number `numbers[row] * D +
+column` decides about an element, so no layout changes a mask, and the backward recomputes it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import kernel, operator, runs_triton
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel, runs_triton, tile_grid
 from mtcli.kernels.random import keep_mask, splitmix64
-from mtcli.kernels.tiles import over_tiles
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
 def dropout_reference(y: Tensor, numbers: Tensor, key: int, drop: float) -> Tensor:
-    """y [N, D] with elements dropped by `numbers` [N] and the rest divided by 1 - drop."""
+    """Zeroes elements of y [N, D] with probability `drop`; divides the rest by 1 - drop."""
     columns = y.shape[-1]
     index = numbers[:, None] * columns + torch.arange(columns, device=numbers.device)
     return y * keep_mask(key, index, drop).to(y.dtype).div_(1.0 - drop)
@@ -54,35 +54,20 @@ def dropout(
     Bytes moved: 2 * N * D * itemsize forward, 3 with `onto`; 2 backward.
     """
     if runs_triton(y):
-        return _op(y, onto, numbers, key, drop)
+        return _dropout_op(y, onto, numbers, key, drop)
     dropped = dropout_reference(y, numbers, key, drop)
     return dropped if onto is None else onto + dropped
 
 
-def _run(y: Tensor, onto: Tensor | None, numbers: Tensor, key: int, drop: float) -> Tensor:
+@custom_op(
+    "dropout(Tensor y, Tensor? onto, Tensor numbers, int key, float drop) -> Tensor",
+    saved=lambda out, y, onto, *mask: (onto is not None, *mask),
+    backward=lambda grad, adds, *mask: (_dropout_op(grad, None, *mask), grad if adds else None),
+)
+def _dropout_op(y, onto, numbers, key, drop):
     y, numbers, adds = y.contiguous(), numbers.contiguous(), onto is not None
     onto = onto.contiguous() if adds else y
     rows, width, out = len(numbers), y.shape[-1], torch.empty_like(y)
-    facts = (rows, width, key, round(drop * 2**32), 1.0 / (1.0 - drop))
-    _dropout[over_tiles(rows, width)](y, onto, numbers, out, *facts, ADDS=adds)
+    scalars = (key, round(drop * 2**32), 1.0 / (1.0 - drop))
+    _dropout[tile_grid(rows, width)](y, onto, numbers, out, rows, width, *scalars, ADDS=adds)
     return out
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, onto, numbers, *ctx.facts = inputs
-    ctx.adds = onto is not None
-    ctx.save_for_backward(numbers)
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (numbers,) = ctx.saved_tensors
-    return _op(grad, None, numbers, *ctx.facts), grad if ctx.adds else None, None, None, None
-
-
-_op = operator(
-    "dropout(Tensor y, Tensor? onto, Tensor numbers, int key, float drop) -> Tensor",
-    _run,
-    lambda y, *others: torch.empty_like(y, memory_format=torch.contiguous_format),
-    _gradient,
-    _keep,
-)

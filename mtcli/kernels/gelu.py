@@ -1,7 +1,7 @@
-"""GELU (arXiv:1606.08415) with the bias before it; exact, or by tanh as GPT-2 has it.
+"""GELU (arXiv:1606.08415) fused with the bias before it; exact, or by tanh as in GPT-2.
 
-N rows of F columns. The kernels compute 0.5 (1 + tanh(u)) as sigmoid(2u). The backward pass runs a
-few programs per multiprocessor, each of which sums the bias's gradient over its rows in float32.
+N rows of F columns. The kernels compute 0.5 (1 + tanh(u)) as sigmoid(2u). The backward runs a few
+persistent programs per SM, each of which sums the bias's gradient over its rows in float32.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, processors, runs_triton
-from mtcli.kernels.tiles import over_tiles
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import cdiv, kernel, multiprocessors, runs_triton, tile_grid
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 Approximate = Literal["none", "tanh"]
-TILES = (
+CONFIGS = (
     {"ROWS": 1, "COLUMNS": 2048, "num_warps": 4},
     {"ROWS": 1, "COLUMNS": 1024, "num_warps": 4},
     {"ROWS": 4, "COLUMNS": 512, "num_warps": 4},
     {"ROWS": 2, "COLUMNS": 2048, "num_warps": 8},
 )
-PERSISTENT = [{"ROWS": rows, "num_warps": warps} for rows in (4, 1, 8) for warps in (4, 8)]
+PERSISTENT_CONFIGS = [{"ROWS": rows, "num_warps": warps} for rows in (4, 1, 8) for warps in (4, 8)]
 PERSISTENT_COLUMNS = 512
 
 
@@ -35,24 +35,26 @@ def gelu_reference(x: Tensor, bias: Tensor | None, approximate: Approximate = "n
 
 
 @kernel()
-def _share(x, TANH: tl.constexpr):
+def _gate(x, TANH: tl.constexpr):
     """GELU(x) / x."""
     if TANH:
-        return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
+        # 1.59... is 2 sqrt(2 / pi).
+        return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @kernel()
 def _slope(x, TANH: tl.constexpr):
     """The derivative of GELU at x."""
-    share = _share(x, TANH)
+    gate = _gate(x, TANH)
     if TANH:
-        return share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-    return share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+        return gate + x * gate * (1.0 - gate) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    # 0.39... is 1 / sqrt(2 pi).
+    return gate + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
 
 
 # fmt: off
-@kernel(TILES, key=["width"])
+@kernel(CONFIGS, key=["width"])
 def _forward(
     x_ptr, bias_ptr, out_ptr, rows, width, HAS_BIAS: tl.constexpr, TANH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -63,16 +65,17 @@ def _forward(
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + column, x * _share(x, TANH), mask=inside)
+    tl.store(out_ptr + row * width + column, x * _gate(x, TANH), mask=inside)
 
 
 # fmt: off
-@kernel(PERSISTENT, key=["width"])
+@kernel(PERSISTENT_CONFIGS, key=["width"])
 def _backward(
     grad_ptr, x_ptr, bias_ptr, out_ptr, parts_ptr, rows, width,
     HAS_BIAS: tl.constexpr, TANH: tl.constexpr, WITH_OUTPUT: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: on  # WITH_OUTPUT: the output is written over grad
+):  # fmt: on
+    """WITH_OUTPUT: the output of the forward is written over grad."""
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     real = column < width
     bias = tl.zeros([1, COLUMNS], tl.float32)
@@ -89,7 +92,7 @@ def _backward(
         dbias += out
         tl.store(out_ptr + at, out, mask=inside)
         if WITH_OUTPUT:
-            tl.store(grad_ptr + at, x * _share(x, TANH), mask=inside)
+            tl.store(grad_ptr + at, x * _gate(x, TANH), mask=inside)
     if HAS_BIAS:
         at = parts_ptr + tl.program_id(0) * width + column
         tl.store(at, tl.sum(dbias, 0)[None, :], mask=real)
@@ -112,7 +115,7 @@ def gelu_backward_(
     """(gradient of x [..., F], of bias [F] or None, and the output of `gelu`), from grad [..., F].
 
     Overwrites grad. On a GPU 4 * N * F * itemsize bytes are moved, N * F more than without the
-    output, which a linear layer after it then need not keep for its weight's gradient.
+    output, which a linear layer after it then need not save for its weight's gradient.
     """
     if runs_triton(grad):
         dx, dbias = _gelu_backward_with_output(grad, x, bias, approximate == "tanh")
@@ -123,43 +126,19 @@ def gelu_backward_(
     return dx, None if bias is None else dx.flatten(0, -2).sum(0), grad
 
 
-def _run(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+@custom_op(
+    "gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
+    saved=lambda out, x, bias, tanh: (x, bias, tanh),
+    backward=lambda grad, x, bias, tanh: (
+        _gelu_backward(grad, x, bias, tanh)[: 1 if bias is None else 2]
+    ),
+)
+def _gelu(x, bias, tanh):
     x, width, has_bias = x.contiguous(), x.shape[-1], bias is not None
     out, rows = torch.empty_like(x), x.numel() // width
     pointers, flags = (x, bias if has_bias else x, out), {"HAS_BIAS": has_bias, "TANH": tanh}
-    _forward[over_tiles(rows, width)](*pointers, rows, width, **flags)
+    _forward[tile_grid(rows, width)](*pointers, rows, width, **flags)
     return out
-
-
-def _run_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, with_output: bool = False
-) -> tuple[Tensor, Tensor]:
-    grad, x, width, has_bias = grad.contiguous(), x.contiguous(), x.shape[-1], bias is not None
-    out, rows, blocks = torch.empty_like(x), x.numel() // width, cdiv(width, PERSISTENT_COLUMNS)
-    programs = max(1, min(rows, cdiv(8 * processors(x), blocks)))
-    parts = x.new_empty(programs if has_bias else 0, width, dtype=torch.float32)
-    pointers = (grad, x, bias if has_bias else x, out, parts)
-    flags = {"HAS_BIAS": has_bias, "TANH": tanh, "WITH_OUTPUT": with_output}
-    _backward[(programs, blocks)](*pointers, rows, width, **flags, COLUMNS=PERSISTENT_COLUMNS)
-    return out, parts.sum(0).to(x.dtype)
-
-
-def _run_backward_with_output(
-    grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool
-) -> tuple[Tensor, Tensor]:
-    assert grad.is_contiguous(), f"strides {grad.stride()}"
-    return _run_backward(grad, x, bias, tanh, with_output=True)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-    ctx.tanh = inputs[2]
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, bias = ctx.saved_tensors
-    dx, dbias = _gelu_backward(grad, x, bias, ctx.tanh)
-    return dx, None if bias is None else dbias, None
 
 
 def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -167,21 +146,32 @@ def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tenso
     return out, x.new_empty(x.shape[-1])
 
 
-_gelu_backward = operator(
+@custom_op(
     "gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
-    _run_backward,
-    _fake_backward,
+    fake=_fake_backward,
 )
-_gelu_backward_with_output = operator(
+def _gelu_backward(grad, x, bias, tanh):
+    return _launch_backward(grad.contiguous(), x, bias, tanh, with_output=False)
+
+
+@custom_op(
     "gelu_backward_with_output(Tensor(a!) grad, Tensor x, Tensor? bias, bool tanh)"
     " -> (Tensor, Tensor)",
-    _run_backward_with_output,
-    _fake_backward,
+    fake=_fake_backward,
 )
-_gelu = operator(
-    "gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
-    _run,
-    lambda x, *others: torch.empty_like(x, memory_format=torch.contiguous_format),
-    _gradient,
-    _keep,
-)
+def _gelu_backward_with_output(grad, x, bias, tanh):
+    assert grad.is_contiguous(), f"strides {grad.stride()}"
+    return _launch_backward(grad, x, bias, tanh, with_output=True)
+
+
+def _launch_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, with_output: bool
+) -> tuple[Tensor, Tensor]:
+    x, width, has_bias = x.contiguous(), x.shape[-1], bias is not None
+    out, rows, blocks = torch.empty_like(x), x.numel() // width, cdiv(width, PERSISTENT_COLUMNS)
+    programs = max(1, min(rows, cdiv(8 * multiprocessors(x), blocks)))
+    parts = x.new_empty(programs if has_bias else 0, width, dtype=torch.float32)
+    pointers = (grad, x, bias if has_bias else x, out, parts)
+    flags = {"HAS_BIAS": has_bias, "TANH": tanh, "WITH_OUTPUT": with_output}
+    _backward[(programs, blocks)](*pointers, rows, width, **flags, COLUMNS=PERSISTENT_COLUMNS)
+    return out, parts.sum(0).to(x.dtype)

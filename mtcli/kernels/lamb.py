@@ -1,8 +1,8 @@
 """LAMB (arXiv:1904.00962) of all parameters in two passes, with a reduction of norms between them.
 
 m and v are AdamW's without bias correction, u = m / (sqrt(v) + eps) + decay * x, and each tensor x
-loses lr * c * u, where c = |x| / |u| within bounds, and 1 where a norm is 0. The first pass gives
-the squares of both norms, which a caller whose tensors are parts of larger ones sums over these.
+loses lr * c * u, where c = |x| / |u| within bounds, and 1 where a norm is 0. The first pass
+returns the squares of both norms, which a caller with sharded tensors sums over the shards.
 """
 
 from __future__ import annotations
@@ -13,25 +13,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mtcli.kernels.adamw import Parts, Update
-from mtcli.kernels.launch import kernel, operator
-from mtcli.kernels.packed import CHUNK, Packed, fill_, pointers_at
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel
+from mtcli.kernels.multi_tensor import (
+    CHUNK,
+    OptimizerStep,
+    OptimizerTensors,
+    TensorTable,
+    chunk_of,
+    fill_,
+    pointers_at,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-TILES = tuple({"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8)))
+CONFIGS = tuple({"BLOCK": block, "num_warps": warps} for block, warps in ((1024, 4), (2048, 8)))
+# Elements that the references take at once, and allocate two more tensors of.
+SLICE = 2**16
 
 
-PIECE = 2**16  # elements that the references take at once, and make two more tensors of
-
-
-def lamb_moments_reference_(parts: Parts, gradients: Sequence[Tensor], update: Update) -> Tensor:
+def lamb_moments_reference_(
+    tensors: OptimizerTensors, gradients: Sequence[Tensor], update: OptimizerStep
+) -> Tensor:
     """Updates the moments; returns |x|^2 and |u|^2 of every tensor, float64 [tensors, 2]."""
     (beta1, beta2), squares = update.betas, []
-    for master, exp_avg, exp_avg_sq, _, decays, gradient in zip(*parts, gradients, strict=True):
+    for master, exp_avg, exp_avg_sq, _, decays, gradient in zip(*tensors, gradients, strict=True):
         norms = []
-        for x, m, v, g in _pieces(master, exp_avg, exp_avg_sq, gradient):
+        for x, m, v, g in _slices(master, exp_avg, exp_avg_sq, gradient):
             g = g.to(x.dtype) * update.factor
             m.lerp_(g, 1.0 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
@@ -42,24 +51,24 @@ def lamb_moments_reference_(parts: Parts, gradients: Sequence[Tensor], update: U
 
 
 def trust_ratios(squares: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """|x| / |u| within bounds, and 1 where either is 0: of squares [tensors, 2], in their dtype."""
+    """Computes |x| / |u| within bounds, 1 where either is 0, from squares [tensors, 2]."""
     of_x, of_u = squares.sqrt().unbind(1)
     ratios = (of_x / of_u).clamp(*bounds)
     return torch.where((of_x > 0) & (of_u > 0), ratios, torch.ones_like(ratios))
 
 
-def lamb_step_reference_(parts: Parts, ratios: Tensor, update: Update) -> None:
+def lamb_step_reference_(tensors: OptimizerTensors, ratios: Tensor, update: OptimizerStep) -> None:
     """Takes every tensor's step, times its ratio [tensors], and rounds the weights."""
-    for master, exp_avg, exp_avg_sq, weight, decays, ratio in zip(*parts, ratios, strict=True):
-        for x, m, v in _pieces(master, exp_avg, exp_avg_sq):
+    for master, exp_avg, exp_avg_sq, weight, decays, ratio in zip(*tensors, ratios, strict=True):
+        for x, m, v in _slices(master, exp_avg, exp_avg_sq):
             u = _direction_reference(x, m, v, update.decay * decays, update.eps)
             x.sub_(u.mul_(update.lr * ratio))
         if weight.dtype != master.dtype:
             weight.copy_(master)
 
 
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.view(-1).split(PIECE) for x in tensors), strict=True)
+def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(x.view(-1).split(SLICE) for x in tensors), strict=True)
 
 
 def _direction_reference(x: Tensor, m: Tensor, v: Tensor, decay: float, eps: float) -> Tensor:
@@ -69,19 +78,17 @@ def _direction_reference(x: Tensor, m: Tensor, v: Tensor, decay: float, eps: flo
 
 @kernel()
 def _direction(master, m, v, decay, eps):
-    """The step before its length."""
+    """Computes u, the update before its length."""
     return m / (tl.sqrt(v) + eps) + decay * master
 
 
-@kernel(TILES)
+@kernel(CONFIGS)
 def _moments(
     table_ptr, chunks_ptr, squares_ptr, gradient_like, one_less_beta1, beta2, one_less_beta2, eps,
     decay, factor, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip  # squares [chunks, 2]: of the masters and of the steps
-    tensor = tl.load(chunks_ptr + tl.program_id(0) * 2)
-    start = tl.load(chunks_ptr + tl.program_id(0) * 2 + 1) * CHUNK
-    row = table_ptr + tensor * 8
-    numel, decays = tl.load(row), tl.load(row + 1)
+):  # fmt: skip
+    """Updates the moments; squares [chunks, 2] are the sums of x^2 and of u^2."""
+    _, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     master_at, m_at = tl.load(row + 2).to(float_ptr), tl.load(row + 3).to(float_ptr)
     v_at = tl.load(row + 4).to(float_ptr)
@@ -109,7 +116,7 @@ def _moments(
 
 @kernel()
 def _totals(table_ptr, chunks_ptr, squares_ptr, totals_ptr, CHUNK: tl.constexpr):
-    """A tensor's squares, summed in one order by the program of its first chunk."""
+    """Sums a tensor's squares, in one order, in the program of its first chunk."""
     tensor = tl.load(chunks_ptr + tl.program_id(0) * 2)
     chunk = tl.load(chunks_ptr + tl.program_id(0) * 2 + 1)
     count = tl.where(chunk == 0, (tl.load(table_ptr + tensor * 8) + CHUNK - 1) // CHUNK, 0)
@@ -122,15 +129,13 @@ def _totals(table_ptr, chunks_ptr, squares_ptr, totals_ptr, CHUNK: tl.constexpr)
     tl.store(totals_ptr + tensor * 2 + 1, tl.sum(of_u, 0), mask=chunk == 0)
 
 
-@kernel(TILES)
+@kernel(CONFIGS)
 def _step(
     table_ptr, chunks_ptr, ratios_ptr, weight_like, lr, eps, decay,
     ALIGNED: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tensor = tl.load(chunks_ptr + tl.program_id(0) * 2)
-    start = tl.load(chunks_ptr + tl.program_id(0) * 2 + 1) * CHUNK
-    row = table_ptr + tensor * 8
-    numel, decays = tl.load(row), tl.load(row + 1)
+    """Updates the masters, and rounds them to the weights."""
+    tensor, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
     length = lr * tl.load(ratios_ptr + tensor)
     float_ptr = tl.pointer_type(tl.float32)
     master_at, m_at = tl.load(row + 2).to(float_ptr), tl.load(row + 3).to(float_ptr)
@@ -150,36 +155,44 @@ def _step(
 
 
 def lamb_moments_(
-    packed: Packed, parts: Parts, gradients: Sequence[Tensor], update: Update
+    table: TensorTable,
+    tensors: OptimizerTensors,
+    gradients: Sequence[Tensor],
+    update: OptimizerStep,
 ) -> Tensor:
     """`lamb_moments_reference_` in one launch and a small one, in float32 [tensors, 2].
 
-    `packed` is for tensors as the masters. Bytes moved per element: 20, and the gradient.
+    `table` is of tensors as the masters. Bytes moved per element: 20, and the gradient.
     """
     assert len({x.dtype for x in gradients}) == 1, "gradients of one launch share a dtype"
     numbers = [*update.betas, update.eps, update.decay, update.factor]
-    return _moments_op(*packed, *(list(part) for part in parts), list(gradients), numbers)
+    return _moments_op(*table, *(list(role) for role in tensors), list(gradients), numbers)
 
 
-def lamb_step_(packed: Packed, parts: Parts, ratios: Tensor, update: Update) -> None:
+def lamb_step_(
+    table: TensorTable, tensors: OptimizerTensors, ratios: Tensor, update: OptimizerStep
+) -> None:
     """`lamb_step_reference_` in one launch, after `lamb_moments_` of the same.
 
     Bytes moved per element: 16, and the weight if it is not its own master.
     """
     numbers = [update.lr, update.eps, update.decay]
-    _step_op(*packed, *(list(part) for part in parts[:4]), ratios.float(), numbers)
+    _step_op(*table, *(list(role) for role in tensors[:4]), ratios.float(), numbers)
 
 
-def _run_moments(
-    host: Tensor, table: Tensor, chunks: Tensor, masters: list[Tensor], exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor], weights: list[Tensor], decays: list[bool],
-    gradients: list[Tensor], numbers: list[float],
-) -> Tensor:  # fmt: skip
-    kinds = (masters, exp_avgs, exp_avg_sqs, weights, gradients)
-    aligned = fill_(Packed(host, table, chunks), kinds, decays)
+@custom_op(
+    "lamb_moments_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor[] masters,"
+    " Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor[] weights, bool[] decays,"
+    " Tensor[] gradients, float[] numbers) -> Tensor",
+    fake=lambda host, table, chunks, masters, *others: masters[0].new_empty(len(masters), 2),
+)
+def _moments_op(host, table, chunks, masters, m, v, weights, decays, gradients, numbers):
+    roles = (masters, m, v, weights, gradients)
+    aligned = fill_(TensorTable(host, table, chunks), roles, decays)
     beta1, beta2, eps, decay, factor = numbers
     squares = masters[0].new_empty(len(chunks), 2)
-    totals = masters[0].new_zeros(len(masters), 2)  # a tensor of no elements has no program
+    # Zeros, as a tensor of no elements has no program.
+    totals = masters[0].new_zeros(len(masters), 2)
     betas, grid = (1.0 - beta1, beta2, 1.0 - beta2), (len(chunks),)
     _moments[grid](
         table, chunks, squares, gradients[0], *betas, eps, decay, factor,
@@ -189,26 +202,12 @@ def _run_moments(
     return totals
 
 
-def _run_step(
-    host: Tensor, table: Tensor, chunks: Tensor, masters: list[Tensor], exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor], weights: list[Tensor], ratios: Tensor, numbers: list[float],
-) -> None:  # fmt: skip
+@custom_op(
+    "lamb_step_(Tensor host, Tensor table, Tensor chunks, Tensor(a!)[] masters, Tensor[] exp_avgs,"
+    " Tensor[] exp_avg_sqs, Tensor(b!)[] weights, Tensor ratios, float[] numbers) -> ()"
+)
+def _step_op(host, table, chunks, masters, exp_avgs, exp_avg_sqs, weights, ratios, numbers):
     assert host[0, 2] == masters[0].data_ptr(), "the table has what the moments were updated of"
     aligned, rounds = not (host[:, 2:] % 16).any(), weights[0].dtype != torch.float32
     flags = {"ALIGNED": aligned, "ROUNDS": rounds, "CHUNK": CHUNK}
     _step[(len(chunks),)](table, chunks, ratios, weights[0], *numbers, **flags)
-
-
-_moments_op = operator(
-    "lamb_moments_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor[] masters,"
-    " Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor[] weights, bool[] decays,"
-    " Tensor[] gradients, float[] numbers) -> Tensor",
-    _run_moments,
-    lambda host, table, chunks, masters, *others: masters[0].new_empty(len(masters), 2),
-)
-_step_op = operator(
-    "lamb_step_(Tensor host, Tensor table, Tensor chunks, Tensor(a!)[] masters, Tensor[] exp_avgs,"
-    " Tensor[] exp_avg_sqs, Tensor(b!)[] weights, Tensor ratios, float[] numbers) -> ()",
-    _run_step,
-    lambda *arguments: None,
-)

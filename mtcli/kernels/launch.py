@@ -1,4 +1,4 @@
-"""Triton kernels: when they run, how they are made and launched, and how they become operators.
+"""Triton kernels: when they run, how they are compiled and launched, and their grids.
 
 A kernel's file names `tl` for type checkers alone, and its annotations are text (`from __future__
 import annotations`): triton is imported by the first launch, so a run on CPU never pays for it.
@@ -7,7 +7,7 @@ import annotations`): triton is imported by the first launch, so a run on CPU ne
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,40 +18,57 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mtcli.kernels.choices import Config, choose, fastest
+from mtcli.kernels.autotune import LaunchConfig, best_config, fastest_backend
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # a wheel of torch for GPUs brings it
+# torch's wheels for GPUs bring triton.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LIBRARY = torch.library.Library("mtcli", "FRAGMENT")
+
+# Configs of kernels whose tile is as wide as a row.
+FULL_ROW_CONFIGS = [
+    {"ROWS": rows, "num_warps": warps} for rows in (1, 4) for warps in (2, 4, 8, 16)
+]
+
+Grid = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Compiling:
-    """The mode in which a launch on CPU tensors only compiles: all configurations, or `first`."""
+class CompileOnly:
+    """The mode in which launches on CPU tensors compile and do not run: see ahead_of_time.py."""
 
-    first: bool
-    names: list[str] = field(default_factory=list)
+    default_only: bool
+    compiled: list[str] = field(default_factory=list)
 
 
-_mode: ContextVar[Compiling | Literal["interpreted", "imagined"] | None] = ContextVar(
-    "mode", default=None
-)
+LaunchMode = CompileOnly | Literal["interpreted", "fake"]
+_mode: ContextVar[LaunchMode | None] = ContextVar("mode", default=None)
 
 
 def runs_triton(x: Tensor) -> bool:
     """Whether our kernels run on this tensor: on a GPU in 16 or 32 bits; on CPU in tests alone."""
     if x.is_cuda:
         return HAS_TRITON and x.dtype in DTYPES
-    if torch.compiler.is_compiling():  # dynamo cannot read a ContextVar
+    # Dynamo cannot read a ContextVar.
+    if torch.compiler.is_compiling():
         return False
     return _mode.get() is not None and x.dtype in DTYPES
 
 
-def beats_torch(op: str, x: Tensor, magnitude: int) -> bool:
+def prefers_kernel(op: str, x: Tensor, size: int) -> bool:
     """Whether our kernel runs on x, and torch's function was not measured to be faster there."""
     if not runs_triton(x):
         return False
-    return torch.compiler.is_compiling() or fastest(op, x, [magnitude]) != "torch"
+    return torch.compiler.is_compiling() or fastest_backend(op, x, [size]) != "torch"
+
+
+@contextmanager
+def launch_mode(mode: LaunchMode) -> Iterator[None]:
+    """Inside, kernels take CPU tensors too, in a mode."""
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
 
 
 @contextmanager
@@ -64,62 +81,35 @@ def interpreted() -> Iterator[None]:
 
     if not knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before anything imports triton")
-    token = _mode.set("interpreted")
-    try:
+    with launch_mode("interpreted"):
         yield
-    finally:
-        _mode.reset(token)
 
 
 @contextmanager
-def imagined() -> Iterator[None]:
-    """Inside, `runs_triton` holds for CPU tensors too: fake ones, of which shapes alone count."""
-    token = _mode.set("imagined")
-    try:
+def fake_gpu() -> Iterator[None]:
+    """Inside, fake CPU tensors take a GPU's path: kernels are operators, of which shapes count."""
+    with launch_mode("fake"):
         yield
-    finally:
-        _mode.reset(token)
 
 
-@contextmanager
-def compiled_for(
-    backend: str, arch: int, warp_size: int, *, first: bool = False
-) -> Iterator[list[str]]:
-    """Inside, launches on CPU tensors only compile, for a GPU that need not be there.
-
-    Nothing runs, so results are uninitialised memory. Gives a list that fills with what was
-    compiled, such as "swiglu._forward {'ROWS': 1}".
-    """
-    from triton.runtime import driver
-
-    from mtcli.kernels.absent import AbsentGpu
-
-    driver.set_active(AbsentGpu(backend, arch, warp_size))
-    compiling = Compiling(first)
-    token = _mode.set(compiling)
-    try:
-        yield compiling.names
-    finally:
-        _mode.reset(token)
-
-
-class Kernel:
+class TritonKernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
-    `configs` are alternative constants and launch options. Which is best may differ by device, by
-    dtype and by the magnitudes of the arguments named in `key`; where nothing was measured it is
-    the first, or what `default` returns for those arguments. The first argument is a tensor.
+    `configs` are alternative constants and launch options, as triton.Config has them. Which is best
+    may differ by device, by dtype and by the sizes of the arguments named in `key`; where nothing
+    was measured it is the first, or what `default` returns for those sizes. The first argument is a
+    tensor.
     """
 
     def __init__(
         self,
         function: FunctionType,
-        configs: Sequence[Config],
+        configs: Sequence[LaunchConfig],
         key: Sequence[str],
-        default: Callable[..., Config] | None,
+        default: Callable[..., LaunchConfig] | None,
     ) -> None:
         self.function, self.configs = function, tuple(configs)
-        self.default = default or (lambda *magnitudes: self.configs[0])
+        self.default = default or (lambda *sizes: self.configs[0])
         self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__name__}"
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
         self.key = [parameters.index(name) for name in key]
@@ -137,7 +127,7 @@ class Kernel:
         source = self.function
         names = {name: value for name, value in source.__globals__.items()}
         for name in source.__code__.co_names:
-            if isinstance(names.get(name), Kernel):
+            if isinstance(names.get(name), TritonKernel):
                 names[name] = names[name].jitted
         bound = FunctionType(source.__code__, names | {"tl": tl}, source.__name__)
         bound.__defaults__, bound.__annotations__ = source.__defaults__, source.__annotations__
@@ -147,55 +137,60 @@ class Kernel:
     def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
         mode = None if arguments[0].is_cuda else _mode.get()
         launch = partial(self._launch_as, grid, arguments, constants)
-        magnitudes = [arguments[i] for i in self.key]
-        default = self.default(*magnitudes)
-        if isinstance(mode, Compiling):
-            for config in (default, *(() if mode.first else self.configs)):
+        sizes = [arguments[i] for i in self.key]
+        default = self.default(*sizes)
+        if isinstance(mode, CompileOnly):
+            for config in (default, *(() if mode.default_only else self.configs)):
                 launch(config, warmup=True)
-                mode.names.append(f"{self.name} {dict(config)}")
+                mode.compiled.append(f"{self.name} {dict(config)}")
         elif mode is not None or len(self.configs) == 1:
             launch(default)
         else:
-            chosen = choose(self.name, arguments[0], magnitudes, self.configs, launch)
-            launch(chosen or default)
+            best = best_config(self.name, arguments[0], sizes, self.configs, launch)
+            launch(best or default)
 
     def _launch_as(
-        self, grid: Any, arguments: Any, constants: Any, config: Config, warmup: bool = False
+        self,
+        grid: Any,
+        arguments: Any,
+        constants: Any,
+        config: LaunchConfig,
+        warmup: bool = False,
     ) -> None:
-        with torch.cuda.device_of(arguments[0]):  # triton launches on the current device
+        # Triton launches on the current device.
+        with torch.cuda.device_of(arguments[0]):
             self.jitted.run(*arguments, grid=grid, warmup=warmup, **constants, **config)
 
 
 def kernel(
-    configs: Sequence[Config] = ({},),
+    configs: Sequence[LaunchConfig] = ({},),
     key: Sequence[str] = (),
-    default: Callable[..., Config] | None = None,
-) -> Callable[[FunctionType], Kernel]:
-    """A decorator that is triton.jit and triton.autotune in one: see `Kernel`."""
-    return partial(Kernel, configs=configs, key=key, default=default)
+    default: Callable[..., LaunchConfig] | None = None,
+) -> Callable[[FunctionType], TritonKernel]:
+    """A decorator that is triton.jit and triton.autotune in one: see `TritonKernel`."""
+    return partial(TritonKernel, configs=configs, key=key, default=default)
 
 
-def operator(
-    schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    gradient: Callable[..., Any] | None = None,
-    keep: Callable[..., None] | None = None,
-) -> Callable[..., Any]:
-    """The operator `torch.ops.mtcli.<name>` of a schema such as "name(Tensor x) -> Tensor".
+def full_row_config(width: int, elements: int) -> dict[str, int]:
+    """Rows for so many elements at least, and 16 elements per thread, with 4 to 16 warps."""
+    block = power_of_two(width)
+    rows = max(1, elements // block)
+    return {"ROWS": rows, "num_warps": min(16, max(4, rows * block // 512))}
 
-    torch.compile, FakeTensor and meta tensors see its result by `fake`; `gradient(ctx, *grads)` and
-    `keep(ctx, inputs, output)` are autograd's. torch.library.custom_op does the same and imports
-    torch._dynamo in its first call, 0.9 s.
-    """
-    name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):  # on CPU for the interpreter
-        LIBRARY.impl(name, run, device)
-    torch.library.register_fake(f"mtcli::{name}", fake, lib=LIBRARY)
-    if gradient is not None:
-        torch.library.register_autograd(f"mtcli::{name}", gradient, setup_context=keep, lib=LIBRARY)
-    return getattr(torch.ops.mtcli, name).default
+
+def row_grid(rows: int) -> Grid:
+    """A program for each ROWS of so many rows."""
+    return lambda meta: (cdiv(rows, meta["ROWS"]),)
+
+
+def column_grid(rows: int, columns: int) -> Grid:
+    """A program for each COLUMNS of each row."""
+    return lambda meta: (rows, cdiv(columns, meta["COLUMNS"]))
+
+
+def tile_grid(rows: int, columns: int) -> Grid:
+    """A program for each tile of ROWS by COLUMNS."""
+    return lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(columns, meta["COLUMNS"]))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -208,8 +203,8 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def processors(x: Tensor) -> int:
-    """The GPU's multiprocessors, for programs that stay; 2 where kernels are interpreted."""
+def multiprocessors(x: Tensor) -> int:
+    """The GPU's multiprocessors (SMs), for persistent programs; 2 where kernels are interpreted."""
     if not x.is_cuda:
         return 2
     return torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -1,8 +1,8 @@
-"""LayerNorm (arXiv:1607.06450) and RMSNorm (arXiv:1910.07467) of rows, with the add before them.
+"""LayerNorm (arXiv:1607.06450) and RMSNorm (arXiv:1910.07467), fused with the add before them.
 
-N rows of D columns. Statistics are in float32. On a GPU the forward pass reads each row once and
-keeps means and reciprocal deviations [N, 2]; the backward pass runs a few programs per
-multiprocessor, each of which sums the gradients of weight and bias over its rows in float32.
+N rows of D columns. Statistics are in float32. On a GPU the forward reads each row once and saves
+means and reciprocal deviations [N, 2] for backward; the backward runs a few persistent programs per
+SM, each of which sums the gradients of weight and bias over its rows in float32.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import (
-    beats_torch,
+    FULL_ROW_CONFIGS,
+    full_row_config,
     kernel,
-    operator,
+    multiprocessors,
     power_of_two,
-    processors,
+    prefers_kernel,
+    row_grid,
     runs_triton,
 )
-from mtcli.kernels.tiles import WHOLE_ROWS, over_rows, whole_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -38,11 +40,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-_tile = partial(whole_rows, elements=2048)
+_config = partial(full_row_config, elements=2048)
 
 
 # fmt: off
-@kernel(WHOLE_ROWS, key=["width"], default=_tile)
+@kernel(FULL_ROW_CONFIGS, key=["width"], default=_config)
 def _forward(
     x_ptr, y_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
@@ -57,7 +59,8 @@ def _forward(
         x += tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
         x = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, x, mask=inside)
-        x = x.to(tl.float32)  # of what is kept, as the backward pass sees it
+        # Of the rounded sum, which the backward reads.
+        x = x.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
     mean = tl.zeros([ROWS, 1], tl.float32)
     if CENTRED:
@@ -73,7 +76,7 @@ def _forward(
 
 
 # fmt: off
-@kernel(WHOLE_ROWS, key=["width"], default=_tile)
+@kernel(FULL_ROW_CONFIGS, key=["width"], default=_config)
 def _backward(
     grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
@@ -105,22 +108,22 @@ def _backward(
             out += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, out, mask=inside)
     part = parts_ptr + tl.program_id(0) * (2 if HAS_BIAS else 1) * width + tl.arange(0, BLOCK)
-    kept = tl.arange(0, BLOCK) < width
-    tl.store(part, tl.sum(dweight, 0), mask=kept)
+    inside_row = tl.arange(0, BLOCK) < width
+    tl.store(part, tl.sum(dweight, 0), mask=inside_row)
     if HAS_BIAS:
-        tl.store(part + width, tl.sum(dbias, 0), mask=kept)
+        tl.store(part + width, tl.sum(dbias, 0), mask=inside_row)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
-    if not beats_torch("layer_norm", x, x.shape[-1]):
+    if not prefers_kernel("layer_norm", x, x.shape[-1]):
         return layer_norm_reference(x, weight, bias, eps)
     return _norm(x, weight, bias, eps, True)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
-    if not beats_torch("rms_norm", x, x.shape[-1]):
+    if not prefers_kernel("rms_norm", x, x.shape[-1]):
         return rms_norm_reference(x, weight, eps)
     return _norm(x, weight, None, eps, False)[0]
 
@@ -145,97 +148,79 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return total, normed
 
 
-def _run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
-    out, stats = _empties(x)
-    _launch((x, x, weight, bias, x, out, stats), eps, centred, adds=False)
-    return out, stats
+def _out_and_stats(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return out, x.new_empty(rows, 2, dtype=torch.float32)
 
 
-def _run_with_add(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+def _gradients(grad: Tensor, dsum: Tensor | None, *saved: Any) -> tuple[Tensor, ...]:
+    dx, dweights = _norm_backward(grad, dsum, *saved)
+    return dx, *(dweights[i] for i in range(len(dweights)))
+
+
+def _gradients_of_add(dsum: Tensor, grad: Tensor, _: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    dx, *dweights = _gradients(grad, dsum, *saved)
+    return dx, dx, *dweights
+
+
+@custom_op(
+    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor)",
+    fake=lambda x, *others: _out_and_stats(x),
+    saved=lambda outputs, x, weight, bias, eps, centred: (
+        *(x.contiguous(), weight, outputs[1]),
+        *(centred, bias is not None),
+    ),
+    backward=lambda grad, _, *saved: _gradients(grad, None, *saved),
+)
+def _norm(x, weight, bias, eps, centred):
+    return _launch_forward(x, None, weight, bias, eps, centred)[1:]
+
+
+@custom_op(
+    "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=lambda x, *others: (_out_and_stats(x)[0], *_out_and_stats(x)),
+    saved=lambda outputs, x, y, weight, bias, eps, centred: (
+        *(outputs[0], weight, outputs[2]),
+        *(centred, bias is not None),
+    ),
+    backward=_gradients_of_add,
+)
+def _add_norm(x, y, weight, bias, eps, centred):
+    return _launch_forward(x, y, weight, bias, eps, centred)
+
+
+def _launch_forward(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x, y = x.contiguous(), y.contiguous()
-    out, stats = _empties(x)
-    total = torch.empty_like(x)
-    _launch((x, y, weight, bias, total, out, stats), eps, centred, adds=True)
+    """(x + y or x, its norm, statistics)."""
+    x, adds = x.contiguous(), y is not None
+    y = y.contiguous() if adds else x
+    out, stats = _out_and_stats(x)
+    total, rows, width = torch.empty_like(x) if adds else x, len(stats), x.shape[-1]
+    pointers = (x, y, weight, weight if bias is None else bias, total, out, stats)
+    flags = (centred, adds, bias is not None, power_of_two(width))
+    _forward[row_grid(rows)](*pointers, rows, width, eps, *flags)
     return total, out, stats
 
 
-def _launch(tensors: tuple[Any, ...], eps: float, centred: bool, adds: bool) -> None:
-    x, y, weight, bias, total, out, stats = tensors
-    rows, width = stats.shape[0], x.shape[-1]
-    pointers = (x, y, weight, weight if bias is None else bias, total, out, stats)
-    flags = (centred, adds, bias is not None, power_of_two(width))
-    _forward[over_rows(rows)](*pointers, rows, width, eps, *flags)
-
-
-def _run_backward(
-    grad: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    stats: Tensor,
-    centred: bool,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor]:
+@custom_op(
+    "norm_backward(Tensor grad, Tensor? dsum, Tensor x, Tensor weight, Tensor stats,"
+    " bool centred, bool has_bias) -> (Tensor, Tensor)",
+    fake=lambda grad, dsum, x, weight, stats, centred, has_bias: (
+        torch.empty_like(x),
+        weight.new_empty(1 + has_bias, x.shape[-1]),
+    ),
+)
+def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias):
+    """(gradient of x, gradients of weight and bias [1 or 2, D])."""
     grad, rows, width = grad.contiguous(), stats.shape[0], x.shape[-1]
     dsum = None if dsum is None else dsum.contiguous()
     block, out = power_of_two(width), torch.empty_like(x)
-    programs = max(1, min(rows, processors(x) * max(1, min(4, 8192 // block))))
+    programs = max(1, min(rows, multiprocessors(x) * max(1, min(4, 8192 // block))))
     parts = x.new_empty(programs, 1 + has_bias, width, dtype=torch.float32)
     pointers = (grad, grad if dsum is None else dsum, x, weight, stats, out, parts)
     flags = (centred, dsum is not None, has_bias, block)
     _backward[(programs,)](*pointers, rows, width, *flags)
     return out, parts.sum(0).to(weight.dtype)
-
-
-def _empties(x: Tensor) -> tuple[Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1]
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(
-        rows, 2, dtype=torch.float32
-    )
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _, ctx.centred = inputs
-    ctx.has_bias, ctx.adds = tensors[-1] is not None, len(output) == 3
-    x = output[0] if ctx.adds else tensors[0].contiguous()
-    ctx.save_for_backward(x, tensors[-2], output[-1])
-
-
-def _gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Autograd gives zeros, not None, for an output that nobody used."""
-    dsum, dnormed = (grads[0], grads[1]) if ctx.adds else (None, grads[0])
-    flags = ctx.centred, ctx.has_bias
-    dx, dweights = _norm_backward(dnormed, dsum, *ctx.saved_tensors, *flags)
-    weights = (dweights[0], dweights[1] if ctx.has_bias else None)
-    return (*(dx,) * (1 + ctx.adds), *weights, None, None)
-
-
-_norm_backward = operator(
-    "norm_backward(Tensor grad, Tensor? dsum, Tensor x, Tensor weight, Tensor stats,"
-    " bool centred, bool has_bias) -> (Tensor, Tensor)",
-    _run_backward,
-    lambda grad, dsum, x, weight, stats, centred, has_bias: (
-        torch.empty_like(x),
-        weight.new_empty(1 + has_bias, x.shape[-1]),
-    ),
-)
-_norm = operator(
-    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor)",
-    _run,
-    lambda x, *others: _empties(x),
-    _gradient,
-    _keep,
-)
-_add_norm = operator(
-    "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred)"
-    " -> (Tensor, Tensor, Tensor)",
-    _run_with_add,
-    lambda x, *others: (_empties(x)[0], *_empties(x)),
-    _gradient,
-    _keep,
-)

@@ -1,4 +1,4 @@
-"""Signs as bits, and the scale that stands for magnitudes (1-bit LAMB, arXiv:2104.06069).
+"""1-bit compression with error feedback: signs packed as bits, and one scale (arXiv:2104.06069).
 
 y = x + error is compressed to q = scale * sign(y), with sign(0) = +1 and scale = |y| / sqrt(size);
 the error of the next time is y - q. 8 signs are a byte, the first of them its lowest bit.
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, runs_triton
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import cdiv, kernel, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -20,10 +21,10 @@ BLOCK = 4096  # elements of a program
 
 
 def compress_reference_(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """(bits [ceil(size / 8)] uint8, scale float32 scalar) of x + error.
+    """Compresses x + error to (bits [ceil(size / 8)] uint8, scale float32 scalar).
 
-    The error becomes what they leave of the sum. x and error are float32 [size]; bits past their
-    end are 0.
+    Overwrites the error by what they leave of the sum. x and error are float32 [size]; bits past
+    their end are 0.
     """
     error += x
     scale = error.norm() / error.numel() ** 0.5
@@ -35,14 +36,14 @@ def compress_reference_(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompress_reference(bits: Tensor, scale: Tensor, size: int) -> Tensor:
-    """scale * sign: float32 [size]."""
+    """Unpacks scale * sign: float32 [size]."""
     signs = bits[:, None] >> torch.arange(8, device=bits.device, dtype=torch.uint8) & 1
     return torch.where(signs.flatten()[:size] > 0, scale, -scale)
 
 
 @kernel()
 def _add(x_ptr, error_ptr, squares_ptr, size, BLOCK: tl.constexpr):
-    """Error += x, and each block's sum of squares."""
+    """Adds x to the error, and sums the squares of each block."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(error_ptr + at, mask=at < size, other=0.0)
     y += tl.load(x_ptr + at, mask=at < size, other=0.0)
@@ -52,7 +53,7 @@ def _add(x_ptr, error_ptr, squares_ptr, size, BLOCK: tl.constexpr):
 
 @kernel()
 def _pack(error_ptr, scale_ptr, bits_ptr, size, BYTES: tl.constexpr):
-    """The signs of the error, which becomes what they leave of it."""
+    """Packs the signs of the error, and subtracts scale * sign from it."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     bit = tl.arange(0, 8)
     at = byte[:, None] * 8 + bit[None, :]
@@ -65,7 +66,7 @@ def _pack(error_ptr, scale_ptr, bits_ptr, size, BYTES: tl.constexpr):
 
 @kernel()
 def _unpack(bits_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """A byte is read by the 8 elements that it is of."""
+    """Unpacks; a byte is read by each of its 8 elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(bits_ptr + at // 8, mask=at < size, other=0).to(tl.int32)
     scale = tl.load(scale_ptr)
@@ -87,7 +88,11 @@ def decompress(bits: Tensor, scale: Tensor, size: int) -> Tensor:
     return _decompress(bits, scale, size)
 
 
-def _run_compress(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+@custom_op(
+    "compress_(Tensor x, Tensor(a!) error) -> (Tensor, Tensor)",
+    fake=lambda x, error: (x.new_empty(cdiv(len(x), 8), dtype=torch.uint8), x.new_empty(())),
+)
+def _compress(x, error):
     assert x.is_contiguous() and error.is_contiguous() and x.dtype == error.dtype == torch.float32
     size, blocks = len(x), cdiv(len(x), BLOCK)
     squares, bits = x.new_empty(blocks), x.new_empty(cdiv(size, 8), dtype=torch.uint8)
@@ -97,19 +102,11 @@ def _run_compress(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     return bits, scale
 
 
-def _run_decompress(bits: Tensor, scale: Tensor, size: int) -> Tensor:
+@custom_op(
+    "decompress(Tensor bits, Tensor scale, int size) -> Tensor",
+    fake=lambda bits, scale, size: scale.new_empty(size),
+)
+def _decompress(bits, scale, size):
     out = scale.new_empty(size)
     _unpack[(cdiv(size, BLOCK),)](bits.contiguous(), scale, out, size, BLOCK=BLOCK)
     return out
-
-
-_compress = operator(
-    "compress_(Tensor x, Tensor(a!) error) -> (Tensor, Tensor)",
-    _run_compress,
-    lambda x, error: (x.new_empty(cdiv(len(x), 8), dtype=torch.uint8), x.new_empty(())),
-)
-_decompress = operator(
-    "decompress(Tensor bits, Tensor scale, int size) -> Tensor",
-    _run_decompress,
-    lambda bits, scale, size: scale.new_empty(size),
-)

@@ -1,75 +1,100 @@
-"""Copies of tokens sorted by expert, and summed again where their experts are done.
+"""Token permutation for a mixture of experts: rows sorted by expert, and their weighted sum back.
 
-T tokens of D, k experts of each, E experts; N rows, those of copies that are kept, sorted by expert
-and within one by token. With a `capacity` above 0 every expert has that many rows, the last zero.
+T tokens of D, k experts of each, E experts. A token has k copies, one for each of its experts; the
+router keeps C of these T * k. They lie in N rows, sorted by expert and within one by token. With a
+`capacity` above 0 every expert has that many rows, the last of them zero.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.copies import Copies
-from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
-from mtcli.kernels.permute_by_torch import (
-    permute_by_torch,
-    reorder_by_torch,
-    unpermute_by_torch,
-)
-from mtcli.kernels.tiles import over_columns
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import cdiv, column_grid, kernel, power_of_two, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 64  # copies that a program counts or places: BLOCK * E comparisons lie in registers
-TILES = (
+CONFIGS = (
     {"COLUMNS": 1024, "num_warps": 4},
     {"COLUMNS": 512, "num_warps": 4},
     {"COLUMNS": 2048, "num_warps": 8},
 )
 
 
+class TokenPermutation(NamedTuple):
+    """The row of each copy of a token: `order` for torch's functions, `places` for our kernels."""
+
+    counts: Tensor  # [E] int64: the kept copies of each expert
+    top_k: int
+    capacity: int
+    order: Tensor | None  # [C] the copies, of T * k, in the order of their rows
+    places: Tensor | None  # [T, k] the row of each copy, -1 of a dropped one
+
+    @property
+    def rows(self) -> Tensor:
+        """[E] int64: the rows of each expert, padding included."""
+        return torch.full_like(self.counts, self.capacity) if self.capacity else self.counts
+
+    @property
+    def padded_places(self) -> Tensor | None:
+        """[C] int64: the row of each copy in `order`; None where no row is padding."""
+        counts, capacity = self.counts, self.capacity
+        if not capacity:
+            return None
+        assert int(counts.max()) <= capacity, f"{int(counts.max())} rows of {capacity}"
+        starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        within = torch.arange(int(counts.sum()), device=counts.device) - starts
+        experts = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        return experts * capacity + within
+
+    @property
+    def tokens(self) -> Tensor:
+        """[C] int64: the token of each copy in `order`."""
+        assert self.order is not None, "sorted for our kernels"
+        return self.order // self.top_k
+
+
 def sort_copies(
     x_TD: Tensor, experts_Tk: Tensor, kept_Tk: Tensor, num_experts: int, capacity: int
-) -> Copies:
-    """The kept copies [T, k] of tokens like x_TD, sorted by expert; a counting sort on a GPU."""
+) -> TokenPermutation:
+    """Sorts the kept copies [T, k] of tokens like x_TD by expert; a counting sort on a GPU."""
     k = experts_Tk.shape[1]
     if runs_triton(x_TD):
         counts, places = _sort(experts_Tk, kept_Tk, num_experts, capacity)
-        return Copies(counts, k, capacity, None, places)
+        return TokenPermutation(counts, k, capacity, None, places)
     flat = experts_Tk.masked_fill(~kept_Tk, num_experts).flatten()
     counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
     order = torch.argsort(flat, stable=True)[: int(counts.sum())]
-    return Copies(counts, k, capacity, order, None)
+    return TokenPermutation(counts, k, capacity, order, None)
 
 
-def permute_reference(x_TD: Tensor, copies: Copies) -> Tensor:
-    """[T, D] -> rows [N, D]."""
-    assert copies.order is not None, "sorted for our kernels"
-    rows = x_TD[copies.order // copies.top_k]
+def permute_reference(x_TD: Tensor, copies: TokenPermutation) -> Tensor:
+    """Copies tokens to the rows of their experts: [T, D] -> rows [N, D]."""
+    rows = x_TD[copies.tokens]
     if not copies.capacity:
         return rows
     padded = rows.new_zeros(len(copies.counts) * copies.capacity, rows.shape[1])
     return padded.index_copy(0, copies.padded_places, rows)
 
 
-def unpermute_reference(rows_ND: Tensor, weights_Tk: Tensor, copies: Copies) -> Tensor:
-    """The sum of each token's rows, times their weights: [N, D], [T, k] -> [T, D]."""
-    assert copies.order is not None, "sorted for our kernels"
+def unpermute_reference(rows_ND: Tensor, weights_Tk: Tensor, copies: TokenPermutation) -> Tensor:
+    """Sums each token's rows times their weights: [N, D], [T, k] -> [T, D]."""
+    token_C, slot_C = copies.tokens, copies.order % copies.top_k
     if copies.capacity:
         rows_ND = rows_ND[copies.padded_places]
-    token, slot = copies.order // copies.top_k, copies.order % copies.top_k
-    weights = weights_Tk[token, slot].to(rows_ND.dtype)
+    weights = weights_Tk[token_C, slot_C].to(rows_ND.dtype)
     empty = rows_ND.new_zeros(len(weights_Tk), rows_ND.shape[1])
-    return empty.index_add(0, token, rows_ND * weights[:, None])
+    return empty.index_add(0, token_C, rows_ND * weights[:, None])
 
 
 @kernel()
-def _count(
-    expert_ptr, kept_ptr, counts_ptr, copies, experts, E: tl.constexpr, BLOCK: tl.constexpr
-):  # counts [blocks, experts]: the kept copies of each expert in each block of copies
+def _count(expert_ptr, kept_ptr, counts_ptr, copies, experts, E: tl.constexpr, BLOCK: tl.constexpr):
+    """counts [blocks, experts]: the kept copies of each expert in each block of copies."""
     block = tl.program_id(0).to(tl.int64)
     copy, lane = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E)
     kept = tl.load(kept_ptr + copy, mask=copy < copies, other=0) != 0
@@ -79,9 +104,8 @@ def _count(
 
 
 @kernel()
-def _place(
-    expert_ptr, kept_ptr, first_ptr, places_ptr, copies, experts, BLOCK: tl.constexpr
-):  # first [blocks, experts]: the row of an expert's first copy in a block
+def _place(expert_ptr, kept_ptr, first_ptr, places_ptr, copies, experts, BLOCK: tl.constexpr):
+    """first [blocks, experts]: the row of an expert's first copy in a block."""
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     copy = block * BLOCK + lane
@@ -93,10 +117,9 @@ def _place(
     tl.store(places_ptr + copy, tl.where(kept, place, -1), mask=copy < copies)
 
 
-@kernel(TILES, key=["width"])
-def _scatter(
-    x_ptr, places_ptr, out_ptr, width, slots, K: tl.constexpr, COLUMNS: tl.constexpr
-):  # a program writes one token's columns into each of its rows
+@kernel(CONFIGS, key=["width"])
+def _scatter(x_ptr, places_ptr, out_ptr, width, slots, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program writes COLUMNS of one token into each of its rows."""
     token = tl.program_id(0).to(tl.int64)
     column, slot = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, K)
     place = tl.load(places_ptr + token * slots + slot, mask=slot < slots, other=-1)
@@ -106,11 +129,12 @@ def _scatter(
     tl.store(at, tl.broadcast_to(x[None, :], (K, COLUMNS)), mask=inside)
 
 
-@kernel(TILES, key=["width"])
+@kernel(CONFIGS, key=["width"])
 def _gather(
     rows_ptr, places_ptr, weights_ptr, out_ptr, width, slots,
     WEIGHS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip  # a program sums columns of one token's rows
+):  # fmt: skip
+    """A program sums COLUMNS of one token's rows."""
     token = tl.program_id(0).to(tl.int64)
     column, slot = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, K)
     place = tl.load(places_ptr + token * slots + slot, mask=slot < slots, other=-1)
@@ -123,11 +147,12 @@ def _gather(
     tl.store(out_ptr + token * width + column, tl.sum(rows, 0), mask=column < width)
 
 
-@kernel(TILES, key=["width"])
+@kernel(CONFIGS, key=["width"])
 def _gather_backward(
     grad_ptr, rows_ptr, places_ptr, weights_ptr, of_rows_ptr, of_weights_ptr, width, slots,
     K: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip  # a program has all columns of a token: a weight's gradient is a sum over them
+):  # fmt: skip
+    """A program takes all columns of a token, as a weight's gradient is a sum over them."""
     token, slot = tl.program_id(0).to(tl.int64), tl.arange(0, K)
     place = tl.load(places_ptr + token * slots + slot, mask=slot < slots, other=-1)
     weight = tl.load(weights_ptr + token * slots + slot, mask=slot < slots, other=0.0)
@@ -144,23 +169,27 @@ def _gather_backward(
     tl.store(of_weights_ptr + token * slots + slot, of_weight, mask=slot < slots)
 
 
-def permute(x_TD: Tensor, copies: Copies, num_rows: int) -> Tensor:
+def permute(x_TD: Tensor, copies: TokenPermutation, num_rows: int) -> Tensor:
     """`permute_reference`; N is given, so that a GPU need not be asked for it.
 
     Bytes moved: (1 + k) * T * D * itemsize, forward and backward.
     """
     if copies.places is None:
-        return permute_by_torch(x_TD, copies, num_rows)
+        return _PermuteFallback.apply(x_TD, copies.tokens, copies.padded_places, num_rows)
     return _spread(x_TD, copies.places, num_rows, copies.capacity == 0)
 
 
-def unpermute(rows_ND: Tensor, weights_Tk: Tensor, copies: Copies) -> Tensor:
+def unpermute(rows_ND: Tensor, weights_Tk: Tensor, copies: TokenPermutation) -> Tensor:
     """`unpermute_reference`, on a GPU in float32 within, and in an order that never differs.
 
     Bytes moved: (k + 1) * T * D * itemsize forward, (2 k + 1) backward.
     """
     if copies.places is None:
-        return unpermute_by_torch(rows_ND, weights_Tk, copies)
+        token_C, slot_C = copies.tokens, copies.order % copies.top_k
+        weight_C = weights_Tk[token_C, slot_C].to(rows_ND.dtype)
+        return _UnpermuteFallback.apply(
+            rows_ND, weight_C, token_C, copies.padded_places, len(weights_Tk)
+        )
     return _sum(rows_ND, copies.places, weights_Tk, copies.capacity == 0)
 
 
@@ -169,19 +198,24 @@ def reorder(rows_ND: Tensor, order_N: Tensor | None) -> Tensor:
     if order_N is None:
         return rows_ND
     if not runs_triton(rows_ND):
-        return reorder_by_torch(rows_ND, order_N)
+        return _ReorderFallback.apply(rows_ND, order_N)
     return _sum(rows_ND, order_N[:, None], None, True)
 
 
-def _run_sort(
-    experts: Tensor, kept: Tensor, num_experts: int, capacity: int
-) -> tuple[Tensor, Tensor]:
+@custom_op(
+    "sort_copies(Tensor experts, Tensor kept, int num_experts, int capacity) -> (Tensor, Tensor)",
+    fake=lambda experts, kept, num_experts, capacity: (
+        experts.new_empty(num_experts),
+        torch.empty_like(experts, memory_format=torch.contiguous_format),
+    ),
+)
+def _sort(experts, kept, num_experts, capacity):
     experts, kept, copies = experts.contiguous(), kept.contiguous(), experts.numel()
     blocks, places = cdiv(copies, BLOCK), torch.empty_like(experts)
     counts = experts.new_empty(blocks, num_experts, dtype=torch.int32)
-    shared = (copies, num_experts)
+    sizes = (copies, num_experts)
     if blocks:
-        _count[(blocks,)](experts, kept, counts, *shared, E=power_of_two(num_experts), BLOCK=BLOCK)
+        _count[(blocks,)](experts, kept, counts, *sizes, E=power_of_two(num_experts), BLOCK=BLOCK)
     totals = counts.sum(0)
     first = counts.cumsum(0) - counts
     if capacity:
@@ -189,35 +223,73 @@ def _run_sort(
     else:
         first += totals.cumsum(0) - totals
     if blocks:
-        _place[(blocks,)](experts, kept, first, places, *shared, BLOCK=BLOCK)
+        _place[(blocks,)](experts, kept, first, places, *sizes, BLOCK=BLOCK)
     return totals, places
 
 
-def _run_spread(x: Tensor, places: Tensor, rows: int, covers: bool) -> Tensor:
-    """`covers`: every row has a copy, so none need be zeroed."""
+# `covers`: every row is some copy's, so that none need be zeroed.
+@custom_op(
+    "spread(Tensor x, Tensor places, int rows, bool covers) -> Tensor",
+    fake=lambda x, places, rows, covers: x.new_empty(rows, x.shape[1]),
+    saved=lambda out, x, places, rows, covers: (places, covers),
+    backward=lambda grad, places, covers: _sum(grad, places, None, covers),
+)
+def _spread(x, places, rows, covers):
     x, places = x.contiguous(), places.contiguous()
     (tokens, slots), width = places.shape, x.shape[1]
     out = (x.new_empty if covers else x.new_zeros)(rows, width)
     if tokens:
-        _scatter[over_columns(tokens, width)](x, places, out, width, slots, K=power_of_two(slots))
+        _scatter[column_grid(tokens, width)](x, places, out, width, slots, K=power_of_two(slots))
     return out
 
 
-def _run_sum(rows: Tensor, places: Tensor, weights: Tensor | None, covers: bool) -> Tensor:
+def _backward_of_sum(
+    grad: Tensor,
+    rows: Tensor | None,
+    num_rows: int,
+    places: Tensor,
+    weights: Tensor | None,
+    covers: bool,
+) -> tuple[Tensor | None, ...]:
+    if weights is None:
+        return (_spread(grad, places, num_rows, covers),)
+    of_rows, of_weights = _sum_backward(grad, rows, places, weights, covers)
+    return of_rows, None, of_weights
+
+
+@custom_op(
+    "sum_rows(Tensor rows, Tensor places, Tensor? weights, bool covers) -> Tensor",
+    fake=lambda rows, places, *others: rows.new_empty(len(places), rows.shape[1]),
+    saved=lambda out, rows, places, weights, covers: (
+        None if weights is None else rows,
+        len(rows),
+        places,
+        weights,
+        covers,
+    ),
+    backward=_backward_of_sum,
+)
+def _sum(rows, places, weights, covers):
     rows, places, weighs = rows.contiguous(), places.contiguous(), weights is not None
     (tokens, slots), width = places.shape, rows.shape[1]
     out = rows.new_empty(tokens, width)
     pointers = (rows, places, weights.contiguous() if weighs else rows, out)
     if tokens:
-        _gather[over_columns(tokens, width)](
+        _gather[column_grid(tokens, width)](
             *pointers, width, slots, WEIGHS=weighs, K=power_of_two(slots)
         )
     return out
 
 
-def _run_sum_backward(
-    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor, covers: bool
-) -> tuple[Tensor, Tensor]:
+@custom_op(
+    "sum_rows_backward(Tensor grad, Tensor rows, Tensor places, Tensor weights, bool covers)"
+    " -> (Tensor, Tensor)",
+    fake=lambda grad, rows, places, weights, covers: (
+        torch.empty_like(rows, memory_format=torch.contiguous_format),
+        torch.empty_like(weights, memory_format=torch.contiguous_format),
+    ),
+)
+def _sum_backward(grad, rows, places, weights, covers):
     grad, rows, places, weights = (x.contiguous() for x in (grad, rows, places, weights))
     (tokens, slots), width = places.shape, rows.shape[1]
     of_rows = (torch.empty_like if covers else torch.zeros_like)(rows)
@@ -228,53 +300,62 @@ def _run_sum_backward(
     return of_rows, of_weights
 
 
-def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.covers = inputs[3]
+# The fallbacks, on a CPU and in float64. Left to autograd, `index_copy` and `index_add` would save
+# the rows that they copy or add, which no gradient reads: C * D numbers each. Here indices are
+# saved, and the rows that weights multiply.
 
 
-def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, places, weights, ctx.covers = inputs
-    ctx.rows = len(rows)
-    ctx.save_for_backward(None if weights is None else rows, places, weights)
+class _PermuteFallback(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_C: Tensor, places: Tensor | None, n: int) -> Tensor:
+        ctx.save_for_backward(token_C, places)
+        ctx.tokens = len(x_TD)
+        return _scattered(x_TD[token_C], places, n)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        token_C, places = ctx.saved_tensors
+        return _summed(_gathered(grad_ND, places), token_C, ctx.tokens), None, None, None
 
 
-def _sum_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    rows, places, weights = ctx.saved_tensors
-    if weights is None:
-        return _spread(grad, places, ctx.rows, ctx.covers), None, None, None
-    of_rows, of_weights = _sum_backward(grad, rows, places, weights, ctx.covers)
-    return of_rows, None, of_weights, None
+class _UnpermuteFallback(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_ND: Tensor, weight_C: Tensor, token_C: Tensor, places: Tensor | None, t: int
+    ) -> Tensor:
+        ctx.save_for_backward(rows_ND, weight_C, token_C, places)
+        return _summed(_gathered(rows_ND, places) * weight_C[:, None], token_C, t)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows_ND, weight_C, token_C, places = ctx.saved_tensors
+        grad_CD = grad_TD[token_C]
+        of_weight = (grad_CD * _gathered(rows_ND, places)).sum(-1)
+        of_rows = _scattered(grad_CD.mul_(weight_C[:, None]), places, len(rows_ND))
+        return of_rows, of_weight, None, None, None
 
 
-_sort = operator(
-    "sort_copies(Tensor experts, Tensor kept, int num_experts, int capacity) -> (Tensor, Tensor)",
-    _run_sort,
-    lambda experts, kept, num_experts, capacity: (
-        experts.new_empty(num_experts),
-        torch.empty_like(experts, memory_format=torch.contiguous_format),
-    ),
-)
-_spread = operator(
-    "spread(Tensor x, Tensor places, int rows, bool covers) -> Tensor",
-    _run_spread,
-    lambda x, places, rows, covers: x.new_empty(rows, x.shape[1]),
-    lambda ctx, grad: (_sum(grad, *ctx.saved_tensors, None, ctx.covers), None, None, None),
-    _keep_spread,
-)
-_sum_backward = operator(
-    "sum_rows_backward(Tensor grad, Tensor rows, Tensor places, Tensor weights, bool covers)"
-    " -> (Tensor, Tensor)",
-    _run_sum_backward,
-    lambda grad, rows, places, weights, covers: (
-        torch.empty_like(rows, memory_format=torch.contiguous_format),
-        torch.empty_like(weights, memory_format=torch.contiguous_format),
-    ),
-)
-_sum = operator(
-    "sum_rows(Tensor rows, Tensor places, Tensor? weights, bool covers) -> Tensor",
-    _run_sum,
-    lambda rows, places, *others: rows.new_empty(len(places), rows.shape[1]),
-    _sum_gradient,
-    _keep_sum,
-)
+class _ReorderFallback(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return rows_ND[order_N]
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        (order_N,) = ctx.saved_tensors
+        return torch.empty_like(grad_ND).index_copy_(0, order_N, grad_ND), None
+
+
+def _scattered(copies_CD: Tensor, places: Tensor | None, n: int) -> Tensor:
+    if places is None:
+        return copies_CD
+    return copies_CD.new_zeros(n, copies_CD.shape[1]).index_copy_(0, places, copies_CD)
+
+
+def _gathered(rows_ND: Tensor, places: Tensor | None) -> Tensor:
+    return rows_ND if places is None else rows_ND[places]
+
+
+def _summed(copies_CD: Tensor, token_C: Tensor, t: int) -> Tensor:
+    return copies_CD.new_zeros(t, copies_CD.shape[1]).index_add_(0, token_C, copies_CD)

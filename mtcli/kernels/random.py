@@ -20,7 +20,8 @@ from mtcli.kernels.launch import cdiv, kernel, runs_triton
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = 32768  # normals per block: at most torch's grain size, so threads never split one
+# Normals per block: at most torch's grain size, so threads never split one.
+BLOCK = 32768
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -43,7 +44,8 @@ def _normal(
     count: tl.int64,
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
-):  # number `start` .. `start + count - 1`; a program makes pairs of one block
+):
+    """Numbers `start` .. `start + count - 1`; a program computes pairs of one block."""
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS) + start // (2 * HALF) * HALF
     bits = splitmix64(key, pair)
     uniform = ((bits >> 32).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
@@ -62,7 +64,10 @@ def stream_key(seed: int, *names: str | int) -> int:
 
 
 def random_bits(key: int, index: Tensor) -> Tensor:
-    """64 random bits for each int64 index; same shape, int64. Takes 16 bytes each besides."""
+    """64 random bits for each int64 index; same shape, int64.
+
+    At its peak `limits.RANDOM_BITS_PEAK` numbers per index are alive, with the indices.
+    """
     x = (index + 1).mul_(_GOLDEN).add_(key)
     x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
     x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
@@ -78,7 +83,8 @@ def normal_reference(
     key: int, start: int, count: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """`normal` in torch: whole blocks, of which a part is returned."""
-    if count == 0:  # a shard that is all padding
+    # A shard may be all padding.
+    if count == 0:
         return torch.empty(0, device=device)
     first, last = start // BLOCK, cdiv(start + count, BLOCK)
     blocks = [_normal_block(key, block, device) for block in range(first, last)]

@@ -1,23 +1,24 @@
-"""Rotary positions of queries and keys (arXiv:2104.09864), half-split as in Hugging Face's Llama.
+"""Rotary embedding of queries and keys (arXiv:2104.09864), half-split as Hugging Face's Llama.
 
 b sequences of s tokens, h query and g key heads, d head width.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import cdiv, kernel, power_of_two, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [b, h, s, d], dimension i turned with dimension i + d / 2.
+    """Rotates dimensions i and i + d / 2 of x [b, h, s, d] by the angles of cos and sin.
 
     cos and sin [b, 1, s, d] hold each angle twice.
     """
@@ -27,11 +28,11 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # fmt: off
 @kernel()
-def _turn(
+def _rotate_heads(
     x_ptr, out_ptr, heads, first, cos, sin, x_stride, out_stride,
     HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: on
-    """Turns heads `first` .. `first + HEADS - 1` of one token."""
+    """Rotates heads `first` .. `first + HEADS - 1` of one token."""
     head = (first + tl.arange(0, HEADS))[:, None]
     lane = tl.arange(0, LANES)[None, :]
     inside = (head < heads) & (lane < HALF)
@@ -43,20 +44,21 @@ def _turn(
     tl.store(to + HALF, high * cos + low * sin, mask=inside)
 
 
-def _tile(half: int) -> dict[str, int]:
-    """16 heads, and 8 elements per thread, 16 bytes of 16-bit numbers."""
+def _config(half: int) -> dict[str, int]:
+    """A program of 16 heads, with 8 elements per thread: 16 bytes of 16-bit numbers."""
     return {"HEADS": 16, "num_warps": max(1, min(8, 16 * power_of_two(half) // 256))}
 
 
 # fmt: off
 @kernel([{"HEADS": heads, "num_warps": warps} for heads in (16, 8, 32) for warps in (4, 2, 1)],
-        key=["HALF"], default=_tile)
+        key=["HALF"], default=_config)
 def _rotate(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, s, h, g, sign,
     q_b, q_h, q_s, k_b, k_h, k_s,
     HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: on
-    token = tl.program_id(0).to(tl.int64)  # of b * s
+    """A program rotates HEADS heads of q or k of one token, of b * s."""
+    token = tl.program_id(0).to(tl.int64)
     b, t = token // s, token % s
     lane = tl.arange(0, LANES)[None, :]
     angle = token * 2 * HALF + lane
@@ -65,10 +67,11 @@ def _rotate(
     block, of_q = tl.program_id(1), (h + HEADS - 1) // HEADS
     if block < of_q:
         x, out = q_ptr + b * q_b + t * q_s, q_out_ptr + token * h * 2 * HALF
-        _turn(x, out, h, block * HEADS, cos, sin, q_h, 2 * HALF, HALF, LANES, HEADS)
+        _rotate_heads(x, out, h, block * HEADS, cos, sin, q_h, 2 * HALF, HALF, LANES, HEADS)
     else:
         x, out = k_ptr + b * k_b + t * k_s, k_out_ptr + token * g * 2 * HALF
-        _turn(x, out, g, (block - of_q) * HEADS, cos, sin, k_h, 2 * HALF, HALF, LANES, HEADS)
+        first = (block - of_q) * HEADS
+        _rotate_heads(x, out, g, first, cos, sin, k_h, 2 * HALF, HALF, LANES, HEADS)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,42 +82,31 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """
     if not runs_triton(q):
         return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
-    return _op(q, k, cos, sin, False)
+    return _rotate_op(q, k, cos, sin, False)
 
 
-def _run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+def _by_token(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised tensors like q and k, [b, s, heads, d] in memory."""
+    q_out, k_out = (
+        x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k)
+    )
+    return q_out, k_out
+
+
+# A rotation's transpose is the rotation back; angles get no gradient.
+@custom_op(
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
+    fake=lambda q, k, *others: _by_token(q, k),
+    saved=lambda outputs, q, k, cos, sin, back: (cos, sin, back),
+    backward=lambda of_q, of_k, cos, sin, back: _rotate_op(of_q, of_k, cos, sin, not back),
+)
+def _rotate_op(q, k, cos, sin, back):
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     (b, h, s, d), g = q.shape, k.shape[1]
-    out = _empties(q, k)
+    out = _by_token(q, k)
     grid = lambda meta: (b * s, cdiv(h, meta["HEADS"]) + cdiv(g, meta["HEADS"]))  # noqa: E731
-    strides, facts = (*q.stride()[:3], *k.stride()[:3]), (s, h, g, -1.0 if back else 1.0)
-    _rotate[grid](q, k, cos, sin, *out, *facts, *strides, d // 2, power_of_two(d // 2))
+    strides, sizes = (*q.stride()[:3], *k.stride()[:3]), (s, h, g)
+    sign = -1.0 if back else 1.0
+    _rotate[grid](q, k, cos, sin, *out, *sizes, sign, *strides, d // 2, power_of_two(d // 2))
     return out
-
-
-def _empties(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Like q and k, but [b, s, heads, d] in memory."""
-    first, second = (
-        x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k)
-    )
-    return first, second
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[2:4])
-    ctx.back = inputs[4]
-
-
-def _gradient(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
-    """A rotation's transpose is the rotation back; angles get no gradient."""
-    return (*_op(of_q, of_k, *ctx.saved_tensors, not ctx.back), None, None, None)
-
-
-_op = operator(
-    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
-    _run,
-    lambda q, k, *others: _empties(q, k),
-    _gradient,
-    _keep,
-)

@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) * up (arXiv:2002.05202), of a product that holds both side by side.
+"""SwiGLU: silu(gate) * up (arXiv:2002.05202), where one GEMM writes both side by side.
 
 N rows, F the inner width.
 """
@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.kernels.launch import kernel, operator, runs_triton
-from mtcli.kernels.tiles import over_tiles
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel, runs_triton, tile_grid
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 # Tiles of 2 to 8 KiB of 16-bit numbers; narrow ones for the experts of a mixture.
-TILES = (
+CONFIGS = (
     {"ROWS": 1, "COLUMNS": 2048, "num_warps": 4},
     {"ROWS": 1, "COLUMNS": 1024, "num_warps": 4},
     {"ROWS": 2, "COLUMNS": 2048, "num_warps": 8},
@@ -32,11 +32,10 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@kernel(TILES, key=["width"])
-def _forward(
-    gate_up_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # [rows, 2 width] -> [rows, width]
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)  # can pass 2**31
+@kernel(CONFIGS, key=["width"])
+def _forward(gate_up_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[rows, 2 width] -> [rows, width]."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
     at = gate_up_ptr + row * 2 * width + column
@@ -45,11 +44,12 @@ def _forward(
     tl.store(out_ptr + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-@kernel(TILES, key=["width"])
+@kernel(CONFIGS, key=["width"])
 def _backward(
     grad_ptr, gate_up_ptr, out_ptr, rows, width,
     WITH_OUTPUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip  # out [rows, 2 width]; WITH_OUTPUT: the output is written over grad
+):  # fmt: skip
+    """out [rows, 2 width]; WITH_OUTPUT: the output of the forward is written over grad."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
@@ -57,27 +57,28 @@ def _backward(
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + width, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    slope = share * (1.0 + gate * (1.0 - share))
+    sigmoid = tl.sigmoid(gate)
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     tl.store(out_ptr + at, grad * up * slope, mask=inside)
-    tl.store(out_ptr + at + width, grad * gate * share, mask=inside)
+    tl.store(out_ptr + at + width, grad * gate * sigmoid, mask=inside)
     if WITH_OUTPUT:
-        tl.store(grad_ptr + row * width + column, gate * share * up, mask=inside)
+        tl.store(grad_ptr + row * width + column, gate * sigmoid * up, mask=inside)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`swiglu_reference`, on a GPU in one pass over memory, in float32 within; keeps gate_up alone.
+    """`swiglu_reference`, on a GPU in one pass, in float32 within; saves gate_up alone.
 
     Bytes moved: 3 * N * F * itemsize forward, 5 * N * F * itemsize backward.
     """
     if runs_triton(gate_up):
         return _swiglu(gate_up)
-    if torch.compiler.is_compiling():  # which fuses the reference, and decides what it keeps
+    # torch.compile fuses the reference, and chooses what it saves.
+    if torch.compiler.is_compiling():
         return swiglu_reference(gate_up)
-    return SwiGLUFromInput.apply(gate_up)
+    return _SwiGLUFallback.apply(gate_up)
 
 
-class SwiGLUFromInput(torch.autograd.Function):
+class _SwiGLUFallback(torch.autograd.Function):
     """`swiglu_reference` by torch's functions; the backward recomputes silu(gate) from the input.
 
     On a core of a Xeon (AVX-512), F 2048 of 2048 rows, forward and backward took 0.76 of the
@@ -86,29 +87,27 @@ class SwiGLUFromInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        """[..., 2F] -> [..., F]."""
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The gradients of gate and up."""
-        return _by_halves(grad, *ctx.saved_tensors, with_output=False)[0]
+        return _backward_fallback(grad, *ctx.saved_tensors, with_output=False)[0]
 
 
 def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradients of gate and up [N, 2F], and the output of `swiglu` [N, F]), from grad [N, F].
 
     Overwrites grad on a GPU, where 6 * N * F * itemsize bytes are moved, N * F more than without
-    the output, which a linear layer after it then need not keep for its weight's gradient.
+    the output, which a linear layer after it then need not save for its weight's gradient.
     """
     if not runs_triton(grad):
-        return _by_halves(grad, gate_up, with_output=True)
+        return _backward_fallback(grad, gate_up, with_output=True)
     return _swiglu_backward_with_output(grad, gate_up), grad
 
 
-def _by_halves(grad: Tensor, gate_up: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
+def _backward_fallback(grad: Tensor, gate_up: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
     """(gradients of gate and up, the output or `grad`); each half is scratch for the other."""
     (gate, up), out = gate_up.chunk(2, -1), torch.empty_like(gate_up)
     dgate, dup = out.chunk(2, -1)
@@ -120,50 +119,43 @@ def _by_halves(grad: Tensor, gate_up: Tensor, with_output: bool) -> tuple[Tensor
     return out, result
 
 
-def _run(gate_up: Tensor) -> Tensor:
-    gate_up = gate_up.contiguous()
-    out = _empty(gate_up)
-    width = out.shape[-1]
-    rows = out.numel() // width
-    _forward[over_tiles(rows, width)](gate_up, out, rows, width)
-    return out
-
-
-def _run_backward(grad: Tensor, gate_up: Tensor, with_output: bool = False) -> Tensor:
-    grad, gate_up = grad.contiguous(), gate_up.contiguous()
-    out, width = torch.empty_like(gate_up), grad.shape[-1]
-    rows = grad.numel() // width
-    _backward[over_tiles(rows, width)](grad, gate_up, out, rows, width, WITH_OUTPUT=with_output)
-    return out
-
-
-def _run_backward_with_output(grad: Tensor, gate_up: Tensor) -> Tensor:
-    assert grad.is_contiguous(), f"strides {grad.stride()}"
-    return _run_backward(grad, gate_up, with_output=True)
-
-
-def _empty(gate_up: Tensor) -> Tensor:
+def _half_width(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _like_gate_up(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
-_swiglu_backward = operator(
-    "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor",
-    _run_backward,
-    lambda grad, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
-)
-_swiglu_backward_with_output = operator(
-    "swiglu_backward_with_output(Tensor(a!) grad, Tensor gate_up) -> Tensor",
-    _run_backward_with_output,
-    lambda grad, gate_up: torch.empty_like(gate_up, memory_format=torch.contiguous_format),
-)
-_swiglu = operator(
+@custom_op(
     "swiglu(Tensor gate_up) -> Tensor",
-    _run,
-    _empty,
-    lambda ctx, grad: _swiglu_backward(grad, *ctx.saved_tensors),
-    _keep,
+    fake=_half_width,
+    saved=lambda out, gate_up: (gate_up,),
+    backward=lambda grad, gate_up: _swiglu_backward(grad, gate_up),
 )
+def _swiglu(gate_up):
+    out = _half_width(gate_up)
+    width = out.shape[-1]
+    rows = out.numel() // width
+    _forward[tile_grid(rows, width)](gate_up.contiguous(), out, rows, width)
+    return out
+
+
+@custom_op("swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor", fake=_like_gate_up)
+def _swiglu_backward(grad, gate_up):
+    return _launch_backward(grad.contiguous(), gate_up, with_output=False)
+
+
+@custom_op(
+    "swiglu_backward_with_output(Tensor(a!) grad, Tensor gate_up) -> Tensor", fake=_like_gate_up
+)
+def _swiglu_backward_with_output(grad, gate_up):
+    assert grad.is_contiguous(), f"strides {grad.stride()}"
+    return _launch_backward(grad, gate_up, with_output=True)
+
+
+def _launch_backward(grad: Tensor, gate_up: Tensor, with_output: bool) -> Tensor:
+    gate_up, width = gate_up.contiguous(), grad.shape[-1]
+    out, rows = torch.empty_like(gate_up), grad.numel() // width
+    _backward[tile_grid(rows, width)](grad, gate_up, out, rows, width, WITH_OUTPUT=with_output)
+    return out

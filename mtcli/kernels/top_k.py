@@ -1,8 +1,8 @@
-"""Which experts a token visits and with what weight, of the logits of a router.
+"""Top-k routing of a mixture of experts: from a router's logits to experts and their weights.
 
-T tokens, E experts, k chosen. Scores are a softmax or sigmoids in float32 (float64 stays); a bias
-is added for the choice alone (arXiv:2408.15664); only a token's best groups of experts may be
-chosen (arXiv:2412.19437, section 2.1.2).
+T tokens, E experts, k chosen. Scores are a softmax or sigmoids in float32 (float64 stays). A bias
+is added for the choice alone (arXiv:2408.15664). With groups, only the experts of a token's best
+groups may be chosen (arXiv:2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.kernels.launch import cdiv, kernel, operator, power_of_two, runs_triton
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import cdiv, kernel, power_of_two, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 TILE = 4096  # scores that a program holds in registers
 
 
-class Choice(NamedTuple):
-    """How experts are chosen."""
+class TopKRouting(NamedTuple):
+    """The options of a top-k router."""
 
     top_k: int
     softmax: bool  # else sigmoids
@@ -32,26 +33,26 @@ class Choice(NamedTuple):
 
 
 def route_reference(
-    logits_TE: Tensor, bias_E: Tensor | None, choice: Choice
+    logits_TE: Tensor, bias_E: Tensor | None, options: TopKRouting
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [T, E], weights [T, k], experts [T, k] best first)."""
-    scores_TE = logits_TE.softmax(-1) if choice.softmax else logits_TE.sigmoid()
+    scores_TE = logits_TE.softmax(-1) if options.softmax else logits_TE.sigmoid()
     judged = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    experts = _allowed(judged, choice).topk(choice.top_k, -1).indices
+    experts = _allowed(judged, options).topk(options.top_k, -1).indices
     weights = scores_TE.gather(1, experts)
-    if choice.normalize:
+    if options.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return scores_TE, weights, experts
 
 
-def _allowed(scores_TE: Tensor, choice: Choice) -> Tensor:
+def _allowed(scores_TE: Tensor, options: TopKRouting) -> Tensor:
     """Scores, -inf for experts outside a token's best groups."""
-    if choice.groups == 1:
+    if options.groups == 1:
         return scores_TE
-    grouped = scores_TE.unflatten(-1, (choice.groups, -1))
-    best = min(1 if choice.softmax else 2, grouped.shape[-1])
+    grouped = scores_TE.unflatten(-1, (options.groups, -1))
+    best = min(1 if options.softmax else 2, grouped.shape[-1])
     strength = grouped.topk(best, -1).values.sum(-1)
-    chosen = strength.topk(choice.top_groups, -1).indices
+    chosen = strength.topk(options.top_groups, -1).indices
     allowed = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, chosen, True)
     return grouped.masked_fill(~allowed[..., None], -math.inf).flatten(-2)
 
@@ -60,7 +61,11 @@ def _allowed(scores_TE: Tensor, choice: Choice) -> Tensor:
 def _within_best_groups(
     judged, TOP: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr,
     GROUPS: tl.constexpr,
-):  # fmt: skip  # PAIRS: the strength of a group is the sum of its two best, not its best
+):  # fmt: skip
+    """Scores, -inf outside a token's TOP groups; PAIRS: a group counts by the sum of its two best.
+
+    Else by its best.
+    """
     each: tl.constexpr = E // GROUPS
     grouped = tl.reshape(judged, (TOKENS, GROUPS, each))
     strength = tl.max(grouped, 2)
@@ -82,7 +87,8 @@ def _route(
     BIASED: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOP: tl.constexpr,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr,
     E: tl.constexpr,
-):  # fmt: skip  # SLOTS and E are powers of two of at least TOP and the number of experts
+):  # fmt: skip
+    """SLOTS and E are powers of two of at least TOP and the number of experts."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     lane, slot = tl.arange(0, E)[None, :], tl.arange(0, SLOTS)[None, :]
     inside = (token < tokens) & (lane < experts)
@@ -98,7 +104,8 @@ def _route(
     judged = scores
     if BIASED:
         judged += tl.load(bias_ptr + lane, mask=lane < experts, other=0.0)
-    judged = tl.where(judged != judged, float("inf"), judged)  # as torch.topk; lanes stay in range
+    # NaN is chosen first, as by torch.topk, so that chosen lanes stay in range.
+    judged = tl.where(judged != judged, float("inf"), judged)
     judged = tl.where(lane < experts, judged, float("-inf"))
     if GROUPS > 1:
         judged = _within_best_groups(judged, TOP_GROUPS, not SOFTMAX, TOKENS, E, GROUPS)
@@ -120,7 +127,8 @@ def _route_backward(
     of_scores_ptr, of_weights_ptr, scores_ptr, weights_ptr, experts_ptr, out_ptr, tokens, experts,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr,
     E: tl.constexpr,
-):  # fmt: skip  # out: the gradient of the logits
+):  # fmt: skip
+    """out: the gradient of the logits."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     lane, there = tl.arange(0, E)[None, :], token < tokens
     at = token[:, None] * experts + lane
@@ -135,7 +143,8 @@ def _route_backward(
         total += tl.sum(tl.where(lane == expert[:, None], scores, 0.0), 1)
     for i in tl.static_range(TOP):
         of_weight = tl.load(of_weights_ptr + token * TOP + i, mask=there, other=0.0)
-        if NORMALIZE:  # a weight is its score over the sum of the chosen scores
+        # A normalized weight is its score over the sum of the chosen scores.
+        if NORMALIZE:
             of_weight = (of_weight - shared) / tl.where(there, total, 1.0)
         expert = tl.load(experts_ptr + token * TOP + i, mask=there, other=0)
         grad += tl.where(lane == expert[:, None], of_weight[:, None], 0.0)
@@ -147,81 +156,64 @@ def _route_backward(
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, choice: Choice
+    logits_TE: Tensor, bias_E: Tensor | None, options: TopKRouting
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`route_reference`, on a GPU in one launch each way; of equal scores the first is chosen.
 
     Bytes moved: 8 * T * E forward, 12 * T * E backward.
     """
-    whole = logits_TE.shape[-1] == power_of_two(logits_TE.shape[-1])
-    halves = choice.groups == power_of_two(choice.groups)
-    grouped = choice.groups == 1 or (whole and halves and logits_TE.shape[-1] > choice.groups)
-    if not runs_triton(logits_TE) or not grouped:
-        return route_reference(logits_TE, bias_E, choice)
-    return _op(logits_TE, bias_E, *choice)
+    experts, groups = logits_TE.shape[-1], options.groups
+    # The kernel reshapes a row into groups, which takes powers of two.
+    powers = experts == power_of_two(experts) and groups == power_of_two(groups)
+    if runs_triton(logits_TE) and (groups == 1 or (powers and experts > groups)):
+        return _route_op(logits_TE, bias_E, *options)
+    return route_reference(logits_TE, bias_E, options)
 
 
-def _tile(experts: int) -> dict[str, int]:
+def _config(experts: int) -> dict[str, int]:
     lanes = power_of_two(experts)
     return {"TOKENS": max(1, TILE // lanes), "E": lanes}
 
 
-def _run(
-    logits: Tensor, bias: Tensor | None, top_k: int, *how: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    (softmax, normalize, groups, top_groups), (tokens, experts) = how, logits.shape
-    logits, tile = logits.float().contiguous(), _tile(experts)
-    scores, weights = torch.empty_like(logits), logits.new_empty(tokens, top_k)
-    chosen = torch.empty_like(weights, dtype=torch.int64)
-    pointers = (logits, logits if bias is None else bias, scores, weights, chosen)
-    flags = {"BIASED": bias is not None, "SOFTMAX": softmax, "NORMALIZE": normalize, "TOP": top_k}
-    flags |= {"SLOTS": power_of_two(top_k), "GROUPS": groups, "TOP_GROUPS": top_groups}
-    if tokens:
-        _route[(cdiv(tokens, tile["TOKENS"]),)](*pointers, tokens, experts, **flags, **tile)
-    return scores, weights, chosen
-
-
-def _run_backward(
-    of_scores: Tensor, of_weights: Tensor, kept: list[Tensor], softmax: bool, normalize: bool
-) -> Tensor:
-    scores, weights, chosen = kept
-    of_scores, of_weights = of_scores.contiguous(), of_weights.contiguous()
-    (tokens, experts), out = scores.shape, torch.empty_like(scores)
-    pointers = (of_scores, of_weights, scores, weights, chosen, out)
-    flags = {"SOFTMAX": softmax, "NORMALIZE": normalize, "TOP": weights.shape[1]}
-    tile = _tile(experts)
-    if tokens:
-        grid = (cdiv(tokens, tile["TOKENS"]),)
-        _route_backward[grid](*pointers, tokens, experts, **flags, **tile)
-    return out
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output)
-    ctx.how = inputs[3:5]
-
-
-def _gradient(ctx: Any, of_scores: Tensor, of_weights: Tensor, _: Any) -> tuple[Any, ...]:
-    return _backward_op(of_scores, of_weights, list(ctx.saved_tensors), *ctx.how), *[None] * 6
-
-
-def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *how: Any) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, ...]:
     weights = logits.new_empty(len(logits), top_k)
     scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return scores, weights, torch.empty_like(weights, dtype=torch.int64)
 
 
-_backward_op = operator(
-    "route_backward(Tensor of_scores, Tensor of_weights, Tensor[] kept, bool softmax,"
-    " bool normalize) -> Tensor",
-    _run_backward,
-    lambda of_scores, *others: torch.empty_like(of_scores, memory_format=torch.contiguous_format),
-)
-_op = operator(
+@custom_op(
     "route(Tensor logits, Tensor? bias, int top_k, bool softmax, bool normalize, int groups,"
     " int top_groups) -> (Tensor, Tensor, Tensor)",
-    _run,
-    _fake,
-    _gradient,
-    _keep,
+    fake=_fake,
+    saved=lambda outputs, *inputs: (*outputs, *inputs[3:5]),
+    backward=lambda of_scores, of_weights, _, *saved: _route_backward_op(
+        of_scores, of_weights, list(saved[:3]), *saved[3:]
+    ),
 )
+def _route_op(logits, bias, top_k, softmax, normalize, groups, top_groups):
+    logits, (tokens, experts) = logits.float().contiguous(), logits.shape
+    scores, weights = torch.empty_like(logits), logits.new_empty(tokens, top_k)
+    chosen, config = torch.empty_like(weights, dtype=torch.int64), _config(experts)
+    pointers = (logits, logits if bias is None else bias, scores, weights, chosen)
+    flags = {"BIASED": bias is not None, "SOFTMAX": softmax, "NORMALIZE": normalize, "TOP": top_k}
+    flags |= {"SLOTS": power_of_two(top_k), "GROUPS": groups, "TOP_GROUPS": top_groups}
+    if tokens:
+        _route[(cdiv(tokens, config["TOKENS"]),)](*pointers, tokens, experts, **flags, **config)
+    return scores, weights, chosen
+
+
+@custom_op(
+    "route_backward(Tensor of_scores, Tensor of_weights, Tensor[] kept, bool softmax,"
+    " bool normalize) -> Tensor"
+)
+def _route_backward_op(of_scores, of_weights, kept, softmax, normalize):
+    scores, weights, chosen = kept
+    of_scores, of_weights = of_scores.contiguous(), of_weights.contiguous()
+    (tokens, experts), out = scores.shape, torch.empty_like(scores)
+    config = _config(experts)
+    pointers = (of_scores, of_weights, scores, weights, chosen, out)
+    flags = {"SOFTMAX": softmax, "NORMALIZE": normalize, "TOP": weights.shape[1]}
+    if tokens:
+        grid = (cdiv(tokens, config["TOKENS"]),)
+        _route_backward[grid](*pointers, tokens, experts, **flags, **config)
+    return out

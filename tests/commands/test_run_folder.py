@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -19,7 +17,7 @@ from mtcli.core.data.indexed import token_dtype, write_dataset
 
 @pytest.fixture
 def drill(tmp_path):
-    return Drill(tmp_path)
+    return Drill(tmp_path, timeout=120.0)  # a run waits here while others are tried
 
 
 def paused(rank, step, go):
@@ -37,7 +35,7 @@ def paused(rank, step, go):
 
 
 def until(condition):
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.01)
@@ -230,17 +228,16 @@ def test_ranks_do_not_evaluate_different_weights_of_one_name(machines):
     refused(done, f"rank 1 on {os.uname().nodename} has opened run/checkpoints/step-{STEPS:08d} of")
 
 
-def test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over(drill):
+def test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over(drill, spawn):
     words = ["train", drill.config, "--max-restarts", 1, "--set", "train.steps=100000"]
-    command = [sys.executable, "-m", "mtcli", *map(str, words), "--set", "train.save_every=20"]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = spawn(*words, "--set", "train.save_every=20")
     until(lambda: any(drill.output.glob("checkpoints/step-*[0-9]")))
     first = holder_of(drill.output)
     os.kill(first, signal.SIGKILL)
     until(lambda: holder_of(drill.output) not in (first, None))
     until(lambda: '"resumed"' in (drill.output / "events.jsonl").read_text())
     run.send_signal(signal.SIGTERM)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=120)
     assert run.returncode == 130, errors
     assert errors.count(f"note: took over {drill.output} from process {first} on ") == 1
     assert holder_of(drill.output) is None

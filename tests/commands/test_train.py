@@ -184,37 +184,31 @@ def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
     [(signal.SIGTERM, False, 1), (signal.SIGINT, True, 2), (signal.SIGTERM, False, 2)],
     ids=["term", "ctrl-c with workers", "term with workers"],
 )
-def test_a_signal_saves_and_ends_with_130(home, tmp_path, number, whole_group, nproc):
+def test_a_signal_saves_and_ends_with_130(home, tmp_path, spawn, number, whole_group, nproc):
     folder = tmp_path / "long"
-    process = start(words(home, to(folder), "train.steps=100000", flags=["--nproc", str(nproc)]))
+    process = spawn(*words(home, to(folder), "train.steps=100000", flags=["--nproc", str(nproc)]))
     wait_for(process, lambda: lines_in(folder / "metrics.jsonl") >= 2)
     (os.killpg if whole_group else os.kill)(process.pid, number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "error" not in errors
     assert open_checkpoint(folder).step == metrics(folder)[-1]["step"]
 
 
-def test_a_killed_worker_is_named_and_the_last_checkpoint_kept(home, tmp_path):
+def test_a_killed_worker_is_named_and_the_last_checkpoint_kept(home, tmp_path, spawn):
     folder = tmp_path / "killed"
     settings = [to(folder), "train.steps=100000", "train.save_every=1", "train.timeout=30"]
-    process = start(words(home, *settings, flags=["--nproc", "2"]))
+    process = spawn(*words(home, *settings, flags=["--nproc", "2"]))
     wait_for(process, lambda: any((folder / "checkpoints").glob("step-*[0-9]")))
     os.kill(children(process.pid)[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "failed: it was killed by SIGKILL" in errors and "--resume" in errors
     assert "Traceback" not in errors
     assert open_checkpoint(folder).step >= 1
 
 
-def start(words, **environ):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command, environ = [sys.executable, "-m", "mtcli", *words], os.environ | environ
-    return subprocess.Popen(command, env=environ, start_new_session=True, **options)
-
-
-def wait_for(process, condition, seconds=60.0):
+def wait_for(process, condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[1]
@@ -248,14 +242,14 @@ def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):
     assert checkpoint.dtype("optimizer.master/embedding.weight") == torch.float32
 
 
-def test_slurm_tasks_find_each_other(home, base, tmp_path):
+def test_slurm_tasks_find_each_other(home, base, tmp_path, spawn):
     place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     tasks = [
-        start(words(home, to(tmp_path / "slurm")), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank),
-              **place)
+        spawn(*words(home, to(tmp_path / "slurm")), SLURM_PROCID=str(rank),
+              SLURM_LOCALID=str(rank), **place)
         for rank in range(2)
     ]  # fmt: skip
-    answers = [task.communicate(timeout=60) for task in tasks]
+    answers = [task.communicate(timeout=120) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], answers
     assert "2 ranks: tp=1 pp=1 dp=2" in answers[0][0] and answers[1][0] == "", "rank 0 speaks"
     assert losses(tmp_path / "slurm") == pytest.approx(losses(base[0]), rel=1e-5)

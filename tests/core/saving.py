@@ -21,7 +21,7 @@ class Gather:
     """What `gather` is among processes: every rank's object on every rank, and a barrier."""
 
     def __init__(self, world):
-        self.slots, self.barrier = [None] * world, threading.Barrier(world, timeout=20)
+        self.slots, self.barrier = [None] * world, threading.Barrier(world, timeout=60)
 
     def __call__(self, rank, thing):
         self.barrier.wait()

@@ -10,13 +10,13 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.kernels.adamw import Parts, Update, adamw_, adamw_reference_
-from mtcli.kernels.packed import CHUNK, pack
+from mtcli.kernels.adamw import adamw_, adamw_reference_
+from mtcli.kernels.multi_tensor import CHUNK, OptimizerStep, OptimizerTensors, tensor_table
 
 SIZES = [(5,), (3, 7), (CHUNK + 130,), (2, CHUNK), (1,)]
 DECAYS = [False, True, True, False, True]
 UPDATES = [
-    Update(lr, (0.8, 0.97), 1e-6, 0.3, count, factor)
+    OptimizerStep(lr, (0.8, 0.97), 1e-6, 0.3, count, factor)
     for count, (lr, factor) in enumerate([(1e-2, 1.0), (5e-2, 0.25), (2e-2, 1.0)], start=1)
 ]
 
@@ -33,7 +33,7 @@ def parts_on(device, dtype, offset=0):
 
     masters = cut(1)
     weights = masters if dtype == torch.float32 else cut(1, dtype)
-    return Parts(masters, cut(None), cut(None), weights, DECAYS), cut
+    return OptimizerTensors(masters, cut(None), cut(None), weights, DECAYS), cut
 
 
 def exact(gradients_of):
@@ -57,7 +57,7 @@ def exact(gradients_of):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_launch_updates_every_tensor_as_adamw_does(device, dtype, offset):
     parts, cut = parts_on(device, dtype, offset)
-    packed = pack(parts.masters)
+    packed = tensor_table(parts.masters)
     grads = [cut(10 + i, torch.bfloat16 if i else torch.float32) for i in range(len(UPDATES))]
     for update, gradients in zip(UPDATES, grads, strict=True):
         adamw_(packed, parts, gradients, update)
@@ -86,8 +86,8 @@ def test_what_lies_between_the_tensors_is_left_alone(device):
     flat = torch.full((3 * 16,), 7.0, device=device)
     mine = [flat[0:13], flat[16:33], flat[36:40]]
     moments = [[torch.zeros_like(x) for x in mine] for _ in range(2)]
-    parts = Parts(mine, *moments, mine, [True] * 3)
-    adamw_(pack(mine), parts, [torch.ones_like(x) for x in mine], UPDATES[0])
+    parts = OptimizerTensors(mine, *moments, mine, [True] * 3)
+    adamw_(tensor_table(mine), parts, [torch.ones_like(x) for x in mine], UPDATES[0])
     untouched = torch.cat([flat[13:16], flat[33:36], flat[40:]])
     assert (untouched == 7.0).all() and all((x != 7.0).all() for x in mine)
 

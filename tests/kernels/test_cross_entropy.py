@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 
 from mtcli.kernels.cross_entropy import (
-    BLOCK_BYTES,
     cross_entropy_backward_,
     exp_and_target_,
     row_max,
 )
+from mtcli.kernels.limits import CPU_BLOCK_BYTES
 
 T = 11
 
@@ -65,7 +65,7 @@ def test_a_small_gradient_of_float16_logits_is_rounded_element_by_element():
 
 
 def test_a_block_holds_fewer_rows_than_the_test_has():
-    assert BLOCK_BYTES // (40_000 * 4) < T
+    assert CPU_BLOCK_BYTES // (40_000 * 4) < T
 
 
 def test_padding_columns_take_no_part():

@@ -7,13 +7,13 @@ from exact import distance, seeded
 
 from mtcli.kernels import fp8
 from mtcli.kernels.fp8 import (
-    ROW,
-    SQUARES,
-    STRIPS,
-    WHOLE,
-    Quantized,
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    PER_TENSOR,
+    Fp8Operand,
     cast_float32,
-    product,
+    fp8_gemm,
     quantize,
     quantize_reference,
 )
@@ -21,7 +21,7 @@ from mtcli.kernels.fp8 import (
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROUNDING = 2.0**-9  # of one bfloat16 result, at most
 SHAPE = (130, 200)  # whole blocks of 128, and parts
-BLOCKS = {"whole": WHOLE, "rows": ROW, "strips": STRIPS, "squares": SQUARES}
+BLOCKS = {"whole": PER_TENSOR, "rows": PER_ROW, "strips": BLOCK_1X128, "squares": BLOCK_128X128}
 
 
 def numbers(mantissa, bias, codes):
@@ -76,11 +76,15 @@ def test_every_code_is_decoded(dtype):
     assert torch.equal(cast_float32((codes + 128).view(dtype)), -table)
 
 
-PAIRS = {"tensorwise": (WHOLE, WHOLE), "rowwise": (ROW, ROW), "weights": (STRIPS, SQUARES),
-         "gradients of weights": (STRIPS, STRIPS)}  # fmt: skip
+PAIRS = {
+    "tensorwise": (PER_TENSOR, PER_TENSOR),
+    "rowwise": (PER_ROW, PER_ROW),
+    "weights": (BLOCK_1X128, BLOCK_128X128),
+    "gradients of weights": (BLOCK_1X128, BLOCK_1X128),
+}
 
 
-def whole(x: Quantized):
+def whole(x: Fp8Operand):
     """What an operand stands for, in float64."""
     rows, columns = (have or all for have, all in zip(x.block, x.values.shape, strict=True))
     scales = np.kron(x.scales.numpy(), np.ones((rows, columns)))
@@ -93,7 +97,7 @@ def whole(x: Quantized):
 def test_a_product_is_that_of_its_operands_rounded_once_and_near_that_of_wide_ones(pair, dtype):
     x, weight = seeded(70, 300).bfloat16(), (0.02 * seeded(144, 300, seed=1)).bfloat16()
     a, b = quantize(x, PAIRS[pair][0], dtype), quantize(weight, PAIRS[pair][1], E4M3)
-    y = product(a, b)
+    y = fp8_gemm(a, b)
     assert y.dtype == torch.bfloat16
     assert distance(y, whole(a) @ whole(b).T) < ROUNDING
     # A rounding is at most half a last place, so 2**-4 of e4m3 and 2**-3 of e5m2; evenly spread
@@ -118,24 +122,24 @@ def test_transposed_operands_are_those_of_their_copies():
 def test_zeros_stay_zeros_and_what_is_not_finite_spreads_over_its_block():
     zeros = torch.zeros(4, 256, dtype=torch.bfloat16)
     for block in BLOCKS.values():
-        assert not product(quantize(zeros, block, E5M2), quantize(zeros, block, E4M3)).any()
-    weight = quantize(seeded(16, 256).bfloat16(), ROW, E4M3)
+        assert not fp8_gemm(quantize(zeros, block, E5M2), quantize(zeros, block, E4M3)).any()
+    weight = quantize(seeded(16, 256).bfloat16(), PER_ROW, E4M3)
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = torch.ones(4, 256, dtype=torch.bfloat16)
         x[2, 5] = bad
-        y = product(quantize(x, ROW, E4M3), weight)
+        y = fp8_gemm(quantize(x, PER_ROW, E4M3), weight)
         assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("block", [WHOLE, ROW])
+@pytest.mark.parametrize("block", [PER_TENSOR, PER_ROW])
 def test_rows_that_the_library_s_product_needs_besides_are_not_in_its_result(block):
     a, b = (quantize(seeded(n, 40, seed=n).bfloat16(), block, E4M3) for n in (7, 20))
-    assert distance(fp8._by_scaled_mm(a, b, False), whole(a) @ whole(b).T) < ROUNDING
+    assert distance(fp8._scaled_mm(a, b, False), whole(a) @ whole(b).T) < ROUNDING
 
 
 def test_the_smallest_gradients_keep_their_precision():
     x = (seeded(8, 256) * 2.0**-90).bfloat16()
-    a = quantize(x, ROW, E5M2)
+    a = quantize(x, PER_ROW, E5M2)
     assert distance(whole(a), x.double()) < 2.0**-3
 
 
@@ -155,5 +159,5 @@ def test_a_gpu_s_product_is_the_emulated_one(pair, rows):
     for ours, theirs in zip(there, here, strict=True):
         assert torch.equal(ours.values.float().cpu(), theirs.values.float())
         assert torch.equal(ours.scales.cpu(), theirs.scales)
-    assert distance(product(*there), product(*here)) < ROUNDING
-    assert distance(product(*there, use_fast_accum=True), product(*here)) < 2 * ROUNDING
+    assert distance(fp8_gemm(*there), fp8_gemm(*here)) < ROUNDING
+    assert distance(fp8_gemm(*there, use_fast_accum=True), fp8_gemm(*here)) < 2 * ROUNDING

@@ -3,7 +3,6 @@ import torch
 from exact import TOLERANCE, distance, seeded
 
 from mtcli.kernels import lamb
-from mtcli.kernels.adamw import Parts, Update
 from mtcli.kernels.lamb import (
     lamb_moments_,
     lamb_moments_reference_,
@@ -11,12 +10,12 @@ from mtcli.kernels.lamb import (
     lamb_step_reference_,
     trust_ratios,
 )
-from mtcli.kernels.packed import CHUNK, pack
+from mtcli.kernels.multi_tensor import CHUNK, OptimizerStep, OptimizerTensors, tensor_table
 
 SIZES = [5, CHUNK + 130, 21, 0, 16]  # the last is zeros and has no gradient
 DECAYS = [True, True, False, True, False]
 UPDATES = [
-    Update(0.03, (0.8, 0.97), 1e-6, 0.3, count, factor)
+    OptimizerStep(0.03, (0.8, 0.97), 1e-6, 0.3, count, factor)
     for count, factor in enumerate((1.0, 0.25, 1.0), start=1)
 ]
 BOUNDS = (0.01, 10.0)
@@ -56,13 +55,13 @@ def parts_on(device, dtype):
     masters = [x.to(device) for x in made(1)]
     moments = ([torch.zeros_like(x) for x in masters] for _ in range(2))
     weights = masters if dtype == torch.float32 else [x.to(dtype) for x in masters]
-    return Parts(masters, *moments, weights, DECAYS)
+    return OptimizerTensors(masters, *moments, weights, DECAYS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tensor_is_updated_as_the_paper_does(device, dtype):
     parts, (weights, ratios) = parts_on(device, dtype), exact()
-    packed = pack(parts.masters)
+    packed = tensor_table(parts.masters)
     for step, update in enumerate(UPDATES):
         gradients = [g.to(device) for g in gradients_of(step)]
         found = trust_ratios(lamb_moments_(packed, parts, gradients, update), BOUNDS)
@@ -74,10 +73,10 @@ def test_every_tensor_is_updated_as_the_paper_does(device, dtype):
         assert distance(rounded, theirs) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("piece", [lamb.PIECE, 50], ids=["whole tensors", "in pieces"])
+@pytest.mark.parametrize("piece", [lamb.SLICE, 50], ids=["whole tensors", "in pieces"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_references_do_so_too(dtype, piece, monkeypatch):
-    monkeypatch.setattr(lamb, "PIECE", piece)
+    monkeypatch.setattr(lamb, "SLICE", piece)
     parts, (weights, ratios) = parts_on("cpu", dtype), exact()
     for step, update in enumerate(UPDATES):
         found = trust_ratios(lamb_moments_reference_(parts, gradients_of(step), update), BOUNDS)

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtcli.kernels import choices, launch
+from mtcli.kernels import autotune, launch
 from mtcli.kernels.norm import rms_norm
 from mtcli.kernels.swiglu import swiglu
 
@@ -68,17 +68,17 @@ CONFIGS = ({"BLOCK": 1}, {"BLOCK": 2}, {"BLOCK": 4})
 
 
 def chosen(x, *magnitudes):
-    return choices.choose("op._kernel", x, magnitudes, CONFIGS, lambda config: None)
+    return autotune.best_config("op._kernel", x, magnitudes, CONFIGS, lambda config: None)
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     timed = Timed({1: 3.0, 2: 1.0, 4: 2.0})
-    monkeypatch.setattr(choices, "_milliseconds", timed)
-    choices._known.cache_clear()
+    monkeypatch.setattr(autotune, "_milliseconds", timed)
+    autotune._measured.cache_clear()
     yield timed
-    choices._known.cache_clear()
+    autotune._measured.cache_clear()
 
 
 def test_without_a_measurement_nothing_is_chosen(measured):
@@ -88,10 +88,10 @@ def test_without_a_measurement_nothing_is_chosen(measured):
 
 def test_a_choice_is_timed_once_and_read_by_later_runs(measured, tmp_path):
     x = torch.empty(1)
-    with choices.tuning() as table:
+    with autotune.autotuning() as table:
         assert chosen(x, 100) == chosen(x, 128) == {"BLOCK": 2}
     assert measured.timed == list(CONFIGS)
-    assert choices.save(table, x.device) == tmp_path / "mtcli" / "kernels.json"
+    assert autotune.save_table(table, x.device) == tmp_path / "mtcli" / "kernels.json"
     assert chosen(x, 65) == {"BLOCK": 2}
     assert chosen(x, 129) is chosen(x.half(), 100) is None  # not measured
     assert measured.timed == list(CONFIGS)
@@ -99,20 +99,20 @@ def test_a_choice_is_timed_once_and_read_by_later_runs(measured, tmp_path):
 
 def test_a_choice_that_is_no_longer_offered_is_not_taken(measured):
     x = torch.empty(1)
-    choices.save({"op._kernel": {"float32 128": {"BLOCK": 8}}}, x.device)
+    autotune.save_table({"op._kernel": {"float32 128": {"BLOCK": 8}}}, x.device)
     assert chosen(x, 100) is None
 
 
 def test_measurements_of_more_kernels_are_added_to_the_file(measured):
     x = torch.empty(1)
-    choices.save({"other": {"float32 1": {"BLOCK": 4}}}, x.device)
-    choices.save({"op._kernel": {"float32 128": {"BLOCK": 4}}}, x.device)
+    autotune.save_table({"other": {"float32 1": {"BLOCK": 4}}}, x.device)
+    autotune.save_table({"op._kernel": {"float32 128": {"BLOCK": 4}}}, x.device)
     assert chosen(x, 100) == {"BLOCK": 4}
-    assert "other" in choices._known(x.device)
+    assert "other" in autotune._measured(x.device)
 
 
 def test_a_magnitude_is_rounded_up_to_a_power_of_two():
-    sizes = [(n, choices.bucket_of(torch.bfloat16, [n])) for n in (0, 1, 2, 3, 4096, 4097)]
+    sizes = [(n, autotune.bucket_of(torch.bfloat16, [n])) for n in (0, 1, 2, 3, 4096, 4097)]
     powers = {0: 1, 1: 1, 2: 2, 3: 4, 4096: 4096, 4097: 8192}
     assert sizes == [(n, f"bfloat16 {power}") for n, power in powers.items()]
 
@@ -133,7 +133,7 @@ def test_torchs_function_is_called_where_it_was_measured_to_be_faster(measured, 
         return set(called)
 
     assert namespaces() >= {"mtcli"}
-    choices.save({"rms_norm": {"float32 16": {"by": "torch"}}}, x.device)
+    autotune.save_table({"rms_norm": {"float32 16": {"by": "torch"}}}, x.device)
     assert "mtcli" not in namespaces()
-    choices.save({"rms_norm": {"float32 16": {"by": "mtcli"}}}, x.device)
+    autotune.save_table({"rms_norm": {"float32 16": {"by": "mtcli"}}}, x.device)
     assert namespaces() >= {"mtcli"}

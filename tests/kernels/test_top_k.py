@@ -2,16 +2,16 @@ import pytest
 import torch
 from exact import check, seeded
 
-from mtcli.kernels.top_k import Choice, route, route_reference
+from mtcli.kernels.top_k import TopKRouting, route, route_reference
 
 CHOICES = {
-    "softmax": (Choice(2, True, True), 7),
-    "softmax, as they are": (Choice(3, True, False), 60),
-    "sigmoid": (Choice(2, False, True), 5),
-    "sigmoid, as they are, of one": (Choice(1, False, False), 1),
-    "best groups by their best": (Choice(3, True, True, groups=4, top_groups=2), 16),
-    "best groups by their best two": (Choice(4, False, True, groups=8, top_groups=3), 32),
-    "groups that are no power of two": (Choice(2, False, True, groups=3, top_groups=2), 9),
+    "softmax": (TopKRouting(2, True, True), 7),
+    "softmax, as they are": (TopKRouting(3, True, False), 60),
+    "sigmoid": (TopKRouting(2, False, True), 5),
+    "sigmoid, as they are, of one": (TopKRouting(1, False, False), 1),
+    "best groups by their best": (TopKRouting(3, True, True, groups=4, top_groups=2), 16),
+    "best groups by their best two": (TopKRouting(4, False, True, groups=8, top_groups=3), 32),
+    "groups that are no power of two": (TopKRouting(2, False, True, groups=3, top_groups=2), 9),
 }
 
 
@@ -62,15 +62,17 @@ def test_the_best_experts_are_chosen_and_weights_and_gradients_are_the_formula(
 def test_of_equal_scores_the_first_are_chosen_and_one_that_is_no_number_is_best(device):
     logits = torch.zeros(3, 6, device=device)
     logits[1, 4], logits[2] = float("nan"), float("nan")
-    experts = route(logits, None, Choice(2, False, False))[2].tolist()
+    experts = route(logits, None, TopKRouting(2, False, False))[2].tolist()
     assert experts == [[0, 1], [4, 0], [0, 1]]
 
 
 def test_no_tokens_choose_nothing(device):
-    scores, weights, experts = route(torch.empty(0, 6, device=device), None, Choice(2, True, True))
+    scores, weights, experts = route(
+        torch.empty(0, 6, device=device), None, TopKRouting(2, True, True)
+    )
     assert (scores.shape, weights.shape, experts.shape) == ((0, 6), (0, 2), (0, 2))
 
 
 def test_a_cpu_chooses_in_float64():
-    scores, weights, _ = route_reference(seeded(3, 4), None, Choice(2, True, True))
+    scores, weights, _ = route_reference(seeded(3, 4), None, TopKRouting(2, True, True))
     assert scores.dtype == weights.dtype == torch.float64

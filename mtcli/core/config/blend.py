@@ -27,18 +27,13 @@ def read_blend(
     if len(words) % 2 or numbers == 0:
         return tuple(words), None
     if numbers < len(firsts):
-        raise wrong(
-            f"{numbers} of {len(firsts)} pairs begin with a weight: {' '.join(words)}",
-            "give every prefix a weight before it, or none",
-            field,
-        )
+        message = f"{numbers} of {len(firsts)} pairs begin with a weight: {' '.join(words)}"
+        raise wrong(message, "give every prefix a weight before it, or none", field)
     weights = [first for first in firsts if first is not None]
     if min(weights) < 0 or not 0 < sum(weights) < math.inf:
-        raise wrong(
-            f"weights {weights} are not all >= 0 with a sum > 0",
-            "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0",
-            field,
-        )
+        message = f"weights {weights} are not all >= 0 with a sum > 0"
+        hint = "such as 7 and 3: shares, of any sum; leave out a dataset instead of a weight of 0"
+        raise wrong(message, hint, field)
     return tuple(words[1::2]), tuple(weights)
 
 
@@ -53,11 +48,8 @@ def read_split(text: str, field: str = "") -> tuple[float, float, float]:
         shares = []
     legal = 1 <= len(shares) <= 3 and 0 < sum(shares) < math.inf
     if not legal or re.search(r"-\s*[.0-9]|[a-zA-Z]", text):
-        raise wrong(
-            f'split "{text}" is not up to three numbers >= 0 with a sum > 0',
-            '"969,30,1" gives 96.9 % to train, 3 % to valid, 0.1 % to test',
-            field,
-        )
+        message = f'split "{text}" is not up to three numbers >= 0 with a sum > 0'
+        raise wrong(message, '"969,30,1" gives 96.9 % to train, 3 % to valid, 0.1 % to test', field)
     train, valid, test = shares + [0.0] * (3 - len(shares))
     return train, valid, test
 

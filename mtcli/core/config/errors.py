@@ -67,28 +67,30 @@ def failed(message: str, hint: str = "") -> MtcliError:
     return MtcliError(Problem(message, hint), code=Exit.FAILED)
 
 
-def every(*steps: Callable[[], Any], otherwise: Callable[[], Any] | None = None) -> list[Any]:
-    """What each step returns. `otherwise` is a step that is taken only where another has failed:
-    what is checked later in any case, and is told with the rest.
+def collect_errors(
+    *steps: Callable[[], Any], otherwise: Callable[[], Any] | None = None
+) -> list[Any]:
+    """Takes every step and returns their results, or raises what went wrong in all of them.
 
-    Raises MtcliError with the problems of all steps that raise one, each problem once.
+    `otherwise` is a step that is taken only where another has failed: what is checked later in any
+    case, and is told with the rest. Raises MtcliError with each problem once.
     """
-    found: list[Any] = []
+    results: list[Any] = []
     errors: list[MtcliError] = []
+
+    def take(step: Callable[[], Any]) -> None:
+        try:
+            results.append(step())
+        except MtcliError as error:
+            errors.append(error)
+
     for step in steps:
-        _take(step, found, errors)
-    if errors and otherwise:
-        _take(otherwise, found, errors)
-    if errors:
-        problems = dict.fromkeys(problem for error in errors for problem in error.problems)
-        hints = dict.fromkeys(error.hint for error in errors if error.hint)
-        code = max(error.code for error in errors)
-        raise MtcliError(*problems, code=code, hint="\n\nhint: ".join(hints))
-    return found
-
-
-def _take(step: Callable[[], Any], found: list[Any], errors: list[MtcliError]) -> None:
-    try:
-        found.append(step())
-    except MtcliError as error:
-        errors.append(error)
+        take(step)
+    if not errors:
+        return results
+    if otherwise:
+        take(otherwise)
+    problems = dict.fromkeys(problem for error in errors for problem in error.problems)
+    hints = dict.fromkeys(error.hint for error in errors if error.hint)
+    code = max(error.code for error in errors)
+    raise MtcliError(*problems, code=code, hint="\n\nhint: ".join(hints))

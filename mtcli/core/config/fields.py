@@ -1,25 +1,63 @@
-"""Words for the values that a config field takes: for errors, and for docs/config.md.
+"""What a field of the config may be, and the words for it in errors and in docs/config.md.
 
-The one truth is the field's own type and bounds; nothing here repeats a number.
+A section is a frozen pydantic model. Every number has a range, outside of which it would be a slip
+of the pen: the field's own bounds, which are the one truth. Nothing here repeats a number.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from math import isfinite
+from math import isfinite, isqrt
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mtcli.core.config.errors import Problem
-from mtcli.core.config.section import SMALLEST
 from mtcli.core.config.synonyms import meant_value
-from mtcli.core.config.untrusted import shown
+from mtcli.core.config.untrusted import names_a_file, shown
 
+LARGEST = 10**9  # of a config's whole numbers: none overflows, and its divisors are found at once
+MAX_RANKS = 2**20
+SMALLEST = 1e-30  # what is nearer to 0 is lost in products of float32
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _is_number(value: Any) -> Any:
+    """TOML's booleans are no numbers, though Python's are."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    if isinstance(value, float) and 0.0 < abs(value) < SMALLEST:
+        raise ValueError(f"should be 0 or at least {SMALLEST:g}")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_is_number)]
+Real = Annotated[float, BeforeValidator(_is_number)]
+Positive = Annotated[Int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[Int, Field(ge=0, le=LARGEST)]
+Ranks = Annotated[Int, Field(ge=1, le=MAX_RANKS)]
+Fraction = Annotated[Real, Field(ge=0.0, lt=1.0)]
+Count = Annotated[Int, Field(ge=0)]
+
+
+def _path(text: str) -> str:
+    if not names_a_file(text):
+        raise PydanticCustomError("no_path", "{text} names nothing", {"text": shown(text)})
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path)]
+
+
+class Section(BaseModel):
+    """A frozen config section that refuses unknown keys, infinity and NaN."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class FieldKind(NamedTuple):
@@ -71,12 +109,11 @@ def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
     if get_origin(annotation) is tuple:
         items = [one for one in get_args(annotation) if one is not Ellipsis]
         return FieldKind(tuple, items=tuple(map(kind_of, items)))
-    low, high, below = (_bound(key, bounds) for key in ("ge", "le", "lt"))
+    low, high, below = (
+        next((getattr(one, key) for one in bounds if hasattr(one, key)), None)
+        for key in ("ge", "le", "lt")
+    )
     return FieldKind(annotation, low=low, high=high, below=below)
-
-
-def _bound(key: str, bounds: Sequence[Any]) -> float | None:
-    return next((getattr(one, key) for one in bounds if hasattr(one, key)), None)
 
 
 def field_kind(field: FieldInfo) -> FieldKind:
@@ -179,3 +216,30 @@ def _assigned(name: str, value: Any) -> str:
 
 def _figure(number: Any) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of n, ascending."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def multiples_around(number: int, unit: int) -> list[int]:
+    """The multiples of `unit` on both sides of a number, ascending; none below one unit."""
+    return sorted({max(unit, number // unit * unit), -(-number // unit) * unit})
+
+
+def listing(numbers: list[int]) -> str:
+    """'1, 2, 4 or 8'; long lists keep their ends."""
+    if len(numbers) > 10:
+        return f"{', '.join(map(str, numbers[:8]))}, ... or {numbers[-1]}"
+    return either(map(str, numbers))
+
+
+def divides(field: str, size: int, of: str, number: int) -> Iterator[Problem]:
+    """A problem of `field` where its size does not divide a number, which `of` names."""
+    if number % size:
+        name = of.removeprefix("model.")
+        short = field.rpartition(".")[2]
+        legal = [d for d in divisors(number) if d <= 4 * size]
+        yield Problem(f"{short}={size} does not divide {name}={number}", listing(legal), field)

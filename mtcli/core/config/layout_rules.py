@@ -6,8 +6,8 @@ What breaks one of these can be cured by another layout, and `suggest.py` looks 
 from collections.abc import Callable, Iterator
 from math import isqrt
 
-from mtcli.core.config.divisors import divides, divisors, listing, multiples_around
 from mtcli.core.config.errors import Problem
+from mtcli.core.config.fields import divides, divisors, listing, multiples_around
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
@@ -37,18 +37,14 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     p, m = config.parallel, config.model
     if m.num_experts == 0:
         if p.ep * p.etp > 1:
-            yield Problem(
-                f"ep={p.ep} etp={p.etp} cut experts, and num_experts=0",
-                "set parallel.ep and parallel.etp to 1, or model.num_experts",
-                "parallel.ep",
-            )
+            message = f"ep={p.ep} etp={p.etp} cut experts, and num_experts=0"
+            hint = "set parallel.ep and parallel.etp to 1, or model.num_experts"
+            yield Problem(message, hint, "parallel.ep")
         return
     if world % (p.pp * p.ep * p.etp):
-        yield Problem(
-            f"ep*etp*pp = {p.ep}*{p.etp}*{p.pp} does not divide the world of {world} ranks",
-            f"choose ep*etp among {listing(divisors(max(1, world // p.pp)))}",
-            "parallel.ep",
-        )
+        message = f"ep*etp*pp = {p.ep}*{p.etp}*{p.pp} does not divide the world of {world} ranks"
+        hint = f"choose ep*etp among {listing(divisors(max(1, world // p.pp)))}"
+        yield Problem(message, hint, "parallel.ep")
     yield from divides("parallel.ep", p.ep, "model.num_experts", m.num_experts)
     yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
 
@@ -64,11 +60,8 @@ def _square_divides(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(f"tp={p.tp} with tp_mode='2d' is no square", f"tp {near}", "parallel.tp")
         return
     if m.num_experts or p.cp > 1:
-        yield Problem(
-            f"tp_mode='2d' with num_experts={m.num_experts} and cp={p.cp}",
-            "tp_mode '1d', or a dense model with cp 1",
-            "parallel.tp_mode",
-        )
+        message = f"tp_mode='2d' with num_experts={m.num_experts} and cp={p.cp}"
+        yield Problem(message, "tp_mode '1d', or a dense model with cp 1", "parallel.tp_mode")
     sizes = {
         "hidden_size": m.hidden_size,
         "num_kv_heads": m.num_kv_heads,
@@ -129,11 +122,9 @@ def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     """Every context parallel rank gets two chunks of each sequence, so that their work is equal."""
     p, m, b = config.parallel, config.model, config.batch
     if p.cp > 1 and b.seq_len % (2 * p.cp):
-        yield Problem(
-            f"2*cp={2 * p.cp} does not divide seq_len={b.seq_len}: each rank holds two chunks",
-            f"seq_len {listing(multiples_around(b.seq_len, 2 * p.cp))}",
-            "parallel.cp",
-        )
+        message = f"2*cp={2 * p.cp} does not divide seq_len={b.seq_len}: each rank holds two chunks"
+        hint = f"seq_len {listing(multiples_around(b.seq_len, 2 * p.cp))}"
+        yield Problem(message, hint, "parallel.cp")
     if p.cp > 1 and p.cp_mode == "a2a" and m.num_kv_heads % (p.tp * p.cp):
         yield Problem(
             f"cp_mode='a2a' cuts heads, and tp*cp={p.tp}*{p.cp} does not divide "
@@ -176,11 +167,9 @@ def _layers_fill_stages(config: RunConfig, world: int) -> Iterator[Problem]:
 def _schedule_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     p = config.parallel
     if (p.vpp > 1) != (p.schedule == "interleaved"):
-        yield Problem(
-            f"vpp={p.vpp} with schedule={p.schedule!r}",
-            "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1",
-            "parallel.schedule",
-        )
+        message = f"vpp={p.vpp} with schedule={p.schedule!r}"
+        hint = "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1"
+        yield Problem(message, hint, "parallel.schedule")
 
 
 def _sharding_fits(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -193,11 +182,8 @@ def _sharding_fits(config: RunConfig, world: int) -> Iterator[Problem]:
             "parallel.zero",
         )
     if p.zero == 3 and p.pp == 1 and p.vpp > 1 and config.model.tie_embeddings:
-        yield Problem(
-            f"zero=3 with pp=1 and vpp={p.vpp}: two stages of a rank share the tied embedding",
-            "vpp 1, which computes the same",
-            "parallel.vpp",
-        )
+        message = f"zero=3 with pp=1 and vpp={p.vpp}: two stages of a rank share the tied embedding"
+        yield Problem(message, "vpp 1, which computes the same", "parallel.vpp")
 
 
 def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -9,12 +9,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mtcli.core.config.divisors import divides
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.fields import either, field_kind, refused_value, section_at
+from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
 from mtcli.core.config.schema import RunConfig, TrainConfig
-from mtcli.core.config.section import LARGEST
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
 
@@ -32,7 +30,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The run config of a TOML file or preset, with `section.field=value` overrides on top.
 
     Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
-    join several fields, or need the world size, are `check.problems`.
+    join several fields, or need the world size, are `rules.problems`.
     """
     return config_of(table_of(source, overrides))
 
@@ -114,7 +112,8 @@ def dump_toml(config: RunConfig) -> str:
 def preset_names() -> tuple[str, ...]:
     """Names of the presets that ship with mtcli."""
     folder = files("mtcli").joinpath("presets")
-    return tuple(sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if _is_toml(p.name)))
+    names = (path.name for path in folder.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def read_table(source: str) -> Table:
@@ -152,7 +151,11 @@ def with_overrides(table: Table, overrides: Iterable[str], flag: str = "--set") 
             problems.append(Problem(f"{flag} {item!r} names no field and value", hint))
             continue
         try:
-            table = _with(table, keys, _value(text.strip()))
+            try:
+                value = parse_toml(f"value = {text.strip()}")["value"]
+            except ValueError:
+                value = text.strip()
+            table = _with(table, keys, value)
         except TypeError:
             hint = "name a field of a section, such as optimizer.lr"
             problems.append(Problem("it is inside a field that holds a value", hint, path))
@@ -207,9 +210,11 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list
         return refused_value(RunConfig, detail | {"type": "too_short", "loc": detail["loc"][:-1]})
     if detail["type"] == "missing":
-        return _no_whole_heads(detail) or Problem(
-            "this field is missing", _way_to_add(path), ".".join(path)
-        )
+        hint = f"add {path[-1]} to [{path[0]}] or name a preset"
+        if path == ["model"]:
+            hint = "model.preset = 'tiny', or [model] with num_layers, hidden_size and the others"
+        missing = Problem("this field is missing", hint, ".".join(path))
+        return _no_whole_heads(detail) or missing
     if detail["type"] == "no_path":
         hint = "give it a path without NUL bytes, such as runs/a"
         return Problem(detail["msg"], hint, ".".join(path))
@@ -228,12 +233,6 @@ def _unknown(path: list[str]) -> Problem:
     elif meant:
         hint = f"did you mean {either([repr(field) for field in meant])}?"
     return Problem(f"unknown key {name!r} {where}", hint, ".".join(path))
-
-
-def _way_to_add(path: list[str]) -> str:
-    if path == ["model"]:
-        return "model.preset = 'tiny', or [model] with num_layers, hidden_size and the others"
-    return f"add {path[-1]} to [{path[0]}] or name a preset"
 
 
 def _no_whole_heads(detail: ErrorDetails) -> Problem | None:
@@ -267,13 +266,6 @@ def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:
             yield f"{path}{name}"
 
 
-def _value(text: str) -> Any:
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except ValueError:
-        return text
-
-
 def _with(table: Table, keys: list[str], value: Any) -> Table:
     if not isinstance(table, dict):
         raise TypeError
@@ -288,7 +280,3 @@ def _without(table: Table, keys: list[str]) -> Table:
     if len(keys) == 1 or not isinstance(table[keys[0]], dict):
         return {key: value for key, value in table.items() if key != keys[0]}
     return table | {keys[0]: _without(table[keys[0]], keys[1:])}
-
-
-def _is_toml(name: str) -> bool:
-    return name.endswith(".toml")

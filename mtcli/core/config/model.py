@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mtcli.core.config.section import Fraction, Int, Positive, Real, Section, Whole
+from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Whole
 
 MAX_LAYERS, MAX_EXPERTS = 10_000, 65_536
 Coefficient = Annotated[Real, Field(ge=0.0, le=1000.0)]

@@ -1,6 +1,7 @@
 """The cross-field rules: one small function per rule, all problems reported at once.
 
-The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`.
+The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`. A run
+keeps all of them; forward passes, of evaluation and generation, keep fewer and two of their own.
 """
 
 import os
@@ -11,12 +12,17 @@ from functools import partial
 from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
-from mtcli.core.config.divisors import divides, divisors, listing
-from mtcli.core.config.errors import MtcliError, Problem, every
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.fields import divides, divisors, listing
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
-from mtcli.core.config.layout_rules import LAYOUT_RULES, Rule
-from mtcli.core.config.loading import read_config
-from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS
+from mtcli.core.config.layout_rules import (
+    LAYOUT_RULES,
+    Rule,
+    context_divides,
+    experts_see_tokens_once,
+)
+from mtcli.core.config.loading import read_config, validate, with_overrides
+from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.untrusted import shown
@@ -86,6 +92,29 @@ def refusal(
     return MtcliError(*found, hint=nearest_hint(config, world, legal))
 
 
+def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
+    """The config of forward passes of any shape: no sequence parallelism, one sequence a rank.
+
+    Raises MtcliError with all that is wrong with the overrides, or with their layout.
+    """
+    base = {
+        "model": model.model_dump(exclude_none=True),
+        "parallel": {"sequence_parallel": False},
+        "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
+    }
+    config, found = validate(with_overrides(base, overrides))
+    more = (*ENGINE_RULES, _whole_sequences)
+    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, found=found)
+
+
+def require_causal(path: str, model: ModelConfig) -> None:
+    """Raises MtcliError where the tokens of a checkpoint see those that they would predict."""
+    if not model.causal:
+        message = f"{path} has causal=false: its tokens see the ones they would predict"
+        hint = "generate and eval take models trained with model.causal=true"
+        raise wrong(message, hint, "model.causal")
+
+
 def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
     return [problem for rule in rules for problem in rule(config, world)]
 
@@ -109,37 +138,26 @@ def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
     }
     name = max(rows, key=lambda name: rows[name])
     if (count := rows[name] * m.hidden_size) > MAX_ELEMENTS:
-        yield Problem(
-            f"{name} * hidden_size: {count:.3g} elements, of {MAX_ELEMENTS:.0e} at most",
-            "smaller layers",
-            "model",
-        )
+        message = f"{name} * hidden_size: {count:.3g} elements, of {MAX_ELEMENTS:.0e} at most"
+        yield Problem(message, "smaller layers", "model")
 
 
 def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.num_heads % m.num_kv_heads:
-        yield Problem(
-            f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}",
-            listing(divisors(m.num_heads)),
-            "model.num_kv_heads",
-        )
+        message = f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}"
+        yield Problem(message, listing(divisors(m.num_heads)), "model.num_kv_heads")
     if m.position == "rope" and m.head_dim % 2:
-        yield Problem(
-            f"head_dim={m.head_dim} is odd and rotary positions turn pairs",
-            f"{m.head_dim - 1} or {m.head_dim + 1}",
-            "model.head_dim",
-        )
+        message = f"head_dim={m.head_dim} is odd and rotary positions turn pairs"
+        yield Problem(message, f"{m.head_dim - 1} or {m.head_dim + 1}", "model.head_dim")
 
 
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.top_k > m.num_experts or (m.num_experts and not m.top_k):
-        yield Problem(
-            f"top_k={m.top_k} of num_experts={m.num_experts} experts",
-            f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts",
-            "model.top_k",
-        )
+        message = f"top_k={m.top_k} of num_experts={m.num_experts} experts"
+        hint = f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts"
+        yield Problem(message, hint, "model.top_k")
     if m.num_experts:
         yield from divides("model.router_groups", m.router_groups, "num_experts", m.num_experts)
     if m.router_top_groups > m.router_groups:
@@ -156,21 +174,16 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
             "model.top_k",
         )
     if m.num_experts and m.pad_to_capacity and not m.capacity_factor:
-        yield Problem(
-            "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity",
-            "model.capacity_factor of 1.0 or more, or pad_to_capacity=false",
-            "model.pad_to_capacity",
-        )
+        message = "pad_to_capacity=true with capacity_factor=0.0, which sets no capacity"
+        hint = "model.capacity_factor of 1.0 or more, or pad_to_capacity=false"
+        yield Problem(message, hint, "model.pad_to_capacity")
 
 
 def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     m, b = config.model, config.batch
     if m.position == "learned" and b.seq_len > m.max_seq_len:
-        yield Problem(
-            f"seq_len={b.seq_len} exceeds the learned positions, max_seq_len={m.max_seq_len}",
-            f"batch.seq_len of at most {m.max_seq_len}",
-            "batch.seq_len",
-        )
+        message = f"seq_len={b.seq_len} exceeds the learned positions, max_seq_len={m.max_seq_len}"
+        yield Problem(message, f"batch.seq_len of at most {m.max_seq_len}", "batch.seq_len")
 
 
 def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -178,22 +191,16 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     if o.min_lr > o.lr:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
     if o.warmup_steps > config.train.steps:
-        yield Problem(
-            f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}",
-            f"0 to {config.train.steps}",
-            "optimizer.warmup_steps",
-        )
+        message = f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}"
+        yield Problem(message, f"0 to {config.train.steps}", "optimizer.warmup_steps")
 
 
 def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
     o = config.optimizer
     least, largest = o.trust_bounds
     if least > largest:
-        yield Problem(
-            f"the least trust ratio {least:g} is above the largest {largest:g}",
-            f"[{largest:g}, {least:g}]",
-            "optimizer.trust_bounds",
-        )
+        message = f"the least trust ratio {least:g} is above the largest {largest:g}"
+        yield Problem(message, f"[{largest:g}, {least:g}]", "optimizer.trust_bounds")
 
 
 def _fp8_has_products(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -242,11 +249,9 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
     """Where torch.compile looks for one; on a GPU it makes kernels by triton instead."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if config.train.compile and config.train.device != "cuda" and not shutil.which(name):
-        yield Problem(
-            f"compile=true needs a C++ compiler, and there is no {name} on PATH",
-            "install one, name one in CXX, or set train.compile = false",
-            "train.compile",
-        )
+        message = f"compile=true needs a C++ compiler, and there is no {name} on PATH"
+        hint = "install one, name one in CXX, or set train.compile = false"
+        yield Problem(message, hint, "train.compile")
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -265,7 +270,7 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     named = (("data.train", d.train), ("data.valid", d.valid))
     blends = (partial(read_blend, words, field) for field, words in named if words)
     try:
-        *_, (train, valid, _) = every(*blends, partial(read_split, d.split, "data.split"))
+        *_, (train, valid, _) = collect_errors(*blends, partial(read_split, d.split, "data.split"))
     except MtcliError as error:
         yield from error.problems
         return
@@ -354,6 +359,15 @@ def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
                 yield Problem(f"{name}={said} with {need.lacking(config)}", hint, field)
 
 
+def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.parallel.cp > 1:
+        message = f"cp={config.parallel.cp}: evaluation and generation hold whole sequences"
+        yield Problem(message, "parallel.cp = 1, and more tp, pp or dp", "parallel.cp")
+    if config.parallel.sequence_parallel:
+        message = "sequence_parallel=true: evaluation and generation hold whole sequences"
+        yield Problem(message, "leave it out", "parallel.sequence_parallel")
+
+
 # Of what is trained. A model that is there may be one that no training takes, and have fields that
 # it has no use for.
 TRAINING_RULES: tuple[Rule, ...] = (next_tokens_are_hidden, fields_are_used, data_is_shared_out)
@@ -380,3 +394,7 @@ RULES: tuple[Rule, ...] = (
     data_is_shared_out,
     _trackers_differ,
 )
+
+# Rules that forward passes need not keep. tp ranks ask the experts alike, and are answered alike;
+# cp is refused, so that another length is no advice.
+NOT_OF_FORWARD_PASSES = (*TRAINING_RULES, experts_see_tokens_once, context_divides)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.section import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf, log2
 from typing import Any, NamedTuple
 
-from mtcli.core.config.divisors import divisors
+from mtcli.core.config.fields import divisors
 from mtcli.core.config.schema import RunConfig
 
 LayoutSizes = dict[str, Any]  # some of the fields that make a layout: FIELDS, by their own names
@@ -136,11 +136,9 @@ class _Search:
             rest, near = left - move.changed, far + move.far + self.nearest[depth + 1]
             if self.gave_up or not self.fewest[depth + 1] <= rest <= self.most[depth + 1]:
                 continue
-            if near <= self._bound() + 1e-9 and self._fits(chosen := sizes | move.sizes):
+            bound = self.found[-1].far if len(self.found) == SHOWN else inf
+            if near <= bound + 1e-9 and self._fits(chosen := sizes | move.sizes):
                 self._walk(rest, far + move.far, chosen, depth + 1)
-
-    def _bound(self) -> float:
-        return self.found[-1].far if len(self.found) == SHOWN else inf
 
     def _fits(self, chosen: LayoutSizes) -> bool:
         """Whether the axes chosen so far fit in the world: a quick no to what the rules refuse."""
@@ -194,8 +192,13 @@ def _pipelines(config: RunConfig, world: int | None) -> Iterator[LayoutSizes]:
 def _of(
     now: LayoutSizes, config: RunConfig, legal: Legal, options: Iterable[LayoutSizes]
 ) -> list[_Move]:
-    legal_alone = [sizes for sizes in options if _is_legal_alone(config, sizes, legal)]
-    return [_Move(*_distance(now, sizes), sizes) for sizes in legal_alone]
+    moves = []
+    for sizes in options:
+        if _is_legal_alone(config, sizes, legal):
+            changed = {name: size for name, size in sizes.items() if size != now[name]}
+            ratios = (size / now[name] for name, size in changed.items() if name != "schedule")
+            moves.append(_Move(len(changed), sum(abs(log2(r)) for r in ratios), sizes))
+    return moves
 
 
 def _is_legal_alone(config: RunConfig, sizes: LayoutSizes, legal: Legal) -> bool:
@@ -206,9 +209,3 @@ def _is_legal_alone(config: RunConfig, sizes: LayoutSizes, legal: Legal) -> bool
     batch = few.batch.model_copy(update={"global_batch_size": world * most})
     few = few.model_copy(update={"batch": batch})
     return legal(few, world) or legal(with_sizes(few, {FIELDS[0]: most}), world)
-
-
-def _distance(now: LayoutSizes, sizes: LayoutSizes) -> tuple[int, float]:
-    changed = {name: size for name, size in sizes.items() if size != now[name]}
-    ratios = (size / now[name] for name, size in changed.items() if name != "schedule")
-    return len(changed), sum(abs(log2(ratio)) for ratio in ratios)

@@ -1,11 +1,9 @@
-"""Opens untrusted files: regular files only, so that no pipe or device is waited for or read.
+"""Reads what others wrote: regular files only, JSON and TOML, and their values in messages.
 
-What a name leads to is asked of the file that was opened, not of the name: nothing can be put in
-its place between the two. Links are followed, as the Hugging Face cache is made of them.
-
-What others wrote: JSON and TOML that can only be read or refused, and values shown in short.
-
-The standard library's parsers end some files in RecursionError, and some in hours of work.
+No pipe or device is waited for. What a name leads to is asked of the file that was opened, not of
+the name: nothing can be put in its place between the two. Links are followed, as the Hugging Face
+cache is made of them. Where the standard library's parsers end in RecursionError, or in hours of
+work, a text is refused.
 """
 
 import errno
@@ -20,89 +18,6 @@ from datetime import date, time
 from pathlib import Path
 from typing import IO, Any
 
-MAX_TOML_BYTES = 1 << 20
-MAX_KEY_PARTS = 64  # tomllib takes the square of their number: 2 s for 8000
-_LONG_KEY = re.compile(
-    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}"""
-)
-MAX_LISTED = 5  # names in an error
-SHORT = {"maxlevel": 2, "maxstring": 80, "maxother": 80, "maxlong": 40, "maxdict": 4, "maxlist": 17}
-
-
-def parse_json(text: str | bytes) -> Any:
-    """The value that JSON in UTF-8 is of. Raises ValueError, and nothing else, where it is none."""
-    try:
-        return json.loads(text.decode() if isinstance(text, bytes) else text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """The table that TOML is of. Raises ValueError, and nothing else, where it is none."""
-    if len(text) > MAX_TOML_BYTES:
-        raise ValueError(f"it has {len(text)} characters, and {MAX_TOML_BYTES} are read at most")
-    if _LONG_KEY.search(text):
-        raise ValueError(f"a key has more than {MAX_KEY_PARTS} parts")
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-class _Shown(reprlib.Repr):
-    """Values as TOML has them, at any depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        vars(self).update(SHORT)
-
-    def repr_bool(self, value: bool, level: int) -> str:
-        return str(value).lower()
-
-    def repr_date(self, value: date, level: int) -> str:
-        return value.isoformat()
-
-    repr_datetime = repr_date
-
-    def repr_time(self, value: time, level: int) -> str:
-        return value.isoformat()
-
-    def repr_NoneType(self, value: None, level: int) -> str:
-        return "null"
-
-
-def shown(value: Any) -> str:
-    """A value for a message, as TOML has it; cut where it is long or deep."""
-    return _Shown().repr(value)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for a message: the first few, and how many more there are."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
-
-
-def is_text(value: Any) -> bool:
-    """Whether a value of JSON is a string that UTF-8 can hold: half of a surrogate pair is not."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
-
-
-def names_a_file(text: str) -> bool:
-    """Whether a text can be a path: none is empty, which would be the current folder, and no system
-    has NUL bytes in one."""
-    return bool(text) and "\0" not in text
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that float holds: Python's booleans are none."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**1000
-    return isinstance(value, float)
-
-
 MAX_BYTES = 1 << 30  # of a file that is read into memory, where its reader names no limit
 # A FIFO is opened without waiting for a writer, a terminal without becoming this process's own.
 QUIETLY = os.O_NONBLOCK | os.O_NOCTTY
@@ -112,6 +27,13 @@ KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFSOCK: "a socket",
 }
+MAX_TOML_BYTES = 1 << 20
+MAX_KEY_PARTS = 64  # tomllib takes the square of their number: 2 s for 8000
+_LONG_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}"""
+)
+MAX_LISTED = 5  # names in an error
+SHORT = {"maxlevel": 2, "maxstring": 80, "maxother": 80, "maxlong": 40, "maxdict": 4, "maxlist": 17}
 
 
 def open_untrusted(path: str | Path, buffering: int = -1) -> IO[bytes]:
@@ -147,3 +69,77 @@ def _open_regular(path: str, flags: int) -> int:
     os.close(handle)
     what = KINDS.get(kind, "no file")
     raise OSError(errno.EINVAL, f"it is {what}, and a regular file is needed", path)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON in UTF-8 is of. Raises ValueError, and nothing else, where it is none."""
+    try:
+        return json.loads(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table that TOML is of. Raises ValueError, and nothing else, where it is none."""
+    if len(text) > MAX_TOML_BYTES:
+        raise ValueError(f"it has {len(text)} characters, and {MAX_TOML_BYTES} are read at most")
+    if _LONG_KEY.search(text):
+        raise ValueError(f"a key has more than {MAX_KEY_PARTS} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value of JSON is a string that UTF-8 can hold: half of a surrogate pair is not."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def names_a_file(text: str) -> bool:
+    """Whether a text can be a path: none is empty, which would be the current folder, and no system
+    has NUL bytes in one."""
+    return bool(text) and "\0" not in text
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that float holds: Python's booleans are none."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1000
+    return isinstance(value, float)
+
+
+class _Shown(reprlib.Repr):
+    """Values as TOML has them, at any depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update(SHORT)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_date(self, value: date, level: int) -> str:
+        return value.isoformat()
+
+    repr_datetime = repr_date
+
+    def repr_time(self, value: time, level: int) -> str:
+        return value.isoformat()
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+
+def shown(value: Any) -> str:
+    """A value for a message, as TOML has it; cut where it is long or deep."""
+    return _Shown().repr(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

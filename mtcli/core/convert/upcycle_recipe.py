@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mtcli.core.config import rules
-from mtcli.core.config.divisors import divisors, listing
 from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.fields import divisors, listing
 from mtcli.core.config.loading import validate, with_overrides
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig

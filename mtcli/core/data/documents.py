@@ -11,15 +11,23 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import IO, Any, NamedTuple, get_args
+from typing import IO, Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import listed, open_untrusted, shown
 from mtcli.core.data.compressed import pieces
-from mtcli.core.data.sources import FileKind, FileRange, SourceFile
+from mtcli.core.data.sources import (
+    FileKind,
+    FileRange,
+    SourceFile,
+    begun,
+    end_of_first,
+    end_of_last,
+)
+from mtcli.core.runtime.process_pool import Progress
 
 WINDOW = 4 << 20  # bytes looked at together
 HELD_BYTES = 64 << 20  # of one document, where no flag says how many: ten million words
@@ -28,16 +36,10 @@ FREE_BYTES = 64 << 20  # out of any file: a ratio of few bytes says nothing
 PARQUET_ROWS = 16  # read together: 1024 take no less time, and 64 times the memory
 TOO_LARGE = "too large"
 BOM = codecs.BOM_UTF8
-BOUNDARIES: dict[FileKind, re.Pattern[bytes]] = {
-    kind: re.compile(rb"\n[^\S\n]*\n" if kind == "text" else rb"\n") for kind in get_args(FileKind)
-}
-USUAL = {"text": (b"\n\n", b"\n\r\n")}  # found from the end, a hundred times as fast
 # One or more lines of nothing but space; a line before them ends without its line break.
 BLANK_LINES = re.compile(r"\r?\n(?:[^\S\n]*\n)+")
 WORD_END = re.compile(r"(?<=\S)[ \n]")
 NEAR_END = 1 << 10  # letters in which most texts have such a place
-
-Tell = Callable[[float], None]  # told how many more bytes of a source were read
 
 
 class Reading(NamedTuple):
@@ -78,16 +80,16 @@ class Bad(NamedTuple):
 
 
 def read_documents(
-    piece: FileRange, reading: Reading, tell: Tell = lambda _: None
+    piece: FileRange, reading: Reading, progress: Progress = lambda _: None
 ) -> Iterator[Text | Bad]:
     """The documents of `piece`, in order; lines of `Bad` are counted from the start of the piece.
 
-    `tell` is told of the source's bytes as they are read. Raises MtcliError for a file that cannot
-    be opened, is damaged, or holds MAX_RATIO times its size.
+    `progress` is told of the source's bytes as they are read. Raises MtcliError for a file that
+    cannot be opened, is damaged, or holds MAX_RATIO times its size.
     """
     source = piece.source
     try:
-        for item in _items(piece, reading, tell):
+        for item in _items(piece, reading, progress):
             if isinstance(item, Text) and item.ends and reading.cuttable:
                 yield from _parts(item)
             else:
@@ -109,39 +111,18 @@ def lines_before(path: str, offset: int) -> int:
     return lines
 
 
-def end_of_last(kind: FileKind, data: bytes) -> int:
-    """Where the last place in `data` ends in which documents may; 0 where there is none."""
-    found = ((data.rfind(usual), len(usual)) for usual in USUAL.get(kind, (b"\n",)))
-    end = max(at + length if at >= 0 else 0 for at, length in found)
-    if end or kind != "text":
-        return end
-    return max((match.end() for match in BOUNDARIES[kind].finditer(data)), default=0)
-
-
-def end_of_first(kind: FileKind, data: bytes) -> int:
-    """Where the first place in `data` ends in which documents may; 0 where there is none."""
-    match = BOUNDARIES[kind].search(data)
-    return match.end() if match else 0
-
-
-def begun(kind: FileKind, data: bytes) -> bytes:
-    """The end of `data` that may begin a document boundary: a line of blanks so far."""
-    line = data[max(0, data.rfind(b"\n")) :] if kind == "text" else b""
-    return line if line.startswith(b"\n") and line.isspace() else b""
-
-
-def _items(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _items(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
     kind = piece.source.kind
     if kind == "parquet":
-        yield from _parquet(piece.source, reading, tell)
+        yield from _parquet(piece.source, reading, progress)
     elif kind in ("csv", "tsv"):
-        yield from _table(piece, reading, tell)
+        yield from _table(piece, reading, progress)
     elif kind == "text" and not reading.blank:
-        yield from _whole(piece, reading, tell)
+        yield from _whole(piece, reading, progress)
     else:
         most = reading.most_of_line if kind == "jsonl" else reading.most
         read = _json_lines if kind == "jsonl" else _blank_separated
-        for first_line, chunk in _chunks(piece, kind, most, tell):
+        for first_line, chunk in _chunks(piece, kind, most, progress):
             if isinstance(chunk, Bad):
                 yield chunk
             else:
@@ -149,17 +130,17 @@ def _items(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Ba
 
 
 @contextmanager
-def _opened(piece: FileRange, tell: Tell) -> Iterator[Iterator[bytes]]:
+def _opened(piece: FileRange, progress: Progress) -> Iterator[Iterator[bytes]]:
     """The bytes of a piece, decompressed, in windows of about WINDOW.
 
     Raises MtcliError where they are too many for their file, and what `compressed.pieces` does.
     """
     with open_untrusted(piece.source.path) as file:
         file.seek(piece.start)
-        yield _windows(file, piece, tell)
+        yield _windows(file, piece, progress)
 
 
-def _windows(file: IO[bytes], piece: FileRange, tell: Tell) -> Iterator[bytes]:
+def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[bytes]:
     source, told, total = piece.source, piece.start, 0
     if source.compression:
         found = pieces(file, source.compression, source.path)
@@ -175,11 +156,11 @@ def _windows(file: IO[bytes], piece: FileRange, tell: Tell) -> Iterator[bytes]:
             _require_ratio(source, total)
         if size >= WINDOW:
             at = min(file.tell(), piece.stop)
-            tell(at - told)
+            progress(at - told)
             told = at
             yield b"".join(window)
             window, size = [], 0
-    tell(piece.stop - told)
+    progress(piece.stop - told)
     if size:
         yield b"".join(window)
 
@@ -195,7 +176,7 @@ def _require_ratio(source: SourceFile, count: int) -> None:
 
 
 def _chunks(
-    piece: FileRange, kind: FileKind, most: int, tell: Tell
+    piece: FileRange, kind: FileKind, most: int, progress: Progress
 ) -> Iterator[tuple[int, bytes | Bad]]:
     """(lines before it, bytes) of about WINDOW, each ending where documents may, or the piece does.
 
@@ -203,7 +184,7 @@ def _chunks(
     """
     line, rest = 0, b""
     held: list[bytes] = []  # windows since the last place
-    with _opened(piece, tell) as windows:
+    with _opened(piece, progress) as windows:
         while data := rest or next(windows, b""):
             rest, tail = b"", begun(kind, held[-1]) if held else b""
             end = end_of_last(kind, tail + data) - len(tail)
@@ -344,22 +325,22 @@ def _parts(text: Text) -> Iterator[Text]:
     yield Text(rest, len(rest.encode()) if start else text.size)
 
 
-def _whole(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _whole(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
     """The file as one document, in parts where it is long and its tokenizer allows."""
     source = piece.source
     if not reading.cuttable or (source.size <= WINDOW and not source.compression):
-        yield _held(piece, reading, tell)
+        yield _held(piece, reading, progress)
         return
 
-    def tell_half(count: float) -> None:  # it is read twice
-        tell(count / 2)
+    def half(count: float) -> None:  # it is read twice
+        progress(count / 2)
 
     # Before any part is out: a document is read whole or not at all.
-    if fault := _fault(piece, reading, tell_half):
+    if fault := _fault(piece, reading, half):
         yield fault
         return
     decoder, text = codecs.getincrementaldecoder("utf-8-sig")(), ""
-    with _opened(piece, tell_half) as windows:
+    with _opened(piece, half) as windows:
         for data in windows:
             text += decoder.decode(data)
             if at := _safe_cut(text):
@@ -368,10 +349,10 @@ def _whole(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Ba
     yield Text(text, len(text.encode()))
 
 
-def _held(piece: FileRange, reading: Reading, tell: Tell) -> Text | Bad:
+def _held(piece: FileRange, reading: Reading, progress: Progress) -> Text | Bad:
     """The file as one document."""
     windows, size = [], 0
-    with _opened(piece, tell) as found:
+    with _opened(piece, progress) as found:
         for data in found:
             windows.append(data)
             size += len(data)
@@ -396,10 +377,10 @@ def _safe_cut(text: str) -> int:
     return 0
 
 
-def _fault(piece: FileRange, reading: Reading, tell: Tell) -> Bad | None:
+def _fault(piece: FileRange, reading: Reading, progress: Progress) -> Bad | None:
     """A reason not to read a file in parts: bytes that are no UTF-8, or too many of them."""
     decoder, line, size, uncut = codecs.getincrementaldecoder("utf-8")(), 1, 0, 0
-    with _opened(piece, tell) as windows:
+    with _opened(piece, progress) as windows:
         for data in chain(windows, [b""]):
             before = decoder.getstate()[0]  # the start of a letter that the last window ended in
             try:
@@ -417,14 +398,14 @@ def _fault(piece: FileRange, reading: Reading, tell: Tell) -> Bad | None:
     return None
 
 
-def _table(piece: FileRange, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
     """Rows of CSV or TSV, quoted as spreadsheets do: the column `text_key` of the header.
 
     Raises MtcliError where quotes do not match: where the rows behind it begin is not known.
     """
     source, key = piece.source, reading.text_key
     kind = source.kind.upper()
-    lines = _Lines(piece, reading.most_of_line, tell)
+    lines = _Lines(piece, reading.most_of_line, progress)
     csv.field_size_limit(reading.most_of_line)
     rows = csv.reader(lines, delimiter="," if source.kind == "csv" else "\t", strict=True)
     try:
@@ -453,10 +434,10 @@ class _Lines:
     Bytes that are no UTF-8 become halves of surrogate pairs. Raises MtcliError for a longer row.
     """
 
-    def __init__(self, piece: FileRange, most: int, tell: Tell) -> None:
+    def __init__(self, piece: FileRange, most: int, progress: Progress) -> None:
         self.line = 0  # the last that was given
         self._source, self._most, self._row_size = piece.source, most, 0
-        self._lines = self._found(piece, tell)
+        self._lines = self._found(piece, progress)
 
     def __iter__(self) -> "_Lines":
         return self
@@ -473,8 +454,8 @@ class _Lines:
         self._row_size = 0
         return self.line
 
-    def _found(self, piece: FileRange, tell: Tell) -> Iterator[str]:
-        for _, chunk in _chunks(piece, piece.source.kind, self._most, tell):
+    def _found(self, piece: FileRange, progress: Progress) -> Iterator[str]:
+        for _, chunk in _chunks(piece, piece.source.kind, self._most, progress):
             self._require(isinstance(chunk, bytes))
             *lines, last = chunk.decode(errors="surrogateescape").split("\n")
             yield from (f"{line}\n" for line in lines)
@@ -488,7 +469,7 @@ class _Lines:
             raise wrong(f"{where}: a row of more than {self._most:,} bytes", hint)
 
 
-def _parquet(source: SourceFile, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _parquet(source: SourceFile, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -498,12 +479,14 @@ def _parquet(source: SourceFile, reading: Reading, tell: Tell) -> Iterator[Text 
         ) from None
     try:
         with open_untrusted(source.path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
-            yield from _rows(file, source, reading, tell)
+            yield from _rows(file, source, reading, progress)
     except pyarrow.lib.ArrowException as error:
         raise wrong(f"{source.path} is damaged: {error}", "write or copy it again") from None
 
 
-def _rows(file: Any, source: SourceFile, reading: Reading, tell: Tell) -> Iterator[Text | Bad]:
+def _rows(
+    file: Any, source: SourceFile, reading: Reading, progress: Progress
+) -> Iterator[Text | Bad]:
     key, names = reading.text_key, file.schema_arrow.names
     if key not in names:
         known = listed([shown(name) for name in names])
@@ -521,4 +504,4 @@ def _rows(file: Any, source: SourceFile, reading: Reading, tell: Tell) -> Iterat
             total += item.size if isinstance(item, Text) else 0
             yield item
         _require_ratio(source, total)  # one entry of a dictionary may be every row's
-        tell(source.size * len(batch) / about.num_rows)
+        progress(source.size * len(batch) / about.num_rows)

@@ -1,15 +1,28 @@
-"""Text to token arrays, as fast as can be proven right."""
+"""Encodes text as token arrays, as fast as can be proven right; and what a preprocess worker does.
+
+A worker takes a block of the corpus and writes a file of its tokens and a file of its documents'
+lengths.
+"""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.errors import MtcliError, failed, wrong
+from mtcli.core.data.documents import TOO_LARGE, Bad, Reading, Text, lines_before, read_documents
+from mtcli.core.data.sources import FileRange, TextBlock
 from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.data.tokenizer_limits import no_panics
+from mtcli.core.runtime.process_pool import Progress
 
 SAMPLE_BYTES = 1 << 14  # of the corpus, encoded both ways before gigatoken is used
+GROUP_BYTES = 1 << 20  # text encoded and written together
+EXAMPLES = 10  # of skipped documents whose lines are named
 # What fast tokenizers get wrong: space runs, contractions, digits, scripts, emoji, controls.
 HARD_TEXTS = (
     "I'll don't WE'VE it's 's 'S 12345 1,234.5 3\u00bd\n\n\n  x \t y  \r\n\r\n z \u00a0\u2003w",
@@ -33,20 +46,16 @@ def make_encode(tokenizer: Tokenizer, sample: str) -> tuple[str, Encode]:
     """
     if tokenizer.is_bytes:
         return "bytes", _encode_bytes
-    fast = _gigatoken(tokenizer)
-    if fast is not None:
-        texts = [sample[:SAMPLE_BYTES], *HARD_TEXTS, *_specials(tokenizer)]
-        if _agree(fast, tokenizer, texts):
+    added = (token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+    specials = (f"a{text} b {text}\n" for text in added)
+    texts = [sample[:SAMPLE_BYTES], *HARD_TEXTS, *specials]
+    # It is an optional extra, may not know the tokenizer, and either may fail on a text.
+    with suppress(ModuleNotFoundError, MtcliError):
+        fast = _Gigatoken(tokenizer.definition)
+        pairs = zip(fast(texts), tokenizer.encode_all(texts), strict=True)
+        if all(np.array_equal(one, other) for one, other in pairs):
             return "gigatoken", fast
     return "tokenizers", _Backend(tokenizer)
-
-
-def _agree(fast: Encode, tokenizer: Tokenizer, texts: list[str]) -> bool:
-    try:
-        pairs = zip(fast(texts), tokenizer.encode_all(texts), strict=True)
-        return all(np.array_equal(one, other) for one, other in pairs)
-    except MtcliError:  # a text that either fails on
-        return False
 
 
 def is_cuttable(tokenizer: Tokenizer) -> bool:
@@ -100,15 +109,131 @@ class _Gigatoken:
         return _Gigatoken, (self.definition,)
 
 
-def _gigatoken(tokenizer: Tokenizer) -> Encode | None:
+@dataclass
+class TextCounts:
+    """What was read and written; `skipped` by kind of fault."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty_documents: int = 0
+    eod_in_text: int = 0  # end-of-document ids that came from the text itself
+    max_token_id: int = -1
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)  # the first skipped: file, line, why
+
+    def add(self, other: "TextCounts") -> None:
+        """Count `other` too."""
+        for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.max_token_id = max(self.max_token_id, other.max_token_id)
+        for kind, count in other.skipped.items():
+            self.skip(kind, count)
+
+    def skip(self, kind: str, count: int = 1) -> None:
+        """Count documents that were left out for a fault of this kind."""
+        self.skipped[kind] = self.skipped.get(kind, 0) + count
+
+
+class EncodeJob(NamedTuple):
+    """What every worker knows: how to read, how to encode, and where parts go."""
+
+    encode: Encode
+    reading: Reading
+    dtype: np.dtype
+    eod_id: int | None  # the tokenizer's
+    append_eod: bool
+    skip_bad: bool
+    folder: Path
+
+    def part(self, block: int) -> tuple[Path, Path]:
+        """The files of a block's tokens and of its documents' lengths (int32)."""
+        return self.folder / f"{block}.tokens", self.folder / f"{block}.lengths"
+
+
+def encode_block(
+    job: EncodeJob, block: TextBlock, progress: Progress
+) -> tuple[TextCounts, list[tuple[FileRange, Bad]]]:
+    """Writes a block's tokens and lengths to `job.part(block.number)`; returns what they hold, and
+    the first documents that were skipped.
+
+    Raises MtcliError with file and line for the first bad document, unless `job.skip_bad`.
+    """
+    counts, carried = TextCounts(), 0
+    skipped: list[tuple[FileRange, Bad]] = []
+    tokens_path, lengths_path = job.part(block.number)
+
+    def readable() -> Iterator[Text]:
+        for piece in block.pieces:
+            for item in read_documents(piece, job.reading, progress):
+                if isinstance(item, Text):
+                    counts.text_bytes += item.size
+                    yield item
+                    continue
+                if not job.skip_bad:
+                    mend = "raise --max-document-bytes" if item.kind == TOO_LARGE else "mend it"
+                    hint = f"{mend}, or leave such documents out with --skip-bad"
+                    raise wrong(describe_bad(piece, item), hint)
+                counts.skip(item.kind)
+                if len(skipped) < EXAMPLES:
+                    skipped.append((piece, item))
+
+    documents = readable()
     try:
-        return _Gigatoken(tokenizer.definition)
-    except ModuleNotFoundError:  # an optional extra
-        return None
-    except MtcliError:  # a kind of tokenizer that it does not know
-        return None
+        with open(tokens_path, "wb") as tokens, open(lengths_path, "wb") as lengths:
+            while group := _group(documents):
+                flat, ended, carried = _encode_group(job, group, carried, counts)
+                tokens.write(flat.tobytes())
+                lengths.write(np.array(ended, np.int32).tobytes())
+    except OSError as error:
+        why = f"{tokens_path} cannot be written: {error}"
+        raise failed(why, "free space, then --resume") from None
+    return counts, skipped
 
 
-def _specials(tokenizer: Tokenizer) -> list[str]:
-    added = tokenizer.backend.get_added_tokens_decoder().values()
-    return [f"a{token.content} b {token.content}\n" for token in added]
+def describe_bad(piece: FileRange, bad: Bad) -> str:
+    """Words a bad document as "file:line: reason"; reads the file up to it, for its line."""
+    source = piece.source
+    line = bad.line + source.first_line + lines_before(source.path, piece.start)
+    return f"{source.name or source.path}:{line}: {bad.reason}"
+
+
+def _group(documents: Iterator[Text]) -> list[Text]:
+    """The next documents of about GROUP_BYTES together; empty at the end."""
+    group: list[Text] = []
+    size = 0
+    for text in documents:
+        group.append(text)
+        size += text.size
+        if size >= GROUP_BYTES:
+            break
+    return group
+
+
+def _encode_group(
+    job: EncodeJob, group: list[Text], carried: int, counts: TextCounts
+) -> tuple[np.ndarray, list[int], int]:
+    """The group's tokens, the lengths of documents that end in it, and what one left open has."""
+    parts: list[np.ndarray] = []
+    ended: list[int] = []
+    end = [np.array([job.eod_id], job.dtype)] if job.append_eod else []
+    for text, ids in zip(group, job.encode([text.text for text in group]), strict=True):
+        parts.append(ids)
+        carried += len(ids)
+        if not text.ends:
+            continue
+        if carried:
+            parts += end
+            ended.append(carried + len(end))
+        else:
+            counts.empty_documents += 1
+        carried = 0
+    flat = np.concatenate(parts, dtype=job.dtype, casting="unsafe")  # the vocabulary fits
+    if job.eod_id is not None:
+        appended = len(ended) * len(end)
+        counts.eod_in_text += int(np.count_nonzero(flat == job.eod_id)) - appended
+    counts.documents += len(ended)
+    counts.tokens += len(flat)
+    if len(flat):
+        counts.max_token_id = max(counts.max_token_id, int(flat.max()))
+    return flat, ended, carried

@@ -9,7 +9,7 @@ document boundaries [D] in sequences, from 0 to S. `.bin` is the sequences back 
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,8 @@ HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 CHUNK = 1 << 16  # sequences looked at or written at a time: 1.5 MB
+MAX_FACTS_BYTES = 16 << 20
+AGAIN = "write it again with mtcli preprocess"
 
 
 class Indexed:
@@ -40,17 +42,10 @@ class Indexed:
         for path in (self.idx, self.bin):
             _require_file(path, self.prefix)
         self.dtype, num_sequences, num_boundaries = self._header()
-        ends = np.cumsum([HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
-        lengths, pointers, documents = (
-            self._slice(int(start), dtype, count)
-            for start, dtype, count in zip(
-                ends,
-                ("<i4", "<i8", "<i8"),
-                (num_sequences, num_sequences, num_boundaries),
-                strict=False,
-            )
-        )
-        self.lengths, self.pointers, self.documents = lengths, pointers, documents
+        at, count = HEADER.size, num_sequences
+        self.lengths = _map(self.idx, np.dtype("<i4"), at, count)
+        self.pointers = _map(self.idx, np.dtype("<i8"), at + 4 * count, count)
+        self.documents = _map(self.idx, np.dtype("<i8"), at + 12 * count, num_boundaries)
         self.num_tokens = self._check()
         self.tokens = _map(self.bin, self.dtype, 0, self.num_tokens)
 
@@ -88,9 +83,6 @@ class Indexed:
             )
         return dtype, num_sequences, num_boundaries
 
-    def _slice(self, start: int, dtype: str, count: int) -> np.ndarray:
-        return _map(self.idx, np.dtype(dtype), start, count)
-
     def _check(self) -> int:
         """The number of tokens, once every length, pointer and boundary is proven."""
         total, itemsize = 0, self.dtype.itemsize
@@ -111,10 +103,6 @@ class Indexed:
                 f"bytes = {total * itemsize}{guess}",
                 "copy or write the pair again",
             )
-        self._check_documents()
-        return total
-
-    def _check_documents(self) -> None:
         bounds, count = self.documents, len(self.lengths)
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != count:
             raise self._refuse(f"has document boundaries that do not run from 0 to {count}")
@@ -122,9 +110,10 @@ class Indexed:
             part = bounds[at : at + CHUNK + 1]
             if (part[1:] < part[:-1]).any():  # no differences, which could pass 2**63
                 raise self._refuse("has document boundaries that go backwards")
+        return total
 
     def _refuse(self, why: str) -> MtcliError:
-        return wrong(f"{self.idx} {why}", "write it again with mtcli preprocess")
+        return wrong(f"{self.idx} {why}", AGAIN)
 
 
 def with_suffix(prefix: str | Path, suffix: str) -> Path:
@@ -170,21 +159,16 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
         file.write(HEADER.pack(MAGIC, 1, CODES[np.dtype(dtype)], count, count + 1))
         for at in range(0, count, CHUNK):
             file.write(np.asarray(lengths[at : at + CHUNK], "<i4").tobytes())
-        for pointers in _pointers(lengths, np.dtype(dtype).itemsize):
-            file.write(pointers.tobytes())
+        total = 0
+        for at in range(0, count, CHUNK):
+            part = lengths[at : at + CHUNK].astype("<i8")
+            ends = total + np.cumsum(part)
+            file.write(((ends - part) * np.dtype(dtype).itemsize).tobytes())
+            total = int(ends[-1])
         for at in range(0, count + 1, CHUNK):
             file.write(np.arange(at, min(at + CHUNK, count + 1), dtype="<i8").tobytes())
         file.flush()
         os.fsync(file.fileno())
-
-
-def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
-    total = 0
-    for at in range(0, len(lengths), CHUNK):
-        part = lengths[at : at + CHUNK].astype("<i8")
-        ends = total + np.cumsum(part)
-        yield (ends - part) * itemsize
-        total = int(ends[-1])
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
@@ -207,10 +191,6 @@ def _require_file(path: Path, prefix: Path) -> None:
         raise wrong(f"{path} cannot be read: {error.strerror}", "use another copy") from None
 
 
-MAX_FACTS_BYTES = 16 << 20
-AGAIN = "write it again with mtcli preprocess"
-
-
 def describe(prefix: str | Path) -> dict[str, object] | None:
     """What `PREFIX.json` says, or None where there is none (data from another tool).
 
@@ -222,9 +202,7 @@ def describe(prefix: str | Path) -> dict[str, object] | None:
     try:
         facts = parse_json(read_untrusted(path, MAX_FACTS_BYTES))
     except OSError as error:
-        raise wrong(
-            f"{path} cannot be read: {error.strerror}", "write it again with mtcli preprocess"
-        ) from None
+        raise wrong(f"{path} cannot be read: {error.strerror}", AGAIN) from None
     except ValueError as error:
         raise wrong(f"{path} is not JSON: {error}", AGAIN) from None
     if not isinstance(facts, dict):

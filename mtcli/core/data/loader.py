@@ -1,9 +1,8 @@
-"""Batches: token arrays that depend on the seed and on how many samples were consumed, no more.
+"""Batches of token arrays: what they hold, whether it fits the model, and reading them ahead.
 
-Sample i of a run is the same tokens on every layout, after every restart, in micro-batches of any
-size: a rank asks for the ids it owns. The tokens are copied from memory-mapped files.
-
-Batches made ready on a thread, so that a training step never waits for its data.
+Sample i of a run depends on the seed and on how many samples were consumed, no more: it is the same
+tokens on every layout, after every restart, in micro-batches of any size. A rank asks for the ids
+it owns; the tokens are copied from memory-mapped files.
 """
 
 import threading
@@ -15,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import numpy as np
 
 from mtcli.core.config.blend import Which
-from mtcli.core.config.errors import MtcliError, every, wrong
+from mtcli.core.config.errors import MtcliError, collect_errors, wrong
 from mtcli.core.config.schema import DataConfig, RunConfig
 from mtcli.core.data.blend import (
     SURPLUS,
@@ -25,9 +24,8 @@ from mtcli.core.data.blend import (
     shares_of,
     split_range,
 )
-from mtcli.core.data.index_cache import cached_blend, cached_samples
 from mtcli.core.data.indexed import Indexed, max_token_id
-from mtcli.core.data.samples import Samples
+from mtcli.core.data.samples import Samples, cached_blend, cached_samples
 
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
 
@@ -59,74 +57,6 @@ class _Segments(NamedTuple):
     sequence: list[int]
     start: list[int]  # in tokens of the file
     stop: list[int]
-
-
-def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Indexed]]:
-    """The blend that `words` name and its datasets.
-
-    Raises MtcliError with every file that is missing or wrong.
-    """
-    blend = parse_blend(words, field)
-    return blend, every(*(partial(Indexed, prefix) for prefix in blend.prefixes))
-
-
-def require_named(data: DataConfig) -> None:
-    """Raises MtcliError where a run names no data to train on."""
-    if not data.train:
-        hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
-        raise wrong("there is no training data", hint, "data.train")
-
-
-def require_data(config: RunConfig) -> None:
-    """Raises MtcliError with all that is wrong with the files of a run's data, or where their ids
-    do not fit the model's vocabulary."""
-    data = config.data
-    require_named(data)
-    named = {"data.train": data.train, "data.valid": data.valid}
-    blends = every(*(partial(open_blend, words, field) for field, words in named.items() if words))
-    for blend, _ in blends:
-        require_stated_ids(blend.prefixes, config.model.vocab_size)
-
-
-def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: int) -> None:
-    """Checks every id of `rows`, which are `batches.batch(start, ...)`: int64 [count, seq_len + 1].
-
-    Raises MtcliError that names source, document and id of the first that the vocabulary lacks.
-    """
-    # As uint64 an id below 0 is above 2**62, so that one pass of 0.1 ns a token sees both ends.
-    if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
-        return
-    row, place = np.argwhere((rows < 0) | (rows >= vocab_size))[0].tolist()
-    token, sample = int(rows[row, place]), batches.sample_ids(start + row, 1)[0]
-    for sequence, offset, count in sample.spans:
-        if place < count:
-            raise _unknown_id(
-                f"{sample.prefix}: token {offset + place} of document {sequence} is id",
-                token,
-                vocab_size,
-            )
-        place -= count
-    raise AssertionError(f"a row of {sample} holds {rows.shape[1]} tokens")
-
-
-def require_stated_ids(prefixes: Sequence[str], vocab_size: int) -> None:
-    """Raises MtcliError with each dataset whose PREFIX.json says that the vocabulary lacks ids."""
-    every(*(partial(_require_stated, prefix, vocab_size) for prefix in dict.fromkeys(prefixes)))
-
-
-def _require_stated(prefix: str, vocab_size: int) -> None:
-    largest = max_token_id(prefix)
-    if largest is not None and largest >= vocab_size:
-        raise _unknown_id(f"{prefix}: the largest token id is", largest, vocab_size)
-
-
-def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
-    """The error for an id that is not in the model's vocabulary."""
-    hint = f"--set model.vocab_size={token + 1}, or preprocess with the model's tokenizer"
-    if token < 0:
-        hint = "write the data again: no tokenizer gives such an id"
-    message = f"{what} {token}, and vocab_size={vocab_size} takes 0 to {vocab_size - 1}"
-    return wrong(message, hint, "model.vocab_size")
 
 
 class Batches:
@@ -181,15 +111,9 @@ class Batches:
         """Samples start .. start + count - 1: int64 [count, seq_len + 1]."""
         parts: list[np.ndarray] = []
         for window, first, last in self._windows(start, count):
-            parts += [
-                self._datasets[dataset].tokens[begin:end]
-                for dataset, begin, end in zip(
-                    window.dataset[first:last],
-                    window.start[first:last],
-                    window.stop[first:last],
-                    strict=True,
-                )
-            ]
+            for segment in range(first, last):
+                tokens = self._datasets[window.dataset[segment]].tokens
+                parts.append(tokens[window.start[segment] : window.stop[segment]])
         out = np.empty((count, self.seq_len + 1), np.int64)
         if parts:
             np.concatenate(parts, out=out.reshape(-1), casting="unsafe")  # uint16 or int32 widened
@@ -213,7 +137,7 @@ class Batches:
         return None
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Which spans of which dataset `batch(start, count)` is made of, for the sample ledger."""
+        """Which spans of which dataset `batch(start, count)` is made of."""
         return [self._sample_id(number) for number in range(start, start + count)]
 
     def drawn(self, start: int, stop: int) -> list[int]:
@@ -228,15 +152,10 @@ class Batches:
         ((window, first, last),) = self._windows(number, 1)
         dataset = window.dataset[first]
         starts = self._datasets[dataset].starts
-        spans = (
-            (sequence, begin - int(starts(sequence)), end - begin)
-            for sequence, begin, end in zip(
-                window.sequence[first:last],
-                window.start[first:last],
-                window.stop[first:last],
-                strict=True,
-            )
-        )
+        spans = []
+        for segment in range(first, last):
+            sequence, begin = window.sequence[segment], window.start[segment]
+            spans.append((sequence, begin - int(starts(sequence)), window.stop[segment] - begin))
         return SampleId(self.prefixes[dataset], tuple(spans))
 
     def _windows(self, start: int, count: int) -> list[tuple[_Segments, int, int]]:
@@ -271,14 +190,8 @@ class Batches:
             joined = joined[:, np.argsort(joined[0], kind="stable")]
         of, dataset, sequence, start, stop = joined
         bounds = np.searchsorted(of, np.arange(count + 1))
-        return _Segments(
-            first,
-            bounds.tolist(),
-            dataset.tolist(),
-            sequence.tolist(),
-            start.tolist(),
-            stop.tolist(),
-        )
+        columns = (bounds, dataset, sequence, start, stop)
+        return _Segments(first, *(column.tolist() for column in columns))
 
 
 def _owned(data: Indexed, split: str, which: Which) -> range:
@@ -331,12 +244,76 @@ def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> n
     return spans[:, stop > start]
 
 
+def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Indexed]]:
+    """The blend that `words` name and its datasets.
+
+    Raises MtcliError with every file that is missing or wrong.
+    """
+    blend = parse_blend(words, field)
+    return blend, collect_errors(*(partial(Indexed, prefix) for prefix in blend.prefixes))
+
+
+def require_named(data: DataConfig) -> None:
+    """Raises MtcliError where a run names no data to train on."""
+    if not data.train:
+        hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
+        raise wrong("there is no training data", hint, "data.train")
+
+
+def require_data(config: RunConfig) -> None:
+    """Raises MtcliError with all that is wrong with the files of a run's data, or where their ids
+    do not fit the model's vocabulary."""
+    data = config.data
+    require_named(data)
+    named = {"data.train": data.train, "data.valid": data.valid}
+    opened = (partial(open_blend, words, field) for field, words in named.items() if words)
+    for blend, _ in collect_errors(*opened):
+        require_stated_ids(blend.prefixes, config.model.vocab_size)
+
+
+def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: int) -> None:
+    """Checks every id of `rows`, which are `batches.batch(start, ...)`: int64 [count, seq_len + 1].
+
+    Raises MtcliError that names source, document and id of the first that the vocabulary lacks.
+    """
+    # As uint64 an id below 0 is above 2**62, so that one pass of 0.1 ns a token sees both ends.
+    if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
+        return
+    row, place = np.argwhere((rows < 0) | (rows >= vocab_size))[0].tolist()
+    token, sample = int(rows[row, place]), batches.sample_ids(start + row, 1)[0]
+    for sequence, offset, count in sample.spans:
+        if place < count:
+            where = f"{sample.prefix}: token {offset + place} of document {sequence}"
+            raise _unknown_id(f"{where} is id", token, vocab_size)
+        place -= count
+    raise AssertionError(f"a row of {sample} holds {rows.shape[1]} tokens")
+
+
+def require_stated_ids(prefixes: Sequence[str], vocab_size: int) -> None:
+    """Raises MtcliError with each dataset whose PREFIX.json says that the vocabulary lacks ids."""
+
+    def require(prefix: str) -> None:
+        largest = max_token_id(prefix)
+        if largest is not None and largest >= vocab_size:
+            raise _unknown_id(f"{prefix}: the largest token id is", largest, vocab_size)
+
+    collect_errors(*(partial(require, prefix) for prefix in dict.fromkeys(prefixes)))
+
+
+def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
+    hint = f"--set model.vocab_size={token + 1}, or preprocess with the model's tokenizer"
+    if token < 0:
+        hint = "write the data again: no tokenizer gives such an id"
+    message = f"{what} {token}, and vocab_size={vocab_size} takes 0 to {vocab_size - 1}"
+    return wrong(message, hint, "model.vocab_size")
+
+
 END = object()
 Ready = TypeVar("Ready")
 
 
 class Prefetcher(Generic[Ready]):
-    """Iterates over `read(start, count)`, such as a `Batches.batch`, for all `wanted`, in order.
+    """Reads ahead: iterates over `read(start, count)`, such as `Batches.batch`, for all `wanted`.
 
     A thread keeps up to `depth` results ready; copying tokens leaves the interpreter to others.
     What it meets (a disk that fails) is raised where the result would have come. Close it, or use
@@ -384,3 +361,32 @@ class Prefetcher(Generic[Ready]):
         except BaseException as error:  # handed to the thread that iterates
             last = error
         self._ready.put(last)
+
+
+class CountedTokens:
+    """Samples of tokens 0, 1, 2, ..., each one document; read as `Batches` are.
+
+    For profiles and CPU calibration, whose work is that of any text.
+    """
+
+    def __init__(self, seq_len: int, vocab_size: int, num_samples: int) -> None:
+        self.seq_len, self.vocab_size, self.num_samples = seq_len, vocab_size, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """Samples start ... start + count - 1: int64 [count, seq_len + 1]."""
+        first = np.arange(start, start + count, dtype=np.int64)[:, None] * self.seq_len
+        return (first + np.arange(self.seq_len + 1)) % self.vocab_size
+
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """Each sample is one document: int32 zeros [count, seq_len + 1]."""
+        return np.zeros((count, self.seq_len + 1), np.int32)
+
+    def loss_weights(self, start: int, count: int) -> None:
+        """None: every token's loss weighs 1."""
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """None: these come from no data set."""
+        return []

@@ -4,50 +4,102 @@ The corpus is cut into blocks; workers encode blocks into part files; this proce
 in order. Memory holds a block per worker and a file buffer, whatever the corpus.
 """
 
+import hashlib
+import json
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
-from mtcli.core.config.errors import failed, wrong
-from mtcli.core.data.documents import Reading, Tell, Text, read_documents
-from mtcli.core.data.encoders import SAMPLE_BYTES, is_cuttable, make_encode
-from mtcli.core.data.indexed import describe, token_dtype, with_suffix
-from mtcli.core.data.request import PreprocessRequest, done_before, fingerprint, named_sources
-from mtcli.core.data.sources import SourceFile, SourceList, TextBlock, cut, told
-from mtcli.core.data.stdin import spool
-from mtcli.core.data.tokenize import Tokenizer, load_tokenizer, train_tokenizer
-from mtcli.core.data.workspace import (
+from mtcli.core.config.errors import collect_errors, failed, wrong
+from mtcli.core.data.documents import Reading, Text, read_documents
+from mtcli.core.data.encoders import (
     EXAMPLES,
-    FINAL,
-    Encoded,
+    SAMPLE_BYTES,
     EncodeJob,
     TextCounts,
-    Workspace,
-    described,
+    describe_bad,
     encode_block,
+    is_cuttable,
+    make_encode,
 )
-from mtcli.core.runtime.data_pool import Pool
+from mtcli.core.data.indexed import describe, token_dtype, with_suffix
+from mtcli.core.data.sources import (
+    BLOCK_BYTES,
+    STDIN,
+    FileKind,
+    SourceFile,
+    SourceList,
+    TextBlock,
+    cut,
+    find_sources,
+    spool,
+    told,
+)
+from mtcli.core.data.tokenize import Tokenizer, load_tokenizer, require_trainable, train_tokenizer
+from mtcli.core.data.workspace import FINAL, Workspace
+from mtcli.core.runtime.process_pool import ProcessPool
 
+TRAIN = "train:"  # of a tokenizer: a new one, of as many ids as follow
 TRAIN_BYTES = 64 << 20  # of the corpus, evenly spread, that a new tokenizer is trained on
+KILLED = "signal 9 is most often the system short of memory: try fewer --workers, and --resume"
 
 Say = Callable[[str], None]
 
 
+class PreprocessRequest(NamedTuple):
+    """What the user asks of preprocess; the flags of the command, by their names."""
+
+    inputs: tuple[str, ...]
+    output: Path
+    tokenizer: str
+    text_key: str = "text"
+    split_on_blank: bool = False
+    workers: int = 1
+    append_eod: bool | None = None  # None: where the tokenizer has an end of document
+    skip_bad: bool = False
+    resume: bool = False
+    force: bool = False
+    format: FileKind | None = None  # None: as each file's ending says
+    max_document_bytes: int | None = None  # None: see `documents.Reading`
+
+    @property
+    def from_stdin(self) -> bool:
+        """Whether the corpus comes once, from standard input."""
+        return STDIN in self.inputs
+
+    @property
+    def train_size(self) -> int | None:
+        """The vocabulary of the tokenizer to train (`train:N`), or None to load one."""
+        if not self.tokenizer.startswith(TRAIN):
+            return None
+        size = self.tokenizer.removeprefix(TRAIN)
+        if not size.isdecimal():
+            raise wrong(f"tokenizer {self.tokenizer} is not train: and a number", "train:8192")
+        return int(size)
+
+    def reading(self, cuttable: bool) -> Reading:
+        """How documents are read; `cuttable` says whether long ones may be encoded in parts."""
+        return Reading(self.text_key, self.split_on_blank, cuttable, self.max_document_bytes)
+
+
 def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
-    """Write PREFIX.bin, .idx, .json and .tokenizer/; what they hold, and how long it took.
+    """Writes PREFIX.bin, .idx, .json and .tokenizer/; returns what they hold, and how long it took.
 
     `say` is told what will be done before it is. Raises MtcliError for input that is wrong (file
     and line), outputs that exist, an empty corpus, a full disk and a worker that died.
     """
     began = time.perf_counter()
-    found = named_sources(request)
+    found = _named_sources(request)
     name = fingerprint(request, found.sources)
-    facts = done_before(request, name)
+    facts = _done_before(request, name)
     if facts is None:
         facts = _in_workspace(request, found, name, say)
     else:
@@ -62,6 +114,86 @@ def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
         "tokens_per_second": facts["tokens"] / seconds,
         "outputs": [str(with_suffix(request.output, suffix)) for suffix in FINAL],
     }
+
+
+def _named_sources(request: PreprocessRequest) -> SourceList:
+    """The files to read; none for standard input. Raises MtcliError for all that cannot be."""
+
+    def require_workers() -> None:
+        if request.workers < 1:
+            message = f"{request.workers} workers cannot do anything"
+            raise wrong(message, "give at least 1", "--workers")
+
+    def require_train_size() -> None:
+        if (size := request.train_size) is not None:
+            require_trainable(size)
+
+    checks = require_workers, require_train_size, partial(_require_output, request.output)
+    found, *_ = collect_errors(partial(_sources, request), *checks)
+    return found
+
+
+def _sources(request: PreprocessRequest) -> SourceList:
+    if not request.inputs:
+        raise wrong("no input", "give files, folders, globs, - or stdlib")
+    if not request.from_stdin:
+        return find_sources(request.inputs, request.format)
+    if len(request.inputs) > 1:
+        message = f"standard input and {len(request.inputs) - 1} more inputs cannot be mixed"
+        raise wrong(message, "give - alone, or files alone")
+    if request.resume or request.tokenizer.startswith(TRAIN):
+        what = "--resume" if request.resume else request.tokenizer
+        raise wrong(f"{what} reads the input twice, and standard input comes once", "give a file")
+    if request.format == "parquet":
+        raise wrong("standard input cannot be Parquet, which is read from its end", "give a file")
+    if sys.stdin is None:
+        raise wrong("standard input is closed", "pipe the text in, or give files")
+    return SourceList([], {})
+
+
+def _require_output(output: Path) -> None:
+    if not output.name:
+        raise wrong(
+            f"'{output}' names no file", "data/code writes data/code.bin and its kin", "--output"
+        )
+    if output.suffix in FINAL:
+        message = f"{output} would be written as {output}.bin and its kin"
+        raise wrong(message, f"name the prefix, --output {output.with_suffix('')}", "--output")
+
+
+def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> str:
+    """Names a run: equal for two requests that must write the same bytes."""
+    files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
+    # What a run may be resumed with after it has met a bad document is not one of them.
+    options = (request.tokenizer, request.text_key, request.split_on_blank, request.append_eod)
+    options += (request.format,)
+    text = json.dumps([files, options, BLOCK_BYTES])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | None:
+    """What an earlier run says of the outputs where `--resume` finds them complete, else None.
+
+    Raises MtcliError where outputs are in the way.
+    """
+    finals = [with_suffix(request.output, suffix) for suffix in FINAL]
+    try:
+        made = [path for path in finals if path.exists()]
+    except OSError as error:  # of a name that is too long
+        why = f"it cannot be written: {error.strerror}"
+        raise wrong(why, "another --output", "--output") from None
+    if not made or request.force:
+        return None
+    if request.resume and with_suffix(request.output, ".idx") in made:
+        facts = describe(request.output) or {}
+        if facts.get("fingerprint") == name:
+            return facts
+        message = f"{request.output} was made from other inputs or options"
+        raise wrong(message, "--force to replace it, or another --output")
+    if request.resume and with_suffix(request.output, ".partial").is_dir():
+        return None
+    names = ", ".join(map(str, made))
+    raise wrong(f"{len(made)} outputs exist: {names}", "--force to replace them")
 
 
 def _in_workspace(
@@ -88,92 +220,50 @@ def _in_workspace(
 def _run(
     request: PreprocessRequest, found: SourceList, space: Workspace, say: Say
 ) -> dict[str, object]:
-    sources = found.sources
     if space.is_finished:
         space.publish()
         return describe(request.output) or {}
-    parts = space.folder / "parts"
-    parts.mkdir(exist_ok=True)
-    corpus: Iterable[SourceFile] = sources
+    corpus: Iterable[SourceFile] = found.sources
     if request.from_stdin:
-        folder = _made(space.folder / "spool")
+        folder = space.subfolder("spool")
         corpus = spool(sys.stdin.buffer, request.format, request.split_on_blank, folder)
-    first = list(islice(iter(corpus), 1))
-    rest = corpus if request.from_stdin else corpus[1:]
-    tokenizer = _tokenizer(request, sources, space)
-    job, encoder = _job(request, tokenizer, first, parts)
-    size = sum(source.size for source in sources)
-    say(_plan(request, len(sources), size, tokenizer, encoder))
+    corpus = iter(corpus)
+    first = list(islice(corpus, 1))
+    tokenizer = _tokenizer(request, found.sources, space)
+    job, encoder = _job(request, tokenizer, first, space.subfolder("parts"))
+    size = sum(source.size for source in found.sources)
+    files = f"{len(found.sources):,} files of {size / 1e6:,.1f} MB"
+    say(
+        f"{'standard input' if request.from_stdin else files} -> {request.output}.bin in tokens of "
+        f"{8 * job.dtype.itemsize} bits; tokenizer {request.tokenizer} of "
+        f"{tokenizer.vocab_size:,} ids by {encoder}; {request.workers} workers"
+    )
     if found.left_out:
         say(f"left out of folders: {told(found.left_out)}; name such files, or all with --format")
     if request.train_size is not None and tokenizer.vocab_size < request.train_size:
-        say(f"warning: {_few_ids(request, tokenizer)}")
+        say(
+            f"warning: {request.tokenizer} asked for {request.train_size:,} ids, and the corpus "
+            f"fills {tokenizer.vocab_size:,}: a larger one has more pairs to merge"
+        )
     if space.resumed_at:
         say(f"going on after {space.counts.documents:,} documents")
-    blocks = islice(cut(chain(first, rest), request.split_on_blank), space.resumed_at, None)
-    _encode_all(request, job, blocks, space, size)
-    skipped = sum(space.counts.skipped.values())
-    for example in space.counts.examples:
+    blocks = cut(chain(first, corpus), request.split_on_blank)
+    _encode_all(request, job, islice(blocks, space.resumed_at, None), space, size)
+    counts = space.counts
+    skipped = sum(counts.skipped.values())
+    for example in counts.examples:
         say(f"skipped {example}")
-    if more := skipped - len(space.counts.examples):
+    if more := skipped - len(counts.examples):
         say(f"skipped {more:,} more")
-    if space.counts.documents == 0:
+    if counts.documents == 0:
         raise wrong(
             f"no document in {', '.join(request.inputs)}: {skipped} bad ones were left out and "
-            f"{space.counts.empty_documents} hold no text",
+            f"{counts.empty_documents} hold no text",
             "is this the right input, and the right --text-key?",
         )
-    facts = _facts(request, tokenizer, job, space.counts, fingerprint(request, sources))
-    facts |= {"left_out": found.left_out}
+    facts = _facts(request, tokenizer, job, counts)
+    facts |= {"fingerprint": fingerprint(request, found.sources), "left_out": found.left_out}
     return space.finish(facts, job.dtype)
-
-
-def _encode_all(
-    request: PreprocessRequest,
-    job: EncodeJob,
-    blocks: Iterator[TextBlock],
-    space: Workspace,
-    size: int,
-) -> None:
-    """Encode `blocks` on all workers and append them in order, with a line of progress."""
-    issued: deque[TextBlock] = deque()
-
-    def remembered() -> Iterator[TextBlock]:
-        for block in blocks:
-            issued.append(block)
-            yield block
-
-    # A worker gets the job once; processes start before the progress bar starts its thread.
-    with (
-        Pool(_Encode(job), request.workers) as pool,
-        tqdm(total=size or None, unit="B", unit_scale=True, file=sys.stderr) as bar,
-    ):
-        began, before = time.perf_counter(), space.counts.tokens
-        for encoded in pool.map(remembered(), bar.update):
-            block = issued.popleft()
-            room = EXAMPLES - len(space.counts.examples)
-            space.counts.examples += [described(*bad) for bad in encoded.skipped[:room]]
-            space.append(*job.part(block.number), encoded.counts)
-            if request.from_stdin:
-                _remove_read(block)
-            speed = (space.counts.tokens - before) / (time.perf_counter() - began)
-            bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
-
-
-class _Encode:
-    """`encode_block` of one job: a class, so that it can be sent to a spawned worker."""
-
-    def __init__(self, job: EncodeJob) -> None:
-        self.job = job
-
-    def __call__(self, block: TextBlock, tell: Tell) -> Encoded:
-        return encode_block(self.job, block, tell)
-
-
-def _remove_read(block: TextBlock) -> None:
-    for piece in block.pieces:
-        if piece.stop == piece.source.size:
-            Path(piece.source.path).unlink()
 
 
 def _tokenizer(
@@ -193,15 +283,14 @@ def _tokenizer(
 
 def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[str]:
     """At most TRAIN_BYTES of the corpus: every k-th block, and of these what can be read."""
-    every = -(-sum(source.size for source in sources) // TRAIN_BYTES)
-    reading = _reading(request, cuttable=True)
+    stride = max(1, -(-sum(source.size for source in sources) // TRAIN_BYTES))
     left = TRAIN_BYTES
-    for block in cut(sources, request.split_on_blank):
-        pieces = block.pieces if block.number % max(every, 1) == 0 else ()
-        for item in chain.from_iterable(read_documents(piece, reading) for piece in pieces):
-            if left > 0 and isinstance(item, Text):
-                left -= item.size
-                yield item.text
+    for block in islice(cut(sources, request.split_on_blank), 0, None, stride):
+        for piece in block.pieces:
+            for item in read_documents(piece, request.reading(cuttable=True)):
+                if left > 0 and isinstance(item, Text):
+                    left -= item.size
+                    yield item.text
 
 
 def _job(
@@ -210,56 +299,59 @@ def _job(
     """What workers do, with the encoder that is proven on the corpus's beginning; its name."""
     append = tokenizer.eod_id is not None if request.append_eod is None else request.append_eod
     if append and tokenizer.eod_id is None:
-        raise wrong(
-            f"tokenizer {request.tokenizer} has no end-of-document token to append",
-            "--no-append-eod",
-        )
-    reading = _reading(request, is_cuttable(tokenizer))
-    encoder, encode = make_encode(tokenizer, _sample(first, reading))
-    dtype = token_dtype(tokenizer.vocab_size)
-    return EncodeJob(
-        encode, reading, dtype, tokenizer.eod_id, append, request.skip_bad, parts
-    ), encoder
-
-
-def _reading(request: PreprocessRequest, cuttable: bool) -> Reading:
-    return Reading(request.text_key, request.split_on_blank, cuttable, request.max_document_bytes)
-
-
-def _few_ids(request: PreprocessRequest, tokenizer: Tokenizer) -> str:
-    return (
-        f"{request.tokenizer} asked for {request.train_size:,} ids, and the corpus fills "
-        f"{tokenizer.vocab_size:,}: a larger one has more pairs to merge"
-    )
-
-
-def _sample(first: list[SourceFile], reading: Reading) -> str:
-    """The corpus's first readable text, of about SAMPLE_BYTES."""
-    text = ""
+        message = f"tokenizer {request.tokenizer} has no end-of-document token to append"
+        raise wrong(message, "--no-append-eod")
+    reading = request.reading(is_cuttable(tokenizer))
+    sample = ""
     for block in islice(cut(first, reading.blank), 1):
         for item in read_documents(block.pieces[0], reading):
-            if len(text) >= SAMPLE_BYTES:
+            if len(sample) >= SAMPLE_BYTES:
                 break
             if isinstance(item, Text):
-                text += item.text[:SAMPLE_BYTES]
-    return text
+                sample += item.text[:SAMPLE_BYTES]
+    encoder, encode = make_encode(tokenizer, sample)
+    dtype = token_dtype(tokenizer.vocab_size)
+    job = EncodeJob(encode, reading, dtype, tokenizer.eod_id, append, request.skip_bad, parts)
+    return job, encoder
 
 
-def _plan(
-    request: PreprocessRequest, files: int, size: int, tokenizer: Tokenizer, encoder: str
-) -> str:
-    what = "standard input" if request.from_stdin else f"{files:,} files of {size / 1e6:,.1f} MB"
-    bits = 8 * token_dtype(tokenizer.vocab_size).itemsize
-    return (
-        f"{what} -> {request.output}.bin in tokens of {bits} bits; tokenizer {request.tokenizer} "
-        f"of {tokenizer.vocab_size:,} ids by {encoder}; {request.workers} workers"
-    )
+def _encode_all(
+    request: PreprocessRequest,
+    job: EncodeJob,
+    blocks: Iterator[TextBlock],
+    space: Workspace,
+    size: int,
+) -> None:
+    """Encodes `blocks` on all workers and appends them in order, with a line of progress."""
+    issued: deque[TextBlock] = deque()
+
+    def remembered() -> Iterator[TextBlock]:
+        for block in blocks:
+            issued.append(block)
+            yield block
+
+    # A worker gets the job once; processes start before the progress bar starts its thread.
+    with (
+        ProcessPool(partial(encode_block, job), request.workers, KILLED) as pool,
+        tqdm(total=size or None, unit="B", unit_scale=True, file=sys.stderr) as bar,
+    ):
+        began, before = time.perf_counter(), space.counts.tokens
+        for counts, skipped in pool.map(remembered(), bar.update):
+            block = issued.popleft()
+            room = EXAMPLES - len(space.counts.examples)
+            space.counts.examples += [describe_bad(*bad) for bad in skipped[:room]]
+            space.append(*job.part(block.number), counts)
+            for piece in block.pieces if request.from_stdin else ():
+                if piece.stop == piece.source.size:  # the spooled file was read to its end
+                    Path(piece.source.path).unlink()
+            speed = (space.counts.tokens - before) / (time.perf_counter() - began)
+            bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
 
 
 def _facts(
-    request: PreprocessRequest, tokenizer: Tokenizer, job: EncodeJob, counts: TextCounts, name: str
+    request: PreprocessRequest, tokenizer: Tokenizer, job: EncodeJob, counts: TextCounts
 ) -> dict[str, object]:
-    """What PREFIX.json says, but for the hashes."""
+    """What PREFIX.json says of the tokens and how they were made."""
     return {
         "documents": counts.documents,
         "tokens": counts.tokens,
@@ -282,10 +374,4 @@ def _facts(
             "eod_token": tokenizer.eod_token,
             "sha256": tokenizer.sha256,
         },
-        "fingerprint": name,
     }
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder

@@ -4,14 +4,30 @@ The sequences of a split are laid end to end, E times over and shuffled; sample 
 starts at token k * seq_len and is seq_len + 1 tokens long, so that neighbours share one token. The
 shuffle index then says in which order samples are taken. Equal, number by number, to
 megatron-core's GPTDataset (which builds the sample index in C++).
+
+Large indices are kept beside the data: one process builds them, all the others map them.
 """
 
-from typing import NamedTuple
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tokenize import TokenError
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.lib.format import read_array_header_1_0, read_magic
+
+from mtcli.core.config.untrusted import append_untrusted, open_untrusted
+from mtcli.core.data.blend import BlendOrder, blend_indices
+from mtcli.core.data.indexed import Indexed, with_suffix
+from mtcli.core.runtime.atomic_writes import whole
 
 FINAL_EPOCH_THRESHOLD = 0.80  # a last epoch of which less is needed is shuffled on its own
 CHUNK = 1 << 20  # rows of the sample index found at a time
+# Below this many sequences or samples the indices are made again in a second at most.
+WORTH_KEEPING = 1 << 20
 
 
 class Samples(NamedTuple):
@@ -100,3 +116,95 @@ def _rows(lengths: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
         rows[start : start + CHUNK, 1] = tokens - (ends[position] - lengths[position])
     rows[0] = 0  # even where the stream begins with empty sequences
     return rows
+
+
+Arrays = TypeVar("Arrays", Samples, BlendOrder)
+
+
+def cached_samples(
+    data: Indexed, owned: range, num_samples: int, seq_len: int, seed: int, planned: int
+) -> Samples:
+    """`build_samples`, kept beside the data where the indices are large."""
+
+    def build() -> Samples:
+        return build_samples(data.lengths, owned, num_samples, seq_len, seed, planned)
+
+    if max(len(owned), num_samples, planned) < WORTH_KEEPING:
+        return build()
+    stat = data.idx.stat()
+    facts = [stat.st_size, stat.st_mtime_ns, data.num_tokens, owned.start, owned.stop]
+    return _kept(data.prefix, [*facts, num_samples, seq_len, seed, planned], Samples, build)
+
+
+def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
+    """`blend_indices`, kept beside the first dataset's data where it is large."""
+
+    def build() -> BlendOrder:
+        return blend_indices(weights, size)
+
+    if size < WORTH_KEEPING:
+        return build()
+    return _kept(prefix, ["blend", weights, size], BlendOrder, build)
+
+
+def _kept(
+    prefix: Path, facts: list[object], kind: type[Arrays], build: Callable[[], Arrays]
+) -> Arrays:
+    """What `build` gives, from `PREFIX.cache/` where a process with the same facts made it before.
+
+    One process at a time builds, under a lock, so that ranks which start together share its work.
+    Where the folder cannot be written, each process builds its own in memory. What came with the
+    data from elsewhere is never taken: its name would need the time when `.idx` was put here.
+    """
+    facts = [*facts, with_suffix(prefix, ".idx").stat().st_ctime_ns]
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    folder = with_suffix(prefix, ".cache") / name
+    kept = load_kept(folder, kind)
+    if kept is not None:
+        return kept
+    try:
+        folder.parent.mkdir(exist_ok=True)
+        with append_untrusted(folder.parent / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+            if load_kept(folder, kind) is None:
+                _store(folder, build())
+    except OSError:  # a read-only or full disk
+        return build()
+    return load_kept(folder, kind) or build()
+
+
+def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
+    """The arrays in `folder`, mapped; None where they are not there, not whole or no indices."""
+    try:
+        arrays = kind(*(_mapped(folder / f"{name}.npy") for name in kind._fields))
+    except (OSError, ValueError, TokenError):
+        return None
+    return arrays if _are_indices(arrays) else None
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The array in a file of np.save, mapped. Raises ValueError where it is no plain one."""
+    with open_untrusted(path) as file:
+        version = read_magic(file)
+        shape, is_fortran, dtype = read_array_header_1_0(file)
+        if version != (1, 0) or is_fortran or dtype.hasobject:
+            raise ValueError(f"{path} is not an array as np.save writes it")
+        return np.memmap(file, dtype, "r", file.tell(), shape)
+
+
+def _are_indices(arrays: Samples | BlendOrder) -> bool:
+    """Whether they are integers in the shapes that their docstrings give."""
+    shapes = [array.shape for array in arrays]
+    if any(array.dtype.kind not in "iu" for array in arrays):
+        return False
+    if isinstance(arrays, BlendOrder):
+        return shapes == [(arrays.owner.size,)] * 2
+    count = arrays.order.size
+    return shapes == [(arrays.documents.size,), (count + 1, 2), (count,)]
+
+
+def _store(folder: Path, arrays: Samples | BlendOrder) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, array in zip(arrays._fields, arrays, strict=True):
+        with whole(folder / f"{name}.npy") as path:
+            np.save(path, array)

@@ -4,17 +4,19 @@ A block is what one worker does at a time: some files, or a range of bytes of on
 and ends between documents. Where blocks are cut never shows in the output.
 """
 
+import codecs
 import glob
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, BinaryIO, Literal, NamedTuple, get_args
 
-from mtcli.core.config.errors import every, wrong
+from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS
 
@@ -38,6 +40,11 @@ ACCEPTED += f"or --format {'|'.join(dict.fromkeys(KINDS.values()))}"
 STDLIB, STDIN = "stdlib", "-"
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 BLOCK_BYTES = 4 << 20
+# Where documents may end.
+BOUNDARIES: dict[FileKind, re.Pattern[bytes]] = {
+    kind: re.compile(rb"\n[^\S\n]*\n" if kind == "text" else rb"\n") for kind in get_args(FileKind)
+}
+USUAL = {"text": (b"\n\n", b"\n\r\n")}  # found from the end, a hundred times as fast
 
 
 class SourceFile(NamedTuple):
@@ -85,7 +92,7 @@ def find_sources(inputs: Sequence[str], kind: FileKind | None = None) -> SourceL
     holds nothing readable or has another ending.
     """
     left_out: Counter[str] = Counter()
-    found = every(*(partial(_named, name, kind, left_out) for name in inputs))
+    found = collect_errors(*(partial(_named, name, kind, left_out) for name in inputs))
     return SourceList(list(chain(*found)), dict(sorted(left_out.items())))
 
 
@@ -157,10 +164,8 @@ def _matches(pattern: str, kind: FileKind | None) -> list[SourceFile]:
     paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in paths if path.is_file()]
     if not files:
-        raise wrong(
-            f"no input {pattern or repr(pattern)}",
-            "inputs are files, folders, globs, - for standard input, or stdlib",
-        )
+        message = f"no input {pattern or repr(pattern)}"
+        raise wrong(message, "inputs are files, folders, globs, - for standard input, or stdlib")
     return [_source(path, kind) for path in files]
 
 
@@ -223,3 +228,82 @@ def _is_blank(file: IO[bytes]) -> bool:
         if part.endswith(b"\n"):
             break
     return is_blank
+
+
+def spool(
+    stream: BinaryIO, kind: FileKind | None, blank: bool, folder: Path
+) -> Iterator[SourceFile]:
+    """The stream as files of about BLOCK_BYTES in `folder`, written as they are asked for.
+
+    Of a `kind`, or JSON lines where the first character is a brace, else text. Text that blank
+    lines do not divide (`blank`) is one file that is one document, and a table is one file. Of a
+    document that is longer than a block no more than a block is held. The caller removes the files.
+    """
+    left = stream.read(BLOCK_BYTES)
+    start = left.removeprefix(codecs.BOM_UTF8).lstrip()
+    kind = kind or ("jsonl" if start.startswith(b"{") else "text")
+    if kind != "jsonl" and not (kind == "text" and blank):
+        yield _write(folder / "0", kind, 0, _rest(left, stream))
+        return
+    number, line = 0, 0
+    while left:
+        document = _SpooledBlock(left, stream, kind)
+        yield _write(folder / str(number), kind, line, document)
+        number, line, left = number + 1, line + document.lines, document.left
+
+
+class _SpooledBlock:
+    """Bytes of a stream up to a place where documents end: the last in `left`, or the first behind.
+
+    Once they are taken, `lines` says how many lines they are, and `left` is what was read after.
+    """
+
+    def __init__(self, left: bytes, stream: BinaryIO, kind: FileKind) -> None:
+        self.left, self.lines = left, 0
+        self._stream, self._kind = stream, kind
+
+    def __iter__(self) -> Iterator[bytes]:
+        end = end_of_last(self._kind, self.left)
+        while not end and (data := self._stream.read(BLOCK_BYTES)):
+            kept = begun(self._kind, self.left)
+            taken, self.left = self.left[: len(self.left) - len(kept)], kept + data
+            self.lines += taken.count(b"\n")
+            yield taken
+            end = end_of_first(self._kind, self.left)
+        end = end or len(self.left)
+        self.lines += self.left.count(b"\n", 0, end)
+        yield self.left[:end]
+        self.left = self.left[end:] or self._stream.read(BLOCK_BYTES)
+
+
+def _rest(head: bytes, stream: BinaryIO) -> Iterator[bytes]:
+    while head:
+        yield head
+        head = stream.read(BLOCK_BYTES)
+
+
+def _write(path: Path, kind: FileKind, first_line: int, parts: Iterable[bytes]) -> SourceFile:
+    with open(path, "wb") as file:
+        size = sum(file.write(part) for part in parts)
+    return SourceFile(str(path), kind, "", size, STDIN, first_line)
+
+
+def end_of_last(kind: FileKind, data: bytes) -> int:
+    """Where the last place in `data` ends in which documents may; 0 where there is none."""
+    found = ((data.rfind(usual), len(usual)) for usual in USUAL.get(kind, (b"\n",)))
+    end = max(at + length if at >= 0 else 0 for at, length in found)
+    if end or kind != "text":
+        return end
+    return max((match.end() for match in BOUNDARIES[kind].finditer(data)), default=0)
+
+
+def end_of_first(kind: FileKind, data: bytes) -> int:
+    """Where the first place in `data` ends in which documents may; 0 where there is none."""
+    match = BOUNDARIES[kind].search(data)
+    return match.end() if match else 0
+
+
+def begun(kind: FileKind, data: bytes) -> bytes:
+    """The end of `data` that may begin a document boundary: a line of blanks so far."""
+    line = data[max(0, data.rfind(b"\n")) :] if kind == "text" else b""
+    return line if line.startswith(b"\n") and line.isspace() else b""

@@ -40,7 +40,8 @@ class Tokenizer:
         """
         if isinstance(source, str):
             self.definition, self._growth = bounded(source)  # the text of tokenizer.json
-            self.backend = _parse(self.definition)
+            with no_panics("not a tokenizer definition"):
+                self.backend = HfTokenizer.from_str(self.definition)
         else:
             self.definition, self._growth, self.backend = source.to_str(), 1, source
         self.config = dict(config or {})  # tokenizer_config.json, where there is one
@@ -116,10 +117,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return _from_file(path)
     text = str(spec)
     if text.startswith("train:"):
-        raise wrong(
-            f"tokenizer {text} is trained on a corpus, and there is none here",
-            "only mtcli preprocess trains one; name the folder it wrote, PREFIX.tokenizer",
-        )
+        message = f"tokenizer {text} is trained on a corpus, and there is none here"
+        hint = "only mtcli preprocess trains one; name the folder it wrote, PREFIX.tokenizer"
+        raise wrong(message, hint)
     if text.count("/") > 1 or text[:1] in "./~" or text.endswith(".json"):
         raise wrong(f"tokenizer {text}: no such file or folder", f"give {KINDS}")
     return _from_hub(text)
@@ -160,11 +160,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(json.dumps(definition, ensure_ascii=False))
 
 
-def _parse(definition: str) -> HfTokenizer:
-    with no_panics("not a tokenizer definition"):
-        return HfTokenizer.from_str(definition)
-
-
 def _end_names(config: dict[str, object]) -> tuple[str, ...]:
     """Names to look the end-of-document token up by: the configured one first."""
     configured = config.get("eos_token")
@@ -194,10 +189,8 @@ def _from_folder(folder: Path) -> Tokenizer:
         return _from_file(folder / "tokenizer.json")
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         return _from_gpt2_files(folder / "vocab.json", folder / "merges.txt")
-    raise wrong(
-        f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt",
-        f"give {KINDS}",
-    )
+    message = f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt"
+    raise wrong(message, f"give {KINDS}")
 
 
 def _from_file(path: Path) -> Tokenizer:
@@ -215,18 +208,14 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
     with no_panics(f"{vocab} and {merges} are not a BPE vocabulary"):
         table = parse_json(texts[0])
         require_tokens(table)
-        backend = HfTokenizer(models.BPE(table, _merges_of(texts[1])))
+        lines = texts[1].removesuffix("\n").replace("\r\n", "\n").split("\n")
+        merges_first = [tuple(ln.split(" ")) for ln in lines if not ln.startswith("#version")]
+        backend = HfTokenizer(models.BPE(table, merges_first))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if backend.token_to_id(END_OF_DOCUMENT) is not None:
         backend.add_special_tokens([END_OF_DOCUMENT])
     return Tokenizer(backend, _config_beside(vocab))
-
-
-def _merges_of(text: str) -> list[tuple[str, ...]]:
-    """The pairs of a merges.txt, the first to be merged first."""
-    lines = text.removesuffix("\n").replace("\r\n", "\n").split("\n")
-    return [tuple(line.split(" ")) for line in lines if not line.startswith("#version")]
 
 
 def _config_beside(path: Path) -> dict[str, object]:

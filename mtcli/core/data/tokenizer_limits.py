@@ -33,6 +33,7 @@ GROWTH = {"NFKC": 11, "NFKD": 11, "NFC": 3, "NFD": 3, "BertNormalizer": 6, "Lowe
 GROWTH |= {"ByteLevel": 3, "Metaspace": 5, "ByteFallback": 3}
 ONE_SILENCE = RLock()  # of the process's stderr: a second thread would put back the first's silence
 OTHER = "use the tokenizer of the model itself, or another"
+AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 def bounded(definition: str) -> tuple[str, float]:
@@ -89,7 +90,8 @@ def no_panics(what: str) -> Iterator[None]:
         # A panic is no Exception, and its class cannot be imported; all else is a bare Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise wrong(f"{what}: {_first_line(error)}", OTHER) from None
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise wrong(f"{what}: {lines[0][:200]}", OTHER) from None
 
 
 @contextmanager
@@ -108,11 +110,6 @@ def _silent() -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
 
 
 def _checked(table: dict[str, Any]) -> float:
@@ -135,14 +132,9 @@ def _checked(table: dict[str, Any]) -> float:
     # These are normalised when the definition is loaded.
     normalised = sum(len(token["content"]) for token in added if token.get("normalized"))
     if growth["normalizer"] * normalised > FREE_BYTES:
-        message = (
-            f"the tokenizer's normalizer may make {growth['normalizer']:.3g} bytes out of each"
-        )
-        raise wrong(f"{message} of {normalised:,} letters of added tokens", OTHER)
+        most = f"{growth['normalizer']:.3g} bytes out of each of {normalised:,} letters"
+        raise wrong(f"the tokenizer's normalizer may make {most} of added tokens", OTHER)
     return growth["normalizer"]
-
-
-AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 def _growth(step: Any) -> float:
@@ -153,9 +145,8 @@ def _growth(step: Any) -> float:
     if kind == "Sequence":
         steps = next((value for value in step.values() if isinstance(value, list)), [])
         if len(steps) > MAX_STEPS:
-            raise wrong(
-                f"the tokenizer has {len(steps)} steps in a sequence, over {MAX_STEPS}", OTHER
-            )
+            said = f"the tokenizer has {len(steps)} steps in a sequence, over {MAX_STEPS}"
+            raise wrong(said, OTHER)
         return prod(map(_growth, steps))
     if kind == "Replace":
         pattern, content = step.get("pattern"), len(step.get("content", "").encode())
@@ -191,10 +182,8 @@ def _require_template(processor: Any) -> None:
     special = (processor.get("special_tokens") or {}).values()
     longest = max((len(token.get("ids", ())) for token in special), default=0)
     if texts > 1 or max(len(single), longest) > MAX_STEPS:
-        counts = f"{len(single)} pieces, {texts} of them the text"
-        raise wrong(
-            f"the tokenizer's template has {counts}, and special tokens of {longest} ids", OTHER
-        )
+        counts = f"{len(single)} pieces, {texts} of them the text, and special tokens of"
+        raise wrong(f"the tokenizer's template has {counts} {longest} ids", OTHER)
 
 
 def require_tokens(vocab: Any) -> None:

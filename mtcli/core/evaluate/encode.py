@@ -78,10 +78,8 @@ def encoder_for(tokenizer: Tokenizer) -> Encoder:
         else next(iter(added), tokenizer.eod_id)
     )
     if prefix_id is None:
-        raise wrong(
-            f"the tokenizer has {len(vocab)} tokens, and none that begins or ends a text",
-            "name its eos_token or bos_token in tokenizer_config.json",
-            "--tokenizer",
-        )
+        message = f"the tokenizer has {len(vocab)} tokens, and none that begins or ends a text"
+        hint = "name its eos_token or bos_token in tokenizer_config.json"
+        raise wrong(message, hint, "--tokenizer")
     # Whether texts start with it is in tokenizer.json alone: transformers 5 heeds no add_bos_token.
     return Encoder(tokenizer.encode, prefix_id, tokenizer.decode([prefix_id]), added == [prefix_id])

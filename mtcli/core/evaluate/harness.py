@@ -114,10 +114,9 @@ def evaluate_harness(name: str, model: HarnessModel, limit: int | None) -> Repor
         )
     except (OSError, ValueError) as error:  # datasets raises both for data it cannot find
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise failed(
-            f"lm-eval cannot run the task {name}: {reason}",
-            "its data comes from the Hugging Face hub: check the network, or fill the cache once",
-        ) from error
+        message = f"lm-eval cannot run the task {name}: {reason}"
+        hint = "its data comes from the Hugging Face hub: check the network, or fill the cache once"
+        raise failed(message, hint) from error
     return {} if results is None else _flatten(name, results)  # None: not the printing rank
 
 
@@ -134,11 +133,9 @@ def _find(name: str) -> tuple[TaskManager, str]:
         return TaskManager(include_path=folder, include_defaults=False), found[1]
     manager = TaskManager()
     if name not in manager.all_tasks:
-        raise wrong(
-            f"lm-eval has {len(manager.all_tasks)} tasks, and none is called {name!r}",
-            f"`lm-eval ls tasks` lists them{closest(name, manager.all_tasks)}",
-            "--task",
-        )
+        message = f"lm-eval has {len(manager.all_tasks)} tasks, and none is called {name!r}"
+        hint = f"`lm-eval ls tasks` lists them{closest(name, manager.all_tasks)}"
+        raise wrong(message, hint, "--task")
     return manager, name
 
 

@@ -3,9 +3,8 @@
 A row is a tree of tokens written out in depth-first order; a token attends to its ancestors and has
 its depth as its position, so every root-to-leaf path is computed as if it were alone. Four endings
 of one question cost one context and four endings. A row with one path is plain causal and needs no
-mask. Rows of similar length go together, so little is padding.
-
-The scores of many requests, in their own order, whatever order they were computed in.
+mask. Rows of similar length go together, so little is padding. Scores come in the order of their
+requests, whatever order they were computed in.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,9 @@ from mtcli.core.inference.scoring import ScoreBatch, Scorer
 MIN_SHARED_PART = 4
 # A row may grow to twice the model's context: room for a full context and as much in endings.
 MAX_ROW_LENGTHS = 2
+# Tokens of a forward pass, by device. On one core of a CPU 1024, 2048 and 4096 took the same time
+# (2.6 to 2.9 s for 100 questions, width 256). A GPU is full well before 16384 of any model.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 class Branch(NamedTuple):
@@ -68,6 +70,43 @@ class PackedBatch(NamedTuple):
     owners: Ids  # [N]
 
 
+def score_requests(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> list[Score]:
+    """One score per request, in request order. Raises as `fit` and `run` do."""
+    return run(scorer, plan(scorer, requests, batch_tokens))
+
+
+def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> PackingPlan:
+    """The requests cut to the scorer's context and packed. Raises as `fit` does."""
+    return pack(
+        fit(requests, scorer.max_seq_len, scorer.vocab_size), scorer.max_seq_len, batch_tokens
+    )
+
+
+def run(
+    scorer: Scorer, planned: PackingPlan, progress: Progress = lambda done: None
+) -> list[Score]:
+    """One score per planned request; log-probabilities are summed in float64.
+
+    `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when
+    the model gives a log-probability that is not a number.
+    """
+    num_requests = len(planned.requests)
+    sums, greedy = np.zeros(num_requests), np.ones(num_requests, bool)
+    for batch, owners in batches(planned):
+        logprobs, is_argmax = scorer.score(batch)
+        np.add.at(sums, owners, logprobs.double().cpu().numpy())
+        np.logical_and.at(greedy, owners, is_argmax.cpu().numpy())
+        if np.isnan(sums[owners]).any():
+            broken = owners[np.isnan(sums[owners])][0]
+            raise failed(
+                f"the model gives a log-probability of nan in request {broken} of {len(sums)}",
+                "its weights or activations are not finite: check the checkpoint, or evaluate in "
+                "fp32",
+            )
+        progress(len(np.unique(owners)))
+    return [Score(float(sums[i]), bool(greedy[i])) for i in range(num_requests)]
+
+
 def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> PackingPlan:
     """The plan for `requests` already cut to `max_seq_len` inputs (`fit`).
 
@@ -79,7 +118,11 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pa
     groups: list[tuple[PackedRow, ...]] = []
     for several in (True, False):  # one masked row would make its whole batch masked
         kind = [row for row in rows if (len(row.branches) > 1) == several]
-        groups += _group(sorted(kind, key=lambda row: -row.size), batch_tokens)
+        kind.sort(key=lambda row: -row.size)
+        while kind:
+            count = max(1, batch_tokens // kind[0].size)
+            groups.append(tuple(kind[:count]))
+            del kind[:count]
     return PackingPlan(requests, tuple(groups))
 
 
@@ -93,7 +136,9 @@ def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
     rows = [PackedRow([Branch(order[0], 0)], len(requests[order[0]].tokens) - 1)]
     for before, index in pairwise(order):
         length = len(requests[index].tokens) - 1
-        shared = _common(requests[before].tokens[:-1], requests[index].tokens[:-1])
+        least = min(length, len(requests[before].tokens) - 1)
+        differ = requests[before].tokens[:least] != requests[index].tokens[:least]
+        shared = int(differ.argmax()) if differ.any() else least
         grown = rows[-1].size + length - shared
         if shared * MIN_SHARED_PART >= length and grown <= max_row:
             rows[-1].branches.append(Branch(index, shared))
@@ -103,31 +148,13 @@ def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
     return rows
 
 
-def _common(a: Ids, b: Ids) -> int:
-    """How many ids a and b begin with in common."""
-    length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
-    return int(differ.argmax()) if differ.any() else length
-
-
-def _group(rows: list[PackedRow], batch_tokens: int) -> list[tuple[PackedRow, ...]]:
-    """Rows, longest first, cut into batches of at most batch_tokens slots."""
-    groups: list[tuple[PackedRow, ...]] = []
-    start = 0
-    while start < len(rows):
-        count = max(1, batch_tokens // rows[start].size)
-        groups.append(tuple(rows[start : start + count]))
-        start += count
-    return groups
-
-
 def batches(plan: PackingPlan) -> Iterator[PackedBatch]:
     """The plan's forward passes, one at a time."""
     for rows in plan.groups:
-        yield _build(rows, plan.requests)
+        yield _batch(rows, plan.requests)
 
 
-def _build(rows: tuple[PackedRow, ...], requests: Sequence[Request]) -> PackedBatch:
+def _batch(rows: tuple[PackedRow, ...], requests: Sequence[Request]) -> PackedBatch:
     width = max(row.size for row in rows)
     shape = (len(rows), width)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -158,48 +185,3 @@ def _build(rows: tuple[PackedRow, ...], requests: Sequence[Request]) -> PackedBa
         targets=torch.from_numpy(np.concatenate(targets)),
     )
     return PackedBatch(batch, np.concatenate(owners))
-
-
-# Tokens of a forward pass, by device. On one core of a CPU 1024, 2048 and 4096 took the same time
-# (2.6 to 2.9 s for 100 questions, width 256). A GPU is full well before 16384 of any model.
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
-
-
-def score_requests(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> list[Score]:
-    """One score per request, in request order. Raises as `fit` and `run` do."""
-    return run(scorer, plan(scorer, requests, batch_tokens))
-
-
-def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> PackingPlan:
-    """The requests cut to the scorer's context and packed. Raises as `fit` does."""
-    return pack(
-        fit(requests, scorer.max_seq_len, scorer.vocab_size), scorer.max_seq_len, batch_tokens
-    )
-
-
-def run(
-    scorer: Scorer, planned: PackingPlan, progress: Progress = lambda done: None
-) -> list[Score]:
-    """One score per planned request; log-probabilities are summed in float64.
-
-    `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when
-    the model gives a log-probability that is not a number.
-    """
-    num_requests = len(planned.requests)
-    sums, greedy = np.zeros(num_requests), np.ones(num_requests, bool)
-    for batch, owners in batches(planned):
-        logprobs, is_argmax = scorer.score(batch)
-        np.add.at(sums, owners, logprobs.double().cpu().numpy())
-        np.logical_and.at(greedy, owners, is_argmax.cpu().numpy())
-        _refuse_nan(sums, owners)
-        progress(len(np.unique(owners)))
-    return [Score(float(sums[i]), bool(greedy[i])) for i in range(num_requests)]
-
-
-def _refuse_nan(sums: np.ndarray, owners: np.ndarray) -> None:
-    broken = owners[np.isnan(sums[owners])]
-    if len(broken):
-        raise failed(
-            f"the model gives a log-probability of nan in request {broken[0]} of {len(sums)}",
-            "its weights or activations are not finite: check the checkpoint, or evaluate in fp32",
-        )

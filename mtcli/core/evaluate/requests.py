@@ -1,19 +1,16 @@
 """What evaluation asks of a model: the log-likelihood of a continuation after a context.
 
 Every task is a flat list of `Request`s and the model is one function, `Scorer.score`; nothing here
-knows how the model is split. Shapes: B rows, S slots in a row, N scored predictions.
+knows how the model is sharded.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtcli.core.config.errors import wrong
-
-if TYPE_CHECKING:  # tasks are read and checked before torch is loaded
-    pass
 
 Ids = NDArray[np.int64]
 
@@ -46,32 +43,22 @@ def fit(requests: Sequence[Request], max_seq_len: int, vocab_size: int) -> list[
     """
     fitted = []
     for index, (tokens, num_targets) in enumerate(requests):
-        _check(index, tokens, num_targets, max_seq_len, vocab_size)
+        scores = f"request {index} scores"
+        if num_targets < 1:
+            raise wrong(f"{scores} {num_targets} tokens", "its continuation must not be empty")
+        if len(tokens) <= num_targets:
+            hint = "the first token needs one before it: give the context a prefix token"
+            raise wrong(f"{scores} all of its {len(tokens)} tokens", hint)
+        if num_targets > max_seq_len:
+            message = f"{scores} {num_targets} tokens, the model reads {max_seq_len}"
+            raise wrong(message, "evaluate a model with a longer max_seq_len")
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(outside):
+            message = f"request {index} holds token id {outside.max()}"
+            hint = "use the tokenizer that the model was trained with"
+            raise wrong(f"{message}, the model's vocab_size is {vocab_size}", hint)
         fitted.append(Request(tokens[-(max_seq_len + 1) :], num_targets))
     return fitted
-
-
-def _check(index: int, tokens: Ids, num_targets: int, max_seq_len: int, vocab_size: int) -> None:
-    if num_targets < 1:
-        raise wrong(
-            f"request {index} scores {num_targets} tokens", "its continuation must not be empty"
-        )
-    if len(tokens) <= num_targets:
-        raise wrong(
-            f"request {index} scores all of its {len(tokens)} tokens",
-            "the first token needs one before it: give the context a prefix token",
-        )
-    if num_targets > max_seq_len:
-        raise wrong(
-            f"request {index} scores {num_targets} tokens, the model reads {max_seq_len}",
-            "evaluate a model with a longer max_seq_len",
-        )
-    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
-        outside = int(tokens.max()) if int(tokens.max()) >= vocab_size else int(tokens.min())
-        raise wrong(
-            f"request {index} holds token id {outside}, the model's vocab_size is {vocab_size}",
-            "use the tokenizer that the model was trained with",
-        )
 
 
 def overlapping_windows(tokens: Ids, window: int, overlap: int) -> list[Request]:

@@ -22,7 +22,7 @@ class Sampling:
 
 
 def generate(
-    engine: InferenceModel,
+    model: InferenceModel,
     prompt: list[int],
     max_tokens: int,
     sampling: Sampling,
@@ -33,7 +33,7 @@ def generate(
     Stops where the model's longest context is full. Raises MtcliError for a prompt that is empty
     or already longer than that.
     """
-    limit = engine.max_seq_len
+    limit = model.max_seq_len
     if not 0 < len(prompt) <= limit:
         message = f"the prompt has {len(prompt)} tokens and the model takes 1 to {limit}"
         raise wrong(message, "give a shorter prompt, and not an empty one", "--prompt")
@@ -41,7 +41,7 @@ def generate(
     cache, new, position = Cache(), prompt, 0
     for _ in range(max_tokens):
         positions = torch.arange(position, position + len(new))[None]
-        logits = engine.next_logits(torch.tensor([new]), positions, cache)[0]
+        logits = model.next_logits(torch.tensor([new]), positions, cache)[0]
         token = choose(logits.cpu(), sampling, generator)
         if token in ends:
             return

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.consensus import open_agreed, together
+from mtcli.core.checkpoint.huggingface.config_json import read_json
+from mtcli.core.checkpoint.huggingface.reader import CONFIG, GENERATION
+from mtcli.core.checkpoint.names import HUGGINGFACE
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.forward import forward_config, require_causal
+from mtcli.core.config.rules import forward_config, require_causal
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
-from mtcli.core.inference.end_of_text import end_ids
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
@@ -68,19 +71,19 @@ class InferenceModel:
         b, s = batch.tokens.shape
         share = -(-b // self.groups.layout.dp)
         first = self.groups.dp_rank * share
-        mine = torch.arange(first, first + share).clamp(max=b - 1)
+        local_rows = torch.arange(first, first + share).clamp(max=b - 1)
         owned = batch.rows // s // share == self.groups.dp_rank
-        part = ScoreBatch(
-            batch.tokens[mine],
-            batch.positions[mine],
-            None if batch.mask is None else batch.mask[mine],
+        local = ScoreBatch(
+            batch.tokens[local_rows],
+            batch.positions[local_rows],
+            None if batch.mask is None else batch.mask[local_rows],
             batch.rows[owned] - first * s,
             batch.targets[owned],
         )
-        found = torch.zeros(2, len(batch.rows), device=self.groups.device)
-        found[:, owned] = self._score(part)
-        found = all_reduce(found, self.groups.world).cpu()
-        return found[0], found[1] > 0.5
+        scores = torch.zeros(2, len(batch.rows), device=self.groups.device)
+        scores[:, owned] = self._score(local)
+        scores = all_reduce(scores, self.groups.world).cpu()
+        return scores[0], scores[1] > 0.5
 
     def next_logits(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The logits [b, V] that follow the last token of each sequence, on every rank."""
@@ -99,26 +102,22 @@ class InferenceModel:
         b = len(batch.tokens)
         device, pp = self.groups.device, self.groups.layout.pp
         size = b // pp if b % pp == 0 else b
-        outputs = self.forward([self._score_inputs(batch, i, size) for i in range(0, b, size)])
+        micro_batches = []
+        for rows in (slice(start, start + size) for start in range(0, b, size)):
+            mask = None if batch.mask is None else batch.mask[rows]
+            inputs = self._inputs(batch.tokens[rows], positions=batch.positions[rows], mask=mask)
+            micro_batches.append(inputs)
+        outputs = self.forward(micro_batches)
         if not outputs:
             return torch.zeros(2, len(batch.rows), device=device)
         output = self._last_stage().output
         x_TD = torch.cat(outputs)
-        parts = []
-        for rows, targets in zip(
-            batch.rows.to(device).split(SCORED_ROWS),
-            batch.targets.to(device).split(SCORED_ROWS),
-            strict=True,
-        ):
-            logprobs, greedy = output.score(output.logits(x_TD[rows]), targets)
-            parts.append(torch.stack([logprobs.float(), greedy.float()]))
-        found = torch.cat(parts, 1) if parts else torch.zeros(2, 0, device=device)
-        return found * float(self.groups.tp.rank == 0)  # one rank of each replica answers
-
-    def _score_inputs(self, batch: ScoreBatch, start: int, size: int) -> Inputs:
-        rows = slice(start, start + size)
-        mask = None if batch.mask is None else batch.mask[rows]
-        return self._inputs(batch.tokens[rows], positions=batch.positions[rows], mask=mask)
+        scores = torch.zeros(2, len(batch.rows), device=device)
+        for start in range(0, len(batch.rows), SCORED_ROWS):
+            part = slice(start, start + SCORED_ROWS)
+            logits = output.logits(x_TD[batch.rows[part].to(device)])
+            scores[0, part], scores[1, part] = output.score(logits, batch.targets[part].to(device))
+        return scores * float(self.groups.tp.rank == 0)  # one rank of each replica answers
 
     def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:
         device = self.groups.device
@@ -166,10 +165,10 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     checkpoint = open_agreed(Path(path), world)
     require_causal(path, checkpoint.model)
     together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
-    engine = open_inference_model(checkpoint, overrides, runtime)
+    scorer = open_inference_model(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)
-    return OpenModel(engine, tokenizer, checkpoint)
+    return OpenModel(scorer, tokenizer, checkpoint)
 
 
 def open_inference_model(
@@ -178,10 +177,29 @@ def open_inference_model(
     """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
     config = forward_config(checkpoint.model, overrides, runtime.world)
     layout = ParallelLayout.of(config.parallel, runtime.world)
-    place, timeout = (runtime.rank, runtime.device), config.train.timeout
-    groups = make_groups(layout, *place, timeout, runtime.recorder)
+    timeout = config.train.timeout
+    groups = make_groups(layout, runtime.rank, runtime.device, timeout, runtime.recorder)
     stages = build_stages(config, groups)
     load_weights(unsharded(stages), checkpoint, config.model, groups)
     for stage in stages.values():
         stage.requires_grad_(False)
     return InferenceModel(config, groups, stages)
+
+
+def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
+    """The ids of generation_config.json, or of config.json where there is no such file, as
+    transformers reads them: one, several or none. None of weights that came without either.
+
+    Raises MtcliError where the file is damaged, or says what is no id.
+    """
+    is_theirs = checkpoint.format == "hf"
+    folder = checkpoint.folder if is_theirs else checkpoint.folder / HUGGINGFACE
+    path = next((folder / n for n in (GENERATION, CONFIG) if (folder / n).is_file()), None)
+    if path is None:
+        return None
+    value = read_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        message = f"{path}: eos_token_id={shown(value)} is no token id"
+        raise wrong(message, "an id, a list of ids, or null")
+    return frozenset(ids)

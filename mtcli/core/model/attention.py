@@ -11,9 +11,9 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.products import matmul
+from mtcli.kernels.attention.softmax import masked_softmax
+from mtcli.kernels.gemm import matmul
 from mtcli.kernels.random import keep_mask, stream_key
-from mtcli.kernels.softmax import masked_softmax
 
 
 class Attention(nn.Module):

@@ -16,9 +16,9 @@ from mtcli.core.model.router import Router
 from mtcli.core.parallel.expert import dispatch
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.activation import ACTIVATIONS
-from mtcli.kernels.grouped import grouped_linear
+from mtcli.kernels.gemm import linear
+from mtcli.kernels.grouped_gemm import grouped_linear
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import linear
 
 
 class ExpertArray(nn.Module):
@@ -45,7 +45,7 @@ class ExpertArray(nn.Module):
             for holder in (self.get_submodule(self.up_name), self.down)
         )
         build, activation = self.build, self.activation
-        if build.products is None and runs_triton(x_ND):
+        if build.gemms is None and runs_triton(x_ND):
             inner_NF = grouped_linear(x_ND, up_EFD, counts)
             return build.activated_experts(activation, inner_NF, down_EDF, counts)
         parts = [

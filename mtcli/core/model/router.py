@@ -19,7 +19,7 @@ from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.context import sequence_order, zigzag
 from mtcli.core.parallel.expert import Routing
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.top_k import Choice, route
+from mtcli.kernels.top_k import TopKRouting, route
 
 
 class Router(nn.Module):
@@ -31,7 +31,7 @@ class Router(nn.Module):
         self.bias = build.optional(f"{name}.bias")
         self.load_E = torch.zeros(model.num_experts, dtype=torch.int64, device=build.groups.device)
         self.model, self.build = model, build
-        self.choice = Choice(
+        self.choice = TopKRouting(
             model.top_k,
             model.router_score == "softmax",
             model.normalize_top_k,

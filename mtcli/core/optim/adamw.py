@@ -8,11 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mtcli.kernels.adamw import Parts, Update, adamw_
-from mtcli.kernels.packed import Packed
+from mtcli.kernels.adamw import adamw_
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
 
 
-def adamw(parts: Parts, gradients: Sequence[Tensor], update: Update, packed: Packed | None) -> None:
+def adamw(
+    parts: OptimizerTensors,
+    gradients: Sequence[Tensor],
+    update: OptimizerStep,
+    packed: TensorTable | None,
+) -> None:
     """One update in place, by our kernel where `packed` is given."""
     if packed is not None:
         return adamw_(packed, parts, gradients, update)
@@ -25,7 +30,7 @@ def adamw(parts: Parts, gradients: Sequence[Tensor], update: Update, packed: Pac
             weight.copy_(master)
 
 
-def _by_torch(kinds: list[list[Tensor]], decays: bool, update: Update) -> None:
+def _by_torch(kinds: list[list[Tensor]], decays: bool, update: OptimizerStep) -> None:
     """Of masters, both moments and gradients, which all decay or do not."""
     masters, exp_avgs, exp_avg_sqs, gradients = kinds
     count = torch.full((), float(update.count), device=masters[0].device)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from mtcli.core.parallel.ownership import Ownership, WholeSums
-from mtcli.kernels.adamw import Parts, Update
 from mtcli.kernels.lamb import (
     lamb_moments_,
     lamb_moments_reference_,
@@ -19,7 +18,7 @@ from mtcli.kernels.lamb import (
     lamb_step_reference_,
     trust_ratios,
 )
-from mtcli.kernels.packed import Packed
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
 
 
 class Lamb:
@@ -32,7 +31,11 @@ class Lamb:
         self.whole, self.bounds = WholeSums(names, ownership), bounds
 
     def __call__(
-        self, parts: Parts, gradients: Sequence[Tensor], update: Update, packed: Packed | None
+        self,
+        parts: OptimizerTensors,
+        gradients: Sequence[Tensor],
+        update: OptimizerStep,
+        packed: TensorTable | None,
     ) -> None:
         """One update in place, by our kernels where `packed` is given."""
         if packed is None:

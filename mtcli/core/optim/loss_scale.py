@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from mtcli.core.config.fields import Count, Section
 from mtcli.core.config.schema import TrainConfig
-from mtcli.core.config.section import Count, Section
 
 LOWEST = 1.0  # a dynamic scale does not fall below; Megatron-LM's --min-loss-scale
 FACTOR = 2.0  # of growing and falling: a power of two, so that scaling rounds nothing

@@ -13,11 +13,10 @@ from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.optim.adamw import adamw
 from mtcli.core.optim.lamb import Lamb
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.kernels.adamw import Parts, Update
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.packed import Packed, pack
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
 
-UpdateRule = Callable[[Parts, Sequence[Tensor], Update, Packed | None], None]
+UpdateRule = Callable[[OptimizerTensors, Sequence[Tensor], OptimizerStep, TensorTable | None], None]
 
 
 class Optimizer:
@@ -41,14 +40,14 @@ class Optimizer:
         self.updates = 0  # made so far, which AdamW's bias correction depends on
         decays = [ownership.table[name].decays for name in self.named]
         kinds = (self.masters, *self.moments.values(), self.named)
-        self.parts = Parts(*(list(kind.values()) for kind in kinds), decays)
+        self.parts = OptimizerTensors(*(list(kind.values()) for kind in kinds), decays)
         self.rule: UpdateRule = adamw
         if config.name == "lamb":
             self.rule = Lamb(self.named, ownership, config.trust_bounds)
         held = (*self.masters.values(), *self.named.values())
         alike = len({part.dtype for part in self.named.values()}) == 1
         self.by_kernels = alike and all(runs_triton(x) and x.is_contiguous() for x in held)
-        self.packed: Packed | None = None
+        self.packed: TensorTable | None = None
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
@@ -56,9 +55,9 @@ class Optimizer:
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
         self.updates += 1
         if self.by_kernels and self.packed is None:
-            self.packed = pack(self.parts.masters)
+            self.packed = tensor_table(self.parts.masters)
         c = self.config
-        update = Update(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
+        update = OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
         mine = [gradients[name].contiguous() for name in self.named]
         self.rule(self.parts, mine, update, self.packed)
 

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mtcli.kernels.flash_parts import Spans
+from mtcli.kernels.attention.tiles import KeyRanges
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AttentionMask:
             seen = past[None, None] if seen is None else seen & past
         return seen
 
-    def spans(self, queries: Tensor, keys: Tensor) -> Spans:
+    def spans(self, queries: Tensor, keys: Tensor) -> KeyRanges:
         """The same as an interval of the keys for each query; places ascend."""
         if self.documents is None:
             first, end = torch.zeros_like(queries)[None], torch.full_like(queries, len(keys))[None]
@@ -41,7 +41,7 @@ class AttentionMask:
             end = torch.searchsorted(theirs, mine, right=True)
         if self.causal:
             end = torch.minimum(end, torch.searchsorted(keys, queries, right=True))
-        return Spans(first.int(), end.int())
+        return KeyRanges(first.int(), end.int())
 
     @cached_property
     def lengths(self) -> list[list[int]]:

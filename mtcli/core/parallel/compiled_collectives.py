@@ -22,7 +22,7 @@ from mtcli.core.parallel.collectives import (
     sum_out,
 )
 from mtcli.core.parallel.groups import Axis
-from mtcli.kernels.launch import operator
+from mtcli.kernels.custom_op import custom_op
 
 CompiledCollective = Callable[[Tensor, Axis], Tensor]
 
@@ -60,26 +60,32 @@ def _same(x: Tensor, name: str, size: int) -> Tensor:
     return x.view_as(x)
 
 
-_sum = operator(
-    "tp_sum(Tensor x, str axis, int size) -> Tensor",
-    lambda x, name, size: all_reduce(x.clone(memory_format=torch.contiguous_format), _axes[name]),
-    lambda x, name, size: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-_gather = operator(
+@custom_op("tp_sum(Tensor x, str axis, int size) -> Tensor")
+def _sum(x: Tensor, name: str, size: int) -> Tensor:
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), _axes[name])
+
+
+@custom_op(
     "tp_gather(Tensor x, str axis, int size) -> Tensor",
-    lambda x, name, size: all_gather(x, _axes[name]),
-    lambda x, name, size: x.new_empty(size * x.shape[0], *x.shape[1:]),
+    fake=lambda x, name, size: x.new_empty(size * x.shape[0], *x.shape[1:]),
 )
-_scatter = operator(
+def _gather(x: Tensor, name: str, size: int) -> Tensor:
+    return all_gather(x, _axes[name])
+
+
+@custom_op(
     "tp_scatter(Tensor x, str axis, int size) -> Tensor",
-    lambda x, name, size: reduce_scatter(x, _axes[name]),
-    lambda x, name, size: x.new_empty(x.shape[0] // size, *x.shape[1:]),
+    fake=lambda x, name, size: x.new_empty(x.shape[0] // size, *x.shape[1:]),
 )
-_exchange = operator(
-    "tp_exchange(Tensor x, str axis, int size) -> Tensor",
-    lambda x, name, size: all_to_all(x, _axes[name]),
-    lambda x, name, size: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+def _scatter(x: Tensor, name: str, size: int) -> Tensor:
+    return reduce_scatter(x, _axes[name])
+
+
+@custom_op("tp_exchange(Tensor x, str axis, int size) -> Tensor")
+def _exchange(x: Tensor, name: str, size: int) -> Tensor:
+    return all_to_all(x, _axes[name])
+
+
 _TRANSPOSED = {
     all_to_all: _transposing(_exchange, _exchange),
     copy_in: _transposing(_same, _sum),

@@ -15,15 +15,15 @@ from torch import Tensor
 from mtcli.core.parallel.attention_mask import AttentionMask
 from mtcli.core.parallel.collectives import RingShift, all_to_all, gather_in
 from mtcli.core.parallel.groups import Axis
-from mtcli.kernels.attention import (
+from mtcli.kernels.attention.attention import (
     attention,
     attention_backward,
     flash_attention,
-    whole_attention,
+    sdpa,
 )
-from mtcli.kernels.flash_parts import Spans
+from mtcli.kernels.attention.merge import merge_
+from mtcli.kernels.attention.tiles import KeyRanges
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.merge import merge_
 
 Attend = Callable[[Tensor, Tensor, Tensor, Axis, AttentionMask], Tensor]
 
@@ -85,7 +85,7 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: AttentionMask) 
 def _whole(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask) -> Tensor:
     """Attention of whole rows [b, h, s, d]; on CPU of documents one by one, without a mask."""
     if seen.documents is None:
-        return whole_attention(q, k, v, seen.causal)
+        return sdpa(q, k, v, seen.causal)
     if runs_triton(q):
         places = torch.arange(q.shape[2], device=q.device)
         return flash_attention(q, k, v, seen.spans(places, places))
@@ -98,7 +98,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask) -> Tensor:
 def _document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Attention of a document alone: q [n, h, d], k and v [n, g, d] -> [n, h, d]."""
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return whole_attention(*heads, causal)[0].transpose(0, 1)
+    return sdpa(*heads, causal)[0].transpose(0, 1)
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
@@ -180,7 +180,7 @@ class _Meeting(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
-    mask: Tensor | Spans | None
+    mask: Tensor | KeyRanges | None
 
 
 def _meeting(q: Tensor, hop: int, axis: Axis, seen: AttentionMask) -> _Meeting | None:

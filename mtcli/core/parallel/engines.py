@@ -5,11 +5,11 @@ import torch
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.fp8 import fp8_products, require_fp8
+from mtcli.core.parallel.fp8 import fp8_gemms, require_fp8
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.kernels.products import PLAIN
+from mtcli.kernels.gemm import DEFAULT_GEMMS
 
 ENGINES: dict[str, type[LayerFactory]] = {"1d": TensorParallelLayers}
 
@@ -21,10 +21,10 @@ def layer_factory(
 
     Raises MtcliError where the device has no float8 products and the run trains in fp8.
     """
-    parallel, products = config.parallel, None
+    parallel, gemms = config.parallel, None
     if config.train.precision == "fp8":
         require_fp8(groups.device, config.train.fp8_scaling)
-        products = fp8_products(config.train.fp8_scaling)
+        gemms = fp8_gemms(config.train.fp8_scaling)
     splits = parallel.schedule == "zero_bubble"
     return ENGINES[parallel.tp_mode](
         table=parameters(config.model),
@@ -33,8 +33,8 @@ def layer_factory(
         sequence_parallel=parallel.sequence_parallel,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
-        weight_passes=WeightPasses(products or PLAIN) if splits else None,
-        products=products,
+        weight_passes=WeightPasses(gemms or DEFAULT_GEMMS) if splits else None,
+        gemms=gemms,
         recompute_activations=parallel.recompute != "full",
         device=device,
     )

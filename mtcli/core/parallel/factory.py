@@ -18,9 +18,9 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import Activation
-from mtcli.kernels.grouped import grouped_linear, grouped_products
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms, linear
+from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import PLAIN, Products, linear
 
 
 class TokenLoss(Protocol):
@@ -59,7 +59,7 @@ class LayerFactory(ABC):
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     weight_passes: WeightPasses | None = None  # where the schedule splits the backward
-    products: Products | None = None  # of linear layers, where they are not torch's own
+    gemms: LinearGemms | None = None  # of linear layers, where they are not torch's own
     recompute_activations: bool = True  # in the backward; a recomputed block has them by then
     device: torch.device | None = None  # of new parameters; None is the rank's
 
@@ -117,7 +117,7 @@ class LayerFactory(ABC):
     @property
     def linear(self) -> Callable[..., Tensor]:
         """As F.linear, with weight gradients that can wait where the schedule splits backwards."""
-        if self.weight_passes is None and self.products is None:
+        if self.weight_passes is None and self.gemms is None:
             return linear
         return self._passes.linear
 
@@ -139,7 +139,7 @@ class LayerFactory(ABC):
         """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
         if not self._recomputes(x_NF):
             return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts)
-        passes = WeightPasses(grouped_products(x_NF, weight_EDF, counts))
+        passes = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts))
         return passes.activated_linear(activation, x_NF, None, weight_EDF)
 
     def _recomputes(self, x: Tensor) -> bool:
@@ -148,4 +148,4 @@ class LayerFactory(ABC):
 
     @property
     def _passes(self) -> WeightPasses:
-        return self.weight_passes or WeightPasses(self.products or PLAIN)
+        return self.weight_passes or WeightPasses(self.gemms or DEFAULT_GEMMS)

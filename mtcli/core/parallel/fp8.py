@@ -20,8 +20,16 @@ from torch import Tensor
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.fp8 import is_narrow
 from mtcli.core.config.schema import Fp8Scaling
-from mtcli.kernels.fp8 import ROW, SQUARES, STRIPS, WHOLE, Block, product, quantize
-from mtcli.kernels.products import PLAIN, Products
+from mtcli.kernels.fp8 import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    PER_TENSOR,
+    ScaleBlock,
+    fp8_gemm,
+    quantize,
+)
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OLDEST = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0)}  # compute capabilities
@@ -30,22 +38,22 @@ OLDEST = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0)}  # compu
 class ScalingRecipe(NamedTuple):
     """How operands are scaled."""
 
-    tokens: Block  # of x and of gradients, as they are and transposed
-    weight: Block
+    tokens: ScaleBlock  # of x and of gradients, as they are and transposed
+    weight: ScaleBlock
     gradient: torch.dtype
     use_fast_accum: tuple[bool, bool]  # in forwards, in backwards
 
 
 RECIPES: dict[Fp8Scaling, ScalingRecipe] = {
-    "tensorwise": ScalingRecipe(WHOLE, WHOLE, E5M2, (True, False)),
-    "rowwise": ScalingRecipe(ROW, ROW, E4M3, (True, True)),
-    "blockwise": ScalingRecipe(STRIPS, SQUARES, E4M3, (False, False)),
+    "tensorwise": ScalingRecipe(PER_TENSOR, PER_TENSOR, E5M2, (True, False)),
+    "rowwise": ScalingRecipe(PER_ROW, PER_ROW, E4M3, (True, True)),
+    "blockwise": ScalingRecipe(BLOCK_1X128, BLOCK_128X128, E4M3, (False, False)),
 }
 
 
-def fp8_products(scaling: Fp8Scaling) -> Products:
+def fp8_gemms(scaling: Fp8Scaling) -> LinearGemms:
     """The products of a linear layer, in float8 where its weight's size allows."""
-    return Products(
+    return LinearGemms(
         partial(_forward, scaling), partial(_of_x, scaling), partial(_of_weight, scaling)
     )
 
@@ -70,27 +78,27 @@ def require_fp8(device: torch.device, scaling: Fp8Scaling) -> None:
 
 def _forward(scaling: Fp8Scaling, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     if not _fits(scaling, len(weight_FD), x_TD):
-        return PLAIN.forward(x_TD, weight_FD, bias_F)
+        return DEFAULT_GEMMS.forward(x_TD, weight_FD, bias_F)
     recipe = RECIPES[scaling]
     x, weight = quantize(x_TD, recipe.tokens, E4M3), quantize(weight_FD, recipe.weight, E4M3)
-    y_TF = product(x, weight, recipe.use_fast_accum[0])
+    y_TF = fp8_gemm(x, weight, recipe.use_fast_accum[0])
     return y_TF if bias_F is None else y_TF + bias_F
 
 
 def _of_x(scaling: Fp8Scaling, grad_TF: Tensor, weight_FD: Tensor) -> Tensor:
     if not _fits(scaling, weight_FD.shape[1], grad_TF):
-        return PLAIN.of_x(grad_TF, weight_FD)
+        return DEFAULT_GEMMS.dgrad(grad_TF, weight_FD)
     recipe = RECIPES[scaling]
     grad = quantize(grad_TF, recipe.tokens, recipe.gradient)
-    return product(grad, quantize(weight_FD.T, recipe.weight, E4M3), recipe.use_fast_accum[1])
+    return fp8_gemm(grad, quantize(weight_FD.T, recipe.weight, E4M3), recipe.use_fast_accum[1])
 
 
 def _of_weight(scaling: Fp8Scaling, grad_TF: Tensor, x_TD: Tensor) -> Tensor:
     if not _fits(scaling, grad_TF.shape[1], x_TD):
-        return PLAIN.of_weight(grad_TF, x_TD)
+        return DEFAULT_GEMMS.wgrad(grad_TF, x_TD)
     recipe = RECIPES[scaling]
     grad = quantize(grad_TF.T, recipe.tokens, recipe.gradient)
-    return product(grad, quantize(x_TD.T, recipe.tokens, E4M3), recipe.use_fast_accum[1])
+    return fp8_gemm(grad, quantize(x_TD.T, recipe.tokens, E4M3), recipe.use_fast_accum[1])
 
 
 def _fits(scaling: Fp8Scaling, other: int, x: Tensor) -> bool:

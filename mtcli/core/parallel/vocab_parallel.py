@@ -33,10 +33,9 @@ from mtcli.kernels.cross_entropy import (
     row_max,
     row_parts,
 )
+from mtcli.kernels.gemm import linear, matmul
 from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.products import linear, matmul
-
-CHUNK_BYTES = 2**28  # of logits at a time: 1024 tokens of 128k columns in 16 bits
+from mtcli.kernels.limits import LOSS_CHUNK_BYTES, chunk_rows
 
 
 class VocabShard(NamedTuple):
@@ -260,9 +259,8 @@ def losses_in_chunks(
 
 
 def chunks(x_TD: Tensor, weight_VD: Tensor) -> list[slice]:
-    """Rows whose logits fill CHUNK_BYTES at most, in multiples of 128 where that leaves any."""
-    fitting = CHUNK_BYTES // (weight_VD.shape[0] * x_TD.element_size())
-    step = max(1, fitting // 128 * 128 or fitting)
+    """Rows whose logits fill LOSS_CHUNK_BYTES at most, in multiples of 128 if any fit."""
+    step = chunk_rows(weight_VD.shape[0] * x_TD.element_size(), LOSS_CHUNK_BYTES)
     return [slice(i, min(i + step, len(x_TD))) for i in range(0, len(x_TD), step)]
 
 

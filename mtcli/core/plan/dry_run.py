@@ -26,7 +26,7 @@ from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.step import Trainer
-from mtcli.kernels.products import widen_bfloat16
+from mtcli.kernels.gemm import set_bfloat16_in_float32
 
 KINDS = ("weights", "gradients", "optimizer")
 TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
@@ -111,11 +111,11 @@ class DryRun:
 
 @contextmanager
 def _products_as_on(device: Device) -> Iterator[None]:
-    before = widen_bfloat16(device.widens)
+    before = set_bfloat16_in_float32(device.widens)
     try:
         yield
     finally:
-        widen_bfloat16(before)
+        set_bfloat16_in_float32(before)
 
 
 def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> DryRun:

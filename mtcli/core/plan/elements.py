@@ -1,6 +1,6 @@
-"""Elements of the parameters that a rank holds, and of those that zero=3 gathers together."""
+"""Elements of a rank's parameters, of those that zero=3 gathers, and bytes of zero=1's update."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import Parameter, cuts_parameters
-from mtcli.core.plan.taped_sharding import Group
+from mtcli.core.mesh.sharding import Parameter, cuts_parameters, owner_axes
+from mtcli.core.plan.tape.ops import Group
 from mtcli.core.plan.workload import Workload
 
 
@@ -23,7 +23,7 @@ class Owner(NamedTuple):
 FIRST = Owner()
 
 
-class Held(NamedTuple):
+class RankElements(NamedTuple):
     """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
 
     `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
@@ -50,14 +50,14 @@ def owner_of(work: Workload, rank: int) -> Owner:
     return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
 
 
-def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> Held:
+def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
     """Elements of the weights that a rank of this pipeline rank holds, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
     return _elements(work.model, work.layout, layers, ends, owner)
 
 
-def block_elements(work: Workload) -> Held:
+def block_elements(work: Workload) -> RankElements:
     """Elements of one block on a rank."""
     return _elements(work.model, work.layout, 1, (False, False), FIRST)
 
@@ -116,7 +116,7 @@ def _elements(
     layers: int,
     ends: tuple[bool, bool],
     owner: Owner,
-) -> Held:
+) -> RankElements:
     attention = experts = shard = padded = of_experts = untrained = 0
     for parameter, times in _parts(model, layers, ends):
         local = parameter.local_shape(layout)
@@ -134,7 +134,7 @@ def _elements(
             of_experts += times * ranks * each * prod(columns)
         else:
             attention += times * prod(local)
-    return Held(attention, experts, shard, padded, of_experts, untrained)
+    return RankElements(attention, experts, shard, padded, of_experts, untrained)
 
 
 def _parts(
@@ -148,3 +148,67 @@ def _parts(
             yield parameter, int(first or tied)
         else:
             yield parameter, int(last) if parameter.owner == "last" else layers
+
+
+def update_bytes(work: Workload, pp_rank: int) -> float:
+    """Bytes of zero=1's all-gather of updated rows: each owner's shard, all of them, and the last
+    two parameters that are laid out from those."""
+    if work.zero != 1:
+        return 0.0
+    shared = laid = 0.0
+    cut = (work.layout, work.sequence_parallel)
+    for stage in work.layout.stages(pp_rank):
+        ends = (stage == 0, stage == work.layout.num_stages - 1)
+        layers = work.layers_of_stage[stage]
+        for ranks, members in _padded_sizes(work.model, cut, layers, ends):
+            if ranks > 1:
+                shared += sum(size for size, _ in members) * (1 + 1 / ranks)
+                laid = max(laid, _laid_out(members, work.bucket_bytes))
+    return (shared + laid) * work.sizes.weight
+
+
+def _laid_out(members: Sequence[tuple[int, int]], bucket_bytes: float) -> int:
+    """Elements of two parameters that follow each other in a bucket, at most; one alone in its
+    bucket lies there as it is."""
+    most = held = before = 0
+    for size, numel in reversed(members):
+        if held and 4 * (held + numel) > bucket_bytes:
+            held = 0
+        most = max(most, before + size) if held else most
+        held, before = held + numel, size
+    return most
+
+
+@cache
+def _padded_sizes(
+    model: ModelConfig, cut: tuple[ParallelLayout, bool], layers: int, ends: tuple[bool, bool]
+) -> tuple[tuple[int, list[tuple[int, int]]], ...]:
+    """(owners, (elements with every owner's rows padded, elements) of each parameter) of a stage,
+    by the axes over which gradients are summed, which buckets do not mix."""
+    layout, sequence_parallel = cut
+    found: dict[tuple[str, ...], tuple[int, list[tuple[int, int]]]] = {}
+    copied = model.tie_embeddings and layout.pp > 1  # on one rank both ends have one table
+    for parameter in _in_order(model, layers, *ends, copied):
+        axes = parameter.gradient_axes(layout, sequence_parallel)
+        ranks = prod(layout.size(axis) for axis in owner_axes(parameter, layout, sequence_parallel))
+        rows, *columns = parameter.stored_shape(layout)
+        sizes = -(-rows // ranks) * ranks * prod(columns), rows * prod(columns)
+        found.setdefault(axes, (ranks, []))[1].append(sizes)
+    return tuple(found.values())
+
+
+def _in_order(
+    model: ModelConfig, layers: int, first: bool, last: bool, copied: bool
+) -> Iterator[Parameter]:
+    trained = [
+        parameter
+        for parameter in parameters(model.model_copy(update={"num_layers": 1})).values()
+        if parameter.trained
+    ]
+    block = [p for p in trained if p.owner not in ("first", "last")]
+    for p in trained:
+        if p.owner == "first" and (first or (last and copied and p.name == "embedding.weight")):
+            yield p
+    for _ in range(layers):
+        yield from block
+    yield from (p for p in trained if p.owner == "last" and last)

@@ -24,7 +24,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model import build
 from mtcli.core.parallel.collectives import Pending
 from mtcli.kernels import permute  # noqa: F401
-from mtcli.kernels.launch import imagined
+from mtcli.kernels.launch import fake_gpu
 
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
 RMS_NORM, ATTENTION = F.rms_norm, F.scaled_dot_product_attention
@@ -60,7 +60,7 @@ def fake_world(
             stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
             stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
-            stack.enter_context(imagined() if on_gpu else nullcontext())
+            stack.enter_context(fake_gpu() if on_gpu else nullcontext())
             for mode in (Answers(model), watching):
                 stack.enter_context(mode)
             yield

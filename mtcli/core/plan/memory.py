@@ -1,13 +1,16 @@
-"""Bytes per rank by construction: the parameters a rank holds, and what its schedule keeps.
+"""Bytes per rank by construction: the parameters a rank holds, and what its schedule keeps alive.
 
 Weights, gradients and optimizer state are counted from `Parameter.local_shape`, the shapes that
-training allocates; all else of a step is counted on a tape (`taped_stage.py`).
+training allocates. All else of a step is counted on a tape, one micro-batch through a stage, of
+which as many are alive as the schedule has in flight.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
-from operator import mul
+from operator import ge, mul
+from typing import NamedTuple
 
 from mtcli.core.plan.elements import (
     FIRST,
@@ -16,14 +19,31 @@ from mtcli.core.plan.elements import (
     is_sharded,
     owner_of,
     rank_elements,
+    update_bytes,
 )
-from mtcli.core.plan.given_back import given_back
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.in_flight import Counts, Moments, moments
-from mtcli.core.plan.shapes import Shapes, turning_bytes
-from mtcli.core.plan.taped_ops import Kernels
-from mtcli.core.plan.taped_stage import Passed, passed
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.tape.ops import Kernels, Shapes
+from mtcli.core.plan.tape.stage import StageBytes, stage_bytes
+from mtcli.core.plan.workload import Workload, schedule_of
+from mtcli.core.schedule.ops import Op
+
+
+class InFlight(NamedTuple):
+    """Micro-batches in flight at one moment, of each of a rank's chunks."""
+
+    activations: tuple[int, ...]  # between F and B or I
+    waiting: tuple[int, ...]  # between I and W
+    gathered: tuple[int, ...]  # 1 where the last op was an F: zero=3 leaves its ends gathered
+    sent: tuple[int, ...]  # within a W, 1 where an I was before it: its gradient is still sent
+
+
+class Moments(NamedTuple):
+    """The fullest moments of a rank's step: no other of their kind has more of everything."""
+
+    between: list[InFlight]  # ops
+    forward: list[list[InFlight]]  # within an F of each chunk, its own micro-batch included
+    backward: list[list[InFlight]]  # within a B or I
+    weights: list[list[InFlight]]  # within a W
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,7 @@ class Memory:
 
     @property
     def other(self) -> float:
-        """What is neither state nor kept by a forward."""
+        """What is neither state nor saved for backward."""
         return self.working + self.reserved
 
     @property
@@ -88,6 +108,35 @@ def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
     )
 
 
+def fits(work: Workload, device: Device) -> bool:
+    """Whether every rank leaves the part of its device that goes to fragmentation."""
+    if _least(work, device) > device.usable_bytes:
+        return False
+    return all(stage.total <= device.usable_bytes for stage in each_stage(work, device))
+
+
+def smallest(works: Iterable[Workload], device: Device) -> Workload:
+    """The one whose fullest rank holds the least.
+
+    Those with less state come first, until the next one's state alone is more than the best has.
+    """
+    first, *rest = sorted(works, key=lambda work: _least(work, device))
+    least = memory(first, device).total
+    for work in rest:
+        if _least(work, device) >= least:
+            break
+        if (total := memory(work, device).total) < least:
+            first, least = work, total
+    return first
+
+
+def _least(work: Workload, device: Device) -> float:
+    """Bytes that a rank of the pipeline's ends or middle holds at least: quick to know."""
+    last = work.layout.pp - 1
+    state = max(sum(state_bytes(work, pp_rank)) for pp_rank in {0, last // 2, last})
+    return state + device.reserved_bytes
+
+
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     """The bytes of the fullest rank of each pipeline rank: the first one."""
     return list(each_stage(work, device))
@@ -97,44 +146,45 @@ def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
     """`memory_by_stage`, each counted as it is asked for."""
     kernels = Kernels.of(device)
     for pp_rank in range(work.layout.pp):
-        kept, peak = _in_flight(_runs(work, kernels, pp_rank), moments(work, pp_rank))
-        working = max(peak, given_back(work, pp_rank)) - kept
+        saved, peak = _alive(_runs(work, kernels, pp_rank), moments(work, pp_rank))
+        working = max(peak, update_bytes(work, pp_rank)) - saved
         state, host = state_bytes(work, pp_rank), copied_bytes(work, pp_rank) * work.async_save
-        yield Memory(*state, kept, working, device.reserved_bytes + host * kernels.cpu, host)
+        yield Memory(*state, saved, working, device.reserved_bytes + host * kernels.cpu, host)
 
 
-def _in_flight(runs: Sequence[Passed], most: Moments) -> tuple[float, float]:
-    """(what a rank keeps between ops, and within one, at most) of its stages' micro-batches."""
-    sizes = [
-        *chain(*zip(*((run.kept, run.left, run.gathered, run.sent) for run in runs), strict=True))
-    ]
+def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
+    """(bytes alive between ops, peak within one) of the micro-batches of a rank's stages."""
+    each = ((run.saved, run.waiting, run.gathered, run.sent) for run in runs)
+    sizes = [*chain(*zip(*each, strict=True))]
 
-    def level(held: Sequence[Counts]) -> float:
-        return max((sum(map(mul, counts, sizes)) for counts in held), default=0.0)
+    def level(moments: Sequence[InFlight]) -> float:
+        return max((sum(map(mul, chain(*one), sizes)) for one in moments), default=0.0)
 
-    kept = level(most.between)
+    saved = level(most.between)
     within = [
-        level(held) - own + peak
-        for run, *moments in zip(runs, most.forward, most.backward, most.rest, strict=True)
-        for held, (own, peak) in zip(moments, run.peaks, strict=True)
+        level(moments) - own + peak
+        for run, *kinds in zip(runs, most.forward, most.backward, most.weights, strict=True)
+        for moments, (own, peak) in zip(kinds, run.peaks, strict=True)
     ]
-    return kept, max(kept, *within)
+    return saved, max(saved, *within)
 
 
-def _runs(work: Workload, kernels: Kernels, pp_rank: int) -> list[Passed]:
+def _runs(work: Workload, kernels: Kernels, pp_rank: int) -> list[StageBytes]:
     """Each of a pipeline rank's stages; the first one's positions serve them all."""
     first, *others = (_run(work, kernels, stage) for stage in work.layout.stages(pp_rank))
     if not work.layers_of_rank(pp_rank):  # no backward reads positions
         return [first, *others]
-    return [first.beside(turning_bytes(work)), *others]
+    m = work.model
+    rotation = work.tokens * 2 * m.head_dim * work.sizes.weight * (m.position == "rope")
+    return [first.beside(rotation), *others]
 
 
-def _run(work: Workload, kernels: Kernels, stage: int) -> Passed:
+def _run(work: Workload, kernels: Kernels, stage: int) -> StageBytes:
     ends = (stage == 0, stage == work.layout.num_stages - 1)
-    run = passed(work, kernels, ends, work.layers_of_stage[stage], gathered_groups(work, ends))
-    if stage and work.layout.pp == 1:  # its input is what the stage before it keeps as its result
-        return run.beside(-Shapes.of(work).stream)
-    return run
+    layers = work.layers_of_stage[stage]
+    run = stage_bytes(work, kernels, ends, layers, gathered_groups(work, ends))
+    # With pp = 1 the input is what the stage before keeps alive as its result.
+    return run.beside(-Shapes.of(work).stream) if stage and work.layout.pp == 1 else run
 
 
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
@@ -147,8 +197,8 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     held, sizes = rank_elements(work, pp_rank, owner), work.sizes
     untrained = held.untrained * sizes.gradient
     if is_sharded(work):
-        kept, width = held.shard, sizes.master or sizes.weight
-        return kept * width + untrained, kept * sizes.gradient, kept * sizes.moments
+        rows, width = held.shard, sizes.master or sizes.weight
+        return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments
     state = held.shard if work.zero else held.total
     gradients = held.padded if work.zero == 1 else held.total
     return (
@@ -164,3 +214,76 @@ def copied_bytes(work: Workload, pp_rank: int) -> int:
     weights, _, optimizer = state_bytes(work, pp_rank)
     again = work.sizes.weight if is_sharded(work) and work.sizes.master else 0  # from masters
     return weights + optimizer + rank_elements(work, pp_rank).shard * again
+
+
+def in_flight_chunks(work: Workload) -> tuple[int, ...]:
+    """Micro-batches in flight, times vpp, on each pipeline rank."""
+    every = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
+    return tuple(max(sum(one.activations) + sum(one.waiting) for one in most) for most in every)
+
+
+def moments(work: Workload, pp_rank: int) -> Moments:
+    """The fullest moments of a pipeline rank, between ops and within one."""
+    pp, vpp = work.layout.pp, work.layout.vpp
+    if work.schedule_name == "gpipe" and pp > 1:
+        everyone = [InFlight((work.num_micro_batches,), (0,), (0,), (0,))]
+        return Moments(everyone, [everyone], [everyone], [[]])
+    return _moments(work.schedule_name, pp, vpp, _filling(work), pp_rank)
+
+
+def _filling(work: Workload) -> int:
+    """Micro-batches that fill the pipeline as all of a step's do.
+
+    The first pp of them do so; with chunks the second group of pp, and as a last group takes a
+    remainder with it, that too.
+    """
+    pp, m = work.layout.pp, work.num_micro_batches
+    if pp == 1 or work.layout.vpp == 1:
+        return min(m, pp)
+    return m if m < 2 * pp else 2 * pp + m % pp
+
+
+@cache
+def _moments(name: str, pp: int, vpp: int, num_micro_batches: int, pp_rank: int) -> Moments:
+    return _of_rank(schedule_of(name, pp, vpp, num_micro_batches).ops[pp_rank], pp, vpp)
+
+
+def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
+    activations, waiting, gathered, sent = counts = tuple([0] * vpp for _ in InFlight._fields)
+    forward: list[set[InFlight]] = [set() for _ in range(vpp)]
+    backward: list[set[InFlight]] = [set() for _ in range(vpp)]
+    weights: list[set[InFlight]] = [set() for _ in range(vpp)]
+    between: set[InFlight] = set()
+
+    def now() -> InFlight:
+        return InFlight(*map(tuple, counts))
+
+    for op in ops:
+        chunk = op.stage // pp
+        if op.kind == "W":
+            weights[chunk].add(now())
+            waiting[chunk] -= 1
+            continue
+        gathered[chunk] = 0  # its own ends are on the op's tape
+        sent[:] = [0] * vpp
+        if op.kind == "F":
+            activations[chunk] += 1
+            forward[chunk].add(now())
+            gathered[chunk] = 1
+        else:
+            backward[chunk].add(now())
+            activations[chunk] -= 1
+            waiting[chunk] += op.kind == "I"
+        between.add(now())
+        sent[chunk] = int(op.kind == "I")
+    within = ([_most(found) for found in kinds] for kinds in (forward, backward, weights))
+    return Moments(_most(between), *within)
+
+
+def _most(found: Iterable[InFlight]) -> list[InFlight]:
+    front: list[InFlight] = []
+    # None has a smaller sum than one that it exceeds.
+    for one in sorted(found, key=lambda one: sum(chain(*one)), reverse=True):
+        if not any(all(map(ge, chain(*other), chain(*one))) for other in front):
+            front.append(one)
+    return front

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.parallel.health.flight_recorder import Check, FlightRecorder, Reached
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder, Reached
 from mtcli.core.runtime.machine import ALLOCATOR, cores
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
@@ -70,7 +70,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
 def bring_up(
     device: str, timeout: float, matmul: str = "fast", debug_collectives: bool = False
 ) -> Iterator[Runtime]:
-    """This process's Runtime, with process groups up and watched; both are taken down at the end.
+    """Brings up process groups and their watchdog, and gives this process's Runtime.
 
     A rank that waits for another for `timeout` seconds ends the run. An error inside is handed to
     our launcher, which reports the first one, once.
@@ -86,14 +86,13 @@ def bring_up(
             hand_over(error)
         raise
     finally:
-        _stop()
+        torch = sys.modules.get("torch")
+        if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 class StopSignal:
-    """Remembers SIGINT and SIGTERM, so that a run can stop after its step and save.
-
-    A second signal stops at once.
-    """
+    """Remembers SIGINT and SIGTERM, so that a run can save after its step; a second stops it."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -144,26 +143,29 @@ def _start(
         torch.cuda.set_device(where)
     if world == 1:
         return Runtime(rank, world, local_rank, local_world, where), None
-    from mtcli.core.runtime.rendezvous import meet
-
-    store = meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo", restarts())
-    check = _check(rank, store) if debug_collectives else None
-    recorder = FlightRecorder(check, _mark if where.type == "cuda" else None)
-    return Runtime(rank, world, local_rank, local_world, where, recorder), store
-
-
-def _check(rank: int, store: "dist.Store") -> Check:
-    """What compares a call with the other ranks' before it is made."""
     import torch.distributed as dist
 
     from mtcli.core.parallel.health.consistency import ConsistencyGuard
+    from mtcli.core.runtime.rendezvous import meet
 
-    return ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
+    store = meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo", restarts())
+    check = None
+    if debug_collectives:
+        check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
+
+    def mark() -> Reached:
+        """A mark in the CUDA stream: whether the device has got there."""
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+    recorder = FlightRecorder(check, mark if where.type == "cuda" else None)
+    return Runtime(rank, world, local_rank, local_world, where, recorder), store
 
 
 @contextmanager
 def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> Iterator[None]:
-    """Watches over this rank's recorder, where it has peers."""
+    """Runs the watchdog of this rank, where it has peers."""
     if store is None:
         yield
         return
@@ -173,27 +175,18 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
 
     # A connection of its own: what waits on one holds up every other thread that uses it.
     own = dist.PrefixStore("watch", store.clone())
-    watch = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end_rank)
-    watch.start(os.getpid())
+    watchdog = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end_rank)
+    watchdog.start(os.getpid())
     try:
         yield
-        watch.leave()
+        watchdog.leave()
     except Exception as error:
         if isinstance(error, RuntimeError):
-            watch.explain()
-        watch.give_up()
+            watchdog.explain()
+        watchdog.give_up()
         raise
     finally:
-        watch.stop()
-
-
-def _mark() -> Reached:
-    """A mark in the CUDA stream: whether the device has got there."""
-    import torch
-
-    event = torch.cuda.Event()
-    event.record()
-    return event.query
+        watchdog.stop()
 
 
 def _device(name: str, local_rank: int) -> "torch.device":
@@ -211,19 +204,19 @@ def _device(name: str, local_rank: int) -> "torch.device":
 
 
 def set_matmul(matmul: str) -> None:
-    """Takes the quickest products on CPU that are as accurate: of bfloat16 those that `products.py`
-    chooses, of float32 oneDNN's.
+    """Chooses the quickest GEMMs on CPU that are as accurate as torch's own: for bfloat16 by
+    `kernels.gemm`, for float32 oneDNN's.
 
     torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
     MKL's speed on AMD; with AMX it may round to bfloat16. So the error decides, not the name.
     """
     import torch
 
-    from mtcli.kernels.products import choose_products
+    from mtcli.kernels.gemm import choose_gemm_dtype
 
     if matmul == "strict":
         return
-    choose_products()
+    choose_gemm_dtype()
     torch.set_float32_matmul_precision("medium")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(192, 192, generator=generator) for _ in range(2))
@@ -233,16 +226,6 @@ def set_matmul(matmul: str) -> None:
         if error > 2e-6:  # 8 times what float32 sums of 192 products show, 1/1000 of bfloat16's
             torch.set_float32_matmul_precision("highest")
             return
-
-
-def _stop() -> None:
-    torch = sys.modules.get("torch")
-    if (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    ):
-        torch.distributed.destroy_process_group()
 
 
 def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:

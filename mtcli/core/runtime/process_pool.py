@@ -1,40 +1,42 @@
-"""Work shared by processes: parts of equal weight, one error for all, and how much memory it took.
+"""Worker processes: results in order, progress, one error for all, and how much memory they took.
 
-Workers are forked from a server that has imported torch and computed nothing, since a fork of a
-process that has used OpenMP may hang. They need no process group: a part is files or tensors that
-no other part touches.
+`ProcessPool` hands items to workers that stay, as preprocess needs it; `run_parts` gives each one
+part of work whose size is known, as shard needs it. No worker outlives the process that started it,
+however that one died.
 """
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from threading import Thread
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from mtcli.core.config.errors import failed
-from mtcli.core.runtime.lifeline import end_with_parent
+from mtcli.core.config.errors import MtcliError, failed
 
 PRELOADED = ["mtcli.core.convert.shard"]
 REPORT_SECONDS = 0.1  # between two reports of a worker's progress
+FEWER = "is memory short? fewer processes take less of it"
 
-Progress = Callable[[int], None]  # told bytes that were worked through
+Progress = Callable[[float], None]  # told how much more was worked through, such as bytes
 Item = TypeVar("Item")
-WorkerFunction = Callable[
-    [list[Item], Progress], Any
-]  # of a part; a module's own function, or partial of one
+Result = TypeVar("Result")
 
 
 class ProcessMemory(NamedTuple):
     """Resident bytes of a process: the most there were, and how many more than at the start."""
 
-    peak: int
-    working: int
+    peak: int = 0
+    working: int = 0
 
     def or_more(self, other: "ProcessMemory") -> "ProcessMemory":
         """The larger of each."""
@@ -42,7 +44,7 @@ class ProcessMemory(NamedTuple):
 
 
 class MemoryWatch:
-    """The memory of this process from here on."""
+    """Measures the resident memory of this process from here on."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError):
@@ -50,13 +52,118 @@ class MemoryWatch:
         self.start = _resident("VmRSS")
 
     def read(self) -> ProcessMemory:
-        """What it came to."""
+        """The peak since the start."""
         peak = _resident("VmHWM")
         return ProcessMemory(peak, max(0, peak - self.start))
 
 
+class WorkerReply(NamedTuple):
+    """A worker's answer to one item: its result or its error, and what it took by then."""
+
+    result: Any
+    error: Exception | None
+    progress: float  # not reported before
+    memory: ProcessMemory
+
+
+class ProcessPool(Generic[Item, Result]):
+    """`workers` processes that each run `work(item, progress)`, one item at a time.
+
+    Items are taken from their iterable only when a worker is free, so a lazy one bounds what is in
+    flight. Without a context workers are forked on Linux (no start-up cost, `work` is inherited),
+    else spawned. `hint` is for the user whose worker was killed.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Item, Progress], Result],
+        workers: int,
+        hint: str = FEWER,
+        context: BaseContext | None = None,
+    ) -> None:
+        if context is None:
+            context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self._hint = hint
+        self._workers: dict[Connection, Any] = {}
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            # A forked child inherits our ends: it closes them, or it would never see us die.
+            inherited = [*self._workers, ours] if context.get_start_method() == "fork" else []
+            process = context.Process(target=_serve, args=(work, theirs, inherited), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers[ours] = process
+
+    def __enter__(self) -> "ProcessPool[Item, Result]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end, process in self._workers.items():
+            process.kill()
+            end.close()
+        for process in self._workers.values():
+            process.join()
+
+    def map(self, items: Iterable[Item], progress: Progress = lambda _: None) -> Iterator[Result]:
+        """Yields the result of every item, in the order of the items.
+
+        The first item that fails, in that order, raises its error here, as MtcliError. Progress
+        comes in any order. Raises MtcliError where a worker dies.
+        """
+        done: dict[int, WorkerReply] = {}
+        following = 0
+        for number, reply in self.replies(items, progress):
+            done[number] = reply
+            while following in done:
+                result, error, *_ = done.pop(following)
+                if isinstance(error, MtcliError):
+                    raise error
+                if error is not None:
+                    raise failed(f"{type(error).__name__} in a worker: {error}") from error
+                yield result
+                following += 1
+
+    def replies(
+        self, items: Iterable[Item], progress: Progress
+    ) -> Iterator[tuple[int, WorkerReply]]:
+        """Yields (item number, reply) as workers finish. Raises MtcliError where one dies."""
+        numbered = enumerate(items)
+        busy: dict[Connection, int] = {}
+
+        def hand_next(end: Connection) -> None:
+            for number, item in islice(numbered, 1):
+                try:
+                    end.send(item)
+                except (BrokenPipeError, ConnectionResetError):
+                    raise self._died(end) from None
+                busy[end] = number
+
+        for end in self._workers:
+            hand_next(end)
+        while busy:
+            for end in wait(list(busy)):
+                assert isinstance(end, Connection)
+                try:
+                    told = end.recv()  # pickled by our own process, never read from a file
+                except (EOFError, ConnectionResetError):
+                    raise self._died(end) from None
+                if isinstance(told, WorkerReply):
+                    progress(told.progress)
+                    yield busy.pop(end), told
+                    hand_next(end)
+                else:
+                    progress(told)
+
+    def _died(self, end: Connection) -> MtcliError:
+        process = self._workers[end]
+        process.join()
+        code = process.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return failed(f"worker process {process.pid} died with {how}", self._hint)
+
+
 def shares(weights: Sequence[int], count: int) -> list[list[int]]:
-    """At most `count` lists of indices whose weights sum to much the same; none is empty."""
+    """Divides indices into at most `count` parts of much the same weight; none is empty."""
     parts: list[list[int]] = [[] for _ in range(max(1, min(count, len(weights))))]
     loads = [0] * len(parts)
     for index in sorted(range(len(weights)), key=lambda i: -weights[i]):
@@ -67,27 +174,95 @@ def shares(weights: Sequence[int], count: int) -> list[list[int]]:
 
 
 def run_parts(
-    work: WorkerFunction[Item], parts: list[list[Item]], progress: Progress
-) -> tuple[list[Any], ProcessMemory]:
-    """[work(part) of each part], a process for each unless there is one, and the most memory that
-    a worker took.
+    work: Callable[[list[Item], Progress], Result], parts: list[list[Item]], progress: Progress
+) -> tuple[list[Result], ProcessMemory]:
+    """Runs `work(part, progress)` in a process per part, unless there is one part; returns the
+    results, and the most memory that a worker took.
 
-    The first that fails ends all of them: its exception is raised, or MtcliError (exit 1) where it
-    was killed.
+    `work` is a module's own function, or a partial of one. Workers are forked from a server that
+    has imported torch and computed nothing: a fork of a process that has used OpenMP may hang. They
+    need no process group, since parts are files or tensors that no other part touches. The first
+    that fails ends all of them: its exception is raised, or MtcliError (exit 1) where it was
+    killed.
     """
     if len(parts) < 2:
-        return [work(part, progress) for part in parts], ProcessMemory(0, 0)
-    workers = [_start(work, part) for part in parts]
-    try:
-        return _collect(workers, progress)
-    finally:
-        for process, connection in workers:
-            process.kill()
-            process.join()
-            connection.close()
+        return [work(part, progress) for part in parts], ProcessMemory()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    results: dict[int, Result] = {}
+    memory = ProcessMemory()
+    hint = "is memory short? fewer --nproc take less of it"
+    with ProcessPool(partial(_on_one_thread, work), len(parts), hint, context) as pool:
+        for number, reply in pool.replies(parts, progress):
+            if reply.error is not None:
+                raise reply.error
+            results[number], memory = reply.result, memory.or_more(reply.memory)
+    return [results[number] for number in range(len(parts))], memory
+
+
+def end_with(pipe: int, cleanup: Callable[[], object] = lambda: None) -> None:
+    """Ends this process when the last write end of a pipe closes: the system closes a dead
+    process' files, after SIGKILL too. `cleanup` is called before.
+
+    A thread waits, so call it after forking. It works on macOS, unlike PR_SET_PDEATHSIG, and across
+    a fork server, whose workers are not the caller's children.
+    """
+
+    def watch() -> None:
+        wait([pipe])
+        cleanup()
+        os._exit(1)
+
+    Thread(target=watch, name="mtcli-lifeline", daemon=True).start()
+
+
+def _serve(
+    work: Callable[[Any, Progress], Any], end: Connection, inherited: list[Connection]
+) -> None:
+    """Runs a worker: until the other end closes, or it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in inherited:
+        other.close()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in a worker"
+    end_with(parent.sentinel)  # in the middle of an item too
+    watch = MemoryWatch()
+    unreported, reported = 0.0, monotonic()
+
+    def report(count: float) -> None:
+        nonlocal unreported, reported
+        unreported += count
+        if monotonic() - reported > REPORT_SECONDS:
+            end.send(unreported)
+            unreported, reported = 0.0, monotonic()
+
+    while True:
+        try:
+            item = end.recv()
+        except EOFError:
+            return
+        result, failure = None, None
+        try:
+            result = work(item, report)
+        except Exception as error:  # any: the parent raises it
+            error.add_note(traceback.format_exc())
+            failure = error
+        end.send(WorkerReply(result, failure, unreported, watch.read()))
+        unreported = 0.0
+
+
+def _on_one_thread(
+    work: Callable[[list[Item], Progress], Result], part: list[Item], progress: Progress
+) -> Result:
+    import torch
+
+    torch.set_num_threads(1)
+    return work(part, progress)
 
 
 def _resident(kind: str) -> int:
+    """VmRSS or VmHWM of this process in bytes; where the kernel has no /proc, its peak for both."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -96,76 +271,3 @@ def _resident(kind: str) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
-
-
-def _start(work: WorkerFunction[Item], part: list[Item]) -> tuple[ForkServerProcess, Connection]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(theirs, work, part), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def _collect(
-    workers: list[tuple[ForkServerProcess, Connection]], progress: Progress
-) -> tuple[list[Any], ProcessMemory]:
-    results: dict[int, Any] = {}
-    memory = ProcessMemory(0, 0)
-    waiting = {connection: index for index, (_, connection) in enumerate(workers)}
-    while waiting:
-        for connection in wait(list(waiting)):
-            assert isinstance(connection, Connection)
-            index = waiting[connection]
-            kind, value = _receive(connection, workers[index][0])
-            if kind == "progress":
-                progress(value)
-            elif kind == "failed":
-                raise value
-            else:
-                results[index], taken = value
-                memory = memory.or_more(taken)
-                del waiting[connection]
-    return [results[index] for index in range(len(workers))], memory
-
-
-def _receive(connection: Connection, process: ForkServerProcess) -> tuple[str, Any]:
-    try:
-        return connection.recv()  # pickled by our own process, never read from a file
-    except EOFError:
-        process.join()
-        hint = "is memory short? fewer --nproc take less of it"
-        raise failed(f"a worker process died with exit code {process.exitcode}", hint) from None
-
-
-def _work(connection: Connection, work: WorkerFunction[Item], part: list[Item]) -> None:
-    import torch
-
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us
-    torch.set_num_threads(1)
-    watch, report = MemoryWatch(), _Report(connection)
-    try:
-        result = work(part, report.add)
-        report.send()
-        connection.send(("done", (result, watch.read())))
-    except Exception as error:  # any: the parent raises it
-        error.add_note(traceback.format_exc())
-        connection.send(("failed", error))
-
-
-class _Report:
-    """Progress, sent now and then."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection, self.bytes, self.sent = connection, 0, monotonic()
-
-    def add(self, count: int) -> None:
-        self.bytes += count
-        if monotonic() - self.sent > REPORT_SECONDS:
-            self.send()
-
-    def send(self) -> None:
-        self.connection.send(("progress", self.bytes))
-        self.bytes, self.sent = 0, monotonic()

@@ -54,7 +54,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
 
     def is_closed(self) -> bool:
-        """Never: it ends with the launcher."""
+        """Whether it has ended: never before the launcher."""
         return False
 
     def set_closed(self) -> None:

@@ -1,4 +1,4 @@
-"""How a worker's error reaches the user: it leaves it in a file, and the launcher tells one of all.
+"""Carries a worker's error to the user: in a file, of which the launcher reports one of all ranks'.
 
 The file is that of torch's elastic launcher, which waits for every worker before it reads.
 """
@@ -29,32 +29,26 @@ class LostPeer(MtcliError):
 def telling_of_lost_peers(rank: int) -> Iterator[None]:
     """Turns what torch says of a connection that broke into a LostPeer (exit 1).
 
-    Collectives of ours that break are told by the watch, with their names; this is for what it does
-    not see: ranks that are only meeting, and FSDP2's collectives.
+    The watchdog names collectives of ours that break; this is for what it does not see: ranks that
+    are only meeting, and FSDP2's collectives.
     """
     try:
         yield
     except RuntimeError as error:
-        if not _is_of_connection(error):
+        import torch.distributed as dist
+
+        broken = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if not broken and "/gloo/" not in str(error):
             raise
         where, _, what = str(error).splitlines()[0].partition(".cc:")
         what = what.partition("] ")[2].partition(". This is typically")[0] or where
-        from mtcli.core.runtime.rendezvous import (
-            endpoint,  # imports torch: it is here by now
-        )
+        from mtcli.core.runtime.rendezvous import endpoint
 
         store = "{}, port {}".format(*endpoint(os.environ))
         message = f"rank {rank} does not reach another rank, or the run's store at {store}"
-        hint = (
-            "the last good checkpoint is kept: look for the rank that failed first, then --resume"
-        )
+        hint = "look for the rank that failed first, then --resume"
+        hint = f"the last good checkpoint is kept: {hint}"
         raise LostPeer(Problem(f"{message}: {what}", hint), code=Exit.FAILED) from error
-
-
-def _is_of_connection(error: RuntimeError) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistNetworkError | dist.DistStoreError) or "/gloo/" in str(error)
 
 
 def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
@@ -64,7 +58,7 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
         return KeyboardInterrupt()
     rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
     told = failure.message if isinstance(failure.message, dict) else {}
-    if _has_problems(failure):
+    if "problems" in told.get("extraInfo", {}):
         return MtcliError.load(told["extraInfo"])
     cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
@@ -76,8 +70,8 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
 def _consequence(failure: Any) -> tuple[int, int, bool]:
     """Sorts causes first: a killed rank before its peers, who only say that they lost it.
 
-    A watch knows best: it may have killed a rank that did not answer. SIGTERM is what the launcher
-    sends to the peers of one that failed, so there the earliest counts.
+    A watchdog knows best: it may have killed a rank that did not answer. SIGTERM is what the
+    launcher sends to the peers of one that failed, so there the earliest counts.
     """
     extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
     cause, terminated = extra.get("cause"), failure.exitcode == -signal.SIGTERM
@@ -93,11 +87,6 @@ def _consequence(failure: Any) -> tuple[int, int, bool]:
     return order.index(True), failure.timestamp, not told
 
 
-def _has_problems(failure: Any) -> bool:
-    message = failure.message
-    return isinstance(message, dict) and "problems" in message.get("extraInfo", {})
-
-
 def hand_over(error: BaseException) -> NoReturn:
     """Leaves the error in the file that the launcher reads, and ends this worker quietly."""
     if isinstance(error, KeyboardInterrupt):
@@ -108,16 +97,15 @@ def hand_over(error: BaseException) -> NoReturn:
     else:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-        _leave(
-            f"{type(error).__name__}: {error} ({where})", {"code": int(Exit.FAILED), "cause": TOLD}
-        )
+        cause = f"{type(error).__name__}: {error} ({where})"
+        _leave(cause, {"code": int(Exit.FAILED), "cause": TOLD})
     if os.environ.get("MTCLI_TRACEBACK"):
         traceback.print_exception(error)
     os._exit(error.code if isinstance(error, MtcliError) else Exit.FAILED)
 
 
 def end_rank(error: MtcliError | None, silent: list[int], lost: bool) -> NoReturn:
-    """Ends this rank from another thread: with the watch's error, or where it has none quietly.
+    """Ends this rank from another thread: with the watchdog's error, or where it has none quietly.
 
     `lost` says that it follows from another rank's error, if that one has left any. Otherwise our
     launcher's workers that do not answer (process ids) are killed: it would wait half a minute.

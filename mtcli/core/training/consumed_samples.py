@@ -11,8 +11,8 @@ from pydantic import ConfigDict
 
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.fields import Count, Section
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.section import Count, Section
 from mtcli.core.data.blend import parse_split
 from mtcli.core.data.indexed import describe, with_suffix
 from mtcli.core.data.loader import Batches

@@ -19,13 +19,13 @@ from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import (
     Batches,
+    CountedTokens,
     Prefetcher,
     SampleId,
     require_ids,
     require_named,
     require_stated_ids,
 )
-from mtcli.core.data.synthetic import CountedTokens
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs

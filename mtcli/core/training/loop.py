@@ -15,7 +15,7 @@ from mtcli.core.checkpoint.consensus import newest_step, open_agreed, require_al
 from mtcli.core.checkpoint.names import CHECKPOINTS
 from mtcli.core.checkpoint.opening import offering_earlier
 from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.config.errors import MtcliError, Problem, every, failed
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.parallel.collectives import all_reduce
@@ -90,7 +90,7 @@ def _held(config: RunConfig, resumes: bool, world: Axis) -> Iterator[None]:
             return stack.enter_context(held(Path(config.train.output), resumes))
 
         checked_later = partial(require_data, config)
-        (notice,) = together(world, lambda: every(take, otherwise=checked_later))
+        (notice,) = together(world, lambda: collect_errors(take, otherwise=checked_later))
         if notice:
             sys.stderr.write(f"note: {notice}\n")
         yield
@@ -159,7 +159,7 @@ def _open_loaders(
     planned = None
     if source.checkpoint and source.is_own:
         planned = planned_samples(source.checkpoint)
-    loader, valid = every(
+    loader, valid = collect_errors(
         lambda: open_loader(config, groups, planned=planned),
         lambda: open_loader(config, groups, validation=True) if config.train.eval_every else None,
     )

@@ -9,7 +9,7 @@ from mtcli.core.checkpoint.names import OPTIMIZER
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.safetensors_file import damaged
 from mtcli.core.checkpoint.store import Shard
-from mtcli.core.config.section import Count, Section
+from mtcli.core.config.fields import Count, Section
 from mtcli.core.model.build import load_weights
 from mtcli.core.optim.loss_scale import ScaleState
 from mtcli.core.parallel.ownership import OwnedShard

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mtcli.core.config.divisors import divisors, listing
 from mtcli.core.config.errors import Exit, MtcliError
+from mtcli.core.config.fields import divisors, listing
 from mtcli.core.config.layout_rules import data_parallel_size
 from mtcli.core.config.loading import config_of, load_config
 from mtcli.core.config.rules import RULES, load_checked, problems, require

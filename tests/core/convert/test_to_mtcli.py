@@ -18,7 +18,7 @@ from saving import MODEL, save_halves, values
 
 from mtcli.core.checkpoint.aside import written_aside
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import About, Shard, commit, write_shards
+from mtcli.core.checkpoint.store import About, Shard, commit, save, write_shards
 from mtcli.core.config import rules
 from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import dump_toml
@@ -329,45 +329,40 @@ def test_zeros_of_different_signs_and_nans_are_compared_by_their_bits(tmp_path):
     assert [difference.name for difference in differences(a, b)] == ["x"]
 
 
+def save_zeros(runtime, model, root):
+    """A checkpoint of a model of zeros."""
+    pieces = [
+        Shard(name, torch.zeros(parameter.shape), (0,) * len(parameter.shape), parameter.shape)
+        for name, parameter in parameters(model).items()
+    ]
+    about = {"extra": {}, "config_toml": dump_toml(RunConfig(model=model)), "tokenizer": None}
+    save(root, 1, pieces, rank=0, gather=lambda value: [value], keep=0, **about)
+
+
 def test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_tensor(tmp_path):
     layers, hidden, vocabulary = 6, 512, 100_000  # 6 layers of 12.6 MB, and a tensor of 205 MB
     slab = 2 << 20
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": 8, "vocab_size": vocabulary}
+    run_ranks(1, save_zeros, ModelConfig(**sizes, max_seq_len=8), tmp_path)
     code = f"""
-import resource, sys, torch
+import resource, sys
 from pathlib import Path
-from mtcli.core.checkpoint import convert, export
-from mtcli.core.convert.to_mtcli import Options, to_mtcli
+from mtcli.core.convert import to_huggingface as export, to_mtcli as convert
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import Piece, save
-from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.loading import dump_toml
-from mtcli.core.mesh.parameters import parameters
-model = ModelConfig(num_layers=int(sys.argv[1]), hidden_size={hidden}, num_heads=8,
-                    vocab_size={vocabulary}, max_seq_len=8)
-convert.SLAB_BYTES = export.SLAB_BYTES = {slab}
-root = Path(sys.argv[2])
-if sys.argv[3] == "make":
-    pieces = [Piece(n, torch.zeros(p.shape), (0,) * len(p.shape), p.shape)
-              for n, p in parameters(model).items()]
-    save(root, 1, pieces, rank=0, gather=lambda o: [o], extra={{}},
-         config_toml=dump_toml(RunConfig(model=model)), tokenizer=None, keep=0)
-else:
-    source = open_checkpoint(root)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    to_mtcli(source, root / "out", *parse_layout("tp=2"), Options())
-    to_hf(open_checkpoint(root / "out"), root / "hf", 10**9, Options())
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+convert.BOX_BYTES = export.BOX_BYTES = {slab}
+root = Path(sys.argv[1])
+source = open_checkpoint(root)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+to_mtcli(source, root / "out", *parse_layout("tp=2"), WriteOptions())
+to_hf(open_checkpoint(root / "out"), root / "hf", 10**9, WriteOptions())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-
-    def python(*arguments):
-        command = [sys.executable, "-c", code, str(layers), str(tmp_path), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    python("make")
-    grown = int(python("convert")) * 1024
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown = int(done.stdout) * 1024
     model_bytes = 4 * (layers * 12 * hidden * hidden + vocabulary * hidden)
     # Blocks being written; slabs read, reordered and cast; what malloc keeps of freed memory.
     limit = (8 << 20) + 4 * slab + (64 << 20)

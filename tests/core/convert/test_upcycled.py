@@ -196,7 +196,7 @@ def test_peak_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(tmp_p
     code = f"""
 import resource, sys
 from pathlib import Path
-from mtcli.core.convert.to_mtcli import Options, to_mtcli
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.convert.upcycle import upcycled
@@ -205,7 +205,7 @@ root = Path(sys.argv[1])
 dense = open_checkpoint(root / "dense")
 found = upcycled(dense, recipe_of("num_experts={experts},top_k=2", dense.model))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-to_mtcli(found, root / "moe", *parse_layout("tp=2,dp=1"), Options())
+to_mtcli(found, root / "moe", *parse_layout("tp=2,dp=1"), WriteOptions())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": 4, "vocab_size": 100}

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import mtcli.core.data.index_cache as cache
 import mtcli.core.data.loader as batches_module
+import mtcli.core.data.samples as cache
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import Indexed, describe, max_token_id, tokenizer_folder, write_dataset
 from mtcli.core.data.loader import Batches, Prefetcher, require_ids, require_stated_ids
-from mtcli.core.data.preprocess import preprocess
-from mtcli.core.data.request import PreprocessRequest
+from mtcli.core.data.preprocess import PreprocessRequest, preprocess
 
 
 def make(prefix, num_samples=300, seq_len=16, seed=1, split="1"):

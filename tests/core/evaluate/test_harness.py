@@ -10,7 +10,7 @@ from lm_eval.tasks import TaskManager
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.encode import encoder_for
 from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness
-from mtcli.core.evaluate.tasks.registry import TaskSpec, parse_tasks, task_runs
+from mtcli.core.evaluate.tasks.registry import parse_tasks, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions
 
 TASK = """task: {name}
@@ -143,7 +143,7 @@ def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, toke
     monkeypatch.setattr("mtcli.core.evaluate.tasks.registry.find_spec", lambda name: None)
     with pytest.raises(MtcliError) as caught:
         task_runs(
-            [TaskSpec("lm_eval:x", None)],
+            [("lm_eval:x", None)],
             byte_scorer,
             encoder_for(tokenizer[0]),
             TaskOptions(48),

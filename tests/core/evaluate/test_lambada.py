@@ -13,7 +13,7 @@ from mtcli.core.evaluate.tasks.lambada import split_last
 from mtcli.core.evaluate.tasks.registry import TASKS
 from mtcli.core.evaluate.tasks.task import TaskOptions
 
-prepare = TASKS["lambada"].prepare
+prepare = TASKS["lambada"]
 ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
 
 

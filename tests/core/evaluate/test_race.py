@@ -14,7 +14,7 @@ from mtcli.core.evaluate.tasks.race import prompt
 from mtcli.core.evaluate.tasks.registry import TASKS
 from mtcli.core.evaluate.tasks.task import TaskOptions
 
-prepare = TASKS["race"].prepare
+prepare = TASKS["race"]
 ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
 ROW = {
     "article": "A cat sat.",

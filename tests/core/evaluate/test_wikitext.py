@@ -14,7 +14,7 @@ from mtcli.core.evaluate.tasks.registry import TASKS
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.wikitext import detokenise, split_pages
 
-prepare = TASKS["wikitext103"].prepare
+prepare = TASKS["wikitext103"]
 
 
 def letters(text):

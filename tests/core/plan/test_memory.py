@@ -15,8 +15,9 @@ from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
-from mtcli.core.plan.taped_ops import Kernels
-from mtcli.core.plan.taped_stage import passed
+from mtcli.core.plan.published.software import PublishedWork
+from mtcli.core.plan.tape.ops import Kernels
+from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, spread
 
 H100 = GPUS["h100"]
@@ -36,7 +37,8 @@ def mixture(**fields):
 
 def step(model, layout=None, **fields):
     sizes = {"seq_len": 32, "micro_batch_size": 2, "global_batch_size": 64}
-    return Workload(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
+    kind = PublishedWork if "flash" in fields else Workload
+    return kind(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
 
 
 @settings(max_examples=30, deadline=None)
@@ -238,7 +240,7 @@ def test_a_busy_ranks_experts_save_more_rows_up_to_their_capacity(capacity, load
     copies = 2 * 4096  # top-2
     assert busy.expert_rows == pytest.approx(copies * load)
     row = model.hidden_size + 2 * model.moe_ffn_hidden_size  # input, gate and up
-    kept = [passed(work, A_GPU, BETWEEN, layers=1).each for work in (busy, even)]
+    kept = [stage_bytes(work, A_GPU, BETWEEN, layers=1).block for work in (busy, even)]
     saved = copies * (load - min(1.0, load)) * (row * 2 + 2 * 8)  # bf16, and two indices
     assert kept[0] - kept[1] == pytest.approx(saved, rel=1e-9)
 
@@ -272,21 +274,27 @@ def test_layers_spread_evenly_with_lighter_ends(layers, stages):
 def test_attention_of_both_sides_has_no_mask_on_a_cpu():
     one = step(gpt(num_layers=1), precision="bf16", seq_len=256)
     both = replace(one, model=gpt(num_layers=1, causal=False))
-    causal, free = (passed(work, A_CPU, (False, False), 1).backward for work in (one, both))
+    causal, free = (
+        stage_bytes(work, A_CPU, (False, False), 1).backward_peak for work in (one, both)
+    )
     assert causal - free == 2 * 256 * 256  # of 256 keys for 256 queries, in 16 bits
 
 
 def test_each_block_keeps_a_mask_of_gathered_keys_on_a_cpu():
     one = step(gpt(), ParallelLayout(2, cp=2), precision="bf16", cp_mode="all_gather")
     both = replace(one, model=gpt(causal=False))
-    causal, free = (passed(work, A_CPU, (False, False), 1).each for work in (one, both))
+    causal, free = (stage_bytes(work, A_CPU, (False, False), 1).block for work in (one, both))
     assert causal - free == 2 * 16 * 32  # of 32 keys for a rank's 16 queries, in 16 bits
 
 
 def test_a_ring_of_two_ranks_has_one_block_of_keys_on_its_way_and_a_longer_one_two():
     one = step(gpt(num_layers=1, ffn_hidden_size=64, max_seq_len=128), recompute="selective")
     peaks = [
-        passed(replace(one, layout=ParallelLayout(cp, cp=cp), seq_len=32 * cp), A_GPU, BETWEEN, 1)
+        stage_bytes(
+            replace(one, layout=ParallelLayout(cp, cp=cp), seq_len=32 * cp), A_GPU, BETWEEN, 1
+        )
         for cp in (2, 4)
     ]
-    assert peaks[1].backward - peaks[0].backward == 2 * 64 * 64 * 2  # of 64 tokens, in 16 bits
+    assert (
+        peaks[1].backward_peak - peaks[0].backward_peak == 2 * 64 * 64 * 2
+    )  # of 64 tokens, in 16 bits

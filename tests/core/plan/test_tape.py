@@ -1,6 +1,6 @@
 """A tape counts what autograd holds: results, what a backward waits for, and gradients."""
 
-from mtcli.core.plan.tape import Half, Tape, Value, leaf
+from mtcli.core.plan.tape.autograd import Tape, Value, WeightPass, leaf
 
 
 def input_of(tape, size):
@@ -11,7 +11,7 @@ def product(tape, x, size, weight=None):
     """x W^T, which keeps x; gradients of x and of a weight of 5 bytes."""
     taken = [x] if weight is None else [x, weight]
     grads = [x.size, 5][: len(taken)]
-    return tape.op(taken, [size], lambda tape, _: [tape.new(g) for g in grads], kept=[x])[0]
+    return tape.op(taken, [size], lambda tape, _: [tape.new(g) for g in grads], saved=[x])[0]
 
 
 def go_back(tape, y):
@@ -55,7 +55,7 @@ def test_what_is_computed_again_keeps_its_input_alone_until_the_backward():
 
     tape = Tape()
     x = input_of(tape, 10)
-    y = tape.again(forward, x)
+    y = tape.recompute(forward, x)
     assert tape.live == 10 + 7
     go_back(tape, y)
     assert tape.live == 10 + 7 + 10
@@ -72,7 +72,7 @@ def test_names_for_what_is_computed_again_end_with_it():
 
     tape = Tape()
     x = input_of(tape, 10)
-    y = tape.again(forward, x)
+    y = tape.recompute(forward, x)
     tape.free(x)
     go_back(tape, y)
     assert tape.live == 100 + 10  # y, which the test names, and the gradient of x
@@ -80,6 +80,6 @@ def test_names_for_what_is_computed_again_end_with_it():
 
 def test_gradients_that_were_left_are_made_one_by_one_and_let_go_of_what_waited_for_them():
     tape = Tape(splits=True)
-    tape.halves = [Half(5, 1, [tape.new(10)], 6), Half(12, 1, [tape.new(20)], 0)]
+    tape.weight_passes = [WeightPass(5, 1, [tape.new(10)], 6), WeightPass(12, 1, [tape.new(20)], 0)]
     tape.weights()
     assert (tape.live, tape.peak) == (0, 10 + 20 + 6)

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from mtcli.core.config.loading import config_of
-from mtcli.core.data.synthetic import CountedTokens
+from mtcli.core.data.loader import CountedTokens
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.plan.memory import state_bytes
 from mtcli.core.profile import measure as measuring
 from mtcli.core.profile.figures import Profile
-from mtcli.core.profile.measure import measure
-from mtcli.core.profile.peak import board_name, peak_flops
+from mtcli.core.profile.measure import board_name, measure, peak_flops
 from mtcli.core.runtime.launch import Runtime
 
 RUNTIME = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -141,11 +140,12 @@ def test_a_cpus_peak_is_what_a_large_product_reaches():
     from time import perf_counter
 
     a = torch.randn(1024, 1024)
-    seconds = [_seconds(lambda: a @ a, perf_counter) for _ in range(10)]
-    peak = peak_flops(config_of(TABLE), RUNTIME)
-    seconds += [_seconds(lambda: a @ a, perf_counter) for _ in range(10)]
-    share = peak * min(seconds) / (2 * 1024**3)
-    assert 1 / 3 < share < 3  # moments of a shared machine
+    seconds, peaks = [], []
+    for _ in range(5):  # the best of each: other work on the machine only ever adds time
+        seconds += [_seconds(lambda: a @ a, perf_counter) for _ in range(5)]
+        peaks.append(peak_flops(config_of(TABLE), RUNTIME))
+    share = max(peaks) * min(seconds) / (2 * 1024**3)
+    assert 1 / 3 < share < 3
 
 
 def test_a_cpus_peak_in_float16_is_no_other_than_its_products_reach():

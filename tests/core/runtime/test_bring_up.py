@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.runtime.launch import StopSignal, bring_up, environment_world, launch
+from mtcli.core.runtime import launch as bringing_up
+from mtcli.core.runtime.launch import StopSignal, bring_up, environment_world
 from mtcli.core.runtime.machine import cores
 from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
 
@@ -32,10 +33,10 @@ def test_the_world_is_what_the_launcher_says(environ, world):
 
 
 def test_torchrun_and_slurm_name_local_ranks_in_their_own_ways():
-    assert launch._ranks(TORCHRUN) == (3, 8, 1, 2)
-    assert launch._ranks(SLURM) == (5, 8, 1, 8)
-    assert launch._ranks(SLURM | {"SLURM_NTASKS_PER_NODE": "4"}) == (5, 8, 1, 4)
-    assert launch._ranks({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2, 1, 2)
+    assert bringing_up._ranks(TORCHRUN) == (3, 8, 1, 2)
+    assert bringing_up._ranks(SLURM) == (5, 8, 1, 8)
+    assert bringing_up._ranks(SLURM | {"SLURM_NTASKS_PER_NODE": "4"}) == (5, 8, 1, 4)
+    assert bringing_up._ranks({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2, 1, 2)
 
 
 def test_alone_there_is_no_process_group_and_every_core_is_used():
@@ -57,11 +58,11 @@ def test_more_ranks_than_gpus_is_an_error_with_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(MtcliError) as caught:
-        launch._device("auto", 1)
+        bringing_up._device("auto", 1)
     (problem,) = caught.value.problems
     assert problem.message == "local rank 1 has no GPU: this machine has 1"
     assert "--nproc 1" in problem.hint
-    assert launch._device("auto", 0) == torch.device("cuda", 0)
+    assert bringing_up._device("auto", 0) == torch.device("cuda", 0)
 
 
 def test_the_fast_product_is_as_accurate_as_float32():

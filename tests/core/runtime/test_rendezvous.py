@@ -20,14 +20,14 @@ def test_ranks_that_do_not_start_are_named():
 
 def test_ranks_that_all_start_go_on_together():
     store = dist.HashStore()
-    threads = [threading.Thread(target=_await_all, args=(store, n, 3, 20.0)) for n in range(3)]
+    threads = [threading.Thread(target=_await_all, args=(store, n, 3, 60.0)) for n in range(3)]
     for thread in threads[:2]:
         thread.start()
     threads[0].join(timeout=0.1)
     assert threads[0].is_alive() and threads[1].is_alive()
     threads[2].start()
     for thread in threads:
-        thread.join(timeout=10.0)
+        thread.join(timeout=60.0)
         assert not thread.is_alive()
 
 
@@ -35,13 +35,13 @@ def test_an_attempt_does_not_find_the_ranks_of_the_one_before():
     store = dist.HashStore()
     first = [attempt_store(store, 0) for _ in range(2)]
     threads = [
-        threading.Thread(target=_await_all, args=(own, rank, 2, 20.0))
+        threading.Thread(target=_await_all, args=(own, rank, 2, 60.0))
         for rank, own in enumerate(first)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20.0)
+        thread.join(timeout=60.0)
         assert not thread.is_alive()
     with pytest.raises(MtcliError, match="of 2 ranks these have not started: 1"):
         _await_all(attempt_store(store, 1), 0, 2, 0.2)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from static_check import in_flight, problems
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.schedule.generators import (
@@ -15,7 +16,6 @@ from mtcli.core.schedule.generators import (
     zero_bubble,
 )
 from mtcli.core.schedule.ops import Op, Schedule, needs
-from mtcli.core.schedule.validate import in_flight, problems
 
 
 @settings(max_examples=150, deadline=None)

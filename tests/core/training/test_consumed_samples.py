@@ -209,9 +209,9 @@ def read(runtime, config, resume):
     return rows, extra["samples"]["planned"]
 
 
-def short(data, output, steps, **sections):
+def short(data, output, steps, save_every=100, **sections):
     """A run on data of 119 samples an epoch: of 40 in 10 steps."""
-    train = {"steps": steps, "output": str(output), "save_every": 4, "keep": 0}
+    train = {"steps": steps, "output": str(output), "save_every": save_every, "keep": 0}
     sources = {"train": [str(data / "b")], "split": "1,0,0"}
     return run_config(GPT, data=sources, train=train, **sections)
 
@@ -219,7 +219,7 @@ def short(data, output, steps, **sections):
 @pytest.mark.parametrize("known", [True, False])
 def test_a_run_made_longer_across_an_epoch_keeps_its_samples(data, tmp_path, known):
     """Once, twice, on other layouts; and where a checkpoint's ledger does not say its plan."""
-    ((first, plan),) = run_ranks(1, read, short(data, tmp_path / "run", 10), False)
+    ((first, plan),) = run_ranks(1, read, short(data, tmp_path / "run", 10, save_every=4), False)
     assert plan == 40 and len(first) == 10
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000010")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")

@@ -78,7 +78,7 @@ def until_two_steps_on(runtime, output):
     """The first file waits until training has made two steps more."""
 
     def wait(path):
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 60.0
         while step(2) in str(path) and (output / "metrics.jsonl").read_text().count("\n") < 4:
             assert time.monotonic() < end, "training stands still"
             time.sleep(0.01)
@@ -337,7 +337,7 @@ def test_a_snapshot_without_memory_says_how_much_it_needs(monkeypatch):
 
 def interrupted_at_3(runtime, output):
     """A second Ctrl-C comes while a slow disk has not written step 2."""
-    before_writing(lambda path: time.sleep(30.0))
+    before_writing(lambda path: time.sleep(1000.0))
     train_step = Trainer.train_step
 
     def interrupted(self, loader):
@@ -349,7 +349,5 @@ def interrupted_at_3(runtime, output):
 
 
 def test_a_second_signal_ends_a_run_without_waiting_for_the_disk(config_for):
-    begin = time.monotonic()
-    with pytest.raises(AssertionError, match="died without a word"):
+    with pytest.raises(AssertionError, match="died without a word"):  # not: did not end in time
         run_ranks(1, told, config_for("run"), interrupted_at_3)
-    assert time.monotonic() - begin < 20.0

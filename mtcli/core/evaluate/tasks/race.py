@@ -26,6 +26,7 @@ from mtcli.core.evaluate.tasks.task import (
 LEVELS = ("high", "middle")
 LETTERS = "ABCD"
 CLOZE = "  _  ."  # a question that ends so is read as a sentence, its answer in the gap
+SHAPE = 'a RACE file is {"article", "questions": [...], "options": [[4 each]], "answers": ["A"..]}'
 
 
 class Article(NamedTuple):
@@ -88,11 +89,9 @@ def _read(path: Path) -> dict[str, list[Article]]:
         path = path / "test"
     found = {level: sorted((path / level).glob("*.txt"), key=_number) for level in LEVELS}
     if not any(found.values()):
-        raise wrong(
-            f"{path} holds 0 RACE articles",
-            "give the folder with high/ and middle/, each with RACE's own .txt files",
-            "--task",
-        )
+        message = f"{path} holds 0 RACE articles"
+        hint = "give the folder with high/ and middle/, each with RACE's own .txt files"
+        raise wrong(message, hint, "--task")
     return {level: [_article(file) for file in files] for level, files in found.items() if files}
 
 
@@ -107,17 +106,15 @@ def _article(file: Path) -> Article:
         answers = [list(LETTERS).index(letter) for letter in row["answers"]]
         _require_texts([text], questions, *options)
     except (KeyError, TypeError, ValueError) as error:
-        raise wrong(f"{file}, line 1: {_explain(error)}", _SHAPE, "--task") from error
+        why = f"no {error} in it" if isinstance(error, KeyError) else "it is not a RACE article"
+        raise wrong(f"{file}, line 1: {why}", SHAPE, "--task") from error
     if not questions or not len(questions) == len(options) == len(answers):
         counts = f"{len(questions)} questions, {len(options)} options, {len(answers)} answers"
-        raise wrong(f"{file}, line 1: {counts}", _SHAPE, "--task")
+        raise wrong(f"{file}, line 1: {counts}", SHAPE, "--task")
     for choices in options:
         if len(choices) != len(LETTERS):
-            raise wrong(
-                f"{file}, line 1: {len(choices)} options for a question, {len(LETTERS)} are needed",
-                _SHAPE,
-                "--task",
-            )
+            message = f"{len(choices)} options for a question, {len(LETTERS)} are needed"
+            raise wrong(f"{file}, line 1: {message}", SHAPE, "--task")
     return Article(text, tuple(questions), tuple(map(tuple, options)), tuple(answers))
 
 
@@ -135,11 +132,3 @@ def _require_texts(*lists: Any) -> None:
     for texts in lists:
         if not isinstance(texts, list) or not all(map(is_text, texts)):
             raise TypeError(f"{shown(texts)} is not a list of text")
-
-
-_SHAPE = 'a RACE file is {"article", "questions": [...], "options": [[4 each]], "answers": ["A"..]}'
-
-
-def _explain(error: Exception) -> str:
-    missing = isinstance(error, KeyError)
-    return f"no {error} in it" if missing else "it is not a RACE article"

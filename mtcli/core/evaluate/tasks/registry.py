@@ -1,22 +1,17 @@
-"""The tasks by name: each is a function from a path to requests, and from their scores to a report.
+"""The tasks by name, what --task asks for, and a task bound to a model.
 
-A new task is one row of `TASKS`. Items are what a task counts (questions, passages), requests what
-the model is asked.
-
-A task bound to a model: what it will compute, in numbers, and the function that computes it.
+A task of ours is a function from a path to a `PreparedTask`; a new one is one row of `TASKS`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
-from mtcli.core.config.errors import MtcliError, Problem, every, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.lambada import prepare_lambada
 from mtcli.core.evaluate.tasks.race import prepare_race
 from mtcli.core.evaluate.tasks.task import PreparedTask, Progress, Report, TaskOptions
@@ -24,49 +19,16 @@ from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.scoring import Scorer
 
 HARNESS_PREFIX = "lm_eval:"  # lm_eval:NAME and lm_eval:FILE.yaml run lm-evaluation-harness tasks
+TASKS: dict[str, Callable[[Path, Encoder, TaskOptions], PreparedTask]] = {
+    "wikitext103": prepare_wikitext,  # perplexity of wiki.test.tokens, Megatron-LM's protocol
+    "lambada": prepare_lambada,  # last words of the raw LAMBADA passages, all tokens right
+    "race": prepare_race,  # reading comprehension, high and middle school, prompted as by lm-eval
+}
+USAGE = ", ".join(f"{name}=PATH" for name in TASKS)
+USAGE += f", or {HARNESS_PREFIX}NAME for a task of lm-evaluation-harness"
 
-
-class Task(NamedTuple):
-    """One evaluation: `prepare` reads the file, `headline` names the number people quote."""
-
-    name: str
-    about: str
-    headline: str
-    prepare: Callable[[Path, Encoder, TaskOptions], PreparedTask]
-
-
-TASKS: Mapping[str, Task] = MappingProxyType(
-    {
-        task.name: task
-        for task in (
-            Task(
-                "wikitext103",
-                "perplexity of wiki.test.tokens, Megatron-LM's protocol",
-                "perplexity",
-                prepare_wikitext,
-            ),
-            Task(
-                "lambada",
-                "last words of the raw LAMBADA passages, all tokens right",
-                "accuracy",
-                prepare_lambada,
-            ),
-            Task(
-                "race",
-                "reading comprehension, high and middle school, prompted as lm-eval does",
-                "accuracy",
-                prepare_race,
-            ),
-        )
-    }
-)
-
-
-class TaskSpec(NamedTuple):
-    """One --task: a task of ours and its path, or (path None) one of lm-evaluation-harness."""
-
-    name: str
-    path: Path | None
+# A task of ours and its path, or (path None) one of lm-evaluation-harness.
+TaskSpec = tuple[str, Path | None]
 
 
 def parse_tasks(specs: Sequence[str]) -> list[TaskSpec]:
@@ -83,10 +45,10 @@ def parse_tasks(specs: Sequence[str]) -> list[TaskSpec]:
         if names.count(name) > 1
     ]
     if not specs:
-        problems.append(Problem("no task is given, at least 1 is needed", _usage(), "--task"))
+        problems.append(Problem("no task is given, at least 1 is needed", USAGE, "--task"))
     if problems:
         raise MtcliError(*problems)
-    return [TaskSpec(name, Path(path) if path else None) for name, path in map(_split, specs)]
+    return [(name, Path(path) if path else None) for name, path in map(_split, specs)]
 
 
 def _split(spec: str) -> tuple[str, str]:
@@ -100,9 +62,9 @@ def _problem(spec: str) -> Problem | None:
     name, path = _split(spec)
     if name.startswith(HARNESS_PREFIX):
         named = name.removeprefix(HARNESS_PREFIX)
-        return None if named else Problem(f"{spec} names no task", _usage(), "--task")
+        return None if named else Problem(f"{spec} names no task", USAGE, "--task")
     if name not in TASKS:
-        hint = f"the tasks are {_usage()}{closest(name, TASKS)}"
+        hint = f"the tasks are {USAGE}{closest(name, TASKS)}"
         return Problem(f"there is no task {name!r}", hint, "--task")
     if not path:
         return Problem(f"{spec} has no path", f"{name}=PATH", "--task")
@@ -110,11 +72,6 @@ def _problem(spec: str) -> Problem | None:
         hint = "give the file, or the folder it is in"
         return Problem(f"{name}: {path} does not exist", hint, "--task")
     return None
-
-
-def _usage() -> str:
-    ours = ", ".join(f"{name}=PATH" for name in TASKS)
-    return f"{ours}, or {HARNESS_PREFIX}NAME for a task of lm-evaluation-harness"
 
 
 class TaskRun(NamedTuple):
@@ -133,48 +90,41 @@ def task_runs(
     options: TaskOptions,
     batch_tokens: int,
 ) -> list[TaskRun]:
-    """One job per task, files read and requests packed.
+    """Binds each task to the model, its file read and its requests packed.
 
     Raises MtcliError for all bad files, and for a task of lm-eval's where it is not installed.
     """
-    given = scorer, encoder, options, batch_tokens
-    return every(
-        *(partial(_theirs if spec.path is None else _ours, spec, *given) for spec in specs)
-    )
 
+    def ours(name: str, path: Path) -> TaskRun:
+        from mtcli.core.evaluate.packing import plan, run  # imports torch: not to check --task
 
-def _ours(
-    spec: TaskSpec, scorer: Scorer, encoder: Encoder, options: TaskOptions, batch_tokens: int
-) -> TaskRun:
-    assert spec.path is not None, spec
-    prepared = TASKS[spec.name].prepare(spec.path, encoder, options)
-    planned = plan(scorer, prepared.requests, batch_tokens)
-    summary = (
-        f"{prepared.num_items:,} items, {len(planned.requests):,} requests, "
-        f"{planned.num_tokens:,} tokens in {len(planned.groups):,} forward passes "
-        f"({planned.num_unshared_tokens:,} without sharing)"
-    )
-
-    def score(progress: Progress) -> Report:
-        return prepared.report(run(scorer, planned, progress))
-
-    return TaskRun(spec.name, summary, len(planned.requests), score)
-
-
-def _theirs(
-    spec: TaskSpec, scorer: Scorer, encoder: Encoder, options: TaskOptions, batch_tokens: int
-) -> TaskRun:
-    if find_spec("lm_eval") is None:
-        raise wrong(
-            f"{spec.name} needs lm-evaluation-harness, which is not installed",
-            "pip install 'mtcli[eval]'",
-            "--task",
+        prepared = TASKS[name](path, encoder, options)
+        planned = plan(scorer, prepared.requests, batch_tokens)
+        summary = (
+            f"{prepared.num_items:,} items, {len(planned.requests):,} requests, "
+            f"{planned.num_tokens:,} tokens in {len(planned.groups):,} forward passes "
+            f"({planned.num_unshared_tokens:,} without sharing)"
+        )
+        return TaskRun(
+            name,
+            summary,
+            len(planned.requests),
+            lambda progress: prepared.report(run(scorer, planned, progress)),
         )
 
-    def score(progress: Progress) -> Report:
-        from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness  # optional extra
+    def harness(name: str) -> TaskRun:
+        if find_spec("lm_eval") is None:
+            message = f"{name} needs lm-evaluation-harness, which is not installed"
+            raise wrong(message, "pip install 'mtcli[eval]'", "--task")
 
-        model = HarnessModel(scorer, encoder, batch_tokens, progress)
-        return evaluate_harness(spec.name.removeprefix(HARNESS_PREFIX), model, options.limit)
+        def score(progress: Progress) -> Report:
+            from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness  # optional extra
 
-    return TaskRun(spec.name, "items and requests as lm-eval makes them", None, score)
+            model = HarnessModel(scorer, encoder, batch_tokens, progress)
+            return evaluate_harness(name.removeprefix(HARNESS_PREFIX), model, options.limit)
+
+        return TaskRun(name, "items and requests as lm-eval makes them", None, score)
+
+    return collect_errors(
+        *(partial(ours, name, path) if path else partial(harness, name) for name, path in specs)
+    )

@@ -39,11 +39,8 @@ def find_file(path: Path, pattern: str) -> Path:
     found = sorted(path.glob(pattern))
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
-        raise wrong(
-            f"{path} holds {len(found)} files like {pattern}, 1 is needed",
-            f"name the file; found: {names}",
-            "--task",
-        )
+        message = f"{path} holds {len(found)} files like {pattern}, 1 is needed"
+        raise wrong(message, f"name the file; found: {names}", "--task")
     return found[0]
 
 

@@ -83,11 +83,8 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> Prep
     window = min(MAX_WINDOW, options.max_seq_len)
     overlap = min(OVERLAP, window) if options.overlap is None else options.overlap
     if not 1 <= overlap <= window:
-        raise wrong(
-            f"overlap {overlap} is not between 1 and the window of {window} tokens",
-            f"the paper advances by {OVERLAP}",
-            "--overlap",
-        )
+        message = f"overlap {overlap} is not between 1 and the window of {window} tokens"
+        raise wrong(message, f"the paper advances by {OVERLAP}", "--overlap")
     file = find_file(path, "*test*.tokens")
     text = read_text(file)
     original = text.strip().split(" ")[: options.limit]

@@ -1,4 +1,4 @@
-"""The debug mode of collectives: before each one, the ranks that take part compare what they call.
+"""The consistency check: before each collective, the ranks that take part compare what they call.
 
 Every rank publishes a fingerprint under the collective's number and reads its peers'. A receiver
 reads its sender's, who does not wait. A call that differs is an error before it can hang or give
@@ -69,7 +69,7 @@ class ConsistencyGuard:
             self.store.delete_key(_key(call, self.rank, call.number - 1))
 
     def _await(self, call: Call, mine: Fingerprint, rank: int) -> None:
-        """Compares with one rank, once it has come. The watch ends what waits for ever."""
+        """Compares with one rank, once it has come. The watchdog ends what waits for ever."""
         key = _key(call, rank)
         while not self.store.check([key]):
             if other := self._waits_for_me(call, rank):

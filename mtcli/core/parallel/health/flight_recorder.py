@@ -1,10 +1,9 @@
-"""The recorder of a process: which collectives it takes part in, and where it waits for others.
+"""The flight recorder: which collectives a process takes part in, and where it waits for others.
 
 Collectives of an axis are numbered from 1, so ranks that agree are always at the same number; a
 message from one rank to another has a number of its own per pair. A thread that waits stands in
-`waits`; a device that does the waiting is asked later, through `queued`.
-
-Where a rank is in the code, in words: `tensor.py:63 in forward`.
+`waits`; a device that does the waiting is asked later, through `queued`. Where a rank is in the
+code is said as `tensor.py:63 in forward`.
 """
 
 import os
@@ -55,40 +54,6 @@ class Members(Protocol):
     def size(self) -> int:
         """The number of ranks."""
         ...
-
-
-def caller(frame: FrameType | None) -> str:
-    """The innermost frame that is neither torch's nor of the collectives: who called one.
-
-    In a thread of autograd's the collective itself, as nothing else is on its stack.
-    """
-    innermost, torch = frame, os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_COLLECTIVES, torch)):
-            return _words(frame)
-        frame = frame.f_back
-    return _words(innermost)
-
-
-def place(thread: int) -> str:
-    """Where a thread of this process is: its innermost frame in this package, or at all."""
-    frame = innermost = sys._current_frames().get(thread)
-    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
-        frame = frame.f_back
-    return _words(frame or innermost)
-
-
-def calling(thread: int) -> str:
-    """Where a thread that waits in a collective has called it."""
-    return caller(sys._current_frames().get(thread))
-
-
-def _words(frame: FrameType | None) -> str:
-    if frame is None:
-        return "the end of its thread"
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
 
 
 class Call:
@@ -153,7 +118,7 @@ Check = Callable[[Call, "Tensor | None", object], None]
 
 
 class FlightRecorder:
-    """Counts and waits of one process.
+    """Records the collectives that a process has called, and those it waits in.
 
     `check` is called before each collective (train.debug_collectives). `mark` is for devices that
     wait by themselves (CUDA): it puts a mark in the device's queue. Writing a collective down takes
@@ -194,7 +159,7 @@ class FlightRecorder:
         return call
 
     def note_progress(self) -> None:
-        """Tells the watch that a save goes on, however long it takes."""
+        """Tells the watchdog that a save goes on, however long it takes."""
         self.progress += 1
 
     @property
@@ -217,3 +182,37 @@ class FlightRecorder:
             self.queued.popleft()
         waiting = [*self.waits.values(), *(call for call, _ in list(self.queued)[:1])]
         return min(waiting, key=lambda call: call.since, default=None)
+
+
+def caller(frame: FrameType | None) -> str:
+    """The innermost frame that is neither torch's nor of the collectives: who called one.
+
+    In a thread of autograd's the collective itself, as nothing else is on its stack.
+    """
+    innermost, torch = frame, os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_COLLECTIVES, torch)):
+            return _words(frame)
+        frame = frame.f_back
+    return _words(innermost)
+
+
+def place(thread: int) -> str:
+    """Where a thread of this process is: its innermost frame in this package, or at all."""
+    frame = innermost = sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return _words(frame or innermost)
+
+
+def calling(thread: int) -> str:
+    """Where a thread that waits in a collective has called it."""
+    return caller(sys._current_frames().get(thread))
+
+
+def _words(frame: FrameType | None) -> str:
+    if frame is None:
+        return "the end of its thread"
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"

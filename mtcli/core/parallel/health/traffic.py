@@ -1,4 +1,4 @@
-"""What a rank's collectives move from rank to rank, and how long it waits for them.
+"""The traffic counter: bytes that a rank's collectives move, and how long it waits for them.
 
 Bytes are counted as a ring of the axis moves them, which no algorithm undercuts: of a tensor of S
 bytes on n ranks each gives its next rank 2 (n-1)/n S in an all-reduce, (n-1)/n S in a

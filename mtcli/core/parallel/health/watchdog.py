@@ -1,14 +1,9 @@
-"""The watch of a process: ends a run in which a rank waits longer than it may, and says for whom.
+"""The watchdog: ends a run in which a rank waits longer than it may, and says for whom.
 
 Two threads per rank. One asks the store about once a second whether an alarm was raised, raises it
 where this rank has waited for `timeout` or a collective broke, and answers where this rank is. The
 rank that raised it makes one error of all answers. The other thread needs no store: it speaks where
 that one cannot.
-
-What the ranks say of themselves once one has waited too long, and the one error made of it.
-
-Whoever raised the alarm is followed from rank to rank: those it waits for, those that they wait
-for, to the ranks that wait for nobody or do not answer.
 """
 
 import json
@@ -27,6 +22,13 @@ from mtcli.core.parallel.health.flight_recorder import SAVING, Call, FlightRecor
 
 KEPT = "the last good checkpoint is kept: run the same command with --resume"
 NAMED = 4  # ranks that an error describes one by one; the others are counted
+ALARM, REPORTED, PROGRESS = "alarm", "reported", "progress"
+PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
+LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
+
+# Ends this process, with an error or without a word, given the processes of ranks that do not
+# answer, and whether the error follows from another rank's.
+End = Callable[[MtcliError | None, list[int], bool], None]
 
 
 class BlockedCall(NamedTuple):
@@ -70,108 +72,8 @@ class RankStatus(NamedTuple):
         return RankStatus(rank, step, place, counts, wait, broke)
 
 
-def error_of(
-    alarm: RankStatus, answers: dict[int, RankStatus], world: int, timeout: float
-) -> MtcliError:
-    """The error of a run in which `alarm` waited too long; `answers` are those of living ranks."""
-    wait = alarm.wait
-    assert wait is not None, "an alarm is raised by a rank that waits"
-    answers = answers | {alarm.rank: alarm}
-    silent = [rank for rank in range(world) if rank not in answers]
-    if alarm.broke:
-        head = f"{wait} broke on rank {alarm.rank}, at {_place(alarm)}: {_shortened(alarm.broke)}"
-        return failed(
-            "; ".join([head, *_few([_absence(rank, None, wait) for rank in silent])]), KEPT
-        )
-    met = _follow(alarm, answers)
-    roots = [rank for rank in met if rank not in answers or answers[rank].wait is None]
-    roots = roots or silent
-    if roots:  # whoever waits for the first of them says more than who was the first to complain
-        alarm = met.get(roots[0], alarm)
-        words = [_absence(rank, answers.get(rank), met.get(rank, alarm).wait) for rank in roots]
-    else:
-        words = [_standing(answers[rank]) for rank in sorted({*met, *wait.ranks})]
-        words[0] = f"no rank is absent, they wait for each other: {words[0]}"
-    assert alarm.wait is not None, "only those who wait lead to others"
-    head = f"{alarm.wait} has waited for {alarm.wait.seconds:.0f} s on rank {alarm.rank}"
-    head += f", at {_place(alarm)}: "
-    return failed(head + "; ".join(_few(words)), _hint(roots, timeout))
-
-
-def _few(words: list[str]) -> list[str]:
-    return (
-        words if len(words) <= NAMED else [*words[:NAMED], f"and {len(words) - NAMED} more ranks"]
-    )
-
-
-def _place(answer: RankStatus) -> str:
-    return answer.place + (f" (step {answer.step})" if answer.step else "")
-
-
-def _shortened(error: str) -> str:
-    """The first sentence of gloo's or NCCL's words, without its source file."""
-    return re.sub(r"^\[\S+\] ", "", error.splitlines()[0]).partition(". ")[0]
-
-
-def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """`ranks 2, 3`, or the first eight of many and their number."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def _follow(alarm: RankStatus, answers: dict[int, RankStatus]) -> dict[int, RankStatus]:
-    """The ranks met from the alarm on, in that order, and for each who waits for it."""
-    met, waiting = {alarm.rank: alarm}, [alarm]
-    while waiting:
-        one = waiting.pop(0)
-        assert one.wait is not None, "only those who wait are asked for whom"
-        for rank in one.wait.ranks:
-            if rank in met or _has_come(answers.get(rank), one.wait):
-                continue
-            met[rank] = one
-            if rank in answers and answers[rank].wait is not None:
-                waiting.append(answers[rank])
-    return met
-
-
-def _has_come(answer: RankStatus | None, wait: BlockedCall) -> bool:
-    """Whether a rank has reached a collective, whatever it does now."""
-    return answer is not None and answer.counts.get(wait.channel, 0) >= wait.number
-
-
-def _absence(rank: int, answer: RankStatus | None, wait: BlockedCall | None) -> str:
-    """Why a rank is not where another one waits for it."""
-    if answer is None:
-        return f"rank {rank} is absent: it does not answer (stopped, dead, or its machine lost)"
-    said = f"rank {rank} is absent: it is at {answer.place}"
-    last = answer.counts.get(wait.channel, 0) if wait is not None else 0
-    if not last or wait is None:
-        return said
-    axis = wait.channel.partition(" ")[0]
-    return f"{said}, and its last collective on {axis} was number {last}"
-
-
-def _standing(answer: RankStatus) -> str:
-    return f"rank {answer.rank} is in {answer.wait or 'no collective'}, at {answer.place}"
-
-
-def _hint(roots: list[int], timeout: float) -> str:
-    if roots:
-        return f"{KEPT}; raise train.timeout ({timeout:g} s) if the rank was only slow"
-    return f"{KEPT}; train.debug_collectives = true names the first call that differs"
-
-
-ALARM, REPORTED, PROGRESS = "alarm", "reported", "progress"
-PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
-LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
-
-# Ends this process, with an error or without a word, given the processes of ranks that do not
-# answer, and whether the error follows from another rank's.
-End = Callable[[MtcliError | None, list[int], bool], None]
-
-
 class Watchdog:
-    """Watches over a rank's recorder from its start to `stop`. `store` is its own connection."""
+    """Watches a rank's flight recorder from `start` to `stop`. `store` is its own connection."""
 
     def __init__(
         self,
@@ -203,12 +105,12 @@ class Watchdog:
             thread.start()
 
     def explain(self) -> None:
-        """Where a collective broke, waits until the watch has ended this rank with the reason."""
+        """Where a collective broke, waits until this rank was ended with the reason."""
         if self.recorder.broken is not None:
             self.threads[0].join(timeout=2.0 * self.grace)
 
     def give_up(self) -> None:
-        """Ends the watch of a rank that failed by itself: the others leave, without a word."""
+        """Stops watching a rank that failed by itself: the others leave, without a word."""
         self.stop()
         with suppress(RuntimeError):  # the store may have ended first
             answer = RankStatus(self.rank, self.recorder.step, "the end of its run", {})
@@ -216,14 +118,14 @@ class Watchdog:
             self.store.set(REPORTED, "")
 
     def leave(self) -> None:
-        """Ends the watch of a rank that is done; rank 0, which may hold the store, leaves last."""
+        """Stops watching a rank that is done; rank 0, which may hold the store, leaves last."""
         self.stop()
         if self.rank == 0:
             everyone = [f"answer/{rank}" for rank in range(self.world)]
             self._await(lambda: self.store.check(everyone), self.grace)
 
     def stop(self) -> None:
-        """Ends the watch."""
+        """Stops both threads."""
         self.stopped.set()
         for thread in self.threads:
             thread.join(timeout=self.grace)
@@ -284,7 +186,7 @@ class Watchdog:
                     answers[rank] = RankStatus.load(self.store.get(f"answer/{rank}"))
             return len(answers) == len(others)
 
-        # A run that has broken down is not slow: its ranks look at their ledgers every tick.
+        # A run that has broken down is not slow: its ranks look at their recorders every tick.
         self._await(all_answered, self.poll + 0.5 if alarm.broke else self.grace)
         error = error_of(alarm, answers, self.world, self.timeout)
         keys = [f"pid/{rank}" for rank in others - set(answers)]
@@ -350,3 +252,85 @@ class Watchdog:
             message += "; no rank could be asked why: rank 0's store does not answer"
             hint = "the last good checkpoint is kept: look at rank 0's machine, then use --resume"
             self.end(failed(message, hint), [], False)
+
+
+def error_of(
+    alarm: RankStatus, answers: dict[int, RankStatus], world: int, timeout: float
+) -> MtcliError:
+    """Explains a run in which `alarm` waited too long; `answers` are those of ranks that live.
+
+    Whoever raised the alarm is followed from rank to rank: those it waits for, those that they wait
+    for, to the ranks that wait for nobody or do not answer.
+    """
+    wait = alarm.wait
+    assert wait is not None, "an alarm is raised by a rank that waits"
+    answers = answers | {alarm.rank: alarm}
+    silent = [rank for rank in range(world) if rank not in answers]
+    if alarm.broke:
+        # The first sentence of gloo's or NCCL's words, without its source file.
+        why = re.sub(r"^\[\S+\] ", "", alarm.broke.splitlines()[0]).partition(". ")[0]
+        head = f"{wait} broke on rank {alarm.rank}, at {_place(alarm)}: {why}"
+        words = [_absence(rank, None, wait) for rank in silent]
+        return failed("; ".join([head, *_at_most_named(words)]), KEPT)
+    met = _follow(alarm, answers)
+    roots = [rank for rank in met if rank not in answers or answers[rank].wait is None]
+    roots = roots or silent
+    if roots:
+        # Whoever waits for the first of them says more than who was the first to complain.
+        alarm = met.get(roots[0], alarm)
+        words = [_absence(rank, answers.get(rank), met.get(rank, alarm).wait) for rank in roots]
+    else:
+        stuck = [answers[rank] for rank in sorted({*met, *wait.ranks})]
+        words = [f"rank {s.rank} is in {s.wait or 'no collective'}, at {s.place}" for s in stuck]
+        words[0] = f"no rank is absent, they wait for each other: {words[0]}"
+    assert alarm.wait is not None, "only those who wait lead to others"
+    head = f"{alarm.wait} has waited for {alarm.wait.seconds:.0f} s on rank {alarm.rank}"
+    hint = f"{KEPT}; train.debug_collectives = true names the first call that differs"
+    if roots:
+        hint = f"{KEPT}; raise train.timeout ({timeout:g} s) if the rank was only slow"
+    return failed(f"{head}, at {_place(alarm)}: {'; '.join(_at_most_named(words))}", hint)
+
+
+def _at_most_named(words: list[str]) -> list[str]:
+    more = len(words) - NAMED
+    return [*words[:NAMED], f"and {more} more ranks"] if more > 0 else words
+
+
+def _place(answer: RankStatus) -> str:
+    return answer.place + (f" (step {answer.step})" if answer.step else "")
+
+
+def ranks_in_words(ranks: tuple[int, ...]) -> str:
+    """`ranks 2, 3`, or the first eight of many and their number."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _follow(alarm: RankStatus, answers: dict[int, RankStatus]) -> dict[int, RankStatus]:
+    """The ranks met from the alarm on, in that order, and for each who waits for it."""
+    met, waiting = {alarm.rank: alarm}, [alarm]
+    while waiting:
+        one = waiting.pop(0)
+        assert one.wait is not None, "only those who wait are asked for whom"
+        for rank in one.wait.ranks:
+            answer = answers.get(rank)
+            # It has reached the collective, whatever it does now.
+            has_come = answer and answer.counts.get(one.wait.channel, 0) >= one.wait.number
+            if rank in met or has_come:
+                continue
+            met[rank] = one
+            if answer and answer.wait is not None:
+                waiting.append(answer)
+    return met
+
+
+def _absence(rank: int, answer: RankStatus | None, wait: BlockedCall | None) -> str:
+    """Why a rank is not where another one waits for it."""
+    if answer is None:
+        return f"rank {rank} is absent: it does not answer (stopped, dead, or its machine lost)"
+    said = f"rank {rank} is absent: it is at {answer.place}"
+    last = answer.counts.get(wait.channel, 0) if wait is not None else 0
+    if not last or wait is None:
+        return said
+    axis = wait.channel.partition(" ")[0]
+    return f"{said}, and its last collective on {axis} was number {last}"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.parallel.transport.same_machine import connect
+from mtcli.core.parallel.transport.shared_memory import SharedMemory
 
 # torch 2.13 renames two collectives and deprecates the old names, which are all that 2.11 has.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,29 +25,8 @@ class PendingWork(Protocol):
         """Whether it is done."""
 
 
-class Transport(Protocol):
-    """Starts collectives of n ranks; every tensor is contiguous."""
-
-    def all_reduce(self, x: Tensor, op: Any) -> PendingWork:
-        """The sum (or `op`) over the ranks, in place."""
-
-    def all_gather(self, out: Tensor, x: Tensor) -> PendingWork:
-        """x [...] on each rank -> out [n, ...]."""
-
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> PendingWork:
-        """x [n, ...] on each rank -> out [...], row `rank` of the sum; `out` may be that row."""
-
-    def all_to_all(
-        self, out: Tensor, x: Tensor, received: list[int], sent: list[int]
-    ) -> PendingWork:
-        """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
-
-    def shift(self, out: Tensor, x: Tensor) -> PendingWork:
-        """x of each rank -> out of the next one; the last one's goes to the first."""
-
-
 class ProcessGroupTransport:
-    """The transport of a process group: NCCL's or gloo's."""
+    """Starts collectives of a process group: NCCL's or gloo's."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
         self.group, self.ranks, self.rank = group, ranks, rank
@@ -96,6 +76,10 @@ class _Several:
         return all(work.is_completed() for work in self.works)
 
 
+# Starts collectives of n ranks; every tensor is contiguous.
+Transport = ProcessGroupTransport | SharedMemory
+
+
 def transport_between(
     group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout: float
 ) -> Transport:
@@ -106,7 +90,6 @@ def transport_between(
     network = ProcessGroupTransport(group, ranks, rank)
     if dist.get_backend(group) != "gloo":
         return network
-
     return connect(rank, ranks, lambda value: gather_json(value, group), timeout) or network
 
 

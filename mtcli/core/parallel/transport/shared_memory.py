@@ -32,7 +32,7 @@ Rounds = Iterator[None]  # runs to a yield with its part written, and on when al
 
 
 class SharedMemory:
-    """The memory of some ranks, this one being number `rank`; `neighbours.connect` makes it."""
+    """The memory of some ranks, this one being number `rank`; `same_machine.connect` makes it."""
 
     def __init__(
         self, rank: int, names: Sequence[int], memory: list[mmap.mmap], peers: Peers

@@ -109,7 +109,7 @@ def crossed_messages(groups, rank):
     collectives.receive(torch.ones(4), axis, 1 - rank, "F0.0")
 
 
-AT = r"test_agreement\.py:\d+ in "
+AT = r"test_consistency\.py:\d+ in "
 MOVED = r"all_to_all_v of \[5\] float32 that"
 DIFFERENT = {
     "shapes": (

@@ -20,7 +20,7 @@ SIZES = [1, 3, 1000, SMALL_BYTES // 4 + 7]
 
 def connected(runtime, slot_bytes=shared_memory.SLOT_BYTES):
     shared_memory.SLOT_BYTES = same_machine.SLOT_BYTES = slot_bytes
-    return connect(runtime.rank, range(runtime.world), gather, timeout=20.0)
+    return connect(runtime.rank, range(runtime.world), gather, timeout=60.0)
 
 
 def test_ranks_that_share_no_machine_leave_no_file_open():

@@ -1,0 +1,67 @@
+"""CPU products of 16 bits by torch and in float32: what `kernels/gemm.py` chooses between.
+
+GFLOP/s of a linear layer's forward product, the best of several, values compared first. Other CPUs
+can be played where oneDNN knows more instructions than they have:
+
+    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/bench_gemm.py
+"""
+
+import argparse
+import json
+import os
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from progress import each, say
+
+from mtcli.kernels.gemm import choose_gemm_dtype, runs_in_float32
+
+SHAPES = [(4096, 256, 1024), (2048, 768, 3072), (2048, 2048, 2048)]  # tokens, input, output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", help="write the rows to this file")
+    args = parser.parse_args()
+    choose_gemm_dtype()
+    isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
+    name = torch.cpu.get_capabilities().get("cpu_name", "a CPU")
+    print(f"{name}, {torch.get_num_threads()} threads, oneDNN with {isa} instructions; GFLOP/s")
+    print(
+        f"{'tokens, input, output':24}{'dtype':10}{'torch':>8}{'float32':>9}{'ratio':>7}   chosen"
+    )
+    rows = []
+    for dtype, shape in each([*product((torch.bfloat16, torch.float16), SHAPES)]):
+        rows.append(row := measure(dtype, shape, args.repeats))
+        rates = f"{row['torch']:8.0f}{row['float32']:9.0f}{row['float32'] / row['torch']:7.2f}"
+        say(f"{row['shape']!s:24}{row['dtype']:10}{rates}   {row['chosen']}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def measure(dtype: torch.dtype, shape: tuple[int, int, int], repeats: int) -> dict:
+    tokens, inner, width = shape
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inner, generator=generator).to(dtype) for n in (tokens, width))
+    ways = {
+        "torch": lambda: F.linear(x, weight),
+        "float32": lambda: F.linear(x.float(), weight.float()).to(dtype),
+    }
+    torch.testing.assert_close(ways["torch"](), ways["float32"](), rtol=2e-2, atol=2e-2)
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(repeats):
+        for way, multiply in ways.items():
+            start = perf_counter()
+            multiply()
+            best[way] = min(best[way], perf_counter() - start)
+    rates = {way: 2e-9 * tokens * inner * width / seconds for way, seconds in best.items()}
+    chosen = "float32" if runs_in_float32(x) else "torch"
+    return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "chosen": chosen} | rates
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What a command prints: JSON with --json, tables for people, and what went wrong in both.
+
+With `--json -` stdout holds the JSON and nothing else.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec
+
+import typer
+
+from mtcli.core.config.errors import MtcliError
+
+P = ParamSpec("P")
+
+
+def write_json(data: object, target: str) -> None:
+    """Writes `data` as JSON to a file, or to stdout where target is `-`.
+
+    JSON has no NaN and no infinity, so a number that is not finite becomes null. Raises MtcliError
+    (exit 1) where the write fails.
+    """
+    text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    from mtcli.core.runtime.atomic_writes import aside
+
+    with aside(target) as path:
+        path.write_text(text, encoding="utf-8")
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def answer(data: dict[str, Any], json_out: str | None) -> bool:
+    """Writes what a command has done as JSON where that was asked for, beside that nothing is
+    wrong; returns whether stdout is free for tables."""
+    if json_out:
+        write_json({"ok": True, "problems": []} | data, json_out)
+    return json_out != "-"
+
+
+def print_facts(rows: dict[str, str]) -> None:
+    """Prints a table of names and values, the names with blanks for their underscores."""
+    from mtcli.core.runtime.console import print_table
+
+    print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])
+
+
+def say_wrote(*paths: str | None) -> None:
+    """Names the files that were written, on stderr; None stands for one that was not asked for."""
+    for path in filter(None, paths):
+        typer.echo(f"wrote {path}", err=True)
+
+
+@contextmanager
+def refusing(json_out: str | None, **others: object) -> Iterator[None]:
+    """Writes what is wrong as JSON too, where that was asked for; `others` are further keys.
+
+    Of several ranks the first writes.
+    """
+    try:
+        yield
+    except MtcliError as error:
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        if json_out and rank == "0":
+            write_json(error.as_json() | others, json_out)
+        raise
+
+
+def answering(command: Callable[P, None]) -> Callable[P, None]:
+    """A command with --json that answers in JSON too where it fails; see `refusing`."""
+
+    @wraps(command)
+    def answered(*arguments: P.args, **options: P.kwargs) -> None:
+        target = options.get("json_out")
+        with refusing(target if isinstance(target, str) else None):
+            command(*arguments, **options)
+
+    return answered

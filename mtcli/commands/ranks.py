@@ -1,0 +1,49 @@
+"""The ranks of the commands that compute: started once, on every launcher."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from mtcli.core.config.schema import TrainConfig
+    from mtcli.core.runtime.launch import Runtime
+
+Result = TypeVar("Result")
+
+
+def num_ranks(nproc: int) -> int:
+    """The world size: what a launcher says, else --nproc."""
+    from mtcli.core.runtime.launch import environment_world
+
+    return environment_world() or nproc
+
+
+def run_ranks(
+    nproc: int,
+    train: "TrainConfig",
+    work: "Callable[[Runtime], Result]",
+    max_restarts: int = 0,
+) -> Result | None:
+    """Returns `work(runtime)` of this rank. Where no launcher has started this process, runs the
+    same command line in `nproc` workers instead, and returns None when they are done."""
+    from mtcli.core.runtime.launch import bring_up, environment_world, launch
+
+    if environment_world() is None:
+        launch(nproc, sys.argv[1:], max_restarts)
+        return None
+    with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
+        return work(runtime)
+
+
+def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
+    """Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
+    model `world` ranks cannot open with these overrides."""
+    from pathlib import Path
+
+    from mtcli.core.checkpoint.folder import find_checkpoint, model_of
+    from mtcli.core.config.rules import forward_config, require_causal
+
+    model = model_of(find_checkpoint(Path(checkpoint)))
+    if model is not None:
+        require_causal(checkpoint, model)
+        forward_config(model, overrides, world)

@@ -1,0 +1,504 @@
+"""The ops that layers are made of, on a tape: GEMMs, collectives, norms, and FSDP2's all-gathers.
+
+Each makes its result and leaves its input to the caller. T are a micro-batch's tokens on a context
+parallel rank, R those between the tensor parallel regions (T/tp under sequence parallelism).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.mesh.sharding import VOCAB_MULTIPLE
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.tape.autograd import (
+    Gradients,
+    Storage,
+    Tape,
+    Value,
+    WeightPass,
+    leaf,
+    named_again,
+    new_gradients,
+    same_gradient,
+)
+from mtcli.core.plan.workload import Workload
+from mtcli.kernels.limits import RANDOM_BITS_PEAK
+
+INDEX = 8  # bytes of an int64
+BLOCK, EXPERTS, ENDS = range(3)  # groups of parameters that zero=3 gathers together
+
+
+class Shapes(NamedTuple):
+    """Sizes of one micro-batch on one rank."""
+
+    tokens: float  # T
+    rows: float  # R
+    hidden: int  # D
+    queries: float  # q
+    keys: float  # kv: both, of this rank's groups, whole
+    heads: float
+    size: int  # bytes of a weight and of an activation
+    wide: int  # of a reduction: 4 at least
+
+    @classmethod
+    def of(cls, work: Workload) -> "Shapes":
+        """The sizes of a workload."""
+        m, tp, size = work.model, work.layout.tp, work.sizes.weight
+        return cls(
+            work.tokens,
+            work.tokens / work.sequence_cut,
+            m.hidden_size,
+            m.num_heads * m.head_dim / tp,
+            2 * work.kv_heads * m.head_dim / tp,
+            m.num_heads / tp,
+            size,
+            max(4, size),
+        )
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream [R, D]."""
+        return self.rows * self.hidden * self.size
+
+
+def logits_bytes(work: Workload) -> float:
+    """The logits of a micro-batch, vocabulary padding included."""
+    cut = VOCAB_MULTIPLE * work.layout.tp
+    columns = -(-work.model.vocab_size // cut) * VOCAB_MULTIPLE
+    return float(work.tokens * work.sizes.weight * columns)
+
+
+class Group(NamedTuple):
+    """Parameters that FSDP2 all-gathers together."""
+
+    name: str
+    weights: float  # bytes, rows padded to equal shares
+    wide: float  # bytes of their gradients as they are summed
+    ranks: int
+    last: float = 0.0  # of the last parameter's gradient
+
+
+class Gathering:
+    """Counts FSDP2's buffers on a tape: all-gathered weights, and gradients being reduced.
+
+    A group's weights come in a buffer and are copied out of it. A forward frees the buffer when the
+    next group's has been copied out; a backward at once, and gathers the group that follows while
+    its own works. The wide buffer that gradients are reduced from stays until the next one is
+    needed (torch.distributed.fsdp, _fsdp_param_group.py and _fsdp_collectives.py).
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.whole: dict[str, Storage] = {}
+        self.coming: dict[str, Storage] = {}
+        self.order: list[Group] = []  # as forwards ended
+        self.deferred: Storage | None = None
+        self.reducing: Storage | None = None
+
+    def forward(self, group: Group) -> None:
+        """Gathers a group before its forward."""
+        if group.name in self.whole:
+            return
+        buffer = self._gather(group)
+        self.whole[group.name] = self.tape.hold(group.weights)
+        self.settle()
+        self.deferred = buffer
+
+    def forward_done(self, group: Group) -> None:
+        """Frees it after its forward, but in a recomputation: the backward needs the weights."""
+        if self.tape.last_op < 0:
+            self.free(group)
+        else:
+            self.settle()
+        if group not in self.order:
+            self.order.append(group)
+
+    def settle(self) -> None:
+        """Frees the last buffer of a forward."""
+        if self.deferred is not None:
+            self.tape.free(self.deferred)
+            self.deferred = None
+
+    def free(self, group: Group) -> None:
+        """Frees gathered weights."""
+        if group.name in self.whole:
+            self.tape.free(self.whole.pop(group.name))
+
+    def backward(self, group: Group) -> None:
+        """Gathers a group before its backward, and prefetches the one that follows."""
+        self.tape.waiting.append([])
+        if group.name not in self.whole:
+            buffer = self._gather(group)
+            self.whole[group.name] = self.tape.hold(group.weights)
+            if buffer is not None:
+                self.tape.free(buffer)
+        if group in self.order:
+            self.order.remove(group)
+        if self.order and self.order[-1].name not in self.coming:
+            ahead = self.order[-1]
+            buffer = self._gather(ahead)
+            if buffer is not None:
+                self.coming[ahead.name] = buffer
+
+    def reduced(self, group: Group, wide: float, last: float) -> None:
+        """Reduce-scatters a group's gradients after its backward.
+
+        A name of FSDP2's keeps the last one alive, unless a single rank copies them.
+        """
+        tape, grads = self.tape, self.tape.waiting.pop()
+        self.free(group)
+        if self.reducing is not None:
+            tape.free(self.reducing)
+        self.reducing = tape.hold(wide)
+        tape.free(*grads)
+        tape.moment(wide / group.ranks + last * (group.ranks > 1))
+
+    def _gather(self, group: Group) -> Storage | None:
+        if group.ranks == 1:
+            return None
+        if group.name in self.coming:
+            return self.coming.pop(group.name)
+        self.tape.moment(group.weights * (1 + 1 / group.ranks))
+        return self.tape.hold(group.weights)
+
+
+class Kernels(NamedTuple):
+    """Whose kernels run, as far as memory differs by it."""
+
+    cpu: bool
+    widens: bool = False  # makes bfloat16's products in float32, as it does float16's
+
+    @classmethod
+    def of(cls, device: Device) -> "Kernels":
+        """A device's."""
+        return cls(device.name == "cpu", device.widens)
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A recipe's surroundings: the tape, the step, and whose kernels run."""
+
+    tape: Tape
+    work: Workload
+    kernels: Kernels
+    gathering: Gathering | None = None  # of weights that zero=3 shards
+    groups: tuple[Group, ...] = ()  # a block, its experts, the ends
+
+    @cached_property
+    def t(self) -> Shapes:
+        """The sizes of one micro-batch on one rank."""
+        return Shapes.of(self.work)
+
+    @property
+    def cpu(self) -> bool:
+        """Whether a CPU's kernels run."""
+        return self.kernels.cpu
+
+    @property
+    def slow(self) -> bool:
+        """Whether products of 16 bits are made in float32, as CPUs make all of float16's."""
+        narrow = self.work.sizes.weight == 2
+        return self.cpu and narrow and (self.kernels.widens or self.work.precision == "fp16")
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether torch's functions run where a GPU has kernels of ours: on CPU, and in float64."""
+        return self.cpu or self.work.sizes.weight > 4
+
+
+def resized(kit: Kit, x: Value, size: float) -> Value:
+    """x in another dtype or size; nothing is saved."""
+    return kit.tape.op([x], [size], new_gradients(x.size))[0]
+
+
+def reused(kit: Kit, x: Value) -> Value:
+    """x in the same memory, whose gradient is passed on as it is."""
+    return kit.tape.op([x], [x], same_gradient)[0]
+
+
+def add(kit: Kit, x: Value, y: Value) -> Value:
+    """x + y, whose gradient both get."""
+    return concatenated(kit, [x, y], x.size)
+
+
+def views(kit: Kit, x: Value, number: int, size: float) -> list[Value]:
+    """Views of x, whose gradients are joined in `size` bytes."""
+    return kit.tape.op([x], [x] * number, new_gradients(size))
+
+
+def concatenated(kit: Kit, parts: Sequence[Value], size: float) -> Value:
+    """The parts in new memory, all of whose gradients are the result's."""
+    return kit.tape.op(parts, [size], lambda tape, grads: [named_again(grads[0]) for _ in parts])[0]
+
+
+def saved_by(kit: Kit, x: Value, size: float) -> Value:
+    """An op that saves its input for backward."""
+    return kit.tape.op([x], [size], new_gradients(x.size), saved=[x])[0]
+
+
+def linear(
+    kit: Kit,
+    x: Value,
+    shape: tuple[float, float],
+    rows: float = 0.0,
+    weight: Value | None = None,
+    plain: bool = False,
+) -> Value:
+    """x W^T of a weight [width, inner]: a parameter's, or an expert's (`weight`) of `rows` of x.
+
+    `plain` ones are never in float8.
+    """
+    (width, inner), size = shape, kit.work.sizes.weight
+    given = rows * inner * size or x.size
+    out, whole = given / inner * width, width * inner * size
+    of_input = min(given, x.size)
+    table = leaf(width) if weight is None else weight
+    scaling = kit.work.fp8_scaling
+    fp8 = kit.work.sizes.gemm == "fp8" and not plain
+    narrow = fp8 and is_narrow(scaling, round(width), round(inner))
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(gemm_bytes(kit, of_y + of_w, of_input, narrow))
+        found = tape.new(of_input)
+        of_weight = gemm_bytes(kit, of_y + of_x, whole, narrow)
+        if tape.splits and weight is None:
+            waits = [named_again(x.storage), named_again(grads[0])]
+            tape.weight_passes.append(WeightPass(whole, table.rows, waits, of_weight))
+            return [found, None]
+        tape.moment(of_weight)
+        return [found, tape.new(whole)]
+
+    copies = of_x + of_w
+    if copies:
+        kit.tape.moment(gemm_bytes(kit, copies, out, narrow))
+    by_torch = not copies and not (kit.tape.splits and weight is None)
+    made = 0.0 if by_torch and kit.tape.ends_next else out  # torch's keeps x before it runs
+    return kit.tape.op([x, table], [made], back, saved=[x])[0]
+
+
+def _copied(kit: Kit, size: float, narrow: bool) -> float:
+    """Bytes of an operand's copy in float8, or on CPU in float32."""
+    if narrow:
+        return size / kit.work.sizes.weight
+    return 2 * size if kit.slow else 0.0
+
+
+def gemm_bytes(kit: Kit, operands: float, result: float, narrow: bool = False) -> float:
+    """Peak of a GEMM made of copies of its operands."""
+    if narrow or not kit.slow:
+        return operands + result
+    return 2 * result + max(operands, result)
+
+
+Multiply = Callable[[Kit, Value, tuple[float, float]], Value]
+
+
+def activated_linear(
+    kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None
+) -> Value:
+    """activation(x) W^T; `weight` is an expert's.
+
+    A GPU's kernels save x alone, and recompute the activation in its gradient's memory.
+    """
+    if not recomputes_activation(kit):
+        active = saved_by(kit, x, x.size / gates(kit))
+        return then(kit, active, linear(kit, active, shape, weight=weight))
+    (width, inner), size = shape, kit.work.sizes.weight
+    given, whole = x.size / gates(kit), width * inner * size
+    out = given / inner * width
+    narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
+        kit.work.fp8_scaling, round(width), round(inner)
+    )
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
+    table = leaf(width) if weight is None else weight
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(of_y + of_w + given)
+        result = tape.new(given)
+        found = tape.new(x.size)
+        if tape.splits and weight is None:
+            waits = [result, named_again(grads[0])]
+            tape.weight_passes.append(WeightPass(whole, table.rows, waits, of_y + of_x + whole))
+            return [found, None]
+        tape.moment(of_y + of_x + whole)
+        of_weight = tape.new(whole)
+        tape.free(result)
+        return [found, of_weight]
+
+    kit.tape.moment(given + max(of_x + of_w, out))
+    return kit.tape.op([x, table], [out], back, saved=[x])[0]
+
+
+def recomputes_activation(kit: Kit) -> bool:
+    """Whether a GPU's kernel recomputes activations; a recomputed block has them by then."""
+    return not kit.by_torch and kit.work.recompute != "full"
+
+
+def gates(kit: Kit) -> int:
+    """Columns of the first GEMM for one of the second: SwiGLU has a gate beside each."""
+    return 2 if kit.work.model.activation == "swiglu" else 1
+
+
+def enter(kit: Kit, x: Value) -> Value:
+    """A tensor parallel region's input [T, D]."""
+    tape, tp = kit.tape, kit.work.layout.tp
+    if tp == 1 or kit.work.tp_mode == "2d":  # whose blocks travel one at a time
+        return reused(kit, x)
+    if kit.work.sequence_parallel:
+        return resized(kit, x, tp * x.size)
+    return tape.op([x], [x], new_gradients(x.size))[0]
+
+
+def leave(kit: Kit, x: Value) -> Value:
+    """The summed output of a tensor parallel region."""
+    tape, tp = kit.tape, kit.work.layout.tp
+    if tp == 1:
+        return reused(kit, x)
+    if kit.work.sequence_parallel:
+        return resized(kit, x, x.size / tp)
+    return tape.op([x], [x.size], same_gradient)[0]
+
+
+def column_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
+    """This rank's columns of a product."""
+    gathered = enter(kit, x)
+    return then(kit, gathered, linear(kit, gathered, shape, kit.t.tokens))
+
+
+def row_linear(
+    kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply = linear
+) -> Value:
+    """The sum of every rank's partial products, and a bias."""
+    partial = multiply(kit, x, shape)
+    y = then(kit, partial, leave(kit, partial))
+    if kit.work.model.bias:
+        y = then(kit, y, reused(kit, y))
+    return y
+
+
+def moved(kit: Kit, x: Value, size: float, back_size: float, beside: float = 0.0) -> Value:
+    """x copied, exchanged or cast: `size` bytes, `back_size` of its gradient, `beside` each way."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(beside + back_size)
+        return [tape.new(back_size)]
+
+    kit.tape.moment(beside + size)
+    return kit.tape.op([x], [size], back)[0]
+
+
+def then(kit: Kit, old: Value, new: Value) -> Value:
+    """The new value, once the old one has lost its name."""
+    kit.tape.free(old)
+    return new
+
+
+def norm(kit: Kit, x: Value) -> Value:
+    """LayerNorm or RMSNorm of x, with statistics in float32."""
+    t = kit.t
+    if kit.cpu and kit.work.model.norm == "rmsnorm":
+        return _rms_norm_on_cpu(kit, x)
+    return kit.tape.op([x], [x.size], new_gradients(x.size), saved=[x], more=2 * t.rows * t.wide)[0]
+
+
+def add_norm(kit: Kit, x: Value, y: Value) -> tuple[Value, Value]:
+    """(x + y, its norm), in one kernel where there is one."""
+    t = kit.t
+    if kit.by_torch:
+        total = add(kit, x, y)
+        return total, norm(kit, total)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        both = tape.new(x.size)
+        return [both, named_again(both)]
+
+    stats = 2 * t.rows * t.wide
+    total, normed = kit.tape.op([x, y], [x.size, x.size], back, saves_results=[0], more=stats)
+    return total, normed
+
+
+def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:
+    """x / sqrt(mean square) * weight, op by op in float32."""
+    tape, t = kit.tape, kit.t
+    wide_size, row = x.size / t.size * t.wide, t.rows * t.wide
+    wide = resized(kit, x, wide_size) if t.size < 4 else reused(kit, x)
+
+    def of_square(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        powers = tape.new(wide_size), tape.new(wide_size)
+        out = tape.new(wide_size)
+        tape.free(*powers)
+        return [out]
+
+    def of_scaled(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        of_x = tape.new(wide_size)
+        tape.moment(wide_size + row)
+        return [of_x, tape.new(row)]
+
+    def of_weighted(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        out = tape.new(wide_size)
+        tape.moment(wide_size)
+        return [out]
+
+    square = tape.op([wide], [wide_size], of_square, saved=[wide])[0]
+    scale = tape.op([square], [row], new_gradients(wide_size), saves_results=[0])[0]
+    tape.free(square)
+    scaled = tape.op([wide, scale], [wide_size], of_scaled, saved=[wide, scale])[0]
+    tape.free(wide, scale)
+    weighted = tape.op([scaled], [wide_size], of_weighted, saved=[scaled])[0]
+    tape.free(scaled)
+    if t.size >= 4:
+        return weighted
+    return then(kit, weighted, resized(kit, weighted, x.size))
+
+
+def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
+    """`onto` + dropout(y); torch saves the mask, a GPU's kernel hashes it again."""
+    tape, drop = kit.tape, kit.work.model.dropout
+    if not drop:
+        assert onto is not None, "nothing to do"
+        return add(kit, onto, y)
+    if not kit.by_torch:
+        taken = [y] if onto is None else [y, onto]
+
+        def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+            return [tape.new(y.size), *(named_again(grads[0]) for _ in taken[1:])]
+
+        return tape.op(taken, [y.size], back)[0]
+    tape.moment(8 * RANDOM_BITS_PEAK * y.size / kit.t.size)
+    dropped = tape.op([y], [y.size], new_gradients(y.size), more=y.size)[0]
+    if onto is None:
+        return dropped
+    return then(kit, dropped, add(kit, onto, dropped))
+
+
+def before(gathering: Gathering | None, group: Group, x: Value) -> Value:
+    """x on its way into a group, whose gradients are reduced when the backward comes by."""
+    if gathering is None:
+        return x
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        gathering.reduced(group, group.wide, group.last)
+        return [named_again(grads[0])]
+
+    value = gathering.tape.op([x], [x], back)[0]
+    gathering.tape.free(x)  # it has the memory of x, which its caller names
+    gathering.forward(group)
+    return value
+
+
+def after(gathering: Gathering | None, group: Group, y: Value) -> Value:
+    """y out of a group, which is gathered again when the backward comes by."""
+    if gathering is None:
+        return y
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        gathering.backward(group)
+        return [named_again(grads[0])]
+
+    value = gathering.tape.op([y], [y], back)[0]
+    gathering.tape.free(y)
+    gathering.forward_done(group)
+    return value

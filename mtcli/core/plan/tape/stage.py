@@ -1,0 +1,288 @@
+"""Counts the live bytes of one micro-batch on a pipeline stage: ends, blocks, and the peaks."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from mtcli.core.plan.tape.autograd import (
+    Gradients,
+    Pending,
+    Storage,
+    Tape,
+    Value,
+    leaf,
+    named_again,
+    new_gradients,
+    same_gradient,
+)
+from mtcli.core.plan.tape.block import block
+from mtcli.core.plan.tape.ops import (
+    ENDS,
+    INDEX,
+    Gathering,
+    Group,
+    Kernels,
+    Kit,
+    add,
+    dropout,
+    enter,
+    leave,
+    linear,
+    logits_bytes,
+    norm,
+    then,
+)
+from mtcli.core.plan.workload import Workload
+from mtcli.kernels.limits import CPU_BLOCK_BYTES, chunk_rows
+
+
+class StageBytes(NamedTuple):
+    """Live bytes of one micro-batch on a stage: after its F, and the peaks within F, B and W."""
+
+    block: float  # saved by one block
+    saved: float  # alive when F is done
+    waiting: float  # alive from I to W, where the backward is split
+    forward_peak: float  # until F is done
+    backward_peak: float  # from there until B or I is done
+    weight_peak: float  # within W
+    sent: float  # its input's gradient, alive until the pipeline receives something else
+    gathered: float = 0.0  # weights of the ends that zero=3 leaves gathered after F
+
+    @property
+    def peaks(self) -> tuple[tuple[float, float], ...]:
+        """(bytes of its own that are counted among those alive, peak) within F, B or I, and W."""
+        return (
+            (self.saved, self.forward_peak),
+            (self.saved, self.backward_peak),
+            (self.waiting, self.weight_peak),
+        )
+
+    def beside(self, size: float) -> "StageBytes":
+        """The same where `size` more bytes are alive from F to B."""
+        return self._replace(
+            saved=self.saved + size,
+            forward_peak=self.forward_peak + size,
+            backward_peak=self.backward_peak + size,
+        )
+
+
+@lru_cache(maxsize=4096)
+def stage_bytes(
+    work: Workload,
+    kernels: Kernels,
+    ends: tuple[bool, bool],
+    layers: int,
+    groups: tuple[Group, ...] = (),
+) -> StageBytes:
+    """The bytes of a stage of so many layers; `ends` say whether it is the first and the last one.
+
+    All blocks are alike: the last is run (with zero=3, which gathers `groups`, the last three), the
+    others' bytes are alive from the forward on until the backward reaches the embedding.
+    """
+    owners = work.layout.dp * work.layout.cp if work.zero == 1 else 1
+    plain = _run(Kit(Tape(owners, work.splits_backward), work, kernels), ends, layers)
+    if not groups:
+        return plain
+    tape = Tape()
+    kit = Kit(tape, work, kernels, Gathering(tape), groups)
+    sharded = _run(kit, ends, layers, plain.block)
+    return plain._replace(
+        forward_peak=sharded.forward_peak,
+        backward_peak=sharded.backward_peak,
+        gathered=groups[ENDS].weights,
+    )
+
+
+def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> StageBytes:
+    tape, stream, (first, last) = kit.tape, kit.t.stream, ends
+    table = vocabulary_table(kit, first and last)
+    if kit.gathering is not None:
+        kit.gathering.forward(kit.groups[ENDS])
+    x = embedded(kit, table) if first else _received(kit, hands_on=not (layers or last))
+    start, alone = len(tape.nodes), tape.live - x.size
+    x, blocks = _through(kit, x, layers, known)
+    end = len(tape.nodes)
+    y = head(kit, x, table) if last else out_of_stage(kit, x)
+    saved, forward_peak, tape.peak = tape.live, tape.peak, tape.live
+
+    given = tape.new(stream * (not last))
+    # The pipeline names the given gradient as well.
+    pending: Pending = {y.made_by: {y.place: named_again(given)}}
+    tape.backward(tape.nodes[end:], pending)
+    most, tape.peak = tape.peak, tape.live
+    tape.backward(tape.nodes[start:end], pending)
+    tape.free(blocks.others)
+    # Beside what waits there are x and its gradient, the result, and maybe the result's gradient.
+    named = stream * (1 + (not first) + (not last)) + given.size * (given.holders == 1)
+    half = (tape.live - alone - named) * kit.work.splits_backward * bool(layers)
+    # When the block that is run goes back, the others may have done so, and wait with their halves.
+    tape.peak = max(most, tape.peak + max(0.0, blocks.number * (half - blocks.each)))
+    tape.new(blocks.number * half)
+    tape.backward(tape.nodes[:start], pending)
+    if kit.gathering is not None:
+        rest = kit.groups[ENDS]
+        kit.gathering.reduced(rest, rest.wide, rest.last)
+    backward_peak, waiting = tape.peak, half * layers
+    tape.free(given)
+    begun = tape.peak = tape.live
+    tape.weights()
+    return StageBytes(
+        block=blocks.each,
+        saved=saved,
+        waiting=waiting,
+        forward_peak=forward_peak,
+        backward_peak=backward_peak,
+        weight_peak=waiting + tape.peak - begun,
+        sent=stream * (not first),
+    )
+
+
+def _received(kit: Kit, hands_on: bool) -> Value:
+    """A stage's input, which the pipeline names until its backward is done.
+
+    With `hands_on` x gets a copy of the gradient that is passed on as it came.
+    """
+    tape, stream = kit.tape, kit.t.stream
+    x = Value(tape.new(stream))
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        return [tape.new(stream) if hands_on else named_again(grads[0])]
+
+    return tape.op([x], [x], back)[0]
+
+
+class _Blocks(NamedTuple):
+    """A stage's blocks that are not run one by one."""
+
+    each: float  # saved by one
+    number: int
+    others: Storage  # saved by all of them
+
+
+def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blocks]:
+    """x after all blocks; what the others save is added when the first is done.
+
+    `known` are the bytes that each saves, if not 0.
+    """
+    tape, run = kit.tape, min(layers, 1 if kit.gathering is None else 3)
+    each, number, others = known, layers - run, tape.hold(0.0)
+    for place in range(run):
+        begun, most, named = tape.live, tape.peak, x.storage.holders
+        tape.peak = begun
+        y = block(kit, x, place)
+        saves_input = x.storage.holders > named  # and not a copy alone
+        each = known or tape.live - y.size - begun + x.size * saves_input
+        tape.free(x)
+        x, before = y, number * each * (place == 0)
+        tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
+        others.size += before
+        tape.live += before
+    return x, _Blocks(each, number, others)
+
+
+def embedded(kit: Kit, weight: Value) -> Value:
+    """The embedding's output, with learned positions and dropout."""
+    tape, t, m = kit.tape, kit.t, kit.work.model
+    whole, table = t.tokens * t.hidden * t.size, logits_bytes(kit.work) / t.tokens * t.hidden
+    rows = tape.op([weight], [whole], new_gradients(table), more=t.tokens * INDEX)[0]
+    masked = tape.op([rows], [whole], new_gradients(whole), more=t.tokens)[0]
+    tape.free(rows)
+    x = then(kit, masked, leave(kit, masked))
+    if m.position == "learned":
+        places = m.max_seq_len * t.hidden * t.size
+        row = tape.op(
+            [leaf(m.max_seq_len)], [t.stream], new_gradients(places), more=t.rows * INDEX
+        )[0]
+        x = then(kit, row, then(kit, x, add(kit, x, row)))
+    if m.dropout:
+        x = then(kit, x, dropout(kit, x, None))
+    return x
+
+
+def head(kit: Kit, x: Value, weight: Value) -> Value:
+    """The last norm, which frees x, and the loss.
+
+    zero=3 reduces the table's gradient as soon as the loss has made it.
+    """
+    tape, gathering = kit.tape, kit.gathering
+    normed = out_of_stage(kit, then(kit, x, norm(kit, x)))
+    if gathering is not None:
+        table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden
+        table *= weight.made_by is None  # a tied one waits for the embedding's
+        wide = table / kit.t.size * kit.t.wide
+        normed = _marked(kit, normed, lambda: gathering.reduced(kit.groups[ENDS], wide, table))
+    gathered = enter(kit, normed)
+    loss = (_loss_by_torch if kit.by_torch else _loss_in_chunks)(kit, gathered, weight)
+    tape.free(gathered, normed)
+    return loss if gathering is None else _marked(kit, loss, lambda: tape.waiting.append([]))
+
+
+def out_of_stage(kit: Kit, y: Value) -> Value:
+    """A stage's result; zero=3 frees its last gathered weights, and gathers them for backward."""
+    gathering = kit.gathering
+    if gathering is None:
+        return y
+    gathering.settle()
+    return _marked(kit, y, lambda: gathering.backward(kit.groups[ENDS]))
+
+
+def _marked(kit: Kit, x: Value, event: Callable[[], None]) -> Value:
+    """x, with an event when the backward comes by."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        event()
+        return [named_again(grads[0])]
+
+    value = kit.tape.op([x], [x], back)[0]
+    kit.tape.free(x)
+    return value
+
+
+def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
+    """The fused loss: its forward makes the gradients, from a chunk of logits at a time."""
+    tape, t, logits = kit.tape, kit.t, logits_bytes(kit.work)
+    part = min(t.tokens, chunk_rows(int(logits / t.tokens))) / t.tokens
+    several = part < 1
+    table = logits / t.tokens * t.hidden
+    summed = table / t.size * t.wide if several else table
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        of_x = tape.new(x.size)
+        scaled = tape.new(summed)
+        if summed == table:
+            return [of_x, scaled]
+        found = tape.new(table)
+        tape.free(scaled)
+        return [of_x, found]
+
+    of_x = tape.new(x.size)
+    made = [tape.new(summed)] if several else []
+    tape.moment(part * logits + max(part * x.size, 0.0 if several else table))
+    tape.free(of_x, *made)
+    return tape.op([x, weight], [0.0], back, more=x.size + summed)[0]
+
+
+def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
+    """Torch's loss: exponentials, and then their gradient, in the logits' memory."""
+    tape, t, columns = kit.tape, kit.t, logits_bytes(kit.work) / kit.t.tokens / kit.t.size
+    logits = linear(kit, x, (columns, t.hidden), weight=weight, plain=True)
+    copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size * t.wide
+    more = t.tokens * (INDEX + 1 + 2 * t.wide)
+    tape.moment(more + copy)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        logits.storage.holders += 1
+        return [logits.storage]
+
+    loss = tape.op([logits], [0.0], back, saved=[logits], more=more)[0]
+    tape.free(logits)
+    return loss
+
+
+def vocabulary_table(kit: Kit, both: bool) -> Value:
+    """The vocabulary's table; where both ends share one, its two gradients are summed."""
+    table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden
+    weight = leaf(table / kit.t.hidden / kit.t.size)
+    if not (both and kit.work.model.tie_embeddings):
+        return weight
+    return kit.tape.op([weight], [0.0], same_gradient)[0]

@@ -1,0 +1,1 @@
+"""Attention kernels: flash, vendor libraries, GEMMs on CPU, merging, and masked softmax."""

@@ -1,0 +1,166 @@
+"""Attention with its log-sum-exp, so that partial results over blocks of keys can be merged.
+
+b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width.
+A `mask` is bool [b or 1, 1, n, m], True where a query attends to a key; `causal` is False beside
+it. Our kernels take `KeyRanges` in its place. A query that attends to no key has the output 0 and
+the log-sum-exp -inf, and a merge leaves the other block's result as it is.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtcli.kernels.attention.cpu import cpu_attention, cpu_attention_backward, cpu_attention_lse
+from mtcli.kernels.attention.flash_backward import flash_backward
+from mtcli.kernels.attention.flash_forward import flash
+from mtcli.kernels.attention.library import library_for
+from mtcli.kernels.attention.merge import finite
+from mtcli.kernels.attention.tiles import KeyRanges
+from mtcli.kernels.gemm import gemm_dtype, runs_in_float32
+from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.limits import CPU_ATTENTION_LSE_ROW_BYTES, CPU_ATTENTION_ROW_BYTES
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(softmax(q k^T / sqrt(d)) v in q's dtype, its log-sum-exp), computed in float32 or wider.
+
+    q [b, h, n, d], k and v [b, g, m, d] -> [b, h, n, d], [b, h, n]. `causal` needs n = m.
+    """
+    scores = _scores(q, k, causal, mask)
+    lse = scores.logsumexp(-1)
+    mixed = (scores - finite(lse)[..., None]).exp() @ _per_head(v, q).to(scores.dtype)
+    return mixed.to(q.dtype), lse
+
+
+def attention_backward_reference(
+    grad: Tensor,
+    saved: tuple[Tensor, ...],
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for a block of keys, given the output and lse over all keys.
+
+    `saved` is (q, k, v, output). FlashAttention's backward (arXiv:2205.14135, appendix B.4).
+    """
+    q, k, v, out = saved
+    scores = _scores(q, k, causal, mask)
+    grad, out = grad.to(scores.dtype), out.to(scores.dtype)
+    p = (scores - finite(lse)[..., None]).exp()
+    dp = grad @ _per_head(v, q).to(scores.dtype).transpose(-1, -2)
+    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dk = _per_group(ds.transpose(-1, -2) @ q.to(scores.dtype), k)
+    dv = _per_group(p.transpose(-1, -2) @ grad, v)
+    dq = ds @ _per_head(k, q).to(scores.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | KeyRanges | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attention_reference` by the quickest backend.
+
+    On a GPU our flash kernel or, without a mask, the library that was measured to be faster; on a
+    CPU torch's flash kernel or, of short rows without a mask, GEMMs over blocks of heads.
+    """
+    if runs_triton(q) and not isinstance(mask, Tensor):
+        if mask is None and (library := library_for("attention", q, k)):
+            return library.forward(q, k, v, causal)
+        return flash(q, k, v, causal, *(mask or (None, None)))
+    assert not isinstance(mask, KeyRanges), "key ranges are for our kernels"
+    if q.device.type != "cpu":
+        return attention_reference(q, k, v, causal, mask)
+    if runs_in_float32(q):
+        out, lse = attention(q.float(), k.float(), v.float(), causal, mask)
+        return out.to(q.dtype), lse
+    heads = _per_head(k, q), _per_head(v, q)
+    if mask is None and _is_short(k, CPU_ATTENTION_LSE_ROW_BYTES):
+        return cpu_attention_lse(q, *heads, causal)
+    if mask is None:
+        return _flash_cpu(q, *heads, 0.0, causal)
+    out, lse = _flash_cpu(q, *heads, 0.0, causal, attn_mask=_bias(mask, q))
+    # Torch's kernel gives 0 where a query attends to no key.
+    return out, lse.masked_fill(~mask.any(-1), float("-inf"))
+
+
+def attention_backward(
+    grad: Tensor,
+    saved: tuple[Tensor, ...],
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | KeyRanges | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward_reference` by the quickest backend of those that `attention` has."""
+    q, k, v, out = saved
+    if runs_triton(q) and not isinstance(mask, Tensor):
+        if mask is None and (library := library_for("attention_backward", q, k)):
+            return library.backward(grad, saved, lse, causal)
+        return flash_backward(grad, *saved, lse, causal, *(mask or (None, None)))
+    assert not isinstance(mask, KeyRanges), "key ranges are for our kernels"
+    if q.device.type != "cpu":
+        return attention_backward_reference(grad, saved, lse, causal, mask)
+    if runs_in_float32(q):
+        wide = tuple(x.float() for x in saved)
+        dq, dk, dv = attention_backward(grad.float(), wide, lse, causal, mask)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    heads = _per_head(k, q), _per_head(v, q)
+    if mask is None and _is_short(k, CPU_ATTENTION_ROW_BYTES):
+        dq, dk, dv = cpu_attention_backward(grad, (q, *heads, out), lse, causal)
+    else:
+        bias = None if mask is None else _bias(mask, q)
+        dq, dk, dv = _flash_cpu_backward(grad, q, *heads, out, lse, 0.0, causal, attn_mask=bias)
+    return dq, _per_group(dk, k), _per_group(dv, v)
+
+
+def _bias(mask: Tensor, q: Tensor) -> Tensor:
+    """The mask as a bias of the scores, in q's dtype: 0 where True, else -inf."""
+    return torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ _per_head(k, q).to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5
+    assert mask is None or not causal, "a mask is causal itself"
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+
+
+def _is_short(k: Tensor, row_bytes: int) -> bool:
+    """Whether a row of scores has few bytes, in a dtype wide enough for a log-sum-exp."""
+    return k.element_size() >= 4 and k.shape[2] * k.element_size() <= row_bytes
+
+
+def _per_head(x: Tensor, q: Tensor) -> Tensor:
+    """Repeats keys or values for the h / g query heads of a group: [b, g, m, d] -> [b, h, m, d]."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _per_group(grad: Tensor, x: Tensor) -> Tensor:
+    """Sums over a group's query heads: [b, h, m, d] -> [b, g, m, d]."""
+    b, g, m, d = x.shape
+    return grad if grad.shape[1] == g else grad.view(b, g, -1, m, d).sum(2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, causal or over all keys, by the quickest backend; differentiable.
+
+    q [b, h, n, d], k and v [b, g, n, d] -> [b, h, n, d].
+    """
+    wide = gemm_dtype(q)
+    short = q.shape[2] * wide.itemsize <= CPU_ATTENTION_ROW_BYTES
+    if q.device.type == "cpu" and short and torch.is_grad_enabled():
+        return cpu_attention(q, _per_head(k, q), _per_head(v, q), causal)
+    grouped, (wide_q, k, v) = q.shape[1] != k.shape[1], (x.to(wide) for x in (q, k, v))
+    mixed = F.scaled_dot_product_attention(wide_q, k, v, is_causal=causal, enable_gqa=grouped)
+    return mixed.to(q.dtype)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> Tensor:
+    """Attention of each query to its range of keys, by our kernels: [b, h, n, d]."""
+    return flash(q, k, v, False, *ranges)[0]

@@ -1,0 +1,173 @@
+"""Attention on CPU by plain GEMMs, over blocks of heads whose scores stay in the cache.
+
+Torch's CPU flash kernel leaves the matrix units idle on short rows. On one core of an AVX-512 EPYC,
+head_dim 64 (benchmarks/bench_attention.py), this took 0.90 of its forward time and 0.75 of its
+backward time on whole rows of 256 and 512 tokens of float32, 0.45 of bfloat16, and of a ring's
+blocks of 64 and 128 keys 0.20 to 0.49 and 0.12 to 0.27.
+b sequences, h heads, n queries, m keys, d head width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.gemm import gemm_dtype
+from mtcli.kernels.limits import block_rows
+
+Heads = slice
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v for [b, h, n, d] each; recomputes probabilities in the backward.
+
+    Scores and probabilities are in the dtype of GEMMs. Inside torch.compile it is an operator, for
+    the graph; elsewhere an autograd Function, whose dispatch costs a tenth of an operator's.
+    """
+    return (_op if torch.compiler.is_compiling() else _CpuAttention.apply)(q, k, v, causal)
+
+
+class _CpuAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        saved = [_by_head(x) for x in (q, k, v)]
+        out = _forward(*saved, causal)
+        ctx.save_for_backward(*saved, out)
+        ctx.causal = causal
+        return out.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        dq, dk, dv = _backward(_by_head(grad), ctx.saved_tensors, ctx.causal)
+        return dq.view(grad.shape), dk.view(grad.shape), dv.view(grad.shape), None
+
+
+def cpu_attention_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of q [b, h, n, d] over k and v [b, h, m, d], as `attention`."""
+    shape = q.shape
+    q, k, v = (_by_head(x) for x in (q, k, v))
+    out, lse, bias = torch.empty_like(q), q.new_empty(q.shape[:2]), _causal_bias(q, k, causal)
+    for heads in _blocks(q, k):
+        scores = _scores(q[heads], k[heads], bias)
+        top = scores.amax(-1, keepdim=True)
+        total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+        torch.bmm(scores, v[heads], out=out[heads])
+        out[heads].div_(total)
+        lse[heads] = total.log_().add_(top)[..., 0]
+    return out.view(shape), lse.view(shape[:3])
+
+
+def cpu_attention_backward(
+    grad: Tensor, saved: tuple[Tensor, ...], lse: Tensor, causal: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v for a block of keys, given output and log-sum-exp over all keys."""
+    shapes = [x.shape for x in saved[:3]]
+    q, k, v, out = (_by_head(x) for x in saved)
+    bias, lse = _causal_bias(q, k, causal), lse.reshape(*q.shape[:2], 1)
+    grads = _gradients(
+        _by_head(grad),
+        (q, k, v, out),
+        lambda heads: _scores(q[heads], k[heads], bias).sub_(lse[heads]).exp_(),
+    )
+    return tuple(x.view(shape) for x, shape in zip(grads, shapes, strict=True))
+
+
+def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, causal: bool) -> Tensor:
+    out, bias = torch.empty_like(q_hnd), _causal_bias(q_hnd, k_hmd, causal)
+    for heads in _blocks(q_hnd, k_hmd):
+        values = v_hmd[heads].to(bias.dtype)
+        _bmm(_softmax(q_hnd[heads], k_hmd[heads], bias), values, out[heads])
+    return out
+
+
+def _backward(
+    grad_hnd: Tensor, saved: tuple[Tensor, ...], causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, _, _ = saved
+    bias = _causal_bias(q, k, causal)
+    return _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], bias))
+
+
+def _gradients(
+    grad: Tensor, saved: tuple[Tensor, ...], probabilities: Callable[[Heads], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashAttention's backward (arXiv:2205.14135, appendix B.4), a block of heads at a time."""
+    q, k, v, out = saved
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    wide = gemm_dtype(q)
+    for heads in _blocks(q, k):
+        p = probabilities(heads)
+        g, mixed, values = (x[heads].to(wide) for x in (grad, out, v))
+        _bmm(p.transpose(1, 2), g, dv[heads])
+        ds = torch.bmm(g, values.transpose(1, 2))
+        ds.sub_((g * mixed).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
+        _bmm(ds, k[heads].to(wide), dq[heads])
+        _bmm(ds.transpose(1, 2), q[heads].to(wide), dk[heads])
+        # Before the next block allocates its own.
+        del p, ds
+    return dq, dk, dv
+
+
+def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Writes a b of each head to `out`, rounded where that is narrower."""
+    if a.dtype == out.dtype:
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
+
+
+def _softmax(q_hnd: Tensor, k_hmd: Tensor, bias: Tensor) -> Tensor:
+    scores = _scores(q_hnd, k_hmd, bias)
+    return torch.softmax(scores, -1, out=scores)
+
+
+def _scores(q_hnd: Tensor, k_hmd: Tensor, bias: Tensor) -> Tensor:
+    q, k = q_hnd.to(bias.dtype), k_hmd.to(bias.dtype)
+    return torch.baddbmm(bias, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+
+
+def _causal_bias(q_hnd: Tensor, k_hmd: Tensor, causal: bool) -> Tensor:
+    """[n, m] or [1, 1]: -inf where a key comes after the query, else 0, in the scores' dtype."""
+    wide = gemm_dtype(q_hnd)
+    if not causal:
+        return q_hnd.new_zeros(1, 1, dtype=wide)
+    shape = q_hnd.shape[1], k_hmd.shape[1]
+    return q_hnd.new_full(shape, float("-inf"), dtype=wide).triu(1)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
+    """Blocks of heads whose [n, m] scores fill an L2 cache."""
+    step = block_rows(q_hnd.shape[1] * k_hmd.shape[1] * gemm_dtype(q_hnd).itemsize)
+    return [slice(i, i + step) for i in range(0, len(q_hnd), step)]
+
+
+def _like(x: Tensor) -> Tensor:
+    """An operator's output for x [b, h, n, d]: of one sequence with x's own strides."""
+    return torch.empty_like(_by_head(x)).view(x.shape)
+
+
+@custom_op(
+    "attention_in_blocks(Tensor q, Tensor k, Tensor v, bool causal) -> Tensor",
+    fake=lambda q, *others: _like(q),
+    saved=lambda out, q, k, v, causal: (q, k, v, out, causal),
+    backward=lambda grad, *saved: _backward_op(grad, *saved),
+)
+def _op(q, k, v, causal):
+    return _forward(_by_head(q), _by_head(k), _by_head(v), causal).view(q.shape)
+
+
+@custom_op(
+    "attention_in_blocks_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " bool causal) -> (Tensor, Tensor, Tensor)",
+    fake=lambda grad, q, k, v, *others: (_like(q), _like(k), _like(v)),
+)
+def _backward_op(grad, q, k, v, out, causal):
+    saved = tuple(_by_head(x) for x in (q, k, v, out))
+    dq, dk, dv = _backward(_by_head(grad), saved, causal)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

@@ -1,0 +1,202 @@
+"""FlashAttention's backward (arXiv:2205.14135, appendix B.4): dq, then dk and dv.
+
+Each of the two kernels recomputes probabilities from the log-sum-exp, so that no gradient is added
+atomically: 7 GEMMs where 5 are the least.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.attention.tiles import (
+    CAUSAL,
+    CAUSAL_FROM_KEY,
+    CONFIGS,
+    LOG2_E,
+    RANGES,
+    contiguous_rows,
+    empty_by_token,
+    head_grid,
+    key_range_of,
+    load_tile,
+    loop_bounds,
+    program_of,
+    range_arguments,
+    sizes_and_flags,
+    strides,
+)
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def backward_config(d: int, itemsize: int) -> dict[str, int]:
+    """The config where nothing was measured: it fits in 227 KiB of shared memory."""
+    return CONFIGS[5 if d * itemsize >= 512 else 4 if itemsize == 4 or d > 128 else 3]
+
+
+@kernel()
+def _add_dq(
+    dq, q, grad, lse, delta, k_ptr, v_ptr, k_stride, v_stride, start, stop, m, d, first, end,
+    scale, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dq with what keys start .. stop - 1 add to it."""
+    for begin in range(start, stop, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        k = load_tile(k_ptr, k_stride, column, m, d, MASKED, EVEN, WIDTH)
+        v = load_tile(v_ptr, v_stride, column, m, d, MASKED, EVEN, WIDTH)
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
+        if MASKED:
+            visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
+            p = tl.where(visible, p, 0.0)
+        dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    return dq
+
+
+@kernel(CONFIGS, key=["d", "itemsize"], default=backward_config)
+def _dq(
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, end_ptr, delta_ptr, dq_ptr,
+    h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
+    kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, ob: tl.int64, oh: tl.int64, on,
+    gb: tl.int64, gh: tl.int64, gn, MASK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dq [b, n, h, d]; delta [b, h, n] is the sum of grad * out, for _dkv."""
+    tile, b, head = program_of(n, h, ROWS)
+    # The last queries first: under a causal mask they take longest.
+    row = (tl.cdiv(n, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)
+    q = load_tile(q_ptr + b * qb + head * qh, qn, row, n, d, True, EVEN, WIDTH)
+    grad = load_tile(grad_ptr + b * gb + head * gh, gn, row, n, d, True, EVEN, WIDTH)
+    out = load_tile(out_ptr + b * ob + head * oh, on, row, n, d, True, EVEN, WIDTH)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta_ptr + (b * h + head) * n + row, delta, mask=row < n)
+    lse = tl.load(lse_ptr + (b * h + head) * n + row, mask=row < n, other=0.0)
+    # -inf of a query that attends to no key would give NaN.
+    lse = tl.maximum(lse, -1e30) * 1.4426950408889634
+    k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
+    first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, n, m, MASK)
+    start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
+    dq = tl.zeros((ROWS, WIDTH), tl.float32)
+    dq = _add_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
+        True, EVEN, PRECISION, WIDTH, COLUMNS,
+    )  # fmt: skip
+    dq = _add_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
+        False, EVEN, PRECISION, WIDTH, COLUMNS,
+    )  # fmt: skip
+    dq = _add_dq(
+        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
+        True, EVEN, PRECISION, WIDTH, COLUMNS,
+    )  # fmt: skip
+    column = tl.arange(0, WIDTH)[None, :]
+    at = dq_ptr + ((b * n + row)[:, None] * h + head) * d + column
+    tl.store(at, dq * shrink, mask=(row < n)[:, None] & (column < d))
+
+
+@kernel()
+def _add_dkv(
+    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, q_stride, grad_stride, start, stop, n,
+    d, first, end, scale, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv with what queries start .. stop - 1 of a head add to them."""
+    for begin in range(start, stop, COLUMNS):
+        row = begin + tl.arange(0, COLUMNS)
+        q = load_tile(q_ptr, q_stride, row, n, d, MASKED, EVEN, WIDTH)
+        grad = load_tile(grad_ptr, grad_stride, row, n, d, MASKED, EVEN, WIDTH)
+        lse = tl.load(lse_ptr + row, mask=row < n, other=0.0)
+        delta = tl.load(delta_ptr + row, mask=row < n, other=0.0)
+        lse = tl.maximum(lse, -1e30) * 1.4426950408889634
+        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
+        if MASKED:
+            visible = (row[None, :] >= first[:, None]) & (row[None, :] < end[:, None])
+            p = tl.where(visible, p, 0.0)
+        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@kernel(CONFIGS, key=["d", "itemsize"], default=backward_config)
+def _dkv(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr, dk_ptr, dv_ptr,
+    h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
+    kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, gb: tl.int64, gh: tl.int64, gn,
+    MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv [b, m, g, d], summed over a group's query heads; ROWS are keys, COLUMNS queries."""
+    tile, b, group = program_of(m, g, ROWS)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    k = load_tile(k_ptr + b * kb + group * kh, kn, row, m, d, True, EVEN, WIDTH)
+    v = load_tile(v_ptr + b * vb + group * vh, vn, row, m, d, True, EVEN, WIDTH)
+    first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, m, n, MASK)
+    start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
+    dk, dv = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+    for head in range(group * (h // g), (group + 1) * (h // g)):
+        q_at, grad_at = q_ptr + b * qb + head * qh, grad_ptr + b * gb + head * gh
+        lse_at, delta_at = lse_ptr + (b * h + head) * n, delta_ptr + (b * h + head) * n
+        dk, dv = _add_dkv(
+            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, start, inner, n, d,
+            first, end, scale, True, EVEN, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+        dk, dv = _add_dkv(
+            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, inner, outer, n, d,
+            first, end, scale, False, EVEN, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+        dk, dv = _add_dkv(
+            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, outer, stop, n, d,
+            first, end, scale, True, EVEN, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+    column = tl.arange(0, WIDTH)[None, :]
+    at, inside = ((b * m + row)[:, None] * g + group) * d + column, (row < m)[:, None]
+    tl.store(dk_ptr + at, dk * shrink, mask=inside & (column < d))
+    tl.store(dv_ptr + at, dv, mask=inside & (column < d))
+
+
+@custom_op(
+    "flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal,"
+    " Tensor? first, Tensor? end) -> (Tensor, Tensor, Tensor)",
+    fake=lambda grad, *inputs: tuple(empty_by_token(x) for x in inputs[:3]),
+)
+def flash_backward(grad, q, k, v, out, lse, causal, first, end):
+    """(dq, dk, dv) of a block of keys, given the output and log-sum-exp over all keys."""
+    grad, q, k, v, out = (contiguous_rows(x) for x in (grad, q, k, v, out))
+    (b, h, n, d), (_, g, m, _), lse = q.shape, k.shape, lse.contiguous()
+    dq, dk, dv = (empty_by_token(x) for x in (q, k, v))
+    delta, (sizes, flags) = torch.empty_like(lse), sizes_and_flags(q, k)
+    mask, ranges, range_b = range_arguments(causal, first, end, q)
+    scales, layout = (d**-0.5 * LOG2_E, d**-0.5), (*strides(q), *strides(k), *strides(v))
+    _dq[head_grid(n, b * h)](
+        q, k, v, out, grad, lse, *ranges, delta, dq, *sizes, range_b, *scales, *layout,
+        *strides(out), *strides(grad), MASK=mask, **flags,
+    )  # fmt: skip
+    if mask == CAUSAL:
+        mask = CAUSAL_FROM_KEY
+    elif mask == RANGES:
+        ranges, range_b = _query_ranges(*ranges, m), m if range_b else 0
+    _dkv[head_grid(m, b * g)](
+        q, k, v, grad, lse, delta, *ranges, dk, dv, *sizes, range_b, *scales, *layout,
+        *strides(grad), MASK=mask, **flags,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _query_ranges(first: Tensor, end: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """The queries that attend to each key, as ranges: first and end [b, n] -> [b, m]."""
+    places = torch.arange(keys, device=first.device, dtype=first.dtype)
+    places = places.expand(len(first), keys).contiguous()
+    return (
+        torch.searchsorted(end.contiguous(), places, right=True, out_int32=True),
+        torch.searchsorted(first.contiguous(), places, right=True, out_int32=True),
+    )

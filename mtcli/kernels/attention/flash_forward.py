@@ -1,0 +1,124 @@
+"""FlashAttention-2's forward (arXiv:2307.08691): output and log-sum-exp, with no [n, m] tensor.
+
+b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width.
+`attention.py` has the references.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mtcli.kernels.attention.flash_backward import flash_backward
+from mtcli.kernels.attention.tiles import (
+    CONFIGS,
+    LOG2_E,
+    contiguous_rows,
+    empty_by_token,
+    head_grid,
+    key_range_of,
+    load_tile,
+    loop_bounds,
+    program_of,
+    range_arguments,
+    sizes_and_flags,
+    strides,
+)
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.launch import kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def forward_config(d: int, itemsize: int) -> dict[str, int]:
+    """The config where nothing was measured: it fits in 227 KiB of shared memory."""
+    return CONFIGS[5 if d * itemsize > 512 else 4 if itemsize == 4 else 1 if d > 64 else 2]
+
+
+@kernel()
+def _add_keys(
+    top, sums, mixed, q, k_ptr, v_ptr, k_stride, v_stride, start, stop, m, d, first, end, scale,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys start .. stop - 1; MASKED where ranges end among them."""
+    for begin in range(start, stop, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        k = load_tile(k_ptr, k_stride, column, m, d, MASKED, EVEN, WIDTH)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if MASKED:
+            visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        v = load_tile(v_ptr, v_stride, column, m, d, MASKED, EVEN, WIDTH)
+        mixed = tl.dot(p.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
+        sums = sums * shrink + tl.sum(p, 1)
+        top = higher
+    return top, sums, mixed
+
+
+@kernel(CONFIGS, key=["d", "itemsize"], default=forward_config)
+def _forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, first_ptr, end_ptr, h, g, n, m, d, itemsize, range_b,
+    scale, qb: tl.int64, qh: tl.int64, qn, kb: tl.int64, kh: tl.int64, kn,
+    vb: tl.int64, vh: tl.int64, vn, MASK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out [b, n, h, d], lse [b, h, n]; `range_b` is 0 where all sequences share their ranges."""
+    tile, b, head = program_of(n, h, ROWS)
+    # The last queries first: under a causal mask they take longest.
+    row = (tl.cdiv(n, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)
+    q = load_tile(q_ptr + b * qb + head * qh, qn, row, n, d, True, EVEN, WIDTH)
+    k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
+    first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, n, m, MASK)
+    start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
+    top, sums = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
+    top, sums, mixed = _add_keys(
+        top, sums, mixed, q, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
+        True, EVEN, PRECISION, WIDTH, COLUMNS,
+    )  # fmt: skip
+    top, sums, mixed = _add_keys(
+        top, sums, mixed, q, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
+        False, EVEN, PRECISION, WIDTH, COLUMNS,
+    )  # fmt: skip
+    top, sums, mixed = _add_keys(
+        top, sums, mixed, q, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
+        True, EVEN, PRECISION, WIDTH, COLUMNS,
+    )  # fmt: skip
+    some = sums > 0.0
+    lse = tl.where(some, (top + tl.log2(tl.where(some, sums, 1.0))) * 0.6931471805599453, top)
+    tl.store(lse_ptr + (b * h + head) * n + row, lse, mask=row < n)
+    column = tl.arange(0, WIDTH)[None, :]
+    at = out_ptr + ((b * n + row)[:, None] * h + head) * d + column
+    mixed /= tl.where(some, sums, 1.0)[:, None]
+    tl.store(at, mixed, mask=(row < n)[:, None] & (column < d))
+
+
+@custom_op(
+    "flash(Tensor q, Tensor k, Tensor v, bool causal, Tensor? first, Tensor? end)"
+    " -> (Tensor, Tensor)",
+    fake=lambda q, *others: (empty_by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    saved=lambda outputs, q, k, v, causal, first, end: (q, k, v, *outputs, causal, first, end),
+    backward=lambda grad, _, *saved: flash_backward(grad, *saved),
+)
+def flash(q, k, v, causal, first, end):
+    """(output [b, h, n, d], log-sum-exp [b, h, n]) of attention; `first` and `end` are key ranges.
+
+    Scores and probabilities are never written: q, k, v, output and log-sum-exp are saved.
+    """
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
+    b, h, n, d = q.shape
+    out, lse = empty_by_token(q), q.new_empty(b, h, n, dtype=torch.float32)
+    sizes, flags = sizes_and_flags(q, k)
+    mask, ranges, range_b = range_arguments(causal, first, end, q)
+    pointers = (q, k, v, out, lse, *ranges)
+    layout = (*strides(q), *strides(k), *strides(v))
+    _forward[head_grid(n, b * h)](
+        *pointers, *sizes, range_b, d**-0.5 * LOG2_E, *layout, MASK=mask, **flags
+    )
+    return out, lse

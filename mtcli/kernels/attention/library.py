@@ -1,0 +1,94 @@
+"""Attention with its log-sum-exp by the libraries in torch: FlashAttention, and cuDNN's.
+
+They are the operators below scaled_dot_product_attention, the same in torch 2.11 to 2.13. Given
+output and log-sum-exp over all keys, their backwards too give the gradients of a block of keys.
+They sum the gradient of queries atomically: its last bits differ from run to run.
+b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.autotune import fastest_backend
+
+# Between these numbers of keys the fastest backend is measured.
+MIN_KEYS, MAX_KEYS = 1024, 16384
+
+_aten = torch.ops.aten
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class AttentionLibrary(NamedTuple):
+    """A library's forward and backward, with the signatures of attention.py, without a mask."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, tuple[Tensor, ...], Tensor, bool], Grads]
+    max_head_dim: int
+
+
+def library_for(op: str, q: Tensor, k: Tensor) -> AttentionLibrary | None:
+    """The library measured to be faster than our kernel in "attention" or "attention_backward".
+
+    None where none was, or where it does not take such heads.
+    """
+    library = LIBRARIES.get(fastest_backend(op, q, tuned_sizes(k.shape[2], q.shape[3])))
+    # They take 16 bits, in rows of a multiple of 16 bytes.
+    fits = q.element_size() == 2 and q.shape[3] % 8 == 0
+    return library if library and fits and q.shape[3] <= library.max_head_dim else None
+
+
+def tuned_sizes(keys: int, d: int) -> tuple[int, int]:
+    """The sizes that the fastest library depends on: keys, within what is measured, and width."""
+    return min(max(keys, MIN_KEYS), MAX_KEYS), d
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def _flash_backward(grad: Tensor, saved: tuple[Tensor, ...], lse: Tensor, causal: bool) -> Grads:
+    q, k, v, out = saved
+    seed, offset = _no_dropout(q.device, torch.uint64)
+    lengths = (None, None, q.shape[2], k.shape[2])
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, offset
+    )
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    return out, lse.view(q.shape[:3])
+
+
+def _cudnn_backward(grad: Tensor, saved: tuple[Tensor, ...], lse: Tensor, causal: bool) -> Grads:
+    q, k, v, out = saved
+    seed, offset = _no_dropout(q.device, torch.int64)
+    lse = lse.contiguous()
+    lse = lse.unsqueeze(-1) if _cudnn_lse_dims(q.device, q.dtype) == 4 else lse
+    lengths = (None, None, q.shape[2], k.shape[2])
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, causal
+    )
+
+
+@cache
+def _cudnn_lse_dims(device: torch.device, dtype: torch.dtype) -> int:
+    """3 or 4, by torch's version: the dimensions of cuDNN's log-sum-exp, forward and backward."""
+    x = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
+    return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
+
+
+def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Seed and offset of dropout, which are not read without dropout."""
+    return torch.empty(2, device=device, dtype=dtype), torch.empty((), device=device, dtype=dtype)
+
+
+LIBRARIES: dict[Any, AttentionLibrary] = {
+    "flash": AttentionLibrary(_flash, _flash_backward, 256),
+    "cudnn": AttentionLibrary(_cudnn, _cudnn_backward, 128),
+}

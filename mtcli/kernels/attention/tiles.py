@@ -1,0 +1,142 @@
+"""Tiles of a head, and the attention mask as a range of keys: shared by the flash kernels.
+
+b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width. The
+keys that a query attends to are one range: all of them, those up to its own position, or
+`KeyRanges`, which causal and document masks are over any block of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from mtcli.kernels.gemm import float32_precision
+from mtcli.kernels.launch import cdiv, kernel, power_of_two
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# e^x is 2^(x log2 e), and 2^x is what a GPU computes.
+LOG2_E = 1.4426950408889634
+# The mask of a query: all keys, those up to its own position, or `KeyRanges`. The mask of a key,
+# for its gradient, is over queries: CAUSAL_FROM_KEY are those from its own position on.
+ALL, CAUSAL, CAUSAL_FROM_KEY, RANGES = range(4)
+CONFIGS = tuple(
+    dict(zip(("ROWS", "COLUMNS", "num_warps", "num_stages"), sizes, strict=True))
+    for sizes in (
+        (128, 128, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 4, 3),
+        (64, 64, 4, 2),
+        (64, 32, 4, 2),
+        (32, 32, 4, 2),
+    )
+)
+
+
+class KeyRanges(NamedTuple):
+    """A mask: query i attends to keys `first[i]` .. `end[i] - 1`; [b, n] int32, ascending."""
+
+    first: Tensor
+    end: Tensor
+
+
+@kernel()
+def program_of(length, heads, ROWS: tl.constexpr):
+    """(tile of ROWS of a length, sequence, head) of this program of a `head_grid`."""
+    tiles = tl.cdiv(length, ROWS)
+    pair = tl.program_id(0) // tiles
+    return tl.program_id(0) % tiles, (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+
+
+def head_grid(length: int, pairs: int) -> Callable[[Mapping[str, int]], tuple[int]]:
+    """A program for each tile of a length and each of so many pairs (sequence, head).
+
+    In one dimension, as CUDA has at most 65535 programs in each of the others.
+    """
+    return lambda meta: (cdiv(length, meta["ROWS"]) * pairs,)
+
+
+@kernel()
+def key_range_of(first_ptr, end_ptr, at, length, others, MASK: tl.constexpr):
+    """Loads (first, end) of the others that each position `at` attends to, or is seen by.
+
+    MASK is one of the four above, as a number: a kernel reads no globals.
+    """
+    # Positions past the end count as the last.
+    at = tl.minimum(at, length - 1)
+    if MASK == 3:
+        return tl.load(first_ptr + at), tl.load(end_ptr + at)
+    none = at * 0
+    if MASK == 1:
+        return none, tl.minimum(at + 1, others)
+    if MASK == 2:
+        return tl.minimum(at, others), none + others
+    return none, none + others
+
+
+@kernel()
+def loop_bounds(first, end, COLUMNS: tl.constexpr):
+    """(start, inner, outer, stop) of a loop over tiles of COLUMNS, for ranges `first` to `end`.
+
+    Tiles from `inner` to `outer` lie inside every range and need no mask.
+    """
+    start, stop = tl.min(first, 0) // COLUMNS * COLUMNS, tl.max(end, 0)
+    inner = tl.minimum(tl.cdiv(tl.max(first, 0), COLUMNS) * COLUMNS, tl.maximum(start, stop))
+    outer = tl.maximum(tl.min(end, 0) // COLUMNS * COLUMNS, inner)
+    return start, inner, outer, stop
+
+
+@kernel()
+def load_tile(
+    ptr, stride, row, rows, width, MASKED: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Loads rows `row` of a head [rows, width] as a tile that is WIDTH wide, zeros past the end.
+
+    MASKED where a row may be past the end, EVEN where width is WIDTH.
+    """
+    d = tl.arange(0, WIDTH)[None, :]
+    at = ptr + row.to(tl.int64)[:, None] * stride + d
+    if MASKED and EVEN:
+        return tl.load(at, mask=(row < rows)[:, None], other=0.0)
+    if MASKED:
+        return tl.load(at, mask=(row < rows)[:, None] & (d < width), other=0.0)
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=d < width, other=0.0)
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """The strides of sequences, heads and tokens of x [b, h, n, d], whose d is contiguous."""
+    assert x.stride(3) == 1, f"strides {x.stride()}"
+    return x.stride()[:3]
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """x [b, h, n, d], copied where its last dimension is not contiguous."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def empty_by_token(x: Tensor) -> Tensor:
+    """Uninitialised [b, h, n, d] like x, [b, n, h, d] in memory, as the next layer reads it."""
+    b, h, n, d = x.shape
+    return x.new_empty(b, n, h, d).transpose(1, 2)
+
+
+def sizes_and_flags(q: Tensor, k: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """(sizes h, g, n, m, d, itemsize; constants) that every flash kernel takes."""
+    d, width = q.shape[3], max(16, power_of_two(q.shape[3]))
+    flags = {"EVEN": d == width, "WIDTH": width, "PRECISION": float32_precision()}
+    return (q.shape[1], k.shape[1], q.shape[2], k.shape[2], d, q.element_size()), flags
+
+
+def range_arguments(
+    causal: bool, first: Tensor | None, end: Tensor | None, like: Tensor
+) -> tuple[int, tuple[Tensor, Tensor], int]:
+    """(the kind of mask, `first` and `end` or a dummy for each, their sequence stride)."""
+    if first is None or end is None:
+        return CAUSAL if causal else ALL, (like, like), 0
+    first, end = first.contiguous(), end.contiguous()
+    return RANGES, (first, end), first.shape[1] if len(first) > 1 else 0

@@ -1,0 +1,120 @@
+"""The autotune table: the fastest config of each kernel, and the fastest backend of an operation.
+
+Configs are timed under `autotuning()` alone, never while a model trains: ranks that timed for
+themselves could choose differently, and sums in another order differ in their last bits. Results
+are kept per device, kernel, dtype and sizes (rounded up to powers of two), in the user's cache
+folder and, for devices that have been measured, in choices.json beside this file. Without an entry
+a kernel launches its default config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+LaunchConfig = Mapping[str, Any]
+AutotuneTable = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> config
+
+SHIPPED = Path(__file__).with_name("choices.json")
+_timing: ContextVar[AutotuneTable | None] = ContextVar("timing", default=None)
+
+
+def best_config(
+    kernel: str,
+    x: Tensor,
+    sizes: Sequence[int],
+    configs: Sequence[LaunchConfig],
+    launch: Callable[[LaunchConfig], object],
+) -> LaunchConfig | None:
+    """The config measured to be fastest for x's dtype and about these sizes, if any was."""
+    bucket = bucket_of(x.dtype, sizes)
+    table = _timing.get()
+    if table is not None and bucket not in table.setdefault(kernel, {}):
+        table[kernel][bucket] = dict(min(configs, key=lambda config: _milliseconds(launch, config)))
+    known = _measured(x.device) if table is None else table
+    best = known.get(kernel, {}).get(bucket)
+    return best if best in configs else None
+
+
+def fastest_backend(op: str, x: Tensor, sizes: Sequence[int]) -> str | None:
+    """The backend measured to be fastest on x's device ("mtcli": our kernel), if any was."""
+    entry = _measured(x.device).get(op, {}).get(bucket_of(x.dtype, sizes), {})
+    return cast(str | None, entry.get("by"))
+
+
+def bucket_of(dtype: torch.dtype, sizes: Sequence[int]) -> str:
+    """Such as "bfloat16 4096": each size rounded up to a power of two."""
+    rounded = [str(1 << max(0, n - 1).bit_length()) for n in sizes]
+    return " ".join([str(dtype).removeprefix("torch."), *rounded])
+
+
+@contextmanager
+def autotuning() -> Iterator[AutotuneTable]:
+    """Inside, each launch of a kernel with several configs first times them, on its arguments.
+
+    Kernels that overwrite their arguments do so many times: results inside are not to be used.
+    Yields the table of what was fastest, for `save_table`.
+    """
+    table: AutotuneTable = {}
+    token = _timing.set(table)
+    try:
+        yield table
+    finally:
+        _timing.reset(token)
+
+
+def save_table(table: AutotuneTable, device: torch.device, file: Path | None = None) -> Path:
+    """Adds a device's table to a file, the user's where none is named; returns the file."""
+    file = file or user_file()
+    known = json.loads(file.read_text()) if file.exists() else {}
+    of_device = known.setdefault(device_name(device), {})
+    for kernel, buckets in table.items():
+        of_device.setdefault(kernel, {}).update(buckets)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    partial.replace(file)
+    _measured.cache_clear()
+    return file
+
+
+def user_file() -> Path:
+    """The table of this user's devices."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "mtcli" / "kernels.json"
+
+
+def device_name(device: torch.device) -> str:
+    """The key of a device in a table, such as "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def _measured(device: torch.device) -> AutotuneTable:
+    """Both files' entries of a device; the user's own win."""
+    table: AutotuneTable = {}
+    for file in (SHIPPED, user_file()):
+        known = json.loads(file.read_text()) if file.exists() else {}
+        for kernel, buckets in known.get(device_name(device), {}).items():
+            table.setdefault(kernel, {}).update(buckets)
+    return table
+
+
+def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:
+    """The median time of a launch; infinite where the device cannot hold the config."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    try:
+        return float(do_bench(lambda: launch(config), return_mode="median"))
+    except OutOfResources:
+        return float("inf")

@@ -1,0 +1,124 @@
+"""GEMMs of 16-bit tensors, which some CPUs compute sooner in float32.
+
+Few CPUs are quick at float16, and none much quicker than at float32; `choose_gemm_dtype` tells
+those that are quick at bfloat16 (benchmarks/bench_gemm.py measures both). Sums are in float32
+either way, and tensors stay in 16 bits between GEMMs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Dtypes whose GEMMs a CPU computes in float32. Process-wide like torch's own float32 matmul
+# precision: backwards and compiled graphs, which nothing can be passed to, read it too.
+_IN_FLOAT32 = {torch.float16}
+
+
+class LinearGemms(NamedTuple):
+    """The three GEMMs of a linear layer, of x [T, D], weight [F, D] and gradient [T, F]."""
+
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> [T, F]
+    dgrad: Callable[[Tensor, Tensor], Tensor]  # (gradient, weight) -> [T, D]
+    wgrad: Callable[[Tensor, Tensor], Tensor]  # (gradient, x) -> [F, D]
+
+
+def choose_gemm_dtype() -> None:
+    """Computes bfloat16 GEMMs in float32 from now on, where this CPU is better at those.
+
+    AMX and AMD's AVX-512 multiply bfloat16 quicker than float32, Intel's AVX-512 at half of its
+    rate, CPUs without instructions for it at a fifth (AVX-512) or a twelfth (AVX2).
+    """
+    can = torch.cpu.get_capabilities()
+    quick = ("amx_bf16", "bf16", "sve_bf16")  # the latter two are ARM's
+    of_amd = can.get("avx512_bf16") and "Intel" not in can.get("cpu_name", "")
+    set_bfloat16_in_float32(not (of_amd or any(can.get(name) for name in quick)))
+
+
+def set_bfloat16_in_float32(yes: bool) -> bool:
+    """Has bfloat16 GEMMs computed in float32 on CPU, or not; returns the setting before."""
+    before = torch.bfloat16 in _IN_FLOAT32
+    (_IN_FLOAT32.add if yes else _IN_FLOAT32.discard)(torch.bfloat16)
+    return before
+
+
+def gemm_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that GEMMs of such tensors are computed in: their own, or float32."""
+    return torch.float32 if x.device.type == "cpu" and x.dtype in _IN_FLOAT32 else x.dtype
+
+
+def runs_in_float32(x: Tensor) -> bool:
+    """Whether GEMMs of such 16-bit tensors are computed in float32."""
+    return gemm_dtype(x) != x.dtype
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias: [..., D] and [F, D] -> [..., F]."""
+    if not runs_in_float32(x):
+        return F.linear(x, weight, bias)
+    y = LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, bias, DEFAULT_GEMMS)
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, rounded to a's dtype once."""
+    if runs_in_float32(a) and torch.is_grad_enabled():
+        return _MatmulFunction.apply(a, b)
+    return _matmul(a, b)
+
+
+def float32_precision() -> str:
+    """Triton's name of the precision in which torch multiplies float32: "tf32" or "ieee"."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = gemm_dtype(x)
+    bias = None if bias is None else bias.to(wide)
+    return F.linear(x.to(wide), weight.to(wide), bias).to(x.dtype)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    wide = gemm_dtype(a)
+    return (a.to(wide) @ b.to(wide)).to(a.dtype)
+
+
+DEFAULT_GEMMS = LinearGemms(_forward, _matmul, lambda grad, x: _matmul(grad.T, x))
+
+
+class LinearFunction(torch.autograd.Function):
+    """A linear layer by given GEMMs, which saves its operands in the dtype they have."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms
+    ) -> Tensor:
+        """x [T, D], weight [F, D] (or what `gemms` takes) -> [T, F]."""
+        ctx.save_for_backward(x, weight)
+        ctx.gemms = gemms
+        return gemms.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of x, weight and bias, where they are wanted."""
+        (x, weight), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            ctx.gemms.dgrad(grad, weight) if of_x else None,
+            ctx.gemms.wgrad(grad, x) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+            None,
+        )
+
+
+class _MatmulFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _matmul(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _matmul(grad, b.mT), _matmul(a.mT, grad)

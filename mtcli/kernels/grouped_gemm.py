@@ -1,0 +1,212 @@
+"""Grouped GEMM: a linear layer of all experts at once, each with a weight and a run of rows.
+
+N rows of D sorted by expert, E experts of width F; `ends` [E] int32 are the ends of their runs.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.gemm import LinearFunction, LinearGemms, float32_precision, linear
+from mtcli.kernels.launch import cdiv, kernel, power_of_two, prefers_kernel, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+CONFIGS = tuple(
+    dict(zip(("ROWS", "COLUMNS", "INNER", "num_warps", "num_stages"), sizes, strict=True))
+    for sizes in (
+        (128, 256, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (64, 256, 64, 8, 3),
+        (64, 128, 64, 4, 4),
+        (64, 64, 32, 4, 3),
+    )
+)
+BAND = 8  # tiles of rows that share a tile of weights in the L2 cache
+FEW = 1024  # rows of an expert below which a tile has 64
+
+
+def default_config(rows_each: int, width: int, inner: int, itemsize: int) -> dict[str, int]:
+    """The config where nothing was measured: the last one fits float32 in shared memory."""
+    if itemsize == 4:
+        return CONFIGS[-1]
+    return CONFIGS[0] if rows_each >= FEW else CONFIGS[3]
+
+
+def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+    """x W_e^T for each expert's rows, one expert after another: [N, D] -> [N, F]."""
+    runs = zip(x_ND.split(counts), weight_EFD.unbind(0), strict=True)
+    return torch.cat([linear(x, weight) for x, weight in runs])
+
+
+@kernel()
+def locate(ends_ptr, tile, experts, E: tl.constexpr, ROWS: tl.constexpr):
+    """Finds (expert, first row, end of its run) of a tile of rows; past the last tile no rows."""
+    lane = tl.arange(0, E)
+    end = tl.load(ends_ptr + lane, mask=lane < experts, other=0)
+    start = tl.load(ends_ptr + lane - 1, mask=(lane > 0) & (lane < experts), other=0)
+    tiles = tl.where(lane < experts, (end - start + ROWS - 1) // ROWS, 0)
+    last = tl.cumsum(tiles, 0)
+    expert = tl.sum((last <= tile).to(tl.int32), 0)
+    found = lane == expert
+    first = tl.sum(tl.where(found, start + (tile - last + tiles) * ROWS, 0), 0)
+    return expert, first, tl.sum(tl.where(found, end, 0), 0)
+
+
+@kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_config)
+def _gemm(
+    x_ptr, weight_ptr, ends_ptr, out_ptr, experts, rows_each, width, inner, itemsize,
+    of_expert: tl.int64, of_column, of_inner,
+    E: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """out [N, width] = x W_e^T; the `of_` are the weight's strides; EVEN: INNER divides `inner`."""
+    column_tiles = tl.cdiv(width, COLUMNS)
+    in_band = BAND * column_tiles
+    band, place = tl.program_id(0) // in_band, tl.program_id(0) % in_band
+    expert, first, end = locate(ends_ptr, band * BAND + place % BAND, experts, E, ROWS)
+    if first < end:
+        row = first + tl.arange(0, ROWS)
+        column = place // BAND * COLUMNS + tl.arange(0, COLUMNS)
+        # Rows past the end are read again. Columns are masked: a minimum of them would hide that
+        # they follow each other in memory where the weight is transposed, as for the gradient of x.
+        at_row, k = tl.minimum(row, end - 1).to(tl.int64)[:, None], tl.arange(0, INNER)
+        x_at = x_ptr + at_row * inner + k[None, :]
+        at_column = column.to(tl.int64)[None, :] * of_column
+        weight_at = weight_ptr + expert * of_expert + at_column + k[:, None] * of_inner
+        inside = (column < width)[None, :]
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for done in range(0, inner, INNER):
+            if EVEN:
+                x, weight = tl.load(x_at), tl.load(weight_at, mask=inside, other=0.0)
+            else:
+                left = inner - done
+                x = tl.load(x_at, mask=k[None, :] < left, other=0.0)
+                weight = tl.load(weight_at, mask=inside & (k[:, None] < left), other=0.0)
+            total = tl.dot(x, weight, total, input_precision=PRECISION)
+            x_at += INNER
+            weight_at += INNER * of_inner
+        at = out_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(at, total, mask=(row < end)[:, None] & inside)
+
+
+@kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_config)
+def _wgrad(
+    grad_ptr, x_ptr, ends_ptr, out_ptr, rows_each, width, inner, itemsize,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """out [E, width, inner] = grad^T x over an expert's rows, INNER at a time."""
+    expert = tl.program_id(1)
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    across = tl.cdiv(inner, COLUMNS)
+    f = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    d = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    f_inside, d_inside = (f < width)[:, None], (d < inner)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(start, end, INNER):
+        row = first + tl.arange(0, INNER)
+        at, there = row.to(tl.int64), row < end
+        grad_at = grad_ptr + at[None, :] * width + f[:, None]
+        grad = tl.load(grad_at, mask=there[None, :] & f_inside, other=0.0)
+        x_at = x_ptr + at[:, None] * inner + d[None, :]
+        x = tl.load(x_at, mask=there[:, None] & d_inside, other=0.0)
+        total = tl.dot(grad, x, total, input_precision=PRECISION)
+    at = out_ptr + (expert.to(tl.int64) * width + f[:, None]) * inner + d[None, :]
+    tl.store(at, total, mask=f_inside & d_inside)
+
+
+def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+    """`grouped_linear_reference`, on a GPU in one launch for all experts, forward and backward.
+
+    6 * N * D * F operations with both gradients.
+    """
+    if not runs_triton(x_ND):
+        return grouped_linear_reference(x_ND, weight_EFD, counts)
+    return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts))
+
+
+def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> LinearGemms:
+    """The three GEMMs of all experts on a GPU, for such rows, weights and numbers of rows.
+
+    Runs of one length are a batched GEMM of cuBLAS; torch's grouped GEMM is called where it was
+    measured to be faster than ours.
+    """
+    if len(set(counts)) == 1:
+        return _batched_gemms(len(counts))
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+    # Without waiting for the GPU.
+    ends = ends.to(x_ND.device, non_blocking=True)
+    # torch's takes bfloat16 in rows of a multiple of 16 bytes.
+    fits = x_ND.shape[1] % 8 == 0 == weight_EFD.shape[1] % 8 and x_ND.dtype == torch.bfloat16
+    if fits and not prefers_kernel("grouped_linear", x_ND, weight_EFD.shape[1]):
+        return _torch_gemms(ends)
+    return _triton_gemms(ends)
+
+
+def _batched_gemms(experts: int) -> LinearGemms:
+    def runs(x: Tensor) -> Tensor:
+        return x.unflatten(0, (experts, -1))
+
+    return LinearGemms(
+        lambda x, weight, bias: torch.bmm(runs(x), weight.transpose(1, 2)).flatten(0, 1),
+        lambda grad, weight: torch.bmm(runs(grad), weight).flatten(0, 1),
+        lambda grad, x: torch.bmm(runs(grad).transpose(1, 2), runs(x)),
+    )
+
+
+def _triton_gemms(ends: Tensor) -> LinearGemms:
+    return LinearGemms(
+        lambda x, weight, bias: _grouped_linear(x, weight, ends),
+        lambda grad, weight: _grouped_linear(grad, weight.transpose(1, 2), ends),
+        lambda grad, x: _grouped_wgrad(grad, x, ends),
+    )
+
+
+def _torch_gemms(ends: Tensor) -> LinearGemms:
+    multiply = torch._grouped_mm
+    return LinearGemms(
+        lambda x, weight, bias: multiply(x, weight.transpose(1, 2), offs=ends),
+        lambda grad, weight: multiply(grad, weight, offs=ends),
+        lambda grad, x: multiply(grad.transpose(0, 1), x, offs=ends),
+    )
+
+
+@custom_op(
+    "grouped_linear(Tensor x, Tensor weight, Tensor ends) -> Tensor",
+    fake=lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]),
+)
+def _grouped_linear(x, weight, ends):
+    x, (experts, width, inner) = x.contiguous(), weight.shape
+    rows, out = len(x), x.new_empty(len(x), width)
+
+    def grid(meta: Any) -> tuple[int]:
+        # Each expert's last tile may have fewer rows.
+        bands = cdiv(cdiv(rows, meta["ROWS"]) + experts, BAND)
+        return (bands * BAND * cdiv(width, meta["COLUMNS"]),)
+
+    sizes = (experts, rows // experts, width, inner, x.element_size(), *weight.stride())
+    flags = {"E": power_of_two(experts), "EVEN": inner % 64 == 0, "BAND": BAND}
+    if rows:
+        _gemm[grid](x, weight, ends, out, *sizes, PRECISION=float32_precision(), **flags)
+    return out
+
+
+@custom_op(
+    "grouped_outer(Tensor grad, Tensor x, Tensor ends) -> Tensor",
+    fake=lambda grad, x, ends: x.new_empty(len(ends), grad.shape[1], x.shape[1]),
+)
+def _grouped_wgrad(grad, x, ends):
+    grad, x, experts = grad.contiguous(), x.contiguous(), len(ends)
+    width, inner = grad.shape[1], x.shape[1]
+    out = x.new_empty(experts, width, inner)
+    sizes = (len(x) // experts, width, inner, x.element_size())
+    grid = lambda meta: (cdiv(width, meta["ROWS"]) * cdiv(inner, meta["COLUMNS"]), experts)  # noqa: E731
+    _wgrad[grid](grad, x, ends, out, *sizes, PRECISION=float32_precision())
+    return out

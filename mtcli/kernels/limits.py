@@ -1,0 +1,25 @@
+"""Sizes at which operations split their work. Imports nothing, so that plan can read them."""
+
+# CPU attention by GEMMs, in attention/cpu.py. A longer row of scores falls out of the cache.
+CPU_ATTENTION_ROW_BYTES = 2048
+# The same of a forward pass that also returns the log-sum-exp, which takes two more passes.
+CPU_ATTENTION_LSE_ROW_BYTES = 512
+# Scores of the heads, or logits of the rows, that a CPU takes through all passes: an L2 cache.
+CPU_BLOCK_BYTES = 2**20
+# Logits that the loss makes at a time on a GPU: 1024 tokens of 128k columns in 16 bits.
+LOSS_CHUNK_BYTES = 2**28
+
+# 64-bit numbers per element alive at the peak of drawing a dropout mask by torch, in random.py:
+# the indices, their mix, and one temporary.
+RANDOM_BITS_PEAK = 3
+
+
+def block_rows(row_bytes: int) -> int:
+    """Rows that fill CPU_BLOCK_BYTES at most, and at least one."""
+    return max(1, CPU_BLOCK_BYTES // max(1, row_bytes))
+
+
+def chunk_rows(row_bytes: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> int:
+    """Rows that fill `chunk_bytes` at most, in multiples of 128 where that leaves any."""
+    fitting = chunk_bytes // row_bytes
+    return max(1, fitting // 128 * 128 or fitting)

@@ -1,0 +1,149 @@
+"""Flash attention's values, log-sum-exps and gradients against softmax attention in float64."""
+
+import pytest
+import torch
+from exact import TOLERANCE, check, distance, seeded
+
+from mtcli.kernels.attention.attention import attention, attention_backward
+from mtcli.kernels.attention.flash_backward import flash_backward
+from mtcli.kernels.attention.flash_forward import flash
+from mtcli.kernels.attention.merge import merge_
+from mtcli.kernels.attention.tiles import KeyRanges
+from mtcli.kernels.launch import TritonKernel
+
+SHAPES = {  # b, h, g, n, m, d
+    "groups, odd": (2, 4, 2, 37, 37, 20),
+    "tiles of 64 and a part": (1, 1, 1, 133, 133, 16),
+    "more keys than queries": (1, 2, 2, 5, 100, 64),
+    "wide": (1, 1, 1, 40, 40, 160),
+}
+DOCUMENTS = [[40, 1, 1, 70, 21], [3, 130]]  # of 133 tokens
+
+
+def made(shape, device, queries=1.0):
+    b, h, g, n, m, d = shape
+    q = queries * seeded(b, h, n, d, device=device)
+    return [q, *(seeded(b, g, m, d, seed=i, device=device) for i in (1, 2))]
+
+
+def dense(mask):
+    """(output, log-sum-exp) under a mask [b, 1, n, m]; 0 and -inf where nothing is seen."""
+
+    def function(q, k, v):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+
+    return function
+
+
+def spans_of(mask):
+    """Where the keys begin and end that each query sees."""
+    seen = mask[:, 0].int()
+    first = seen.argmax(-1)
+    return KeyRanges(first.int(), (first + seen.sum(-1)).int())
+
+
+def dtypes(device):
+    """The interpreter has no products in 16 bits."""
+    return [torch.float32] if device.type == "cpu" else list(TOLERANCE)
+
+
+def agrees(device, shape, causal, mask, spans=None):
+    for dtype in dtypes(device):
+        bound = 2.5 * TOLERANCE[dtype]  # probabilities are rounded too
+        check(
+            lambda q, k, v: flash(q, k, v, causal, *(spans or (None, None)))[0],
+            lambda q, k, v: dense(mask)(q, k, v)[0],
+            made(shape, device),
+            dtype,
+            tolerance=bound,
+        )
+        q, k, v = (x.to(dtype) for x in made(shape, device))
+        lse = attention(q, k, v, causal, spans)[1]
+        assert lse.dtype == torch.float32
+        exact = dense(mask)(*(x.cpu().double() for x in (q, k, v)))[1]
+        assert distance(lse, exact) < 2e-6
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flash_attention_is_softmax_attention_and_so_are_its_gradients(device, shape, causal):
+    b, _, _, n, m, _ = SHAPES[shape]
+    if causal and n != m:
+        return
+    mask = torch.ones(b, 1, n, m, dtype=torch.bool)
+    agrees(device, SHAPES[shape], causal, mask.tril() if causal else mask)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [DOCUMENTS, DOCUMENTS[:1]], ids=["a list each", "one list"])
+def test_queries_see_their_own_documents_alone(device, causal, rows):
+    documents = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in rows])
+    mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (
+        torch.ones(133, 133, dtype=torch.bool).tril() if causal else True
+    )
+    spans = KeyRanges(*(x.to(device) for x in spans_of(mask)))
+    agrees(device, (len(rows), 2, 1, 133, 133, 16), False, mask, spans)
+
+
+def test_sequences_and_heads_are_more_than_the_second_dimension_of_a_grid_holds(
+    monkeypatch, device
+):
+    grids = []
+
+    def noted(kernel, grid, arguments, constants, config):
+        grids.append(grid({**config, **constants}))
+
+    monkeypatch.setattr(TritonKernel, "_launch_as", noted)
+    q = torch.zeros(8, 8200, 3, 16, device=device)
+    lse = q[..., 0].clone()
+    flash_backward(q, q, q, q, q, lse, True, None, None)
+    flash(q, q, q, True, None, None)
+    merge_(q, lse, q, lse)
+    assert len(grids) == 4
+    for grid in grids:
+        assert grid[0] >= 8 * 8200 and all(n < 2**16 for n in grid[1:])  # CUDA's limit
+
+
+def test_what_sees_nothing_is_nothing_and_merges_so(device):
+    q, k, v = (x.float() for x in made((1, 2, 2, 70, 70, 16), device))
+    first = torch.full((1, 70), 50, dtype=torch.int32, device=device)
+    end = torch.where(torch.arange(70, device=device) < 66, 50, 70).int()[None]
+    out, lse = attention(q, k, v, False, KeyRanges(first, end))
+    assert (out[:, :, :66] == 0).all() and (lse[:, :, :66] == float("-inf")).all()
+    assert lse[:, :, 66:].isfinite().all()
+    whole = attention(q, k, v, True)
+    merged, total = (x.clone() for x in whole)
+    merge_(merged[:, :, :66], total[:, :, :66], out[:, :, :66], lse[:, :, :66])
+    assert torch.equal(merged, whole[0]) and torch.equal(total, whole[1])
+    grads = attention_backward(
+        torch.ones_like(q), (q, k, v, out), lse, False, KeyRanges(first, end)
+    )
+    assert (grads[0][:, :, :66] == 0).all() and all(x.isfinite().all() for x in grads)
+    assert (grads[1][:, :, :50] == 0).all() and (grads[2][:, :, :50] == 0).all()
+
+
+def test_gradients_of_blocks_of_keys_add_up_to_those_of_all(device):
+    q, k, v = (x.float() for x in made((1, 4, 2, 70, 70, 16), device))
+    grad = seeded(1, 4, 70, 16, seed=9, device=device).float()
+    out, lse = attention(q, k, v, False)
+    expected = attention_backward(grad, (q, k, v, out), lse, False)
+    dq, parts = torch.zeros_like(q), []
+    for keys in (slice(0, 29), slice(29, None)):  # as they come round a ring, and not contiguous
+        saved = q, k[:, :, keys], v[:, :, keys], out
+        part, *of_kv = attention_backward(grad, saved, lse, False)
+        dq += part
+        parts.append(of_kv)
+    assert distance(dq, expected[0]) < 2e-6
+    for whole, pieces in zip(expected[1:], zip(*parts, strict=True), strict=True):
+        assert distance(torch.cat(pieces, 2), whole) < 2e-6
+
+
+def test_large_scores_do_not_overflow(device):
+    inputs = made((1, 1, 1, 37, 37, 16), device, queries=200.0)
+    q, k, v = (x.float() for x in inputs)
+    out, lse = attention(q, k, v, True)
+    exact = dense(torch.ones(1, 1, 37, 37, dtype=torch.bool).tril())
+    expected = exact(*(x.cpu().double() for x in (q, k, v)))
+    assert distance(out, expected[0]) < 1e-4 and distance(lse, expected[1]) < 2e-6

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from exact import TOLERANCE, check, seeded
+
+from mtcli.kernels import grouped_gemm
+from mtcli.kernels.grouped_gemm import grouped_linear, grouped_linear_reference
+
+CASES = {
+    "ragged, odd": ([5, 0, 70, 1], 22, 19),
+    "one row": ([0, 1], 16, 16),
+    "more than a tile of each": ([67, 3, 130], 136, 130),
+    "whole tiles of the inner size": ([9, 30, 66], 64, 24),
+    "no rows of different experts": ([0, 0, 3], 8, 8),
+    "as many rows of each": ([6, 6, 6], 22, 19),
+    "no rows": ([0, 0], 8, 8),
+}
+
+
+def formula(counts):
+    def product(x, weight):
+        expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        return torch.einsum("nd,nfd->nf", x, weight[expert])
+
+    return product
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_expert_multiplies_its_rows_and_both_gradients_are_right(device, case):
+    counts, inner, width = CASES[case]
+    inputs = [
+        seeded(sum(counts), inner, device=device),
+        seeded(len(counts), width, inner, seed=1, device=device),
+    ]
+    dtypes = [torch.float32]
+    if device.type == "cuda":  # the interpreter has no products in 16 bits
+        dtypes += [torch.bfloat16, torch.float16]
+    for dtype in dtypes:
+        bound = 3 * TOLERANCE[dtype]  # the sums' own error is of both operands' rounding
+        check(lambda x, w: grouped_linear(x, w, counts), formula(counts), inputs, dtype,
+              tolerance=bound)  # fmt: skip
+
+
+def test_torch_on_a_cpu_multiplies_the_same_rows():
+    counts, inner, width = CASES["ragged, odd"]
+    check(
+        lambda x, w: grouped_linear_reference(x, w, counts),
+        formula(counts),
+        [seeded(sum(counts), inner), seeded(len(counts), width, inner, seed=1)],
+        torch.float32,
+    )
+
+
+def test_a_frozen_weight_gets_no_gradient(device):
+    x, weight = seeded(8, 4, device=device).float(), seeded(2, 3, 4, device=device).float()
+    x.requires_grad_()
+    grouped_linear(x, weight, [3, 5]).sum().backward()
+    expected = torch.cat([weight[0].sum(0).expand(3, 4), weight[1].sum(0).expand(5, 4)])
+    torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_grouped_products_are_those_of_each_expert(device, monkeypatch):
+    """torch's own, which a GPU takes where they were measured to be faster."""
+    monkeypatch.setattr(grouped_gemm, "prefers_kernel", lambda *_: False)
+    counts = [5, 0, 70, 21]
+    inputs = [seeded(96, 24, device=device), seeded(4, 16, 24, seed=1, device=device)]
+    called = []
+    multiply = torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *a, **k: called.append(a) or multiply(*a, **k))
+    check(lambda x, w: grouped_linear(x, w, counts), formula(counts), inputs, torch.bfloat16)
+    assert len(called) == 3
