@@ -10,6 +10,7 @@ from tiny import BIASED, DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_conf
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 STEPS = 20  # of the curve
@@ -77,7 +78,7 @@ class Measured(NamedTuple):
 def train_on(runtime, config, steps, samples=Samples):
     """Trains `steps` steps on a rank and returns its Measured."""
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.strategy.shards.items()}
     loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader)]

@@ -30,6 +30,7 @@ from mtcli.core.profile.clock import clock_for
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.training.loader import StepBatch
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
 
 COMPARED = 256  # tokens whose losses are compared before training
@@ -53,7 +54,7 @@ class Contender:
 def ours(config: RunConfig, device: torch.device) -> Contender:
     """The training step of `mtcli train`, fed with rows that are on the device already."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, device))
-    trainer.initialise()
+    initialise(trainer)
     loader = _Fixed(trainer)
 
     def train(rows: Tensor) -> float:

@@ -20,7 +20,8 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
+from mtcli.core.model.build import DTYPES, activation_format, build_stages
+from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Cache, Inputs, make_inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.collectives import all_reduce

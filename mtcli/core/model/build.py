@@ -1,18 +1,12 @@
-"""Builds this rank's stages of a model, and loads their weights from a checkpoint of any layout."""
-
-from collections.abc import Mapping
+"""Builds this rank's stages of a model."""
 
 import torch
 
-from mtcli.core.checkpoint.names import OPTIMIZER
-from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.parameters import parameters, stage_layers
+from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.engines import layer_factory
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.pipeline import ActivationFormat
 
 HOLLOW = torch.device("meta")  # where stages are built whose shards are allocated later
@@ -52,29 +46,3 @@ def activation_format(config: RunConfig) -> ActivationFormat:
     """How this config's activations travel between stages."""
     dtype = DTYPES[config.train.precision]
     return ActivationFormat(dtype, config.model.hidden_size, not config.parallel.sequence_parallel)
-
-
-@torch.no_grad()
-def load_weights(
-    held: Mapping[str, OwnedShard],
-    checkpoint: Checkpoint,
-    model: ModelConfig,
-    groups: Groups,
-    from_masters: bool = False,
-) -> None:
-    """Fills parameters with this rank's slices of a checkpoint, whatever layout wrote it.
-
-    With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
-    master weights, where it has them, which lose nothing in a wider dtype.
-    """
-    checkpoint.require_model(model)
-    table, stored = parameters(model), set(checkpoint.names())
-    for name, here in held.items():
-        here.tensor.zero_()  # rows that pad the vocabulary
-        if checkpoint.begins_at_zero(table[name]):
-            continue
-        source, master = name, f"{OPTIMIZER}master/{name}"
-        if from_masters and master in stored and checkpoint.dtype(name) != here.tensor.dtype:
-            source = master
-        for box, view in here.blocks(table[name], groups):
-            view.copy_(checkpoint.read(source, box))

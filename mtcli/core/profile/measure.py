@@ -28,6 +28,7 @@ from mtcli.core.profile.records import RANK_RECORD, Profiled, RankRecord, StepRe
 from mtcli.core.profile.summary import summarized, waiting_of
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader, open_loader, synthetic_loader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
 from mtcli.kernels.gemm import matmul
 
@@ -50,7 +51,7 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     records. Raises MtcliError as a training step does.
     """
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     clock = trainer.pipeline.clock = clock_for(runtime.device)
     trainer.pipeline.around = op_range(runtime.device)
     open_data = open_loader if config.data.train else synthetic_loader

@@ -12,14 +12,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
+from mtcli.core.model.build import DTYPES, activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
-from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.optim.grad_norm import clip_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
@@ -95,17 +93,6 @@ class Trainer:
         self.micro_batch_tokens = b.micro_batch_size * b.seq_len // p.cp
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
-
-    def initialise(self) -> None:
-        """Fills the weights from the config's seed."""
-        model, seed = self.config.model, self.config.seed
-        initialise(self.strategy.shards, model, self.groups, seed, self.dtype)
-        self.optimizer.reset_masters()
-
-    def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Takes the weights of any checkpoint of this model and starts at step 0."""
-        load_weights(self.strategy.shards, checkpoint, self.config.model, self.groups)
-        self.optimizer.reset_masters()
 
     def state_bytes(self) -> int:
         """Bytes of this rank's weights, gradients, masters and moments."""

@@ -10,7 +10,7 @@ from tiny import BIASED, MOE, Samples, run_config
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import shards
+from mtcli.core.training.state import initialise, shards
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -24,7 +24,7 @@ ONE |= {"router_score": "sigmoid", "router_bias_update_rate": RATE}
 
 def trainer_of(config, runtime=ALONE):
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 

@@ -10,6 +10,7 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.cuda_graphs import GraphedPipeline
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -34,7 +35,7 @@ class Again:
 def curve(config, recorder=None, samples=Samples):
     """[(loss, norm)] of three steps, and the spans of the last."""
     trainer = Trainer(config, ALONE)
-    trainer.initialise()
+    initialise(trainer)
     if recorder:
         trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.strategy, recorder)
     loader = MicroBatchLoader(samples(config), config, trainer.groups)

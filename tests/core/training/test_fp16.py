@@ -18,6 +18,7 @@ from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.loop import train
+from mtcli.core.training.state import initialise, load_weights
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -30,7 +31,7 @@ def half(**settings):
 
 def started(config, checkpoint=None):
     trainer = Trainer(config, ALONE)
-    trainer.load_weights(checkpoint) if checkpoint else trainer.initialise()
+    load_weights(trainer, checkpoint) if checkpoint else initialise(trainer)
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 

@@ -16,6 +16,7 @@ from trained import train_and_save
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 HALF = 2.0**-11
@@ -50,7 +51,7 @@ def config_of(name, parallel, batch, **train):
 def begun(runtime, config):
     """A trainer with the seed's weights as float16 has them, and its loader."""
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     with torch.no_grad():
         for tensor, _ in trainer.strategy.shards.values():
             tensor.copy_(tensor.half())

@@ -15,6 +15,7 @@ from mtcli.core.config import rules
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise, load_weights
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -77,7 +78,7 @@ def test_one_rank_gives_the_weighted_mean_of_transformers_model(gpt2):
     model, checkpoint = gpt2
     config = run_config(checkpoint.model.model_dump(exclude_none=True), train={"matmul": "strict"})
     trainer = Trainer(config, ALONE)
-    trainer.load_weights(checkpoint)
+    load_weights(trainer, checkpoint)
     samples = Weighted(config)
     loader = MicroBatchLoader(samples, config, trainer.groups)
     step = trainer.train_step(loader)
@@ -114,7 +115,7 @@ def test_weights_of_one_give_the_bits_of_no_weights(row, precision):
 
 def evaluated(runtime, config, samples):
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     loader = MicroBatchLoader(samples(config), config, trainer.groups)
     loss = trainer.evaluate(loader)
     loader.close()
@@ -126,7 +127,7 @@ def test_evaluation_is_the_weighted_mean_over_all_its_batches(parallel):
     train = {"eval_batches": 3, "precision": "fp64"}
     still = run_config(train=train, optimizer={"lr": 0.0})
     trainer = Trainer(still, ALONE)
-    trainer.initialise()
+    initialise(trainer)
     loader = MicroBatchLoader(Weighted(still), still, trainer.groups)
     means = [trainer.train_step(loader).loss for _ in range(3)]
     loader.close()
@@ -141,7 +142,7 @@ def test_evaluation_is_the_weighted_mean_over_all_its_batches(parallel):
 
 def refused(runtime, config):
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     loader = MicroBatchLoader(Nothing(config), config, trainer.groups)
     trainer.train_step(loader)
     try:
