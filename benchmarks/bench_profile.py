@@ -50,12 +50,13 @@ def measure(pairs: int) -> dict[str, float]:
     from mtcli.core.profile.records import Profiled, RankRecord
     from mtcli.core.runtime.launch import bring_up
     from mtcli.core.training.loader import synthetic_loader
+    from mtcli.core.training.state import initialise
     from mtcli.core.training.step import Trainer
 
     config = load_config("tiny", ["batch.global_batch_size=4", "batch.micro_batch_size=1"])
     with bring_up("cpu", 60.0) as runtime:
         trainer = Trainer(config, runtime)
-        trainer.initialise()
+        initialise(trainer)
         loader, clock = synthetic_loader(config, trainer.groups), HostClock()
         bare, timed, records = [], [], []
 

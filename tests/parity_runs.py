@@ -10,6 +10,7 @@ from tiny import BIASED, DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_conf
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 STEPS = 20  # of the curve
@@ -74,18 +75,18 @@ class Measured(NamedTuple):
     untrained: dict  # what no gradient trains, after the last step
 
 
-def train_on(runtime, config, steps):
+def train_on(runtime, config, steps, samples=Samples):
     """Trains `steps` steps on a rank and returns its Measured."""
     trainer = Trainer(config, runtime)
-    trainer.initialise()
-    weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.gradients.held.items()}
-    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    initialise(trainer)
+    weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.strategy.shards.items()}
+    loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader)]
-    gradients = {name: view.clone() for name, view in trainer.gradients.views.items()}
-    rows = {name: trainer.ownership.rows(name) for name in gradients}
+    gradients = {name: view.clone() for name, view in trainer.strategy.gradients.items()}
+    rows = {name: trainer.strategy.ownership.rows(name) for name in gradients}
     done += [trainer.train_step(loader) for _ in range(steps - 1)]
     loader.close()
-    held = trainer.gradients.held
+    held = trainer.strategy.shards
     untrained = {n: held[n].tensor.clone() for n in held if n not in gradients}
     return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)), untrained)
 

@@ -23,7 +23,7 @@ from mtcli.core.parallel.groups import make_groups
 from mtcli.core.profile.clock import clock_for
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import resume, shards
+from mtcli.core.training.state import initialise, resume, shards
 from mtcli.core.training.step import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ def trainer_on(device, model, sections):
     config = run_config(model, **sections)
     require(config, 1)
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device(device)))
-    trainer.initialise()
+    initialise(trainer)
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 

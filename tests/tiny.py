@@ -95,5 +95,24 @@ class Samples:
     def batch(self, start, count):
         return self.rows[np.arange(start, start + count) % len(self.rows)]
 
+    def loss_weights(self, start, count):
+        return None
+
     def documents(self, start, count):
         return self.row_documents[np.arange(start, start + count) % len(self.rows)]
+
+
+class Weighted(Samples):
+    """Samples with random loss weights, among them labels, halves and whole samples without any.
+
+    Of global batches of 4 by turns one data rank of 2, and the first micro-batches, have none.
+    """
+
+    def loss_weights(self, start, count):
+        ids = np.arange(start, start + count) % len(self.rows)
+        random = np.random.default_rng(2).random((2, len(self.rows), self.rows.shape[1] - 1))
+        weights = (2.0 * random[0] * (random[1] < 0.6)).astype(np.float32)
+        weights[2::8, : weights.shape[1] // 2] = 0.0
+        weights[6::8, :-1] = 0.0
+        weights[np.isin(np.arange(len(weights)) % 8, [1, 3, 4, 5])] = 0.0
+        return weights[ids]

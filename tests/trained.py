@@ -9,7 +9,7 @@ from mtcli.core.checkpoint.store import save
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import progress, resume, shards
+from mtcli.core.training.state import initialise, progress, resume, shards
 from mtcli.core.training.step import Trainer
 
 
@@ -22,7 +22,7 @@ def train_and_save(runtime, config, folder=None, start=0, stop=4):
     if start:
         resume(trainer, checkpoint_of(folder, start))
     else:
-        trainer.initialise()
+        initialise(trainer)
     assert trainer.step == start
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(stop - start)]

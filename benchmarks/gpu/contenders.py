@@ -29,6 +29,8 @@ from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.profile.clock import clock_for
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
+from mtcli.core.training.loader import StepBatch
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
 
 COMPARED = 256  # tokens whose losses are compared before training
@@ -52,7 +54,7 @@ class Contender:
 def ours(config: RunConfig, device: torch.device) -> Contender:
     """The training step of `mtcli train`, fed with rows that are on the device already."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, device))
-    trainer.initialise()
+    initialise(trainer)
     loader = _Fixed(trainer)
 
     def train(rows: Tensor) -> float:
@@ -61,7 +63,7 @@ def ours(config: RunConfig, device: torch.device) -> Contender:
 
     def losses(rows: Tensor) -> Tensor:
         loader.rows = rows[:1]
-        inputs = loader.step(0, 0.0)(0)
+        inputs = loader.step(0, 0.0).load(0)
         pipeline = Pipeline(
             trainer.stages, forward_only(1, 1), trainer.groups, activation_format(trainer.config)
         )
@@ -95,12 +97,12 @@ class _Fixed:
         self.model, self.rows = trainer.config.model, torch.empty(0)
         self.dtype = trainer.dtype
 
-    def step(self, step: int, gradient_scale: float) -> Callable[[int], Any]:
+    def step(self, step: int, loss_scale: float) -> StepBatch:
         rows = self.rows
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        return lambda m: make_inputs(
-            self.model, self.dtype, tokens, labels=labels, aux_scale=gradient_scale
-        )
+        scale = loss_scale / labels.numel()
+        inputs = make_inputs(self.model, self.dtype, tokens, labels=labels, aux_scale=scale)
+        return StepBatch(lambda m: inputs, float(labels.numel()))
 
 
 def hugging_face(config: RunConfig, device: torch.device) -> Contender:

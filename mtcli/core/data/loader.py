@@ -132,6 +132,10 @@ class Batches:
         rows = flat.reshape(count, self.seq_len + 1)
         return rows - rows[:, :1]
 
+    def loss_weights(self, start: int, count: int) -> np.ndarray | None:
+        """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
+        return None
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Which spans of which dataset `batch(start, count)` is made of."""
         return [self._sample_id(number) for number in range(start, start + count)]
@@ -379,6 +383,9 @@ class CountedTokens:
     def documents(self, start: int, count: int) -> np.ndarray:
         """Each sample is one document: int32 zeros [count, seq_len + 1]."""
         return np.zeros((count, self.seq_len + 1), np.int32)
+
+    def loss_weights(self, start: int, count: int) -> None:
+        """None: every token's loss weighs 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """None: these come from no data set."""

@@ -19,7 +19,8 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
+from mtcli.core.model.build import DTYPES, activation_format, build_stages
+from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Cache, Inputs, make_inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.collectives import all_reduce
@@ -92,8 +93,8 @@ class InferenceModel:
         logits = torch.zeros(b, self.vocab_size, device=self.groups.device)
         if outputs:
             last = outputs[0].view(b, s, -1)[:, -1]
-            table = self._last_stage().output_table
-            logits = table.all_logits(table.logits(last), self.vocab_size).float()
+            output = self._last_stage().output
+            logits = output.all_logits(output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
     def _score(self, batch: ScoreBatch) -> Tensor:
@@ -109,13 +110,13 @@ class InferenceModel:
         outputs = self.forward(micro_batches)
         if not outputs:
             return torch.zeros(2, len(batch.rows), device=device)
-        table = self._last_stage().output_table
+        output = self._last_stage().output
         x_TD = torch.cat(outputs)
         scores = torch.zeros(2, len(batch.rows), device=device)
         for start in range(0, len(batch.rows), SCORED_ROWS):
             part = slice(start, start + SCORED_ROWS)
-            logits = table.logits(x_TD[batch.rows[part].to(device)])
-            scores[0, part], scores[1, part] = table.score(logits, batch.targets[part].to(device))
+            logits = output.logits(x_TD[batch.rows[part].to(device)])
+            scores[0, part], scores[1, part] = output.score(logits, batch.targets[part].to(device))
         return scores * float(self.groups.tp.rank == 0)  # one rank of each replica answers
 
     def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:

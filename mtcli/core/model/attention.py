@@ -11,7 +11,6 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.tensor import HeadsLinear, RowLinear
 from mtcli.kernels.attention.softmax import masked_softmax
 from mtcli.kernels.gemm import matmul
 from mtcli.kernels.random import keep_mask, stream_key
@@ -23,8 +22,8 @@ class Attention(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.attention"
-        self.qkv = HeadsLinear(f"{name}.qkv", build)
-        self.out = RowLinear(f"{name}.out", build)
+        self.qkv = build.heads_linear(f"{name}.qkv")
+        self.out = build.row_linear(f"{name}.out")
         self.layer, self.head_dim = layer, model.head_dim
         tp = build.groups.tp
         # of more ranks than key-value heads each has one, with fewer of its query heads

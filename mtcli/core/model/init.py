@@ -1,4 +1,7 @@
-"""Initial weights: each element a function of (seed, parameter name, global index) only."""
+"""The weights a model starts from: a seed's, or a checkpoint's of any layout.
+
+Initial weights are a function of (seed, parameter name, global index) only.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,6 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.manifest import OPTIMIZER
+from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import BOX_BYTES, Box, Parameter, boxes_of_at_most
@@ -19,24 +24,47 @@ CPU = torch.device("cpu")
 
 @torch.no_grad()
 def initialise(
-    held: Mapping[str, OwnedShard],
+    shards: Mapping[str, OwnedShard],
     model: ModelConfig,
     groups: Groups,
     seed: int,
     dtype: torch.dtype,
 ) -> None:
-    """Fills parameters with this rank's slice of the initial weights, rounded to `dtype`.
-
-    Takes a few times SLAB_BYTES besides.
-    """
+    """Fills a rank's shards with initial weights, rounded to `dtype`, some BOX_BYTES at a time."""
     table = parameters(model)
-    for name, here in held.items():
-        here.tensor.zero_()  # rows that pad the vocabulary stay zero
-        for box, view in here.blocks(table[name], groups):
+    for name, shard in shards.items():
+        shard.tensor.zero_()  # rows that pad the vocabulary stay zero
+        for box, view in shard.blocks(table[name], groups):
             on = view.device if view.is_cuda else CPU
-            for slab in boxes_of_at_most(box.size, BOX_BYTES // 4):
-                values = initial_values(table[name], model, slab.moved(box.start), seed, on)
-                view[slab.slices] = values.to(dtype)
+            for part in boxes_of_at_most(box.size, BOX_BYTES // 4):
+                values = initial_values(table[name], model, part.moved(box.start), seed, on)
+                view[part.slices] = values.to(dtype)
+
+
+@torch.no_grad()
+def load_weights(
+    shards: Mapping[str, OwnedShard],
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    groups: Groups,
+    from_masters: bool = False,
+) -> None:
+    """Fills a rank's shards from a checkpoint, whatever layout wrote it.
+
+    With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
+    master weights, where it has them, which lose nothing in a wider dtype.
+    """
+    checkpoint.require_model(model)
+    table, stored = parameters(model), set(checkpoint.names())
+    for name, shard in shards.items():
+        shard.tensor.zero_()  # rows that pad the vocabulary
+        if checkpoint.begins_at_zero(table[name]):
+            continue
+        source, master = name, f"{OPTIMIZER}master/{name}"
+        if from_masters and master in stored and checkpoint.dtype(name) != shard.tensor.dtype:
+            source = master
+        for box, view in shard.blocks(table[name], groups):
+            view.copy_(checkpoint.read(source, box))
 
 
 def initial_values(
@@ -46,7 +74,7 @@ def initial_values(
     seed: int,
     device: torch.device = CPU,
 ) -> Tensor:
-    """A rectangle of a parameter's initial value, float32, bit-identical on one kind of device.
+    """A box of a parameter's initial value, float32, bit-identical on one kind of device.
 
     Matrices are N(0, init_std), those before a residual add over sqrt(2 * num_layers)
     (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0.
@@ -62,7 +90,7 @@ def initial_values(
 def _normal_box(
     numbers: Callable[[int, int], Tensor], shape: tuple[int, ...], box: Box, offset: int
 ) -> Tensor:
-    """A rectangle of the tensor whose element i (row-major, from `offset`) is normal number i."""
+    """A box of the tensor whose element i (row-major, from `offset`) is normal number i."""
     (start, *starts), (size, *sizes) = box
     inner = math.prod(shape[1:])
     whole = tuple(sizes) == shape[1:]

@@ -32,12 +32,14 @@ class Inputs:
 
     `positions` are the tokens' places in their sequence or document, `seen` says which keys of
     their row they attend to. `numbers` are the tokens' global numbers, sample * seq_len + position
-    over the whole run, which index every dropout mask; None means no dropout.
+    over the whole run, which index every dropout mask; None means no dropout. `weights` are those
+    of the labels' losses; None means 1 each.
     """
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
     labels: Tensor | None = None  # [b, s] int64
+    weights: Tensor | None = None  # [b, s] float32
     numbers: Tensor | None = None  # [b, s] int64
     seen: AttentionMask = AttentionMask()
     mask: Tensor | None = None  # [b, s, s] bool, True may attend, in place of what `seen` says
@@ -52,24 +54,23 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """All that a training step reads, in a fixed order; what there is none of is left out."""
-        ids = self.tokens, self.positions, self.labels, self.numbers, self.seen.documents
-        return [x for x in (*ids, *(self.rotation or ())) if x is not None]
+        optional = self.labels, self.weights, self.numbers, self.seen.documents
+        given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
+        return [x for x in given if x is not None]
 
     def clone(self) -> "Inputs":
         """The same, in memory of its own."""
-        ids = self.tokens, self.positions, self.labels, self.numbers, self.seen.documents
-        tokens, positions, labels, numbers, documents = (
-            None if x is None else x.clone() for x in ids
-        )
-        turns = None if self.rotation is None else RotaryTable(*(x.clone() for x in self.rotation))
+        optional = self.labels, self.weights, self.numbers, self.seen.documents
+        labels, weights, numbers, documents = (None if x is None else x.clone() for x in optional)
         return replace(
             self,
-            tokens=tokens,
-            positions=positions,
+            tokens=self.tokens.clone(),
+            positions=self.positions.clone(),
             labels=labels,
+            weights=weights,
             numbers=numbers,
             seen=AttentionMask(self.seen.causal, documents),
-            rotation=turns,
+            rotation=self.rotation and RotaryTable(*(x.clone() for x in self.rotation)),
         )
 
 

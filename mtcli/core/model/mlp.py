@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.tensor import ColumnLinear, RowLinear
 from mtcli.kernels.activation import ACTIVATIONS
 from mtcli.kernels.launch import runs_triton
 
@@ -15,8 +14,8 @@ class Mlp(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
-        self.up = ColumnLinear(f"{name}.up", build)
-        self.down = RowLinear(f"{name}.down", build)
+        self.up = build.column_linear(f"{name}.up")
+        self.down = build.row_linear(f"{name}.down")
         self.activation = ACTIVATIONS[model.activation]
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
@@ -34,8 +33,8 @@ class GatedMlp(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
-        self.gate_up = ColumnLinear(f"{name}.gate_up", build)
-        self.down = RowLinear(f"{name}.down", build)
+        self.gate_up = build.column_linear(f"{name}.gate_up")
+        self.down = build.row_linear(f"{name}.down")
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""

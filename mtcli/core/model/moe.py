@@ -26,7 +26,7 @@ class ExpertArray(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
-        build = replace(build, weight_work=None)  # no schedule splits its backward
+        build = replace(build, weight_passes=None)  # no schedule splits its backward
         up = "gate_up" if model.activation == "swiglu" else "up"
         self.up_name = up
         for kind in (up, "down"):
@@ -45,7 +45,7 @@ class ExpertArray(nn.Module):
             for holder in (self.get_submodule(self.up_name), self.down)
         )
         build, activation = self.build, self.activation
-        if build.products is None and runs_triton(x_ND):
+        if build.gemms is None and runs_triton(x_ND):
             inner_NF = grouped_linear(x_ND, up_EFD, counts)
             return build.activated_experts(activation, inner_NF, down_EDF, counts)
         parts = [

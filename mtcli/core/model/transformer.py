@@ -15,9 +15,9 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
-from mtcli.core.model.norm import AddNorm, Dropout, Norm
-from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.tensor import VocabEmbedding
+from mtcli.core.parallel.factory import LayerFactory, TokenLoss
+from mtcli.kernels.dropout import dropout
+from mtcli.kernels.random import stream_key
 
 
 class Block(nn.Module):
@@ -31,9 +31,9 @@ class Block(nn.Module):
         mlp = GatedMlp if model.activation == "swiglu" else Mlp
         if model.num_experts:
             mlp = MixtureOfExperts
-        self.attention_norm = Norm(f"{name}.attention_norm", model, build)
+        self.attention_norm = build.norm(f"{name}.attention_norm", model)
         self.attention = Attention(layer, model, build, seed)
-        self.mlp_norm = AddNorm(f"{name}.mlp_norm", model, build)
+        self.mlp_norm = build.add_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
         self.attention_dropout = Dropout(f"{name}.attention", model.dropout, seed)
         self.mlp_dropout = Dropout(f"{name}.mlp", model.dropout, seed)
@@ -49,7 +49,7 @@ class Block(nn.Module):
         y_TD = self._attention(self.attention_norm(x_TD), inputs)
         if self.attention_dropout.drop > 0.0:
             x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
-        x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # lets go of attention's result
+        x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # frees attention's output
         return self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD)
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
@@ -58,6 +58,26 @@ class Block(nn.Module):
             qkv = self.attention.qkv(x_TD)
             return self.attention.out(_recomputed(self.attention.mix, qkv, inputs))
         return self.attention(x_TD, inputs)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask depends on (seed, site, token number, column), never on the layout."""
+
+    def __init__(self, site: str, drop: float, seed: int) -> None:
+        super().__init__()
+        self.drop = drop
+        self.key = stream_key(seed, "dropout", site)
+
+    def forward(
+        self, x_TD: Tensor, numbers_T: Tensor | None, onto_TD: Tensor | None = None
+    ) -> Tensor:
+        """x_TD with elements zeroed and the rest scaled up, added to `onto_TD` where given.
+
+        Nothing is zeroed where numbers are None.
+        """
+        if self.drop > 0.0 and numbers_T is not None:
+            return dropout(x_TD, numbers_T, self.key, self.drop, onto_TD)
+        return x_TD if onto_TD is None else onto_TD + x_TD
 
 
 class Stage(nn.Module):
@@ -79,7 +99,7 @@ class Stage(nn.Module):
         self.model, self.build = model, build
         tied = model.tie_embeddings
         if self.is_first or (self.is_last and tied):
-            self.embedding = VocabEmbedding("embedding", build)
+            self.embedding = build.embedding("embedding")
         if self.is_first and model.position == "learned":
             self.position_embedding = nn.Module()
             self.position_embedding.weight = build.parameter("position_embedding.weight")
@@ -88,14 +108,14 @@ class Stage(nn.Module):
             {str(i): Block(i, model, build, seed, recompute) for i in layers}
         )
         if self.is_last:
-            self.final_norm = Norm("final_norm", model, build)
+            self.final_norm = build.norm("final_norm", model)
             if not tied:
-                self.head = VocabEmbedding("head", build)
+                self.head = build.embedding("head")
 
     @property
-    def output_table(self) -> VocabEmbedding:
-        """The table whose rows make the logits (last stage)."""
-        return self.embedding if self.model.tie_embeddings else self.head
+    def output(self) -> TokenLoss:
+        """The loss of the last stage's activations, and their logits."""
+        return self.build.loss(self.embedding if self.model.tie_embeddings else self.head)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""
@@ -109,14 +129,16 @@ class Stage(nn.Module):
         return self.final_norm(x_TD) if self.is_last else x_TD
 
     def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """The cross entropy of each label [T] (last stage)."""
+        """The weighted cross entropy of each label [T] (last stage)."""
         assert inputs.labels is not None, "losses need labels"
-        return self.output_table.losses(x_TD, inputs.labels.flatten())
+        losses_T = self.output.losses(x_TD, inputs.labels.flatten())
+        return losses_T if inputs.weights is None else losses_T * inputs.weights.flatten()
 
     def loss(self, x_TD: Tensor, inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
         """(the sum of `losses`, scale times it, from which the backward starts) (last stage)."""
         assert inputs.labels is not None, "losses need labels"
-        return self.output_table.loss(x_TD, inputs.labels.flatten(), scale)
+        weights_T = None if inputs.weights is None else inputs.weights.flatten()
+        return self.output.loss(x_TD, inputs.labels.flatten(), weights_T, scale)
 
     def _embed(self, inputs: Inputs) -> Tensor:
         x_TD = self.embedding(inputs.tokens.flatten())

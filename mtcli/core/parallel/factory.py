@@ -1,11 +1,19 @@
-"""Making a rank's parameters: empty tensors of the shapes that the parameter table gives."""
+"""The interface that a model asks for its layers, and what every answer to it shares.
 
+A model names its layers by parameter and asks for a column-, head- or row-parallel linear layer, an
+embedding, a norm, or the loss of a token table. Which engine answers decides how they are sharded;
+`engines.py` picks one by parallel.tp_mode.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.zero_bubble import WeightPasses
@@ -15,12 +23,33 @@ from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
 
 
-@dataclass(frozen=True)
-class LayerFactory:
-    """What a module needs to make its parameters: their table, this rank's groups and the dtype.
+class TokenLoss(Protocol):
+    """Cross entropy of a token table's logits; N of T tokens, V columns of this rank."""
 
-    With `sequence_parallel`, what lies between the tensor parallel regions holds 1/tp of the
-    tokens [T/tp, D]; without, all of them [T, D] on every tp rank.
+    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
+        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
+
+    def loss(
+        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """x_TD -> logits_TV, padding columns included."""
+
+    def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
+        """The logits of every rank [N, vocab_size], without padding."""
+
+    def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probability [N], whether the target is the argmax [N]); overwrites the logits."""
+
+
+@dataclass(frozen=True)
+class LayerFactory(ABC):
+    """Makes a rank's layers and parameters: uninitialised tensors shaped by the parameter table.
+
+    With `sequence_parallel`, activations between the tensor parallel layers are 1/tp of the tokens
+    [T/tp, D]; without, all of them [T, D] on every tp rank.
     """
 
     table: Mapping[str, Parameter]
@@ -29,51 +58,43 @@ class LayerFactory:
     sequence_parallel: bool = True
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
-    weight_work: WeightPasses | None = None  # where the schedule splits the backward
-    products: LinearGemms | None = None  # of linear layers, where they are not torch's own
-    remakes_activations: bool = True  # in the backward; a recomputed block has them by then
+    weight_passes: WeightPasses | None = None  # where the schedule splits the backward
+    gemms: LinearGemms | None = None  # of linear layers, where they are not torch's own
+    recompute_activations: bool = True  # in the backward; a recomputed block has them by then
     device: torch.device | None = None  # of new parameters; None is the rank's
 
-    @property
-    def linear(self) -> Callable[..., Tensor]:
-        """As F.linear, with weight gradients that can wait where the schedule splits."""
-        if self.weight_work is None and self.products is None:
-            return linear
-        return self._work.linear
+    @abstractmethod
+    def column_linear(self, name: str) -> Any:
+        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None."""
 
-    def activated_linear(
-        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
-    ) -> Tensor:
-        """activation(x + bias) weight^T, which on a GPU keeps x alone for the backward.
+    @abstractmethod
+    def heads_linear(self, name: str) -> Any:
+        """Layer(x_TD) -> query, key and value of this rank's heads [T, g * (q + 2) * d]."""
 
-        There the result is one more write of the kernel that makes gradients. On CPU it is a pass
-        of its own, and steps of a Llama of hidden size 256 took up to 1.08 times as long.
-        """
-        if not self._remakes(x):
-            return self.linear(activation.forward(x, bias), weight)
-        return self._work.activated_linear(activation, x, bias, weight)
+    @abstractmethod
+    def row_linear(self, name: str) -> Any:
+        """Layer(x_TF) -> x_TD, with `of_activated(activation, x, inner_bias)` for an MLP."""
 
-    def activated_experts(
-        self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts: list[int]
-    ) -> Tensor:
-        """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
-        if not self._remakes(x_NF):
-            return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts)
-        work = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts))
-        return work.activated_linear(activation, x_NF, None, weight_EDF)
+    @abstractmethod
+    def embedding(self, name: str) -> Any:
+        """Layer(tokens_T) -> x_TD: a token table over the padded vocabulary."""
 
-    def _remakes(self, x: Tensor) -> bool:
-        kernel = runs_triton(x) and not torch.compiler.is_compiling()
-        return kernel and self.remakes_activations
+    @abstractmethod
+    def norm(self, name: str, model: ModelConfig) -> Any:
+        """Layer(x_TD) -> x_TD normalised and scaled."""
 
-    @property
-    def _work(self) -> WeightPasses:
-        return self.weight_work or WeightPasses(self.products or DEFAULT_GEMMS)
+    @abstractmethod
+    def add_norm(self, name: str, model: ModelConfig) -> Any:
+        """Layer(x_TD, y_TD or None) -> (x + y, the sum normalised and scaled)."""
+
+    @abstractmethod
+    def loss(self, table: Any) -> TokenLoss:
+        """The loss over a table that `embedding` has made; it has no parameters of its own."""
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.
 
-        What is not trained is moved by steps too small for 16 bits, so it is float32 at least.
+        An untrained one moves by steps too small for 16 bits, so it is float32 at least.
         """
         described, dtype = self.table[name], self.dtype
         if not described.trained:
@@ -87,8 +108,44 @@ class LayerFactory:
         return self.parameter(name) if name in self.table else None
 
     def my_tokens(self, x: Tensor) -> Tensor:
-        """This rank's part of dim 0 of something that every tp rank holds whole: [T] -> [T/tp]."""
+        """This rank's shard of dim 0 of a tensor that tp ranks replicate: [T] -> [T/tp]."""
         if not self.sequence_parallel:
             return x
         tp = self.groups.tp
         return x.tensor_split(tp.size)[tp.rank] if tp.size > 1 else x
+
+    @property
+    def linear(self) -> Callable[..., Tensor]:
+        """As F.linear, with weight gradients that can wait where the schedule splits backwards."""
+        if self.weight_passes is None and self.gemms is None:
+            return linear
+        return self._passes.linear
+
+    def activated_linear(
+        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
+    ) -> Tensor:
+        """activation(x + bias) weight^T, which on a GPU saves x alone for backward.
+
+        There the activation is one more write of the kernel that makes gradients. On CPU it is a
+        pass of its own, and steps of a Llama of hidden size 256 took up to 1.08 times as long.
+        """
+        if not self._recomputes(x):
+            return self.linear(activation.forward(x, bias), weight)
+        return self._passes.activated_linear(activation, x, bias, weight)
+
+    def activated_experts(
+        self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts: list[int]
+    ) -> Tensor:
+        """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
+        if not self._recomputes(x_NF):
+            return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts)
+        passes = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts))
+        return passes.activated_linear(activation, x_NF, None, weight_EDF)
+
+    def _recomputes(self, x: Tensor) -> bool:
+        kernel = runs_triton(x) and not torch.compiler.is_compiling()
+        return kernel and self.recompute_activations
+
+    @property
+    def _passes(self) -> WeightPasses:
+        return self.weight_passes or WeightPasses(self.gemms or DEFAULT_GEMMS)

@@ -51,7 +51,7 @@ RECIPES: dict[Fp8Scaling, ScalingRecipe] = {
 }
 
 
-def fp8_products(scaling: Fp8Scaling) -> LinearGemms:
+def fp8_gemms(scaling: Fp8Scaling) -> LinearGemms:
     """The products of a linear layer, in float8 where its weight's size allows."""
     return LinearGemms(
         partial(_forward, scaling), partial(_of_x, scaling), partial(_of_weight, scaling)

@@ -159,7 +159,7 @@ class _Step(Generic[Given]):
         if op.kind == "B":
             torch.autograd.backward(y, gradient)
         else:
-            with self.stages[op.stage].build.weight_work.collecting() as work:
+            with self.stages[op.stage].build.weight_passes.collecting() as work:
                 torch.autograd.backward(y, gradient)
             self.weight_work[op.micro_batch, op.stage] = work
         if x is not None:

@@ -1,41 +1,51 @@
-"""One-dimensional tensor parallelism: Megatron-LM's linear layers, embedding, head and loss.
+"""One-dimensional tensor parallelism: Megatron-LM's layers, and the factory that makes them.
 
-T tokens of a micro-batch, D hidden, F a layer's inner width, V vocabulary. Between the layers a
-rank holds x_TD as [T/tp, D] under sequence parallelism (arXiv:2205.05198, section 4.2.2) and as
-[T, D] without (arXiv:1909.08053, section 3).
+T tokens of a micro-batch, D hidden, F a layer's inner width. Between the layers a rank's x_TD is
+[T/tp, D] under sequence parallelism (arXiv:2205.05198, section 4.2.2) and [T, D] without
+(arXiv:1909.08053, section 3).
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtcli.core.parallel.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    copy_in,
-    gather_in,
-    scatter_out,
-    sum_out,
-)
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.parallel.collectives import all_to_all, copy_in, gather_in, scatter_out, sum_out
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.vocab_parallel import (
-    ChunkedLoss,
-    FusedCrossEntropy,
-    VocabShard,
-    losses_in_chunks,
-)
+from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
-from mtcli.kernels.cross_entropy import (
-    cross_entropy_backward_,
-    exp_and_target_,
-    row_max,
-)
-from mtcli.kernels.gemm import linear
-from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+
+class TensorParallelLayers(LayerFactory):
+    """The layers of one-dimensional tensor parallelism."""
+
+    def column_linear(self, name: str) -> "ColumnLinear":
+        """A linear layer whose outputs are sharded over tp."""
+        return ColumnLinear(name, self)
+
+    def heads_linear(self, name: str) -> "HeadsLinear":
+        """The fused projection to query, key and value, whose heads are sharded over tp."""
+        return HeadsLinear(name, self)
+
+    def row_linear(self, name: str) -> "RowLinear":
+        """A linear layer whose inputs are sharded over tp."""
+        return RowLinear(name, self)
+
+    def embedding(self, name: str) -> VocabEmbedding:
+        """A token table whose rows are sharded over tp."""
+        return VocabEmbedding(name, self)
+
+    def norm(self, name: str, model: ModelConfig) -> "Norm":
+        """A norm that tp ranks replicate."""
+        return Norm(name, model, self)
+
+    def add_norm(self, name: str, model: ModelConfig) -> "AddNorm":
+        """A norm of a sum, that tp ranks replicate."""
+        return AddNorm(name, model, self)
+
+    def loss(self, table: VocabEmbedding) -> VocabLoss:
+        """Cross entropy over a vocabulary sharded over tp."""
+        return VocabLoss(table)
 
 
 class ColumnLinear(nn.Module):
@@ -113,7 +123,7 @@ class RowLinear(nn.Module):
     def of_activated(
         self, activation: Activation, x: Tensor, inner_bias: Tensor | None = None
     ) -> Tensor:
-        """Returns that of activation(x + inner_bias): x [T, F/tp], of SwiGLU [T, 2F/tp]."""
+        """Returns the output for activation(x + inner_bias): x [T, F/tp], of SwiGLU [T, 2F/tp]."""
         return self._summed(self.activated(activation, x, inner_bias, self.weight))
 
     def _summed(self, y_TD: Tensor) -> Tensor:
@@ -121,114 +131,30 @@ class RowLinear(nn.Module):
         return y_TD if self.bias is None else y_TD + self.bias
 
 
-class VocabEmbedding(nn.Module):
-    """A token table with its rows split over tp; the same table makes the logits.
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the hidden dimension; statistics in float32."""
 
-    Rank k holds rows [k * V/tp, (k+1) * V/tp) of the padded vocabulary.
-    """
-
-    def __init__(self, name: str, build: LayerFactory) -> None:
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
-        self.tp = build.groups.tp
-        layout = build.groups.layout
-        box = build.table[f"{name}.weight"].box(layout, build.groups.rank)
-        self.first, self.valid = box.start[0], box.size[0]
-        self.leave = scatter_out if build.sequence_parallel else sum_out
-        self.enter = gather_in if build.sequence_parallel else copy_in
+        self.bias = build.optional(f"{name}.bias")
+        self.is_layer_norm = model.norm == "layernorm"
+        self.eps = model.norm_eps
 
-    def forward(self, tokens_T: Tensor) -> Tensor:
-        """ids [T] -> x_TD [T/tp, D]; ids of other ranks' rows count as zero in the sum."""
-        local = tokens_T - self.first
-        elsewhere = (local < 0) | (local >= self.valid)
-        x_TD = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.leave(x_TD.masked_fill(elsewhere[:, None], 0.0), self.tp)
-
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """x_TD [T/tp, D] -> logits_TV [T, V/tp], padding columns included."""
-        return linear(self.enter(x_TD, self.tp), self.weight)
-
-    @property
-    def shard(self) -> VocabShard:
-        """This rank's part of the vocabulary."""
-        return VocabShard(self.first, self.valid, self.tp)
-
-    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
-        if not runs_triton(x_TD):
-            return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self)
-        if torch.is_grad_enabled():
-            return FusedCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
-        return losses_in_chunks(self.enter(x_TD, self.tp), self.weight, labels_T, self.shard)
-
-    def loss(self, x_TD: Tensor, labels_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """(sum of the cross entropies, scale times it to differentiate), logits in chunks."""
-        if not runs_triton(x_TD):
-            total = self.losses(x_TD, labels_T).sum()
-            return total.detach(), total * scale
-        x_TD = self.enter(x_TD, self.tp)
-        losses_T, scaled = ChunkedLoss.apply(x_TD, self.weight, labels_T, self.shard, scale)
-        return losses_T.sum(), scaled
-
-    @torch.no_grad()
-    def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probability [N], whether the target is the argmax [N]); overwrites the logits."""
-        real = logits_NV[:, : self.valid]
-        best, best_id = real.max(-1) if self.valid else _nothing(logits_NV)
-        pairs = all_gather(torch.stack([best.double(), best_id + self.first], 0)[None], self.tp)
-        top, winner = pairs[:, 0].max(0)  # the first of equal maxima, which has the lowest id
-        argmax = pairs[winner, 1, torch.arange(len(winner), device=winner.device)].long()
-        sums, target, *_ = self._softmax_parts_(logits_NV, top.to(_wide(real)), targets_N)
-        return target - sums.log(), argmax == targets_N
-
-    def _softmax_parts_(
-        self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Overwrites logits by exp(logits - top). Returns the sums of those and label's logit - top
-        over all ranks [T], and here: the label's column [T] and whether it is one of ours [T]."""
-        local_T, owned_T = self.shard.owned(labels_T)
-        local_T = local_T.masked_fill(~owned_T, 0)
-        _, sums_T, target_T = exp_and_target_(logits_TV, top_T, local_T, self.valid)
-        target_T = target_T.masked_fill(~owned_T, 0.0)
-        sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
-        return sums_T, target_T, local_T, owned_T
-
-    @torch.no_grad()
-    def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
-        """The logits of every rank [N, V], without padding."""
-        parts = all_gather(logits_NV.T.contiguous(), self.tp)  # padded rows are all at the end
-        return parts.T[:, :vocab_size]
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """x_TD normalised and scaled; same shape."""
+        if self.is_layer_norm:
+            return layer_norm(x_TD, self.weight, self.bias, self.eps)
+        return rms_norm(x_TD, self.weight, self.eps)
 
 
-class _VocabCrossEntropy(torch.autograd.Function):
-    """Cross entropy over a vocabulary split over tp (arXiv:1909.08053, section 3).
+class AddNorm(Norm):
+    """A norm of a sum, which becomes the residual stream."""
 
-    Exchanges 3 numbers per token instead of V: the maximum, the sum of exponentials and the
-    target's logit. The logits' memory is overwritten by their exponentials and then by their
-    gradient, so no second [T, V] tensor exists.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, vocab: VocabEmbedding) -> Tensor:
-        """Returns the losses [T]."""
-        logits_TV = logits_TV.detach()
-        top_T = all_reduce(row_max(logits_TV[:, : vocab.valid]), vocab.tp, dist.ReduceOp.MAX)
-        sums_T, target_T, *local = vocab._softmax_parts_(logits_TV, top_T, labels_T)
-        ctx.save_for_backward(logits_TV, sums_T, *local)
-        return sums_T.log() - target_T
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
-        """(softmax - onehot) * grad."""
-        exps, sums_T, local_T, owned_T = ctx.saved_tensors
-        return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _nothing(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The best of no columns, for a rank whose vocabulary shard is all padding."""
-    rows = logits_NV.shape[:1]
-    return logits_NV.new_full(rows, float("-inf")), logits_NV.new_zeros(rows, dtype=torch.long)
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + y, the sum normalised and scaled); no y is nothing to add."""
+        if y_TD is None:
+            return x_TD, super().forward(x_TD)
+        if self.is_layer_norm:
+            return add_layer_norm(x_TD, y_TD, self.weight, self.bias, self.eps)
+        return add_rms_norm(x_TD, y_TD, self.weight, self.eps)

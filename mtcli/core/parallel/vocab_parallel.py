@@ -1,8 +1,10 @@
-"""Cross entropy over a vocabulary split over tp, on a GPU: in chunks of tokens, with the product.
+"""A vocabulary sharded over tp: the token table, its logits, and their cross entropy.
 
-Only a chunk's logits exist at a time; they become their gradient, which is multiplied into the
-gradients of activations and weight at once. So the three products of the head are made once each,
-and no [T, V] tensor is held. T tokens, D hidden, V columns of this rank.
+On a GPU the loss is made in chunks of tokens, with the product: only a chunk's logits exist at a
+time; they become their gradient, which is multiplied into the gradients of activations and weight
+at once. So the three GEMMs of the head are run once each, and no [T, V] tensor is allocated. On CPU
+the logits' memory is overwritten by their exponentials and then by their gradient.
+T tokens, D hidden, V columns of this rank.
 """
 
 from __future__ import annotations
@@ -11,17 +13,33 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    copy_in,
+    gather_in,
+    scatter_out,
+    sum_out,
+)
+from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import Axis
-from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
+from mtcli.kernels.cross_entropy import (
+    cross_entropy_backward_,
+    exp_and_target_,
+    logits_gradient_,
+    row_max,
+    row_parts,
+)
 from mtcli.kernels.gemm import linear, matmul
+from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.limits import LOSS_CHUNK_BYTES, chunk_rows
 
 
 class VocabShard(NamedTuple):
-    """This rank's part of a vocabulary: `valid` columns from id `first` on, then padding."""
+    """This rank's shard of a vocabulary: `valid` columns from id `first` on, then padding."""
 
     first: int
     valid: int
@@ -31,6 +49,11 @@ class VocabShard(NamedTuple):
         """(each label's column [T], whether it is one of this rank's [T])."""
         local_T = labels_T - self.first
         return local_T, (local_T >= 0) & (local_T < self.valid)
+
+    def column_or_none(self, labels_T: Tensor) -> Tensor:
+        """Each label's column [T]; -1 where it is on another rank."""
+        local_T, owned_T = self.owned(labels_T)
+        return local_T.masked_fill(~owned_T, -1)
 
     def lse_and_target(self, logits_TV: Tensor, local_T: Tensor) -> tuple[Tensor, Tensor]:
         """The log-sum-exp and the label's logit [T] over all ranks; -1 is a label elsewhere.
@@ -43,6 +66,119 @@ class VocabShard(NamedTuple):
         sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
         return top_T + sums_T.log(), target_T
 
+    def exp_parts_(
+        self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Overwrites logits by exp(logits - top). Returns the sums of those and label's logit - top
+        over all ranks [T], and here: the label's column [T] and whether it is one of ours [T]."""
+        local_T, owned_T = self.owned(labels_T)
+        local_T = local_T.masked_fill(~owned_T, 0)
+        _, sums_T, target_T = exp_and_target_(logits_TV, top_T, local_T, self.valid)
+        target_T = target_T.masked_fill(~owned_T, 0.0)
+        sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
+        return sums_T, target_T, local_T, owned_T
+
+
+class VocabEmbedding(nn.Module):
+    """A token table with its rows sharded over tp; the same table may make the logits.
+
+    Rank k holds rows [k * V, (k + 1) * V) of the padded vocabulary.
+    """
+
+    def __init__(self, name: str, build: LayerFactory) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        layout = build.groups.layout
+        box = build.table[f"{name}.weight"].box(layout, build.groups.rank)
+        self.shard = VocabShard(box.start[0], box.size[0], build.groups.tp)
+        self.leave = scatter_out if build.sequence_parallel else sum_out
+        self.enter = gather_in if build.sequence_parallel else copy_in
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """ids [T] -> x_TD [T/tp, D]; ids of other ranks' rows count as zero in the sum."""
+        local_T, owned_T = self.shard.owned(tokens_T)
+        elsewhere_T = ~owned_T
+        x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        return self.leave(x_TD.masked_fill(elsewhere_T[:, None], 0.0), self.shard.tp)
+
+
+class VocabLoss:
+    """Cross entropy of the logits that a token table makes of activations x_TD [T/tp, D]."""
+
+    def __init__(self, table: VocabEmbedding) -> None:
+        self.table, self.shard, self.tp = table, table.shard, table.shard.tp
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """x_TD [T/tp, D] -> logits_TV, padding columns included."""
+        return linear(self.table.enter(x_TD, self.tp), self.table.weight)
+
+    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
+        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
+        if not runs_triton(x_TD):
+            return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+        if torch.is_grad_enabled():
+            return FusedCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+        x_TD = self.table.enter(x_TD, self.tp)
+        return losses_in_chunks(x_TD, self.table.weight, labels_T, self.shard)
+
+    def loss(
+        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
+        if not runs_triton(x_TD):
+            losses_T = self.losses(x_TD, labels_T)
+            total = (losses_T if weights_T is None else losses_T * weights_T).sum()
+            return total.detach(), total * scale
+        x_TD = self.table.enter(x_TD, self.tp)
+        losses_T, scaled = ChunkedLoss.apply(
+            x_TD, self.table.weight, labels_T, weights_T, self.shard, scale
+        )
+        return losses_T.sum(), scaled
+
+    @torch.no_grad()
+    def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probability [N], whether the target is the argmax [N]); overwrites the logits."""
+        first, valid, tp = self.shard
+        real = logits_NV[:, :valid]
+        if valid:
+            best, best_id = real.max(-1)
+        else:  # the vocabulary shard is all padding
+            best = logits_NV.new_full(logits_NV.shape[:1], float("-inf"))
+            best_id = torch.zeros_like(targets_N)
+        pairs = all_gather(torch.stack([best.double(), best_id + first], 0)[None], tp)
+        top, winner = pairs[:, 0].max(0)  # the first of equal maxima, which has the lowest id
+        argmax = pairs[winner, 1, torch.arange(len(winner), device=winner.device)].long()
+        top = top.to(torch.promote_types(real.dtype, torch.float32))
+        sums, target, *_ = self.shard.exp_parts_(logits_NV, top, targets_N)
+        return target - sums.log(), argmax == targets_N
+
+    @torch.no_grad()
+    def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
+        """The logits of every rank [N, vocab_size], without padding."""
+        parts = all_gather(logits_NV.T.contiguous(), self.tp)  # padded rows are all at the end
+        return parts.T[:, :vocab_size]
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """The losses [T] of logits on CPU (arXiv:1909.08053, section 3).
+
+    Exchanges 3 numbers per token instead of V: the maximum, the sum of exponentials and the
+    target's logit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard) -> Tensor:
+        logits_TV = logits_TV.detach()
+        top_T = all_reduce(row_max(logits_TV[:, : shard.valid]), shard.tp, dist.ReduceOp.MAX)
+        sums_T, target_T, *local = shard.exp_parts_(logits_TV, top_T, labels_T)
+        ctx.save_for_backward(logits_TV, sums_T, *local)
+        return sums_T.log() - target_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        exps, sums_T, local_T, owned_T = ctx.saved_tensors
+        return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
+
 
 class FusedCrossEntropy(torch.autograd.Function):
     """The losses [T] of logits, in two passes over them: they become their own gradient."""
@@ -50,7 +186,7 @@ class FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard) -> Tensor:
         """Returns the losses [T]."""
-        logits_TV, local_T = logits_TV.detach(), _column_or_none(labels_T, shard)
+        logits_TV, local_T = logits_TV.detach(), shard.column_or_none(labels_T)
         lse_T, target_T = shard.lse_and_target(logits_TV, local_T)
         ctx.save_for_backward(logits_TV, lse_T, local_T)
         ctx.valid = shard.valid
@@ -63,7 +199,8 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """(losses [T] to read, scale times their sum to differentiate) of activations and a table.
+    """(weighted losses [T] to read, scale times their sum to differentiate) of activations and a
+    table; weights of None are 1 each.
 
     Gradients are made in the forward pass, where a chunk's logits are, and times `scale` already,
     without which float16 would lose them; the backward pass multiplies by what it is given. The
@@ -71,17 +208,25 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: VocabShard, scale: float
+    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        weights_T: Tensor | None,
+        shard: VocabShard,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
         """Returns (losses [T], scale * their sum)."""
-        local_T, parts = _column_or_none(labels_T, shard), []
+        local_T, parts = shard.column_or_none(labels_T), []
         of_x, of_weight = torch.empty_like(x_TD), None
         for rows in chunks(x_TD, weight_VD):
             logits_CV = linear(x_TD[rows], weight_VD)
             lse_C, target_C = shard.lse_and_target(logits_CV, local_T[rows])
-            parts.append(lse_C - target_C)
-            grads = torch.full_like(lse_C, scale)
+            losses_C, grads = lse_C - target_C, torch.full_like(lse_C, scale)
+            if weights_T is not None:
+                losses_C, grads = losses_C * weights_T[rows], grads * weights_T[rows]
+            parts.append(losses_C)
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
             of_x[rows] = matmul(logits_CV, weight_VD)
             of_weight = _with_product(of_weight, logits_CV, x_TD[rows], len(x_TD))
@@ -94,10 +239,11 @@ class ChunkedLoss(torch.autograd.Function):
         return losses_T, losses_T.sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward pass has made, times the gradient of the scaled sum."""
         of_x, of_weight = ctx.saved_tensors
-        return of_x * grad.to(of_x.dtype), (of_weight * grad).to(ctx.dtype), None, None, None
+        of_weight = (of_weight * grad).to(ctx.dtype)
+        return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None
 
 
 @torch.no_grad()
@@ -105,7 +251,7 @@ def losses_in_chunks(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: VocabShard
 ) -> Tensor:
     """The losses [T] alone, a chunk's logits at a time."""
-    local_T, parts = _column_or_none(labels_T, shard), []
+    local_T, parts = shard.column_or_none(labels_T), []
     for rows in chunks(x_TD, weight_VD):
         lse_C, target_C = shard.lse_and_target(linear(x_TD[rows], weight_VD), local_T[rows])
         parts.append(lse_C - target_C)
@@ -116,11 +262,6 @@ def chunks(x_TD: Tensor, weight_VD: Tensor) -> list[slice]:
     """Rows whose logits fill LOSS_CHUNK_BYTES at most, in multiples of 128 if any fit."""
     step = chunk_rows(weight_VD.shape[0] * x_TD.element_size(), LOSS_CHUNK_BYTES)
     return [slice(i, min(i + step, len(x_TD))) for i in range(0, len(x_TD), step)]
-
-
-def _column_or_none(labels_T: Tensor, shard: VocabShard) -> Tensor:
-    local_T, owned_T = shard.owned(labels_T)
-    return local_T.masked_fill(~owned_T, -1)
 
 
 def _with_product(total: Tensor | None, g_CV: Tensor, x_CD: Tensor, tokens: int) -> Tensor:

@@ -20,8 +20,8 @@ WeightStep = Callable[[], None]
 class WeightPasses:
     """Collects the weight halves of a stage's linear layers while one micro-batch's I runs."""
 
-    def __init__(self, products: LinearGemms = DEFAULT_GEMMS) -> None:
-        self.products = products
+    def __init__(self, gemms: LinearGemms = DEFAULT_GEMMS) -> None:
+        self.gemms = gemms
         self.pending: list[WeightStep] | None = None
 
     @contextmanager
@@ -49,7 +49,7 @@ class WeightPasses:
     def weight_half(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
         """The weight's gradient, or None where it is left for later. It then goes from the weight's
         place in autograd's graph, which keeps no copy that was made of it, to the parameter."""
-        of_weight = self.products.wgrad
+        of_weight = self.gemms.wgrad
         if self.pending is None:
             return of_weight(grad, x)
         x = x.detach()  # whose graph leads back to the stage's input and its gradient
@@ -79,13 +79,13 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.work = bias is not None, work
-        return work.products.forward(x, weight, bias)
+        return work.gemms.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_bias = grad.sum(0) if ctx.has_bias else None
-        of_x = ctx.work.products.dgrad(grad, weight)
+        of_x = ctx.work.gemms.dgrad(grad, weight)
         return of_x, ctx.work.weight_half(weight, grad, x), of_bias, None
 
 
@@ -101,11 +101,11 @@ class _ActivatedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, bias, weight)
         ctx.activation, ctx.work = activation, work
-        return work.products.forward(activation.forward(x, bias), weight, None)
+        return work.gemms.forward(activation.forward(x, bias), weight, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, weight = ctx.saved_tensors
-        of_y = ctx.work.products.dgrad(grad, weight)
+        of_y = ctx.work.gemms.dgrad(grad, weight)
         of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)
         return of_x, of_bias, ctx.work.weight_half(weight, grad, y), None, None

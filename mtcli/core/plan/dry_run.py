@@ -212,6 +212,9 @@ class Blank:
         """int32 [count, seq_len + 1]."""
         return np.zeros((count, self.length), np.int32)
 
+    def loss_weights(self, start: int, count: int) -> None:
+        """None: every token's loss weighs 1."""
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """None: these come from nowhere."""
         return []

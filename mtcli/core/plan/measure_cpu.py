@@ -52,6 +52,7 @@ from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, set_matmul
 from mtcli.core.runtime.process_pool import end_with
 from mtcli.core.training.loader import synthetic_loader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 from mtcli.kernels.gemm import matmul, runs_in_float32
 
@@ -235,7 +236,7 @@ def run_config(facts: Facts, shape: ProbeShape) -> RunConfig:
 def _train(config: RunConfig) -> list[Timed]:
     """A model trained for a few steps on this rank alone, each begun with the others."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
-    trainer.initialise()
+    initialise(trainer)
     trainer.pipeline.clock = thread_time
     loader, work = synthetic_loader(config, trainer.groups), Workload.of(config, 1)
     steps: list[Timed] = []

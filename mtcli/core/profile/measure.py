@@ -28,6 +28,7 @@ from mtcli.core.profile.records import RANK_RECORD, Profiled, RankRecord, StepRe
 from mtcli.core.profile.summary import summarized, waiting_of
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader, open_loader, synthetic_loader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
 from mtcli.kernels.gemm import matmul
 
@@ -50,7 +51,7 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     records. Raises MtcliError as a training step does.
     """
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     clock = trainer.pipeline.clock = clock_for(runtime.device)
     trainer.pipeline.around = op_range(runtime.device)
     open_data = open_loader if config.data.train else synthetic_loader
@@ -116,7 +117,7 @@ def _watched_step(
     step = StepRecord(phases, tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans))
     if trainer.groups.device.type == "cuda":
         traffic.waits.clear()  # the host went on, its device waited
-    elif not trainer.is_sharded:  # torch's FSDP2 waits for collectives that no recorder sees
+    elif trainer.strategy.recorded:
         step = step._replace(waiting=waiting_of(step, traffic, offset))
     return step, traffic
 
@@ -130,7 +131,7 @@ def profiled_step(
         activities.append(ProfilerActivity.CUDA)
     around = trainer.pipeline.around
     trainer.pipeline.around = lambda op: record_function(f"{traces.OP}{op}")
-    shapes = trainer.is_sharded
+    shapes = not trainer.strategy.recorded  # FSDP2's collectives have their sizes in the trace
     with profile(
         activities=activities, profile_memory=True, acc_events=True, record_shapes=shapes
     ) as profiler:

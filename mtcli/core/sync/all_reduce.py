@@ -1,20 +1,19 @@
 """Data parallelism: gradients are summed in buckets while the last backward still runs.
 
-Gradients of all micro-batches accumulate in flat float32 buckets (float64 for float64 models), cut
-by the axes over which a parameter's gradient is partial (Parameter.gradient_axes). A bucket is
-reduced as soon as the last micro-batch's backward has filled it. Where ownership is cut (zero = 1)
-each data parallel rank keeps, updates and gives back a share of every parameter's rows.
+Gradients of all micro-batches accumulate in flat float32 buckets (float64 for float64 models), one
+set per set of axes over which gradients are partial (Parameter.gradient_axes). A bucket's reduction
+starts as soon as the last micro-batch's backward has filled it.
 
-A bucket: the gradients of some parameters in one flat buffer, reduced and kept together.
-
-The buffer is [owners, part]. After the reduction owner i keeps row i: the gradients of its share of
-every parameter's rows (dimension 0). With one owner every rank keeps all of it and the reduction
-is an all-reduce; with several, ZeRO stage 1 (arXiv:1910.02054, section 5.1), a reduce-scatter.
+A bucket is [owners, part]. After the reduction owner i has row i: the gradients of its share of
+every parameter's rows (dimension 0). With one owner every rank has all of it and the reduction is
+an all-reduce (zero = 0). With several, ZeRO stage 1 (arXiv:1910.02054, section 5.1), it is a
+reduce-scatter, and an all-gather of the updated rows follows the update.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +27,12 @@ from mtcli.core.parallel.collectives import (
     start_reduce_scatter,
 )
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.ownership import OwnedShard, Ownership, owned_rows, unsharded
+from mtcli.core.parallel.ownership import Ownership, owned_rows, unsharded
+from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 
 
 class Slot(NamedTuple):
-    """A parameter's place in every owner's part: `size` elements from `offset` on."""
+    """Where a parameter is in every owner's part: `size` elements from `offset` on."""
 
     shape: tuple[int, ...]
     rows: int  # of each owner; the last ones may have fewer
@@ -55,7 +55,7 @@ class Bucket:
             self.slots[name] = Slot(tuple(shape), rows, part, size)
             part += size
         self.flat = like.new_zeros(owners.size, part)
-        self.kept = self.flat[owners.rank]  # reduced in place
+        self.owned = self.flat[owners.rank]  # reduced in place
         self.work: Pending | None = None
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:
@@ -71,149 +71,109 @@ class Bucket:
         self._columns(self.flat, name).zero_()
 
     def start(self) -> None:
-        """Starts the reduction, which runs beside what this rank computes next."""
+        """Starts the reduction, which overlaps what this rank computes next."""
         if self.owners.size > 1:
-            self.work = start_reduce_scatter(self.kept, self.flat, self.owners)
+            self.work = start_reduce_scatter(self.owned, self.flat, self.owners)
         elif self.rest.size > 1:
             self.work = start_all_reduce(self.flat, self.rest)
 
     def finish(self) -> None:
-        """Returns when the kept gradients are the sums."""
+        """Returns when the owned gradients are the sums."""
         if self.work is not None:
             self.work.wait()
             self.work = None
         if self.owners.size > 1:
-            all_reduce(self.kept, self.rest)
+            all_reduce(self.owned, self.rest)
 
     def rows(self, name: str) -> slice:
         """The rows of a parameter that this rank owns; maybe none."""
         return owned_rows(self.slots[name].shape[0], self.owners)
 
     def gradient(self, name: str) -> Tensor:
-        """The kept gradient: a view [rows of this owner, ...]."""
+        """The owned gradient: a view [rows of this owner, ...]."""
         slot, rows = self.slots[name], self.rows(name)
         shape = (rows.stop - rows.start, *slot.shape[1:])
-        return self.kept[slot.offset : slot.offset + prod(shape)].view(shape)
+        return self.owned[slot.offset : slot.offset + prod(shape)].view(shape)
 
-    def share(self, parameters: Mapping[str, Tensor]) -> "Sharing":
-        """Starts giving the rows that each owner has updated to all."""
-        mine = torch.zeros_like(self.kept, dtype=parameters[next(iter(self.slots))].dtype)
+    def start_all_gather(self, parameters: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Starts the all-gather of the rows that owners have updated; returns what finishes it."""
+        own = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
         for name, slot in self.slots.items():
-            own = parameters[name][self.rows(name)].flatten()
-            mine[slot.offset : slot.offset + own.numel()] = own
-        everyone = mine.new_empty(self.owners.size, len(mine))
-        work = start_all_gather(everyone, mine, self.owners)
-        return Sharing(self, parameters, mine, everyone, work)
+            rows = parameters[name][self.rows(name)].flatten()
+            own[slot.offset : slot.offset + rows.numel()] = rows
+        gathered = own.new_empty(self.owners.size, len(own))
+        work = start_all_gather(gathered, own, self.owners)
+        return partial(self._finish_all_gather, work, own, gathered, parameters)
+
+    def _finish_all_gather(
+        self, work: Pending, own: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Waits and writes all owners' rows; `own`, which is sent, stays alive until then."""
+        work.wait()
+        for name, slot in self.slots.items():
+            columns = self._columns(gathered, name)
+            rows = columns.reshape(self.owners.size * slot.rows, *slot.shape[1:])
+            parameters[name].copy_(rows[: slot.shape[0]])
 
     def _columns(self, flat: Tensor, name: str) -> Tensor:
         slot = self.slots[name]
         return flat[:, slot.offset : slot.offset + slot.size]
 
 
-class Sharing(NamedTuple):
-    """Updated rows on their way to every rank; what is sent stays in memory until it has left."""
-
-    bucket: Bucket
-    parameters: Mapping[str, Tensor]
-    mine: Tensor
-    everyone: Tensor
-    work: Pending
-
-    def finish(self) -> None:
-        """Returns when the parameters are whole again."""
-        self.work.wait()
-        for name, slot in self.bucket.slots.items():
-            columns = self.everyone[:, slot.offset : slot.offset + slot.size]
-            rows = columns.reshape(self.bucket.owners.size * slot.rows, *slot.shape[1:])
-            self.parameters[name].copy_(rows[: slot.shape[0]])
-
-
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-class Reduction(Protocol):
-    """How this rank's gradients become sums over the ranks that see other tokens."""
+class BucketedDataParallel(Strategy):
+    """The strategy of zero = 0 and 1: data ranks replicate parameters."""
 
-    ownership: Ownership
-
-    @property
-    def views(self) -> dict[str, Tensor]:
-        """The gradients this rank keeps, by name: [rows of its share, ...]."""
-
-    @property
-    def held(self) -> dict[str, OwnedShard]:
-        """The memory of this rank's parameters, by name."""
-
-    def owned(self) -> dict[str, Tensor]:
-        """The parameters' rows that this rank's optimizer updates, as views."""
-
-    def buffers(self) -> list[Tensor]:
-        """The memory that gradients take."""
-
-    def begin(self) -> None:
-        """Starts a step: the first gradient to come replaces the last step's."""
-
-    def arm(self, stage: int) -> None:
-        """Says that the next backward of a stage is its last one of the step."""
-
-    def finish(self) -> None:
-        """Returns when every gradient is reduced; those that no backward touched are zero."""
-
-    def scale_(self, factor: float) -> None:
-        """Multiplies every kept gradient in place."""
-
-    def share_parameters(self) -> None:
-        """After the update: gives every rank the rows that others own."""
-
-
-class BucketedGradients:
-    """The Reduction of parameters that every data rank holds whole (zero = 0 and 1)."""
+    recorded = True
 
     def __init__(
         self, stages: Mapping[int, nn.Module], ownership: Ownership, bucket_bytes: float
     ) -> None:
-        self.ownership, self.held = ownership, unsharded(stages)
+        self.stages, self.ownership, self.shards = stages, ownership, unsharded(stages)
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[str, Bucket] = {}
         for index, stage in stages.items():
-            named = [(n, p) for n, p in ownership.trained(stage) if n not in self.bucket_of]
-            for members in self._by_axes(named):
-                for part in _cut(reversed(members), bucket_bytes):
+            by_axes: dict[tuple[str, ...], NamedParameters] = {}
+            for name, parameter in ownership.trained(stage):
+                if name not in self.bucket_of:
+                    axes = ownership.summed_over(name)
+                    by_axes.setdefault(axes, []).append((name, parameter))
+            for members in by_axes.values():
+                for part in _bucketed(reversed(members), bucket_bytes):
                     self._add_bucket(index, part)
-        self.fresh: set[str] = set(self.bucket_of)
-        self.armed: set[int] = set()
+        self.fresh: set[str] = set(self.bucket_of)  # without a gradient in this step so far
+        self.last: set[int] = set()  # stages in their last backward of the step
         self.missing: dict[Bucket, set[str]] = {}  # what the last backward has yet to fill
 
     @property
-    def views(self) -> dict[str, Tensor]:
-        """The gradients this rank keeps, by name: [rows of its share, ...]."""
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's reduced gradients, by name: [owned rows, ...]."""
         return {name: bucket.gradient(name) for name, bucket in self.bucket_of.items()}
 
-    def owned(self) -> dict[str, Tensor]:
-        """The parameters' rows that this rank's optimizer updates, as views."""
-        return {n: self.held[n].tensor[self.ownership.rows(n)] for n in self.bucket_of}
+    def weights(self) -> dict[str, Tensor]:
+        """The owned rows of trained parameters, which this rank's optimizer updates: views."""
+        return {n: self.shards[n].tensor[self.ownership.rows(n)] for n in self.bucket_of}
 
-    def buffers(self) -> list[Tensor]:
+    def gradient_buffers(self) -> list[Tensor]:
         """The memory that gradients take."""
         return [bucket.flat for bucket in self.buckets]
 
-    def begin(self) -> None:
-        """Starts a step: the first gradient to come replaces the last step's."""
-        self.fresh, self.armed = set(self.bucket_of), set()
+    def before_step(self, from_zero: bool = False) -> None:
+        """Starts a step; see Strategy."""
+        self.fresh, self.last = set(self.bucket_of), set()
         self.missing = {bucket: set(bucket.slots) for bucket in self.buckets}
+        if from_zero:
+            self.fresh = set()
+            for bucket in self.buckets:
+                bucket.flat.zero_()
 
-    def begin_at_zero(self) -> None:
-        """Starts a step in which the first gradient is added as well: each is the same work."""
-        self.begin()
-        self.fresh = set()
-        for bucket in self.buckets:
-            bucket.flat.zero_()
+    def before_last_backward(self, stage: int) -> None:
+        """Has a stage's buckets reduced as soon as the next backward has filled them."""
+        self.last.add(stage)
 
-    def arm(self, stage: int) -> None:
-        """Says that the next backward of a stage is its last one of the step."""
-        self.armed.add(stage)
-
-    def finish(self) -> None:
+    def after_backward(self) -> None:
         """Returns when every gradient is reduced; those that no backward touched are zero."""
         for name in self.fresh:
             self.bucket_of[name].clear(name)
@@ -222,26 +182,26 @@ class BucketedGradients:
                 bucket.start()
         for bucket in self.buckets:
             bucket.finish()
-        sum_tied_(self.views, self.ownership)
+        sum_tied_gradients_(self.gradients, self.ownership)
 
-    def scale_(self, factor: float) -> None:
-        """Multiplies every kept gradient in place."""
+    def scale_gradients_(self, factor: float) -> None:
+        """Multiplies every reduced gradient in place, a bucket at a time."""
         for bucket in self.buckets:
-            bucket.kept.mul_(factor)
+            bucket.owned.mul_(factor)
 
     @torch.no_grad()
-    def share_parameters(self) -> None:
-        """After the update: gives every rank the rows that others own."""
-        tensors = {name: held.tensor for name, held in self.held.items()}
-        shared = [bucket for bucket in self.buckets if bucket.owners.size > 1]
-        for sharing in [bucket.share(tensors) for bucket in shared]:
-            sharing.finish()
+    def after_update(self) -> None:
+        """All-gathers the rows that owners have updated (zero = 1)."""
+        tensors = {name: shard.tensor for name, shard in self.shards.items()}
+        gathered = [bucket for bucket in self.buckets if bucket.owners.size > 1]
+        for finish in [bucket.start_all_gather(tensors) for bucket in gathered]:
+            finish()
 
-    def _by_axes(self, named: NamedParameters) -> Iterable[NamedParameters]:
-        sets: dict[tuple[str, ...], NamedParameters] = {}
-        for name, parameter in named:
-            sets.setdefault(self.ownership.summed_over(name), []).append((name, parameter))
-        return sets.values()
+    def saves(self, name: str) -> bool:
+        """Whether this rank is the first that holds a parameter's shard."""
+        groups, parameter = self.ownership.groups, self.ownership.table[name]
+        primary = parameter.is_primary(groups.layout, groups.rank)
+        return primary and not self.ownership.is_second_copy(name)
 
     def _add_bucket(self, stage: int, members: NamedParameters) -> None:
         any_name, parameter = members[0]
@@ -256,12 +216,12 @@ class BucketedGradients:
 
     def _collector(self, bucket: Bucket, stage: int, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
-            if parameter.grad is None:  # a split backward brings this one later
+            if parameter.grad is None:  # its W pass brings this one later
                 return
             bucket.put(name, parameter.grad, first=name in self.fresh)
             self.fresh.discard(name)
             parameter.grad = None
-            if stage in self.armed:
+            if stage in self.last:
                 self.missing[bucket].discard(name)
                 if not self.missing[bucket]:
                     bucket.start()
@@ -269,22 +229,9 @@ class BucketedGradients:
         return collect
 
 
-def sum_tied_(views: Mapping[str, Tensor], ownership: Ownership) -> None:
-    """Sums the gradients of a tied embedding's two copies, at the ends of the pipeline."""
-    if ownership.tied in views:
-        all_reduce(views[ownership.tied], ownership.groups.axes["ends"])
-
-
-def square_sum(reduction: Reduction) -> float:
-    """The sum of squares of the gradients this rank answers for: each counts on one rank."""
-    answers_for = reduction.ownership.answers_for
-    mine = [v for name, v in reduction.views.items() if v.numel() and answers_for(name)]
-    if not mine:
-        return 0.0
-    return float(torch.stack(torch._foreach_norm(mine)).double().square().sum())
-
-
-def _cut(members: Iterable[tuple[str, nn.Parameter]], limit: float) -> Iterator[NamedParameters]:
+def _bucketed(
+    members: Iterable[tuple[str, nn.Parameter]], limit: float
+) -> Iterator[NamedParameters]:
     part: NamedParameters = []
     size = 0
     for name, parameter in members:

@@ -1,10 +1,10 @@
-"""zero = 3: parameters cut by rows over data parallel ranks, by torch's FSDP2.
+"""zero = 3: parameters sharded by rows over data-parallel ranks, by torch's FSDP2.
 
-A block's weights are gathered before its forward and again before its backward and let go after
+A block's weights are all-gathered before its forward and again before its backward and freed after
 each; its gradients are reduce-scattered after every micro-batch's backward (arXiv:1910.02054,
-section 5.3; arXiv:2304.11277). The rows kept are float32 where training is in 16 bits, so they are
-the optimizer's masters, and no second copy exists. Experts are cut over edp, all else over dp * cp;
-what is not trained stays whole on every rank.
+section 5.3; arXiv:2304.11277). Shards are float32 where training is in 16 bits, so they are the
+optimizer's master weights, and no second copy exists. Experts are sharded over edp, all else over
+dp * cp; untrained parameters are replicated.
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,83 @@ from torch.distributed.tensor import DTensor
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership, unsharded
-from mtcli.core.sync.all_reduce import sum_tied_
+from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 
 
-def shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -> None:
-    """Cuts stages that were built on the meta device and gives them memory, uninitialised.
+class FullyShardedDataParallel(Strategy):
+    """The strategy of zero = 3: every data rank holds some rows of each trained parameter."""
 
-    What a block and a whole stage compute with is `dtype`; gradients are summed in float32 or
-    wider, and not averaged.
+    recorded = False  # FSDP2 has collectives of its own
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], ownership: Ownership, dtype: torch.dtype
+    ) -> None:
+        """`stages` are on the meta device, and compute in `dtype`."""
+        _shard(stages, ownership.groups, dtype)
+        self.stages, self.ownership = stages, ownership
+        self.parameters = {
+            name: cast(DTensor, parameter)
+            for stage in stages.values()
+            for name, parameter in ownership.trained(stage)
+        }
+        self.shards = unsharded(stages) | {
+            name: OwnedShard(parameter.to_local().data, ownership.rows(name))
+            for name, parameter in self.parameters.items()
+        }
+        for name, (tensor, rows) in self.shards.items():
+            assert len(tensor) == rows.stop - rows.start, f"{name}: {len(tensor)} rows, not {rows}"
+        self.before_step()
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's reduced gradients, by name: [owned rows, ...]."""
+        return {name: cast(DTensor, p.grad).to_local() for name, p in self.parameters.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The owned rows of trained parameters: all that this rank holds of them."""
+        return {name: self.shards[name].tensor for name in self.parameters}
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The memory that gradients take."""
+        return list(self.gradients.values())
+
+    def before_step(self, from_zero: bool = True) -> None:
+        """Starts a step, always from zero: backward passes add to it."""
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.zero_()
+
+    def before_last_backward(self, stage: int) -> None:
+        """Does nothing: each micro-batch's gradients are reduced, as no rank has room for all."""
+
+    def after_backward(self) -> None:
+        """Sums what is partial over further axes: norms over tp, under sequence parallelism."""
+        gradients = self.gradients
+        partial: dict[str, tuple[Axis, list[Tensor]]] = {}
+        for name, gradient in gradients.items():
+            axis = self.ownership.rest(name)
+            if axis.size > 1:
+                partial.setdefault(axis.name, (axis, []))[1].append(gradient)
+        for axis, parts in partial.values():
+            flat = all_reduce(torch.cat([part.flatten() for part in parts]), axis)
+            sums = flat.split([part.numel() for part in parts])
+            for part, summed in zip(parts, sums, strict=True):
+                part.copy_(summed.view_as(part))
+        sum_tied_gradients_(gradients, self.ownership)
+
+    def after_update(self) -> None:
+        """Does nothing: the next forward all-gathers the updated rows."""
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank is the first that owns these rows."""
+        return self.ownership.answers_for(name)
+
+
+def _shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -> None:
+    """Shards stages that were built on the meta device and allocates them, uninitialised.
+
+    Blocks and stages compute in `dtype`; gradients are summed in float32 or wider, not averaged.
     """
     filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody writes to
     device = groups.device.type
@@ -60,9 +129,9 @@ def shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -
 
 
 def _prefetch(stage: nn.Module) -> None:
-    """While a block or its experts go back, what goes back after them is gathered.
+    """All-gathers the next block's or experts' weights while a backward runs.
 
-    By itself FSDP2 looks for that among the forwards since the last backward, which are other
+    By itself FSDP2 looks for the next among the forwards since the last backward, which are other
     micro-batches' in a pipeline, or none. The stage's own weights are there.
     """
     found = [(name, x) for name, x in stage.named_modules() if isinstance(x, FSDPModule) and name]
@@ -70,73 +139,6 @@ def _prefetch(stage: nn.Module) -> None:
     going = [module for _, module in last_first]
     for module, following in zip(going, [*going, stage][1:], strict=True):
         module.set_modules_to_backward_prefetch([following])
-
-
-class ShardedGradients:
-    """The Reduction of parameters of which every data rank holds some rows."""
-
-    def __init__(self, stages: Mapping[int, nn.Module], ownership: Ownership) -> None:
-        self.ownership = ownership
-        self.parameters = {
-            name: cast(DTensor, parameter)
-            for stage in stages.values()
-            for name, parameter in ownership.trained(stage)
-        }
-        self.held = unsharded(stages) | {
-            name: OwnedShard(parameter.to_local().data, ownership.rows(name))
-            for name, parameter in self.parameters.items()
-        }
-        for name, (tensor, rows) in self.held.items():
-            assert len(tensor) == rows.stop - rows.start, f"{name}: {len(tensor)} rows, not {rows}"
-        self.begin()
-
-    @property
-    def views(self) -> dict[str, Tensor]:
-        """The gradients this rank keeps, by name: [rows of its share, ...]."""
-        return {name: cast(DTensor, p.grad).to_local() for name, p in self.parameters.items()}
-
-    def owned(self) -> dict[str, Tensor]:
-        """The rows that this rank's optimizer updates: all that it holds of what is trained."""
-        return {name: self.held[name].tensor for name in self.parameters}
-
-    def buffers(self) -> list[Tensor]:
-        """The memory that gradients take."""
-        return list(self.views.values())
-
-    def begin(self) -> None:
-        """Starts a step from zero; backward passes add to it."""
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.zero_()
-
-    def arm(self, stage: int) -> None:
-        """Nothing: every micro-batch's gradients are reduced, as no rank has room for all rows."""
-
-    def finish(self) -> None:
-        """Sums what is partial over further axes: norms over tp, under sequence parallelism."""
-        for axis, views in self._partial():
-            flat = torch.cat([view.flatten() for view in views])
-            parts = all_reduce(flat, axis).split([view.numel() for view in views])
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part.view_as(view))
-        sum_tied_(self.views, self.ownership)
-
-    def scale_(self, factor: float) -> None:
-        """Multiplies every kept gradient in place."""
-        for view in self.views.values():
-            view.mul_(factor)
-
-    def share_parameters(self) -> None:
-        """Nothing: the backward let go of gathered rows, and the next forward gathers them anew."""
-
-    def _partial(self) -> list[tuple[Axis, list[Tensor]]]:
-        sets: dict[str, tuple[Axis, list[Tensor]]] = {}
-        for name, view in self.views.items():
-            axis = self.ownership.rest(name)
-            if axis.size > 1:
-                sets.setdefault(axis.name, (axis, []))[1].append(view)
-        return list(sets.values())
 
 
 def _mesh(axis: Axis, device: str) -> DeviceMesh:

@@ -15,8 +15,7 @@ from torch import nn
 from mtcli.core.config.errors import failed
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.moe import MixtureOfExperts
-from mtcli.core.model.norm import Dropout
-from mtcli.core.model.transformer import Stage
+from mtcli.core.model.transformer import Dropout, Stage
 from mtcli.core.parallel.compiled_collectives import in_graph
 from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear
 

@@ -13,7 +13,7 @@ import torch
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.pipeline import OpSpan, Pipeline
-from mtcli.core.sync.all_reduce import BucketedGradients
+from mtcli.core.sync.strategy import Strategy
 
 WARM_UPS = 2  # kernels are chosen and compiled, and libraries take their memory, in the first run
 
@@ -56,35 +56,38 @@ class CudaGraphs:
 class GraphedPipeline:
     """Runs a Pipeline of one rank and one stage, micro-batch by micro-batch, from recordings."""
 
-    def __init__(
-        self, pipeline: Pipeline[Inputs], gradients: BucketedGradients, recorder: Recorder
-    ) -> None:
-        self.pipeline, self.gradients, self.recorder = pipeline, gradients, recorder
-        self.scale: float | None = None  # of what is recorded
+    def __init__(self, pipeline: Pipeline[Inputs], strategy: Strategy, recorder: Recorder) -> None:
+        self.pipeline, self.strategy, self.recorder = pipeline, strategy, recorder
+        self.scale = 0.0  # of what is recorded
         self.replays: dict[str, Run] = {}
 
     def train_step(self, load: Callable[[int], Inputs], scale: float) -> float:
-        """As Pipeline.train_step; gradients are reduced when all are there."""
+        """As Pipeline.train_step; gradients are reduced when all are there.
+
+        Another scale is recorded anew. With loss weights, whose sum differs from step to step, it
+        goes into the weights instead.
+        """
         pipeline, losses, spans = self.pipeline, [], []
-        if scale != self.scale:
+        if not self.scale or (scale != self.scale and self.inputs.weights is None):
             self._record(load(0), scale)
-        self.gradients.begin_at_zero()
+        factor = scale / self.scale
+        self.strategy.before_step(from_zero=True)
         for op in pipeline.ops:
             pipeline.current = op
             with pipeline.around(op):
                 start = pipeline.clock()
                 if op.kind == "F":
-                    self._fill(load(op.micro_batch))
+                    self._fill(load(op.micro_batch), factor)
                 self.replays[op.kind]()
                 if op.kind == "F":
                     losses.append(self.total.clone())
                 spans.append(OpSpan(op, start, pipeline.clock()))
         pipeline.spans = spans
-        return float(torch.stack(losses).double().sum())
+        return float(torch.stack(losses).double().sum()) / factor
 
     def _record(self, inputs: Inputs, scale: float) -> None:
         self.inputs, self.scale = inputs.clone(), scale
-        self.gradients.begin_at_zero()
+        self.strategy.before_step(from_zero=True)
         with self.recorder.warm_up():
             for _ in range(WARM_UPS):
                 self._forward()
@@ -94,12 +97,13 @@ class GraphedPipeline:
             "B": self.recorder.record(self._backward),
         }
 
-    def _fill(self, inputs: Inputs) -> None:
+    def _fill(self, inputs: Inputs, factor: float) -> None:
         for mine, theirs in zip(self.inputs.tensors(), inputs.tensors(), strict=True):
             mine.copy_(theirs)
+        if self.inputs.weights is not None:
+            self.inputs.weights.mul_(factor)
 
     def _forward(self) -> None:
-        assert self.scale is not None, "recorded for a scale"
         stage = self.pipeline.stages[0]
         self.total, self.root = stage.loss(stage(None, self.inputs), self.inputs, self.scale)
 

@@ -1,9 +1,13 @@
 """From samples to a rank's micro-batches, read ahead off the main thread.
 
+A step's loss is the sum of weight times loss over its labels, by the sum of weights over the global
+batch, which every rank is given with the step.
+
 Micro-batch m of data rank r is the contiguous block of samples consumed + m * (mbs * dp) + r * mbs
 and so on for mbs samples: a global batch holds the same samples on every layout.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
@@ -11,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import (
     Batches,
@@ -25,6 +30,7 @@ from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
 
@@ -34,6 +40,15 @@ class ReadAhead(NamedTuple):
 
     tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
     documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
+    weights: np.ndarray | Tensor | None  # float32 [mbs, seq_len], of the labels' losses
+    weight_sum: float  # of this rank's labels; 0 without weights
+
+
+class StepBatch(NamedTuple):
+    """This rank's part of a global batch."""
+
+    load: Callable[[int], Inputs]  # gives micro-batch m
+    weight: float  # sum of the loss weights of the global batch, the same on every rank
 
 
 class MicroBatchLoader:
@@ -44,16 +59,17 @@ class MicroBatchLoader:
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
         self.positions = positions.to(groups.device)  # of this rank's part of each sequence
+        self.host_positions = positions
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
         self.next_step = -1
         self.reader: Prefetcher[ReadAhead] | None = None
 
-    def step(self, step: int, gradient_scale: float) -> Callable[[int], Inputs]:
+    def step(self, step: int, loss_scale: float) -> StepBatch:
         """The micro-batches of step 0, 1, ...; those that follow are read meanwhile.
 
-        `gradient_scale` is the gradient of one token's loss; 0 where there is no backward, which
-        leaves dropout and auxiliary losses out.
+        A `loss_scale` of 0 says that there is no backward, and leaves dropout and auxiliary losses
+        out. Every rank calls it. Raises MtcliError where no label of the step has a weight.
         """
         if step != self.next_step or self.reader is None:
             self.close()
@@ -62,7 +78,9 @@ class MicroBatchLoader:
         samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
         firsts = self._starts(step)
-        return lambda m: self._inputs(samples[m], firsts[m], gradient_scale)
+        return StepBatch(
+            lambda m: self._inputs(samples[m], firsts[m], loss_scale), self._weight(step, samples)
+        )
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -90,20 +108,42 @@ class MicroBatchLoader:
         documents = self.batches.documents(start, count) if asked else None
         rows = self.batches.batch(start, count)
         require_ids(self.batches, start, rows, self.config.model.vocab_size)
-        return ReadAhead(self._hosted(rows), None if documents is None else self._hosted(documents))
+        weights, weight_sum = self.batches.loss_weights(start, count), 0.0
+        if weights is not None:
+            own = torch.from_numpy(weights)[:, self.host_positions]
+            weights, weight_sum = own.numpy(), float(own.sum(dtype=torch.float64))
+        return ReadAhead(
+            self._hosted(rows), self._hosted(documents), self._hosted(weights), weight_sum
+        )
 
-    def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
+    def _hosted(self, rows: np.ndarray | None) -> np.ndarray | Tensor | None:
         """Rows where the device can fetch them by itself, while this process goes on."""
-        if self.groups.device.type != "cuda":
+        if rows is None or self.groups.device.type != "cuda":
             return rows
         return torch.from_numpy(rows).pin_memory()
 
-    def _inputs(self, read: ReadAhead, first: int, gradient_scale: float) -> Inputs:
+    def _weight(self, step: int, samples: list[ReadAhead]) -> float:
+        """The sum of the global batch's loss weights: its labels, where they weigh 1 each.
+
+        Ranks' sums are added in rank order, so that all get the same: 8 bytes of each data rank.
+        """
+        size = self.config.batch.global_batch_size
+        if samples[0].weights is None:
+            return float(size * self.config.batch.seq_len)
+        own = torch.tensor([sum(read.weight_sum for read in samples)], dtype=torch.float64)
+        weight = sum(all_gather(own.to(self.groups.device), self.groups.axes["data"]).tolist())
+        if not 0.0 < weight < math.inf:
+            message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
+            hint = "leave out samples without weight, or set a larger batch.global_batch_size"
+            raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
+        return weight
+
+    def _inputs(self, read: ReadAhead, first: int, loss_scale: float) -> Inputs:
         mbs, seq_len = self._mbs, self.config.batch.seq_len
-        rows = torch.as_tensor(read.tokens).to(self.groups.device, non_blocking=True)
+        rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
         model, numbers = self.config.model, None
-        if gradient_scale and (model.dropout or model.attention_dropout):
+        if loss_scale and (model.dropout or model.attention_dropout):
             ids = torch.arange(first, first + mbs, device=rows.device)
             numbers = ids[:, None] * seq_len + self.positions
         return make_inputs(
@@ -111,11 +151,12 @@ class MicroBatchLoader:
             DTYPES[self.config.train.precision],
             rows[:, self.positions],
             labels=rows[:, self.positions + 1],
+            weights=None if read.weights is None else self._on_device(read.weights),
             positions=positions,
             numbers=numbers,
             documents=documents,
             attended=self.has_blocks,
-            aux_scale=gradient_scale,
+            aux_scale=loss_scale / (self.config.batch.global_batch_size * seq_len),
         )
 
     def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:
@@ -123,11 +164,13 @@ class MicroBatchLoader:
         positions, data = self.positions.expand(self._mbs, -1), self.config.data
         if read.documents is None:
             return positions, None
-        whole = torch.as_tensor(read.documents).to(self.groups.device, non_blocking=True)
-        documents = whole[:, :-1].contiguous()
+        documents = self._on_device(read.documents)[:, :-1].contiguous()
         if data.document_positions:
             positions = restarted(documents)[:, self.positions]
         return positions, documents if data.document_mask else None
+
+    def _on_device(self, rows: np.ndarray | Tensor) -> Tensor:
+        return torch.as_tensor(rows).to(self.groups.device, non_blocking=True)
 
     @property
     def _mbs(self) -> int:

@@ -12,26 +12,23 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import shards_parameters
-from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
+from mtcli.core.model.build import DTYPES, activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
-from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.optim.grad_norm import clip_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only, schedule_for
-from mtcli.core.sync.all_reduce import BucketedGradients, Reduction, square_sum
+from mtcli.core.sync.methods import builds_on_meta, strategy_for
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphs, GraphedPipeline
 from mtcli.core.training.loader import MicroBatchLoader
@@ -45,7 +42,7 @@ class Step(NamedTuple):
     """
 
     step: int
-    loss: float  # mean over the global batch's tokens, nats
+    loss: float  # weighted mean over the global batch's labels, nats
     lr: float
     grad_norm: float  # before clipping
     seconds: float
@@ -76,13 +73,12 @@ class Trainer:
         self.groups = make_groups(self.layout, *place, timeout, runtime.recorder)
         b, p = config.batch, config.parallel
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
-        self.ownership = Ownership(self.groups, self.table, p.sequence_parallel, p.zero > 0)
-        self.stages = build_stages(config, self.groups, self.is_sharded)
+        self.stages = build_stages(config, self.groups, builds_on_meta(config, self.layout))
+        self.strategy = strategy_for(config, self.stages, self.groups, self.dtype)
         if config.train.compile:
             compile_blocks(self.stages.values(), config.data.document_mask)
-        self.gradients = self._reduction()
-        owned = self.gradients.owned()
-        self.optimizer = Optimizer(owned, self.ownership, config.optimizer, self.dtype)
+        weights, ownership = self.strategy.weights(), self.strategy.ownership
+        self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype)
         self.balance = ExpertBalance(
             self.stages.values(),
             config.model.router_bias_update_rate,
@@ -98,35 +94,17 @@ class Trainer:
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
 
-    def initialise(self) -> None:
-        """Fills the weights from the config's seed."""
-        model, seed = self.config.model, self.config.seed
-        initialise(self.gradients.held, model, self.groups, seed, self.dtype)
-        self.optimizer.reset_masters()
-
-    def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Takes the weights of any checkpoint of this model and starts at step 0."""
-        load_weights(self.gradients.held, checkpoint, self.config.model, self.groups)
-        self.optimizer.reset_masters()
-
-    def saves(self, name: str) -> bool:
-        """Whether this rank writes what it holds of a parameter into a checkpoint."""
-        if self.is_sharded:
-            return self.ownership.answers_for(name)
-        primary = self.table[name].is_primary(self.layout, self.groups.rank)
-        return primary and not self.ownership.is_second_copy(name)
-
     def state_bytes(self) -> int:
         """Bytes of this rank's weights, gradients, masters and moments."""
         return sum(self.state_bytes_by_kind().values())
 
     def state_bytes_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's weights, gradients and optimizer (masters and moments)."""
-        weights = [held.tensor for held in self.gradients.held.values()]
+        weights = [shard.tensor for shard in self.strategy.shards.values()]
         here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         kinds = {
             "weights": weights,
-            "gradients": self.gradients.buffers(),
+            "gradients": self.strategy.gradient_buffers(),
             "optimizer": [x for x in self.optimizer.state().values() if _memory(x) not in here],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
@@ -140,10 +118,10 @@ class Trainer:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
         config, start = self.config, perf_counter()
         self.groups.world.recorder.step = self.step + 1
-        loss_sum, marks = self.forward_backward(loader)
-        squares = square_sum(self.gradients)
+        loss_sum, weight, marks = self.forward_backward(loader)
+        squares = square_sum(self.strategy.counted_gradients())
         marks.append(self.pipeline.clock())
-        loss, scaled_norm = self._global(loss_sum, squares)
+        loss, scaled_norm = self._global(loss_sum, weight, squares)
         marks.append(self.pipeline.clock())
         step, scale = self.step + 1, self.loss_scale.scale
         lr, norm = learning_rate(config.optimizer, step, config.train.steps), scaled_norm / scale
@@ -161,24 +139,25 @@ class Trainer:
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
-    ) -> tuple[float, list[float]]:
-        """(sum of this rank's losses, when its phases ended), with the gradients reduced.
+    ) -> tuple[float, float, list[float]]:
+        """(sum of this rank's weighted losses, sum of the global batch's loss weights, when its
+        phases ended), with the gradients reduced.
 
         `as_written` replays nothing, so that hooks of modules are called.
         """
-        batch, clock = self.config.batch, self.pipeline.clock
+        clock = self.pipeline.clock
         marks = [clock()]
-        gradient_scale = self.loss_scale.scale / (batch.global_batch_size * batch.seq_len)
-        load = loader.step(self.step, gradient_scale)
+        batch = loader.step(self.step, self.loss_scale.scale)
+        gradient_scale = self.loss_scale.scale / batch.weight
         marks.append(clock())
-        self.gradients.begin()
+        self.strategy.before_step()
         self.balance.begin()
         with compiler_errors(self.config.train.compile):
-            loss_sum = self._micro_batches(load, gradient_scale, as_written)
+            loss_sum = self._micro_batches(batch.load, gradient_scale, as_written)
         marks.append(clock())
-        self.gradients.finish()
+        self.strategy.after_backward()
         marks.append(clock())
-        return loss_sum, marks
+        return loss_sum, batch.weight, marks
 
     def _micro_batches(
         self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
@@ -189,21 +168,8 @@ class Trainer:
             load,
             tokens=self.micro_batch_tokens,
             scale=gradient_scale,
-            before_last_backward=self.gradients.arm,
+            before_last_backward=self.strategy.before_last_backward,
         )
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each data rank holds some rows of the parameters, by FSDP2."""
-        return shards_parameters(self.config.parallel.zero, self.layout, self.config.model)
-
-    def _reduction(self) -> Reduction:
-        if not self.is_sharded:
-            bucket_bytes = self.config.parallel.bucket_mib * 2**20
-            return BucketedGradients(self.stages, self.ownership, bucket_bytes)
-        from mtcli.core.sync.fsdp import ShardedGradients  # half a second of torch's imports
-
-        return ShardedGradients(self.stages, self.ownership)
 
     def _graphed(self) -> GraphedPipeline | None:
         """What replays micro-batches, where the config asks for that."""
@@ -213,8 +179,7 @@ class Trainer:
             hint = "set train.cuda_graphs = false"
             message = "cuda_graphs=true, and there is no CUDA device here"
             raise wrong(message, hint, "train.cuda_graphs")
-        assert isinstance(self.gradients, BucketedGradients), "zero = 3 is refused with graphs"
-        return GraphedPipeline(self.pipeline, self.gradients, CudaGraphs())
+        return GraphedPipeline(self.pipeline, self.strategy, CudaGraphs())
 
     def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
         """The same on every rank, as the loss and the norm are."""
@@ -223,17 +188,16 @@ class Trainer:
         return "overflow" if math.isfinite(loss) and self.loss_scale.can_fall else "fault"
 
     def _update(self, norm: float, scale: float, lr: float) -> None:
-        clip = self.config.optimizer.clip
-        factor = (clip / norm if clip and norm > clip else 1.0) / scale
+        factor = clip_factor(norm, self.config.optimizer.clip) / scale
         if factor != 1.0 and not self.optimizer.by_kernels:
-            self.gradients.scale_(factor)
+            self.strategy.scale_gradients_(factor)
             factor = 1.0
-        self.optimizer.step(self.gradients.views, lr, factor)
-        self.gradients.share_parameters()
+        self.optimizer.step(self.strategy.gradients, lr, factor)
+        self.strategy.after_update()
 
     @torch.no_grad()
     def evaluate(self, loader: MicroBatchLoader) -> float:
-        """The mean loss over train.eval_batches global batches of the validation data.
+        """The weighted mean loss over train.eval_batches global batches of the validation data.
 
         The losses of a micro-batch are summed when it has passed the last stage, so the memory that
         evaluation takes does not depend on how many there are.
@@ -248,22 +212,23 @@ class Trainer:
             assert last is not None, "activations come from the last stage"
             total.add_(last.losses(x_TD, inputs).double().sum())
 
+        weight = 0.0
         for step in range(steps):
-            load = loader.step(step, gradient_scale=0.0)
-            pipeline.forward(load, self.micro_batch_tokens, add)
-        loss, _ = self._global(float(total), 0.0)
+            batch = loader.step(step, loss_scale=0.0)
+            pipeline.forward(batch.load, self.micro_batch_tokens, add)
+            weight += batch.weight
+        loss, _ = self._global(float(total), weight / steps, 0.0)
         return loss / steps
 
-    def _global(self, loss_sum: float, square_sum: float) -> tuple[float, float]:
-        """(mean loss of the global batch, gradient norm), the same on every rank.
+    def _global(self, loss_sum: float, weight: float, square_sum: float) -> tuple[float, float]:
+        """(the loss of labels of that weight, gradient norm), the same on every rank.
 
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
         mine = loss_sum if self.groups.tp.rank == 0 else 0.0
         sums = torch.tensor([mine, square_sum], dtype=torch.float64).to(self.groups.device)
         loss, squares = all_reduce(sums, self.groups.world).tolist()
-        batch = self.config.batch
-        return loss / (batch.global_batch_size * batch.seq_len), math.sqrt(squares)
+        return loss / weight, math.sqrt(squares)
 
 
 def _memory(x: torch.Tensor) -> int:

@@ -100,12 +100,13 @@ KINDS = ("gate", "up", "down")
 
 def test_the_router_is_the_one_that_a_new_model_of_the_seed_would_have(plain):
     from mtcli.core.runtime.launch import Runtime
+    from mtcli.core.training.state import initialise
     from mtcli.core.training.step import Trainer
 
     found = mixture(plain, f"{WHOLE},seed=9")
     config = RunConfig(seed=9, model=found.model)
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
-    trainer.initialise()
+    initialise(trainer)
     fresh = dict(trainer.stages[0].named_parameters())
     names = [name for name in fresh if ".router." in name]
     assert len(names) == PLAIN.num_layers

@@ -13,6 +13,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -71,7 +72,7 @@ def by_hand(name):
     """Gradients of one step by parameter, from a stage that knows of no loss but the tokens'."""
     config = config_of((LOSSES | WITHOUT)[name], {})
     model, trainer = config.model, Trainer(config, ALONE)
-    trainer.initialise()
+    initialise(trainer)
     (stage,) = trainer.stages.values()
     logits = []
 

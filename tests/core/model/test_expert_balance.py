@@ -10,7 +10,7 @@ from tiny import BIASED, MOE, Samples, run_config
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import shards
+from mtcli.core.training.state import initialise, shards
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -24,7 +24,7 @@ ONE |= {"router_score": "sigmoid", "router_bias_update_rate": RATE}
 
 def trainer_of(config, runtime=ALONE):
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 
@@ -186,4 +186,4 @@ def test_biases_are_float32_under_bfloat16_and_have_no_gradient_or_optimizer_sta
     saved = [piece for piece in shards(trainer) if piece.name.endswith("router.bias")]
     assert [piece.tensor.dtype for piece in saved] == [torch.float32] * 2
     assert not [name for name in trainer.optimizer.state() if name.endswith("router.bias")]
-    assert not [name for name in trainer.gradients.views if name.endswith("router.bias")]
+    assert not [name for name in trainer.strategy.gradients if name.endswith("router.bias")]

@@ -13,6 +13,7 @@ from mtcli.core.model import init
 from mtcli.core.model.init import initial_values
 from mtcli.core.plan.live_memory import LiveMemory
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 from mtcli.kernels.random import BLOCK
 
@@ -73,8 +74,8 @@ def test_a_large_table_is_filled_slab_by_slab(monkeypatch):
     monkeypatch.setattr(init, "BOX_BYTES", 2**18)
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     with LiveMemory() as live:
-        trainer.initialise()
-    weights = trainer.gradients.held
+        initialise(trainer)
+    weights = trainer.strategy.shards
     held_bytes = sum(held.tensor.nbytes for held in weights.values())
     assert live.peak < held_bytes + 2**21  # of a table of 2**23
     for name, held in weights.items():

@@ -13,11 +13,11 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import Cache, make_inputs
-from mtcli.core.model.norm import Dropout
+from mtcli.core.model.transformer import Dropout
 from mtcli.core.parallel.attention_mask import restarted
-from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
+from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.kernels.random import keep_mask, stream_key
 
 B, S = 2, 8
@@ -66,7 +66,7 @@ def test_no_numbers_or_no_probability_is_no_dropout():
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["heads", "grouped"])
 def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, causal, masked):
     config = run_config(model | {"attention_dropout": 0.4, "causal": causal}).model
-    build = LayerFactory(parameters(config), alone(), torch.float64)
+    build = TensorParallelLayers(parameters(config), alone(), torch.float64)
     attention = Attention(1, config, build, seed=7)
     h, g, d = config.num_heads, config.num_kv_heads, config.head_dim
     qkv = torch.randn(B, S, g, h // g + 2, d, dtype=torch.float64)

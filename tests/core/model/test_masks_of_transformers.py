@@ -15,7 +15,8 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import config_of
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.model.build import build_stages, load_weights
+from mtcli.core.model.build import build_stages
+from mtcli.core.model.init import load_weights
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
 from mtcli.core.training.loader import open_loader
@@ -50,7 +51,7 @@ def opened(family, folder, prefix, causal):
     stages = build_stages(config, groups)
     load_weights(unsharded(stages), replace(checkpoint, model=model), config.model, groups)
     loader = open_loader(config, groups)
-    inputs = loader.step(0, 1.0)(0)
+    inputs = loader.step(0, 1.0).load(0)
     loader.close()
     return theirs.double(), stages[0], inputs
 

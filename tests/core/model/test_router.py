@@ -9,8 +9,8 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.model.router import Router
-from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.tensor import TensorParallelLayers
 from tests.tiny import MOE, run_config
 
 B, S = 2, 12
@@ -36,7 +36,7 @@ def routed(changes):
     model = run_config(MOE | {"num_experts": 8, "top_k": 2} | changes).model
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     router = Router(
-        "blocks.0.mlp.router", model, LayerFactory(parameters(model), groups, torch.float64)
+        "blocks.0.mlp.router", model, TensorParallelLayers(parameters(model), groups, torch.float64)
     )
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(B * S, model.hidden_size, generator=generator, dtype=torch.float64)

@@ -11,7 +11,8 @@ import torch
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import config_of
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.model.build import build_stages, load_weights
+from mtcli.core.model.build import build_stages
+from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Cache, make_inputs
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
@@ -90,7 +91,7 @@ def test_logits_are_transformers(both):
     theirs, stage, model = both
     ids = tokens()[:, :S]
     x_TD = stage(None, make_inputs(model, torch.float64, ids))
-    ours = stage.output_table.all_logits(stage.output_table.logits(x_TD), VOCAB)
+    ours = stage.output.all_logits(stage.output.logits(x_TD), VOCAB)
     torch.testing.assert_close(ours.view(B, S, VOCAB), theirs(ids).logits, **CLOSE)
 
 

@@ -8,7 +8,7 @@ from trained import checkpoint_of, train_and_save
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import resume
+from mtcli.core.training.state import load_weights, resume
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -48,7 +48,7 @@ def test_a_run_is_the_paper_s_loop_on_transformers_model(gpt2):
     settings |= {"warmup_steps": 0, "schedule": "constant"}
     config = run_config(fields, optimizer=settings, train={"precision": "fp64", "steps": STEPS})
     trainer = Trainer(config, ALONE)
-    trainer.load_weights(checkpoint)
+    load_weights(trainer, checkpoint)
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     found = [trainer.train_step(loader) for _ in range(STEPS)]
     loader.close()

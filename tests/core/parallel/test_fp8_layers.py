@@ -12,10 +12,9 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel import fp8
-from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.fp8 import fp8_products, require_fp8
+from mtcli.core.parallel.fp8 import fp8_gemms, require_fp8
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.tensor import ColumnLinear, RowLinear
+from mtcli.core.parallel.tensor import ColumnLinear, RowLinear, TensorParallelLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels import fp8 as kernels
 
@@ -55,7 +54,7 @@ def backward(linear, x, weight, bias, grad):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_layer_and_its_gradients_are_off_by_the_rounding_of_float8_operands(scaling):
     given = operands(tokens=200)
-    found = backward(WeightPasses(fp8_products(scaling)).linear, *given)
+    found = backward(WeightPasses(fp8_gemms(scaling)).linear, *given)
     exact = backward(F.linear, *(t.double() for t in given))
     rounding = [E4M3, E5M2 if scaling == "tensorwise" else E4M3]
     expected = [(E4M3**2 + one**2) ** 0.5 for one in (rounding[0], rounding[1], rounding[1])]
@@ -87,13 +86,13 @@ def test_each_operand_is_cut_and_rounded_as_its_scaling_says(monkeypatch, scalin
         return kernels.quantize(x, block, dtype)
 
     monkeypatch.setattr(fp8, "quantize", noted)
-    backward(WeightPasses(fp8_products(scaling)).linear, *operands())
+    backward(WeightPasses(fp8_gemms(scaling)).linear, *operands())
     assert cuts == CUTS[scaling]
 
 
 def test_a_split_backward_multiplies_the_same():
     given = operands()
-    work = WeightPasses(fp8_products("rowwise"))
+    work = WeightPasses(fp8_gemms("rowwise"))
     x, weight, bias = (t.clone().requires_grad_() for t in given[:3])
     y = work.linear(x, weight, bias)
     with work.collecting() as pending:
@@ -101,7 +100,7 @@ def test_a_split_backward_multiplies_the_same():
     assert weight.grad is None
     for run in pending:
         run()
-    expected = backward(WeightPasses(fp8_products("rowwise")).linear, *given)
+    expected = backward(WeightPasses(fp8_gemms("rowwise")).linear, *given)
     for ours, theirs in zip([y, x.grad, weight.grad, bias.grad], expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -120,7 +119,7 @@ SIZES = [  # scaling, rows, columns, tokens: one that float8 does not take, or n
 def test_a_size_that_float8_does_not_take_is_multiplied_in_bfloat16(size):
     scaling, *shape = size
     given = operands(*shape)
-    found = backward(WeightPasses(fp8_products(scaling)).linear, *given)
+    found = backward(WeightPasses(fp8_gemms(scaling)).linear, *given)
     for ours, theirs in zip(found, backward(F.linear, *given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-8)
 
@@ -132,7 +131,7 @@ def layer(runtime, kind, scaling):
         "down.weight": Parameter("down.weight", (D, H), (None, "tp"), "residual", 0),
     }
     groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
-    build = LayerFactory(table, groups, torch.bfloat16, products=fp8_products(scaling))
+    build = TensorParallelLayers(table, groups, torch.bfloat16, gemms=fp8_gemms(scaling))
     x, weight, _, grad = operands() if kind == "up" else operands(D, H)
     name, module = f"{kind}.weight", (ColumnLinear if kind == "up" else RowLinear)(kind, build)
     box = table[name].box(groups.layout, runtime.rank)

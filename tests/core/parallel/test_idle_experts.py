@@ -11,6 +11,7 @@ from tiny import MOE, Samples, run_config
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 ONE = MOE | {"num_experts": 8, "top_k": 1, "normalize_top_k": False, "router_score": "sigmoid"}
@@ -42,7 +43,7 @@ def stepped(runtime, parallel, batch):
         train = {"precision": "fp64", "matmul": "strict"}
         config = run_config(model, parallel=parallel, batch=batch, train=train)
         trainer = Trainer(config, runtime)
-        trainer.initialise()
+        initialise(trainer)
         stage, calls = trainer.stages[0], []
         experts = stage.get_submodule("blocks.0.mlp.experts")
         experts.register_forward_pre_hook(lambda module, given, to=calls: to.append(given[1]))
@@ -53,9 +54,9 @@ def stepped(runtime, parallel, batch):
         loader = MicroBatchLoader(Samples(config), config, trainer.groups)
         loss = trainer.train_step(loader).loss
         loader.close()
-        views = {key: view.clone() for key, view in trainer.gradients.views.items()}
-        rows = {key: trainer.ownership.rows(key) for key in views}
-        untouched = set() if parallel.get("zero") == 3 else trainer.gradients.fresh
+        views = {key: view.clone() for key, view in trainer.strategy.gradients.items()}
+        rows = {key: trainer.strategy.ownership.rows(key) for key in views}
+        untouched = set() if parallel.get("zero") == 3 else trainer.strategy.fresh
         answers[name] = Answer(loss, views, rows, untouched, calls)
     return answers
 

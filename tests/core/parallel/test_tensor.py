@@ -7,11 +7,11 @@ from ranks import run_ranks
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
-from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.health.traffic import Traffic
-from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear, VocabEmbedding
+from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear, TensorParallelLayers
+from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 
 T, D, H = 8, 6, 12  # tokens, columns, inner columns
 SIZES = [(1, True), (2, True), (2, False), (4, True), (4, False)]  # tp, sequence parallel
@@ -31,7 +31,7 @@ def build(runtime, sequence_parallel, vocab=1):
     ]
     groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
     named = {parameter.name: parameter for parameter in table}
-    return LayerFactory(named, groups, torch.float64, sequence_parallel)
+    return TensorParallelLayers(named, groups, torch.float64, sequence_parallel)
 
 
 def fill(parameter, name, whole, build):
@@ -88,7 +88,7 @@ def some_heads(runtime, kv_heads, sequence_parallel):
     """(this rank's heads [T, _, W], gradient of x, others with their boxes, bytes sent forward)."""
     (table, values), tp, recorder = head_weights(kv_heads), runtime.world, FlightRecorder()
     groups = make_groups(ParallelLayout(tp, tp=tp), runtime.rank, "cpu", recorder=recorder)
-    made = LayerFactory(table, groups, torch.float64, sequence_parallel)
+    made = TensorParallelLayers(table, groups, torch.float64, sequence_parallel)
     layer = HeadsLinear("qkv", made)
     boxes = {name: table[name].box(groups.layout, runtime.rank).slices for name in table}
     for name, parameter in (("qkv.weight", layer.weight), ("qkv.bias", layer.bias)):
@@ -153,7 +153,7 @@ def _embed_and_lose(runtime, sequence_parallel, vocab):
     ids, labels = ids_and_labels(vocab)
     embedded = table(ids)
     x = made.my_tokens(seeded(T, D, seed=2)).requires_grad_()
-    losses = table.losses(x, labels)
+    losses = VocabLoss(table).losses(x, labels)
     losses.backward(seeded(T, seed=3))
     return embedded.detach(), losses.detach(), x.grad, table.weight.grad, made.groups.tp.rank
 
@@ -198,8 +198,9 @@ def _score(runtime, vocab, tied_maxima):
     logits = score_logits(vocab, tied_maxima)
     padded = F.pad(logits, (0, table.weight.shape[0] * runtime.world - vocab), value=1e9)
     shard = padded.chunk(runtime.world, 1)[runtime.rank].contiguous()
-    whole = table.all_logits(shard, vocab)
-    return *table.score(shard.clone(), ids_and_labels(vocab)[1]), whole
+    output = VocabLoss(table)
+    whole = output.all_logits(shard, vocab)
+    return *output.score(shard.clone(), ids_and_labels(vocab)[1]), whole
 
 
 def score_logits(vocab, tied_maxima):

@@ -7,6 +7,7 @@ from tiny import GPT, MOE, run_config
 
 from mtcli.core.parallel.ownership import WholeSums
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 ROWS = [
@@ -24,10 +25,10 @@ ROWS = [
 def squares(runtime, config):
     """{name: [sum of squares, elements]} of what this rank has parts of."""
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     parts = trainer.optimizer.masters
     sums = [torch.tensor([float(x.square().sum()), x.count_nonzero()]) for x in parts.values()]
-    whole = WholeSums(parts, trainer.ownership)(torch.stack(sums))
+    whole = WholeSums(parts, trainer.strategy.ownership)(torch.stack(sums))
     return dict(zip(parts, whole.tolist(), strict=True))
 
 

@@ -17,7 +17,7 @@ from mtcli.core.plan.live_memory import LiveMemory
 from mtcli.core.plan.memory import rank_memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import shards
+from mtcli.core.training.state import initialise, shards
 from mtcli.core.training.step import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import Samples, run_config
@@ -244,7 +244,7 @@ def _measure(runtime, row):
     config = config_of(*row)
     with LiveMemory() as live:
         trainer = Trainer(config, runtime)
-        trainer.initialise()
+        initialise(trainer)
         state = sum(trainer.state_bytes_by_kind().values())
         live.begin()
         with closing(MicroBatchLoader(Samples(config), config, trainer.groups)) as loader:

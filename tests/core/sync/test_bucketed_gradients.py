@@ -7,9 +7,10 @@ from torch import nn
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
+from mtcli.core.optim.grad_norm import square_sum
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.core.sync.all_reduce import BucketedGradients, square_sum
+from mtcli.core.sync.all_reduce import BucketedDataParallel
 
 NAMES = ["a", "b", "c", "unused"]
 SIZE = 5  # elements of each: 20 bytes of float32
@@ -35,7 +36,7 @@ def made(runtime, bucket_bytes, dtype=torch.float32, **layout):
     module = Sum(dtype)
     groups = make_groups(ParallelLayout(runtime.world, **layout), runtime.rank, runtime.device)
     ownership = Ownership(groups, table(), sequence_parallel=True, shard=False)
-    return module, BucketedGradients({0: module}, ownership, bucket_bytes)
+    return module, BucketedDataParallel({0: module}, ownership, bucket_bytes)
 
 
 def x_of(rank, micro_batch):
@@ -43,16 +44,16 @@ def x_of(rank, micro_batch):
 
 
 def reduced(runtime, bucket_bytes, steps=2, micro_batches=3):
-    module, gradients = made(runtime, bucket_bytes)
+    module, strategy = made(runtime, bucket_bytes)
     for _ in range(steps):  # the second step must not see the first's gradients
-        gradients.begin()
+        strategy.before_step()
         for m in range(micro_batches):
             if m == micro_batches - 1:
-                gradients.arm(0)
+                strategy.before_last_backward(0)
             module(x_of(runtime.rank, m)).backward()
-        gradients.finish()
+        strategy.after_backward()
     left = [name for name, p in module.named_parameters() if p.grad is not None]
-    return {n: v.clone() for n, v in gradients.views.items()}, len(gradients.buckets), left
+    return {n: v.clone() for n, v in strategy.gradients.items()}, len(strategy.buckets), left
 
 
 @pytest.mark.parametrize(
@@ -76,15 +77,15 @@ def test_one_rank_adds_up_micro_batches_alone():
 
 def overlap(runtime):
     """Which buckets are on their way after the last backward, and before it."""
-    module, gradients = made(runtime, 20)
-    gradients.begin()
+    module, strategy = made(runtime, 20)
+    strategy.before_step()
     seen = []
     for m in range(2):
         if m == 1:
-            gradients.arm(0)
+            strategy.before_last_backward(0)
         module(x_of(runtime.rank, m)).backward()
-        seen.append({n for b in gradients.buckets if b.work is not None for n in b.slots})
-    gradients.finish()
+        seen.append({n for b in strategy.buckets if b.work is not None for n in b.slots})
+    strategy.after_backward()
     return seen
 
 
@@ -106,14 +107,14 @@ def test_sums_are_kept_in_float32_or_wider():
 
 
 def squares(runtime):
-    module, gradients = made(runtime, 1e9, tp=2)
-    gradients.begin()
-    gradients.arm(0)
+    module, strategy = made(runtime, 1e9, tp=2)
+    strategy.before_step()
+    strategy.before_last_backward(0)
     module(x_of(0, 0)).backward()
-    gradients.finish()
-    before = square_sum(gradients)
-    gradients.scale_(0.5)
-    return before, square_sum(gradients)
+    strategy.after_backward()
+    before = square_sum(strategy.counted_gradients())
+    strategy.scale_gradients_(0.5)
+    return before, square_sum(strategy.counted_gradients())
 
 
 def test_a_replicated_parameter_counts_once_in_the_norm():

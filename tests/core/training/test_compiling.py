@@ -14,6 +14,7 @@ from mtcli.core.training import step as training
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.nonfinite import first_nonfinite
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -48,7 +49,7 @@ def config_of(model, parallel, data, compiled):
 def curve(runtime, config, steps=2):
     """[(loss, norm)] of the first steps."""
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(steps)]
     loader.close()
@@ -92,7 +93,7 @@ def test_a_compiled_model_keeps_its_names_and_names_the_module_of_a_fault(quickl
     plain, compiled = (Trainer(config_of(GPT, {}, {}, c), ALONE) for c in (False, True))
     names = [list(trainer.stages[0].state_dict()) for trainer in (plain, compiled)]
     assert names[0] == names[1]
-    compiled.initialise()
+    initialise(compiled)
     loader = MicroBatchLoader(Samples(compiled.config), compiled.config, compiled.groups)
     loader.sample_ids = lambda step, micro_batch: []
     compiled.train_step(loader)

@@ -4,12 +4,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny import GPT, LLAMA, Samples, run_config
+from tiny import GPT, LLAMA, Samples, Weighted, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.cuda_graphs import GraphedPipeline
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -31,13 +32,13 @@ class Again:
         return lambda: (self.events.append("replay"), run())
 
 
-def curve(config, recorder=None):
+def curve(config, recorder=None, samples=Samples):
     """[(loss, norm)] of three steps, and the spans of the last."""
     trainer = Trainer(config, ALONE)
-    trainer.initialise()
+    initialise(trainer)
     if recorder:
-        trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.gradients, recorder)
-    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+        trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.strategy, recorder)
+    loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(3)]
     loader.close()
     return [(s.loss, s.grad_norm) for s in done], [span.op for span in trainer.pipeline.spans]
@@ -58,6 +59,14 @@ def test_replayed_micro_batches_give_the_steps_of_those_as_written(model, data, 
     expected, replayed = curve(config), curve(config, recorder)
     assert replayed == expected
     assert recorder.events == ["warm up", "record", "record", *["replay"] * (3 * 4 * 2)]
+
+
+def test_loss_weights_are_inputs_of_the_graph_and_other_sums_of_them_record_nothing_anew():
+    config, recorder = run_config(GPT | {"num_layers": 2}), Again()
+    replayed, _ = curve(config, recorder, Weighted)
+    written, _ = curve(config, samples=Weighted)
+    assert [s for pair in replayed for s in pair] == pytest.approx(sum(written, ()), rel=1e-6)
+    assert replayed != curve(config)[0] and recorder.events.count("record") == 2
 
 
 def test_another_loss_scale_is_recorded_anew():

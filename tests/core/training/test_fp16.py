@@ -18,6 +18,7 @@ from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.loop import train
+from mtcli.core.training.state import initialise, load_weights
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -30,7 +31,7 @@ def half(**settings):
 
 def started(config, checkpoint=None):
     trainer = Trainer(config, ALONE)
-    trainer.load_weights(checkpoint) if checkpoint else trainer.initialise()
+    load_weights(trainer, checkpoint) if checkpoint else initialise(trainer)
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 
@@ -109,7 +110,7 @@ def test_gradients_reach_the_optimizer_clipped_and_without_the_scale(precision, 
     settings = half(precision=precision)
     trainer, loader = started(run_config(optimizer={"clip": clip}, train=settings))
     (step,) = steps_of(trainer, loader, 1)
-    squares = sum(view.double().square().sum() for view in trainer.gradients.views.values())
+    squares = sum(view.double().square().sum() for view in trainer.strategy.gradients.values())
     assert 0.05 < step.grad_norm < 50.0
     expected = 0.05 if clip == 0.05 else step.grad_norm
     assert math.sqrt(squares) == pytest.approx(expected, rel=1e-5)

@@ -16,6 +16,7 @@ from trained import train_and_save
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 HALF = 2.0**-11
@@ -50,9 +51,9 @@ def config_of(name, parallel, batch, **train):
 def begun(runtime, config):
     """A trainer with the seed's weights as float16 has them, and its loader."""
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     with torch.no_grad():
-        for tensor, _ in trainer.gradients.held.values():
+        for tensor, _ in trainer.strategy.shards.values():
             tensor.copy_(tensor.half())
     trainer.optimizer.reset_masters()
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
@@ -71,8 +72,8 @@ def first_step(runtime, config):
     norm = trainer.train_step(loader).grad_norm
     loader.close()
     found = []
-    for name, view in trainer.gradients.views.items():
-        kept = OwnedShard(view, trainer.ownership.rows(name))
+    for name, view in trainer.strategy.gradients.items():
+        kept = OwnedShard(view, trainer.strategy.ownership.rows(name))
         for box, part in kept.blocks(trainer.table[name], trainer.groups):
             found.append((name, box, part.double().clone()))
     return First(found, norm)

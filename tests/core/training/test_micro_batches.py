@@ -23,10 +23,10 @@ def groups_of(layout, rank):
     return Groups(layout, rank, torch.device("cpu"), {"cp": axis})
 
 
-def rows_of(config, layout, rank, step, gradient_scale=1.0):
+def rows_of(config, layout, rank, step, loss_scale=1.0):
     """(tokens, labels, positions, numbers) of every micro-batch of a rank, one after another."""
     loader = MicroBatchLoader(Samples(config), config, groups_of(layout, rank))
-    load = loader.step(step, gradient_scale)
+    load = loader.step(step, loss_scale).load
     count = config.batch.global_batch_size // (config.batch.micro_batch_size * layout.dp)
     found = [load(m) for m in range(count)]
     loader.close()
@@ -52,7 +52,7 @@ def test_rows_for_a_gpu_wait_in_pinned_memory_and_arrive_as_they_are():
     loader = MicroBatchLoader(Samples(config), config, groups)
     read = loader._read(0, 2)
     assert read.tokens.is_pinned() and read.documents.is_pinned()
-    inputs = loader.step(0, 1.0)(0)
+    inputs = loader.step(0, 1.0).load(0)
     loader.close()
     assert torch.equal(inputs.tokens.cpu(), torch.from_numpy(Samples(config).batch(0, 2)[:, :-1]))
 
@@ -81,13 +81,14 @@ def test_without_dropout_or_in_evaluation_tokens_have_no_numbers():
     layout = ParallelLayout(1)
     assert rows_of(run_config(batch=BATCH), layout, 0, 0)[0].numbers is None
     dropping = run_config(GPT | DROPPING, batch=BATCH)
-    assert rows_of(dropping, layout, 0, 0, gradient_scale=0.0)[0].numbers is None
+    assert rows_of(dropping, layout, 0, 0, loss_scale=0.0)[0].numbers is None
 
 
-def test_auxiliary_losses_have_the_gradient_scale_of_the_loss():
+def test_auxiliary_losses_are_means_over_the_tokens_of_the_global_batch():
     config, layout = run_config(batch=BATCH), ParallelLayout(1)
     for scale in (0.0, 0.25):
-        assert {x.aux_scale for x in rows_of(config, layout, 0, 0, scale)} == {scale}
+        rows = rows_of(config, layout, 0, 0, scale)
+        assert {x.aux_scale for x in rows} == {scale / (12 * 8)}
 
 
 def restarts_by_hand(documents):
@@ -144,7 +145,7 @@ def test_later_steps_are_read_ahead_and_none_past_the_end():
     loader.step(1, 1.0)
     assert batches.asked == [0, 12]
     whole = torch.from_numpy(batches.batch(0, 12)[:, :-1])
-    assert torch.equal(loader.step(0, 0.0)(0).tokens, whole), (
+    assert torch.equal(loader.step(0, 0.0).load(0).tokens, whole), (
         "back, as an evaluation that starts over"
     )
     loader.close()
@@ -162,7 +163,7 @@ def open_for(data, model=GPT, **options):
 
 
 def tokens_of(loader):
-    load = loader.step(0, 1.0)
+    load = loader.step(0, 1.0).load
     loader.close()
     return load(0).tokens
 

@@ -15,8 +15,7 @@ from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.training.loop import _require_same_run
-from mtcli.core.training.state import resume
+from mtcli.core.training.state import load_weights, require_same_run, resume
 from mtcli.core.training.step import Trainer
 
 TALL = {"micro_batch_size": 2}
@@ -204,10 +203,10 @@ def test_biases_of_experts_go_on_on_any_layout(biased, layout, tmp_path):
 
 def test_the_rate_of_biases_may_change_and_not_whether_there_are_any(biased):
     checkpoint = checkpoint_of(biased[0], STOP)
-    _require_same_run(run_config(BIASED | {"router_bias_update_rate": 1e-9}), checkpoint)
+    require_same_run(run_config(BIASED | {"router_bias_update_rate": 1e-9}), checkpoint)
     message = "model.router_bias_update_rate: it is 0.0, and the run was trained with 0.01"
     with pytest.raises(MtcliError, match=message):
-        _require_same_run(run_config(BIASED | {"router_bias_update_rate": 0.0}), checkpoint)
+        require_same_run(run_config(BIASED | {"router_bias_update_rate": 0.0}), checkpoint)
 
 
 def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_way(
@@ -217,13 +216,13 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
     run_ranks(1, train, config_of(plain, (1, {}, {})), tmp_path, 0, STOP)
     checkpoint = checkpoint_of(tmp_path, STOP)
     trainer = Trainer(config_of(BIASED, (1, {}, {})), ALONE)
-    trainer.load_weights(checkpoint)
-    for name, (tensor, _) in trainer.gradients.held.items():
+    load_weights(trainer, checkpoint)
+    for name, (tensor, _) in trainer.strategy.shards.items():
         stored = checkpoint.read(name) if trainer.table[name].trained else torch.zeros(8)
         stored = stored.flatten(0, -2) if stored.dim() > 1 else stored
         assert torch.equal(tensor[: len(stored)], stored), name
     with pytest.raises(MtcliError, match="has the tensor blocks.0.mlp.router.bias, and the model"):
-        Trainer(config_of(plain, (1, {}, {})), ALONE).load_weights(checkpoint_of(biased[0], STOP))
+        load_weights(Trainer(config_of(plain, (1, {}, {})), ALONE), checkpoint_of(biased[0], STOP))
 
 
 @pytest.mark.parametrize(
@@ -257,12 +256,12 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
 def test_a_resumed_run_keeps_its_model_and_data_order(run, change, message):
     checkpoint = checkpoint_of(run[1], STOP)
     free = {"parallel": {"pp": 2}, "train": {"precision": "bf16"}, "optimizer": {"lr": 0.1}}
-    _require_same_run(run_config(run[0], **free), checkpoint)
+    require_same_run(run_config(run[0], **free), checkpoint)
     table = run_config(run[0]).model_dump(exclude_none=True)
     for name, value in change.items():
         table[name] = table[name] | value if isinstance(value, dict) else value
     with pytest.raises(MtcliError) as caught:
-        _require_same_run(config_from(table), checkpoint)
+        require_same_run(config_from(table), checkpoint)
     assert message in str(caught.value) and "--init, and another train.output" in str(caught.value)
 
 

@@ -16,6 +16,7 @@ from mtcli.core.plan.live_memory import LiveMemory
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.loop import train
+from mtcli.core.training.state import initialise, load_weights
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -24,7 +25,7 @@ STEPS = 6
 
 def trainer_of(config):
     trainer = Trainer(config, ALONE)
-    trainer.initialise()
+    initialise(trainer)
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 
@@ -60,7 +61,7 @@ def test_a_run_is_the_plain_loop_on_transformers_model(gpt2):
     optimizer = {"clip": 0.5, "weight_decay": 0.2}
     config = run_config(fields, train=train, optimizer=optimizer)
     trainer = Trainer(config, ALONE)
-    trainer.load_weights(checkpoint)
+    load_weights(trainer, checkpoint)
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     found = [trainer.train_step(loader) for _ in range(STEPS)]
     loader.close()
@@ -84,7 +85,7 @@ def test_the_loss_falls_on_text_that_can_be_learnt():
 
 def evaluated(runtime, config):
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     answer = trainer.evaluate(loader), trainer.evaluate(loader)
     loader.close()
@@ -103,7 +104,7 @@ LAYOUTS = [
 def evaluated_bytes(runtime, config):
     """The most that evaluation takes beside what was there, on this rank."""
     trainer = Trainer(config, runtime)
-    trainer.initialise()
+    initialise(trainer)
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     with LiveMemory() as live:
         trainer.evaluate(loader)  # from here on the memory that ranks share is counted

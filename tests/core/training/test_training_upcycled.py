@@ -17,6 +17,7 @@ from mtcli.core.convert.upcycle import upcycled
 from mtcli.core.convert.upcycle_recipe import recipe_of
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise, load_weights
 from mtcli.core.training.step import Trainer
 
 STEPS = 6
@@ -44,7 +45,7 @@ def config_of(model, parallel, batch):
 def losses_of(runtime, config, folder):
     """Losses of a run whose weights come from a checkpoint."""
     trainer = Trainer(config, runtime)
-    trainer.load_weights(open_checkpoint(folder))
+    load_weights(trainer, open_checkpoint(folder))
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     losses = [trainer.train_step(loader).loss for _ in range(STEPS)]
     loader.close()
@@ -56,7 +57,7 @@ def dense(tmp_path_factory):
     """A dense checkpoint and the losses of going on with it."""
     config = config_of(MODEL, {}, {})
     trainer = Trainer(config, ALONE)
-    trainer.initialise()
+    initialise(trainer)
     pieces = []
     for name, weight in trainer.stages[0].named_parameters():
         shape = trainer.table[name].shape  # without the padding of the vocabulary

@@ -16,6 +16,7 @@ from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.health.consistency import ConsistencyGuard
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 HINT = "the ranks of an axis must make the same calls in the same order; later ones follow from it"
@@ -203,7 +204,7 @@ def trained(runtime, path, config):
     found = []
     for recorder, store in ((FlightRecorder(), None), guarded(runtime, path)):
         trainer = Trainer(config, replace(runtime, recorder=recorder))
-        trainer.initialise()
+        initialise(trainer)
         loader = MicroBatchLoader(Samples(config), config, trainer.groups)
         losses = [trainer.train_step(loader).loss for _ in range(2)]
         loader.close()

@@ -1,0 +1,18 @@
+"""The global gradient norm, and how far clipping shortens it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def square_sum(gradients: Sequence[Tensor]) -> float:
+    """The sum of squares of this rank's gradients, norms in their own dtype, summed in float64."""
+    if not gradients:
+        return 0.0
+    return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+
+
+def clip_factor(norm: float, clip: float) -> float:
+    """What gradients of a norm are multiplied by so that it is at most `clip`; 0 clips nothing."""
+    return clip / norm if clip and norm > clip else 1.0

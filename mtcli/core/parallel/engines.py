@@ -1,0 +1,40 @@
+"""The engines that answer a model's layer factory, by parallel.tp_mode."""
+
+import torch
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.fp8 import fp8_gemms, require_fp8
+from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.tensor import TensorParallelLayers
+from mtcli.core.parallel.zero_bubble import WeightPasses
+from mtcli.kernels.gemm import DEFAULT_GEMMS
+
+ENGINES: dict[str, type[LayerFactory]] = {"1d": TensorParallelLayers}
+
+
+def layer_factory(
+    config: RunConfig, groups: Groups, dtype: torch.dtype, device: torch.device
+) -> LayerFactory:
+    """The factory of a run's layers, whose parameters are of that dtype on that device.
+
+    Raises MtcliError where the device has no float8 products and the run trains in fp8.
+    """
+    parallel, gemms = config.parallel, None
+    if config.train.precision == "fp8":
+        require_fp8(groups.device, config.train.fp8_scaling)
+        gemms = fp8_gemms(config.train.fp8_scaling)
+    splits = parallel.schedule == "zero_bubble"
+    return ENGINES[parallel.tp_mode](
+        table=parameters(config.model),
+        groups=groups,
+        dtype=dtype,
+        sequence_parallel=parallel.sequence_parallel,
+        cp_mode=parallel.cp_mode,
+        dispatcher=parallel.dispatcher,
+        weight_passes=WeightPasses(gemms or DEFAULT_GEMMS) if splits else None,
+        gemms=gemms,
+        recompute_activations=parallel.recompute != "full",
+        device=device,
+    )

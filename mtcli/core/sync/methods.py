@@ -1,0 +1,33 @@
+"""The strategy that a config names."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import shards_parameters
+from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.ownership import Ownership
+from mtcli.core.sync.all_reduce import BucketedDataParallel
+from mtcli.core.sync.strategy import Strategy
+
+
+def builds_on_meta(config: RunConfig, layout: ParallelLayout) -> bool:
+    """Whether the strategy takes stages without memory and allocates this rank's shards."""
+    return shards_parameters(config.parallel.zero, layout, config.model)
+
+
+def strategy_for(
+    config: RunConfig, stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype
+) -> Strategy:
+    """The strategy of a run over this rank's stages, which compute in `dtype`."""
+    parallel, table = config.parallel, parameters(config.model)
+    ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
+    if not builds_on_meta(config, groups.layout):
+        return BucketedDataParallel(stages, ownership, parallel.bucket_mib * 2**20)
+    from mtcli.core.sync.fsdp import FullyShardedDataParallel  # half a second of torch's imports
+
+    return FullyShardedDataParallel(stages, ownership, dtype)

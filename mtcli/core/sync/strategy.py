@@ -1,0 +1,73 @@
+"""The protocol of what data-parallel replicas exchange, and when.
+
+A training step calls `before_step`, then `before_last_backward` ahead of each stage's last
+backward, then `after_backward`, and after the optimizer's update `after_update`. The step asks the
+strategy for its gradients, their norm and clipping, and a checkpoint for its state.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.ownership import OwnedShard, Ownership
+
+
+class Strategy(Protocol):
+    """How replicas stay one model. Every rank makes the same calls; methods here are defaults."""
+
+    stages: Mapping[int, nn.Module]
+    ownership: Ownership
+    recorded: bool
+    """whether the flight recorder sees all of its collectives"""
+    shards: dict[str, OwnedShard]
+    """this rank's memory of every parameter, by name"""
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's reduced gradients, by name: [owned rows, ...]."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The owned rows of trained parameters, which this rank's optimizer updates: views."""
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The memory that gradients take."""
+
+    def before_step(self, from_zero: bool = False) -> None:
+        """Starts a step, whose first gradients replace the last step's.
+
+        With `from_zero` they are added to zeros, so that every micro-batch is the same work.
+        """
+
+    def before_last_backward(self, stage: int) -> None:
+        """Notes that the next backward of a stage is its last one of the step."""
+
+    def after_backward(self) -> None:
+        """Returns when every gradient is reduced; those that no backward touched are zero."""
+
+    def after_update(self) -> None:
+        """Makes replicas alike again, once this rank's owned rows are updated."""
+
+    def counted_gradients(self) -> list[Tensor]:
+        """The gradients that this rank counts in the global norm: each element on one rank."""
+        answers_for = self.ownership.answers_for
+        return [x for name, x in self.gradients.items() if x.numel() and answers_for(name)]
+
+    def scale_gradients_(self, factor: float) -> None:
+        """Multiplies every reduced gradient in place, as clipping does."""
+        for gradient in self.gradients.values():
+            gradient.mul_(factor)
+
+    def saves(self, name: str) -> bool:
+        """Whether this rank writes its shard of a parameter into a checkpoint."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of it: owned rows of tensors, named `<kind>/<parameter>`."""
+        return {}
+
+
+def sum_tied_gradients_(gradients: Mapping[str, Tensor], ownership: Ownership) -> None:
+    """Sums the gradients of a tied embedding's two copies, at the ends of the pipeline."""
+    if ownership.tied in gradients:
+        all_reduce(gradients[ownership.tied], ownership.groups.axes["ends"])

@@ -1,0 +1,112 @@
+"""The factory of a model's layers: what an engine of its own takes, and that models name none."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+from parity_runs import MODELS, train_on, worst
+from ranks import run_ranks
+from tiny import Samples, Weighted, run_config
+from torch import nn
+
+import mtcli.core.model
+from mtcli.core.parallel import engines
+from mtcli.core.parallel.factory import LayerFactory
+
+
+class DenseLayers(LayerFactory):
+    """Plain torch on one rank: no shards, no collectives, no kernels of ours."""
+
+    def column_linear(self, name):
+        return Dense(self, name)
+
+    heads_linear = row_linear = column_linear
+
+    def embedding(self, name):
+        return Dense(self, name)
+
+    def norm(self, name, model):
+        return DenseNorm(self, name, model)
+
+    def add_norm(self, name, model):
+        return DenseAddNorm(self, name, model)
+
+    def loss(self, table):
+        return DenseLoss(table.weight[: self.table["embedding.weight"].shape[0]])
+
+
+class Dense(nn.Module):
+    def __init__(self, build, name):
+        super().__init__()
+        self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
+        self.flat_bias = None
+
+    def forward(self, x, with_bias=True):
+        if not x.is_floating_point():
+            return self.weight[x]
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias.flatten()
+
+    def of_activated(self, activation, x, inner_bias=None):
+        if x.shape[-1] == self.weight.shape[1]:
+            return self(F.gelu(x))
+        gate, up = x.chunk(2, -1)
+        return self(F.silu(gate) * up)
+
+
+class DenseNorm(nn.Module):
+    def __init__(self, build, name, model):
+        super().__init__()
+        self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
+        self.eps = model.norm_eps
+
+    def forward(self, x):
+        if self.bias is None:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
+class DenseAddNorm(DenseNorm):
+    def forward(self, x, y=None):
+        x = x if y is None else x + y
+        return x, super().forward(x)
+
+
+class DenseLoss:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def losses(self, x, labels):
+        return F.cross_entropy(x @ self.weight.T, labels, reduction="none")
+
+    def loss(self, x, labels, weights, scale):
+        losses = self.losses(x, labels)
+        total = (losses if weights is None else losses * weights).sum()
+        return total.detach(), total * scale
+
+
+def train_densely(runtime, config, steps, samples):
+    engines.ENGINES["1d"] = DenseLayers  # of this forked process
+    return train_on(runtime, config, steps, samples)
+
+
+@pytest.mark.parametrize("samples", [Samples, Weighted])
+@pytest.mark.parametrize("model", ["gpt dropout", "llama", "llama documents", "moe"])
+def test_another_engine_trains_the_same_model_to_the_same_numbers(model, samples):
+    train = {"precision": "fp64"}
+    config = run_config(MODELS[model], train=train)
+    (ours,) = run_ranks(1, train_on, config, 3, samples)
+    (theirs,) = run_ranks(1, train_densely, config, 3, samples)
+    assert worst(ours, theirs) < 1e-10
+    assert set(ours.gradients) == set(theirs.gradients)
+    for name, gradient in ours.gradients.items():
+        assert (theirs.gradients[name] - gradient).norm() < 1e-10 * gradient.norm(), name
+
+
+def test_models_import_no_engine():
+    sources = Path(mtcli.core.model.__file__).parent.glob("*.py")
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert "mtcli.core.parallel.factory" in modules
+    assert not modules & {"mtcli.core.parallel.tensor", "mtcli.core.parallel.vocab_parallel"}

@@ -1,0 +1,158 @@
+"""Loss weights: one rank gives the plain weighted mean, and every layout the one-rank run."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from parity_runs import Row, slices, train_on, worst
+from ranks import run_ranks
+from test_parity import CLOSE, EXACT, NO_SP, TALL, layouts
+from tiny import Samples, Weighted, run_config
+
+from mtcli.core.config import rules
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise, load_weights
+from mtcli.core.training.step import Trainer
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+STEPS = 4
+ROWS = [
+    Row("gpt dropout", 2, {}),  # dp=2
+    Row("llama", 2, {"zero": 1}),
+    Row("gpt dropout", 2, {"zero": 3}),
+    Row("llama", 4, {"tp": 2, "cp": 2, "zero": 3, "recompute": "full"}, TALL),
+    Row("gpt", 4, {"tp": 2, "recompute": "selective"} | NO_SP),
+    Row("llama documents", 2, {"cp": 2, "cp_mode": "a2a"}),
+    Row("gpt dropout", 4, {"pp": 2, "cp": 2, "cp_mode": "all_gather", "schedule": "gpipe"}),
+    Row("gpt deep", 4, {"pp": 2, "vpp": 2, "schedule": "interleaved"}),
+    Row("one key head", 4, {"tp": 2, "pp": 2, "schedule": "zero_bubble"}),
+    Row("moe", 4, {"cp": 2, "ep": 2, "etp": 2, "zero": 1}),
+    Row("moe biased", 4, {"tp": 2, "ep": 2}, TALL),
+    Row("llama lamb", 4, {"tp": 2, "pp": 2}),
+]
+
+
+class Ones(Samples):
+    def loss_weights(self, start, count):
+        return np.ones((count, self.rows.shape[1] - 1), np.float32)
+
+
+class Nothing(Samples):
+    """Weights of 1 for the first global batch, and none for the second."""
+
+    def loss_weights(self, start, count):
+        ids = np.arange(start, start + count)[:, None]
+        return np.repeat((ids < 4).astype(np.float32), self.rows.shape[1] - 1, 1)
+
+
+@cache
+def one_rank(model, precision):
+    return run_ranks(1, train_on, Row(model, 1, {}).config(precision), STEPS, Weighted)[0]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_random_weights_on_a_layout_give_the_one_rank_run(row):
+    for precision, limit in (("fp64", EXACT), ("fp32", CLOSE)):
+        exact = one_rank(row.model, precision)
+        ranks = run_ranks(row.world, train_on, row.config(precision), STEPS, Weighted)
+        for rank, mine in enumerate(ranks):
+            assert len(mine.losses) == STEPS and worst(exact, mine) < limit
+            assert slices(row, rank, mine, exact) < limit
+
+
+@settings(max_examples=4)
+@given(layouts())
+def test_random_weights_on_any_legal_layout_give_the_one_rank_gradients(row):
+    assume(not rules.problems(row.config(), row.world))
+    exact = one_rank(row.model, "fp64")
+    for rank, mine in enumerate(run_ranks(row.world, train_on, row.config(), 1, Weighted)):
+        assert worst(exact, mine) < EXACT
+        assert slices(row, rank, mine, exact) < EXACT
+
+
+def test_one_rank_gives_the_weighted_mean_of_transformers_model(gpt2):
+    model, checkpoint = gpt2
+    config = run_config(checkpoint.model.model_dump(exclude_none=True), train={"matmul": "strict"})
+    trainer = Trainer(config, ALONE)
+    load_weights(trainer, checkpoint)
+    samples = Weighted(config)
+    loader = MicroBatchLoader(samples, config, trainer.groups)
+    step = trainer.train_step(loader)
+    loader.close()
+    rows, weights = torch.from_numpy(samples.batch(0, 4)), samples.loss_weights(0, 4)
+    assert (weights.sum(1) == 0).any() and (weights > 0).any()
+    logits, weights = model(rows[:, :-1]).logits.flatten(0, 1), torch.from_numpy(weights).flatten()
+    losses = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="none")
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert step.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert step.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+BITS = [
+    Row("gpt dropout", 1, {}),
+    Row("llama", 4, {"tp": 2, "cp": 2}, TALL),
+    Row("moe", 4, {"pp": 2, "ep": 2, "zero": 1}),
+    Row("llama dropout", 2, {"zero": 3, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", BITS, ids=str)
+def test_weights_of_one_give_the_bits_of_no_weights(row, precision):
+    config = row.config(precision)
+    plain, ones = (run_ranks(row.world, train_on, config, 3, s) for s in (Samples, Ones))
+    for mine, same in zip(plain, ones, strict=True):
+        assert (mine.losses, mine.norms) == (same.losses, same.norms)
+        for name, gradient in mine.gradients.items():
+            assert torch.equal(gradient, same.gradients[name])
+
+
+def evaluated(runtime, config, samples):
+    trainer = Trainer(config, runtime)
+    initialise(trainer)
+    loader = MicroBatchLoader(samples(config), config, trainer.groups)
+    loss = trainer.evaluate(loader)
+    loader.close()
+    return loss
+
+
+@pytest.mark.parametrize("parallel", [{}, {"cp": 2, "tp": 2}, {"pp": 2}, {"zero": 3}], ids=str)
+def test_evaluation_is_the_weighted_mean_over_all_its_batches(parallel):
+    train = {"eval_batches": 3, "precision": "fp64"}
+    still = run_config(train=train, optimizer={"lr": 0.0})
+    trainer = Trainer(still, ALONE)
+    initialise(trainer)
+    loader = MicroBatchLoader(Weighted(still), still, trainer.groups)
+    means = [trainer.train_step(loader).loss for _ in range(3)]
+    loader.close()
+    weights = Weighted(still).loss_weights(0, 12).reshape(3, -1).sum(1, dtype=np.float64)
+    expected = float(np.average(means, weights=weights))
+    config = run_config(parallel=parallel, train=train)
+    for loss in run_ranks(4, evaluated, config, Weighted):
+        assert loss == pytest.approx(expected, rel=1e-12)
+    plain, ones = (run_ranks(4, evaluated, config, s) for s in (Samples, Ones))
+    assert plain == ones
+
+
+def refused(runtime, config):
+    trainer = Trainer(config, runtime)
+    initialise(trainer)
+    loader = MicroBatchLoader(Nothing(config), config, trainer.groups)
+    trainer.train_step(loader)
+    try:
+        trainer.train_step(loader)
+    except MtcliError as error:
+        return error.problems[0].message, int(error.code)
+    finally:
+        loader.close()
+
+
+def test_a_step_without_any_weight_is_an_error_on_every_rank():
+    message = "the loss weights of samples 4 to 7, step 2, have the sum 0"
+    assert run_ranks(2, refused, run_config()) == [(message, 1)] * 2
