@@ -1,4 +1,4 @@
-"""Fits the constants of the time model (`mtcli/core/plan/physics.py`) to published runs, and tells
+"""Fits the constants of the time model (`mtcli/core/plan/gpu_time.py`) to published runs, and tells
 how well constants that were fitted on other runs predict each source.
 
 Least squares on logarithms, softened so that a run that cannot be what its record says counts
@@ -23,14 +23,16 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from mtcli.core.plan.physics import FITTED, PHYSICS, Physics
 from mtcli.core.plan.published.records import PublishedRun
+from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics
 from mtcli.core.plan.published.validate import Scored, read_records, score, summarize
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import block_costs
 
 LARGEST = 0.5  # a ratio of 1.65 either way counts no more than this in the loss that is printed
 SMALL = 0.1  # up to here the square counts, beyond it the distance
+FITTED = ("gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "traffic")
+FITTED += ("network", "data_overlap", "step_overhead")
 SHARES = {"gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "memory", "link"}
 SHARES |= {"network", "data_overlap"}
 
@@ -42,8 +44,8 @@ def main() -> None:
         return _print_held_out(records, options.processes)
     fitted = fit(records, fields=options.fields)
     for name, value in asdict(fitted).items():
-        print(f"{name:20} {value:.4g}  (was {getattr(PHYSICS, name):.4g})")
-    for title, chosen in (("before", PHYSICS), ("after", fitted)):
+        print(f"{name:20} {value:.4g}  (was {getattr(PUBLISHED, name):.4g})")
+    for title, chosen in (("before", PUBLISHED), ("after", fitted)):
         _print_errors(f"{options.runs}, {title}", score(records, chosen))
         if options.check:
             others = _timed(read_records(options.check)[0])
@@ -51,8 +53,10 @@ def main() -> None:
 
 
 def fit(
-    records: Sequence[PublishedRun], start: Physics = PHYSICS, fields: Sequence[str] = ()
-) -> Physics:
+    records: Sequence[PublishedRun],
+    start: PublishedPhysics = PUBLISHED,
+    fields: Sequence[str] = (),
+) -> PublishedPhysics:
     """The constants with the least loss on some records.
 
     The pipeline is simulated once per record; while constants move, its step is taken as the same
@@ -81,7 +85,7 @@ def fit(
     return replace(start, **{n: exp(x) for n, x in zip(names, found.x, strict=True)})
 
 
-def _bound(record: PublishedRun, physics: Physics) -> float:
+def _bound(record: PublishedRun, physics: PublishedPhysics) -> float:
     if record.of_block:
         block = block_costs(record.work, record.device, physics).block
         return block.forward + block.backward

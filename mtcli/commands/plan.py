@@ -1,7 +1,6 @@
 """`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -112,14 +111,12 @@ def plan(
         if validate:
             _require_none("--validate", planned)
             return _validate(validate, json_out, plot)
-        from mtcli.core.plan.answer import answer
-        from mtcli.core.plan.request import read_request
+        from mtcli.core.plan.answer import answer, read_request
 
         source = _source(config, rank, dry_run)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        request = read_request(source, wanted, fixed, gpus, device)
-        found = answer(replace(request, calibrates=not no_calibrate), top)
+        found = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
     counted = None
     if dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
@@ -181,34 +178,44 @@ def _require_none(flag: str, others: "Mapping[str, object]") -> None:
 def _show(
     found: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
-    from mtcli.core.plan.tables import group_lines, rank_groups, rank_places, rank_table
+    from mtcli.core.plan import tables
     from mtcli.core.runtime.console import print_line, print_table, width
     from mtcli.core.schedule.timeline import draw as draw_timeline
 
     layout = found.prediction.work.layout
     if json_out:
-        more = {"ranks": rank_places(layout), "groups": rank_groups(layout)} if ranks else {}
+        places, groups = tables.rank_places, tables.rank_groups
+        more = {"ranks": places(layout), "groups": groups(layout)} if ranks else {}
         more |= {"dry_run": counted.as_json()} if counted else {}
-        write_json(found.as_json() | more, json_out)
+        write_json(tables.as_json(found) | more, json_out)
     if json_out == "-":
         return
-    print_table(found.title, ("", ""), found.summary())
-    print_table("Memory of a rank of each pipeline stage, * the fullest", *found.memory_table())
+    print_table(found.title, ("", ""), tables.summary_rows(found))
+    stages = tables.stage_table(found.prediction)
+    print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
     if counted:
         print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
-    if found.candidates:
-        print_table(found.search_title, found.candidate_columns(), found.candidate_rows())
-        columns = ("changed", "falls short", "step", "memory", "layout")
-        print_table("The best with one field changed (estimated)", columns, found.other_rows())
-    if found.enough:
-        print_table(found.enough_title, ("", ""), found.enough_rows())
+    _show_search(found)
     if draw:
         typer.echo(found.drawing_title)
         typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
     if ranks:
-        print_table(*rank_table(layout))
-        for line in group_lines(layout):
+        print_table(*tables.rank_table(layout))
+        for line in tables.group_lines(layout):
             print_line(line, indent="  ")
+
+
+def _show_search(found: "PlanAnswer") -> None:
+    from mtcli.core.plan import tables
+    from mtcli.core.runtime.console import print_table
+
+    if found.candidates:
+        rows = tables.candidate_rows(found.candidates)
+        print_table(found.search_title, tables.CANDIDATES, rows)
+        rows = tables.neighbour_rows(found.neighbours)
+        print_table("The best with one field changed (estimated)", tables.NEIGHBOURS, rows)
+    if found.enough:
+        print_table(*tables.enough_table(found.enough))
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:

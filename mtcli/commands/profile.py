@@ -154,7 +154,7 @@ def _show_run(folder: str, report: str | None, plot: str | None, json_out: str |
     if answer(data, json_out):
         show_run(run.rows, data)
     if report:
-        from mtcli.core.profile.render.run_page import write_run_page
+        from mtcli.core.profile.render.html import write_run_page
 
         write_run_page(report, run, data)
     if plot:

@@ -52,7 +52,7 @@ def train(
     )
 
     def work(runtime: "Runtime") -> bool:
-        from mtcli.core.profile.peak import peak_flops
+        from mtcli.core.profile.measure import peak_flops
         from mtcli.core.training.loop import train as train_run
 
         measure_peak = partial(peak_flops, run, runtime)

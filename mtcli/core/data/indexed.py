@@ -129,7 +129,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def write_dataset(
     prefix: str | Path, sequences: Iterable[Sequence[int] | np.ndarray], dtype: np.dtype
 ) -> None:
-    """Write `sequences`, a document each, as `PREFIX.bin` and `.idx`, both under their final names.
+    """Writes `sequences`, a document each, as `PREFIX.bin` and `.idx`, each whole or not at all.
 
     Raises MtcliError for a token that `dtype` cannot hold. Only the lengths are kept in memory.
     """
@@ -150,7 +150,7 @@ def write_dataset(
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Write an `.idx` of one sequence per document, in bounded memory, and sync it.
+    """Writes an `.idx` of one sequence per document, in bounded memory, and sync it.
 
     `lengths` int32 [S] may be a memory map of the spilled lengths.
     """

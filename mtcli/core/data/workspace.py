@@ -77,7 +77,7 @@ class Workspace:
         self.close()
 
     def remove(self) -> None:
-        """Closes, and leave nothing."""
+        """Closes, and leaves nothing."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -105,7 +105,7 @@ class Workspace:
             self.commit()
 
     def commit(self) -> None:
-        """Makes all that was appended safe, and say so in the journal."""
+        """Makes all that was appended durable, and says so in the journal."""
         for file in (self._tokens, self._lengths):
             file.flush()
             os.fsync(file.fileno())
@@ -119,7 +119,7 @@ class Workspace:
         self._committed = time.monotonic()
 
     def finish(self, facts: dict[str, object], dtype: np.dtype) -> dict[str, object]:
-        """Writes index and facts, then give everything its final name; the facts with hashes."""
+        """Writes index and facts, then gives all its final name; returns the facts with hashes."""
         self.commit()
         index = self.folder / "index.idx"
         write_index(index, dtype, np.memmap(self.folder / "lengths.i32", "<i4", "r"))
@@ -175,7 +175,7 @@ class Workspace:
             raise self._damaged(error.errors()[0]["msg"]) from None
 
     def _take_up(self, kept: Journaled) -> None:
-        """Cuts both files to what the journal vouches for, and count and hash that again."""
+        """Cuts both files to what the journal vouches for, and counts and hashes that again."""
         self.blocks, self.counts = kept.blocks, kept.counts
         for file, size in (
             (self._tokens, kept.token_bytes),

@@ -1,23 +1,48 @@
-"""Seconds per unit of work of this machine's processor, and all that they depend on.
+"""Seconds per unit of work of this machine's processor, measured once for each kind of run.
 
-`mtcli.core.plan.measure_cpu` measures it; `calibration_cache.py` has it measured once and keeps it.
+`measure_cpu.py` measures them, one process at a time. What it found is a file in the user's cache
+folder, named by all that it depends on; so is a measurement that failed, with its reason, which is
+tried again after RETRY seconds.
 """
 
+import fcntl
+import hashlib
+import json
+import os
 import platform
 import re
-from dataclasses import asdict, dataclass, fields
+import signal
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field, TypeAdapter
+
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.runtime.machine import cores
+from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.runtime.atomic_writes import whole
+from mtcli.core.runtime.machine import ALLOCATOR, cores
 
 VERSION = 5  # of the file, of what its numbers multiply, and of how steps are made
 BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes
+FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
+RETRY = 3600.0  # seconds after which what failed is tried again
+PATIENCE = 600.0  # seconds to wait for another process that measures
+POLL = 0.2
+MOST_LETTERS = 200  # of a reason
+INSTEAD = "a roofline takes its place"
 
 Facts = dict[str, Any]
-LINKS = ("gather", "scatter", "reduce", "exchange", "hop")
+Measure = Callable[[Facts], str]
+Exchange = Literal["gather", "scatter", "reduce", "exchange", "hop"]
 
 
 class Amounts(NamedTuple):
@@ -48,20 +73,24 @@ class AttentionRow(NamedTuple):
     part_backward: float
 
 
+Prices = Annotated[tuple[float, ...], Field(min_length=8, max_length=8)]  # of each of Amounts
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Seconds per unit of what a rank does, with `ranks` of them busy on this machine."""
 
-    ranks: int
+    ranks: Annotated[int, Field(ge=1)]
     widens: bool  # makes bfloat16's products in float32
     flops: float  # FLOP/s of a large product on one rank, by which MFU divides
     memory_bandwidth: float  # bytes/s of a copy on one rank
-    forward: tuple[float, ...]  # seconds per unit of each of Amounts
-    backward: tuple[float, ...]
-    attention: tuple[AttentionRow, ...]  # ascending lengths
+    forward: Prices
+    backward: Prices
+    attention: Annotated[tuple[AttentionRow, ...], Field(min_length=1)]  # ascending lengths
     update: tuple[float, float]  # seconds per block, and per element of norm and optimizer
     overhead: float  # seconds of a step outside of its micro-batches
-    links: dict[str, tuple[float, float]]  # of LINKS: seconds, and seconds per byte that crosses
+    # of each: seconds, and seconds per byte that crosses
+    links: Annotated[dict[Exchange, tuple[float, float]], Field(min_length=5)]
 
     def crowd(self, world: int) -> float:
         """Ranks of a world that share what one had to itself while it was measured."""
@@ -73,21 +102,26 @@ class Calibration:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> "Calibration":
-        """What a file held. Raises KeyError, TypeError or ValueError where it is damaged."""
-        kept = {field.name: data[field.name] for field in fields(cls)}
-        rows = tuple(AttentionRow(*map(float, row)) for row in kept["attention"])
-        forward, backward = (Amounts(*map(float, kept[way])) for way in ("forward", "backward"))
-        per_block, per_element = map(float, kept["update"])
-        links = {name: (float(kept["links"][name][0]), float(kept["links"][name][1]))
-                 for name in LINKS}  # fmt: skip
-        counts = {len(kept[way]) for way in ("forward", "backward")}
-        if not rows or kept["ranks"] < 1 or counts != {len(Amounts._fields)}:
-            raise ValueError("a count has no cost")
-        return cls(
-            int(kept["ranks"]), bool(kept["widens"]),
-            float(kept["flops"]), float(kept["memory_bandwidth"]),
-            forward, backward, rows, (per_block, per_element), float(kept["overhead"]), links,
-        )  # fmt: skip
+        """What a file held. Raises ValueError where it is damaged."""
+        return _CALIBRATION.validate_python(data)
+
+
+_CALIBRATION = TypeAdapter(Calibration)
+
+
+def calibrated(config: RunConfig, world: int) -> Calibration | None:
+    """This machine's numbers for a kind of run: those kept, or measured now, which takes seconds.
+
+    None, with a line on stderr that says why, where there are none. Raises MtcliError where the
+    file that MTCLI_CALIBRATION names holds none.
+    """
+    if fixed := os.environ.get(FIXED):
+        try:
+            return Calibration.of(json.loads(read_untrusted(fixed)))
+        except (OSError, ValueError):
+            hint = "a file that plan has left in ~/.cache/mtcli; or leave it unset"
+            raise wrong(f"{fixed} holds no calibration", hint, FIXED) from None
+    return kept_or_measured(facts_of(config, world), cache_folders(), _measure)
 
 
 def facts_of(config: RunConfig, world: int) -> Facts:
@@ -121,10 +155,198 @@ def _torch_version() -> str:
 
 
 def _processor() -> str:
-    """The processor's name."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) -> Calibration | None:
+    """As `calibrated`: what one of the folders holds, else what `measure` prints.
+
+    That is kept in the first folder that can be written; where none can, nothing is measured, as
+    every plan would pay for it again.
+    """
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    files = [folder / f"cpu-{digest[:16]}.json" for folder in folders]
+    found = _read_any(files, facts)
+    if found is None:
+        file = next((file for file in files if _takes_files(file.parent)), None)
+        if file is None:
+            places = " or ".join(map(str, folders))
+            _say(
+                f"no calibration can be kept in {places}: {INSTEAD}; XDG_CACHE_HOME names a folder"
+            )
+            return None
+        with _alone() as alone:
+            if not alone:
+                _say(f"another process has measured this CPU for {PATIENCE:g} s: {INSTEAD}")
+                return None
+            found = _read_any(files, facts) or _measured(file, facts, measure)
+    if isinstance(found, Failure):
+        again = time.strftime("%H:%M", time.localtime(found.at + RETRY))
+        when = f"tried again after {again}, or when {found.file} is deleted"
+        _say(f"this CPU could not be measured ({found.reason}): {INSTEAD}; {when}")
+        return None
+    return found
+
+
+class Failure(NamedTuple):
+    """A measurement that failed, and when by the clock of the machine."""
+
+    reason: str
+    at: float  # seconds since 1970
+    file: Path
+
+
+def cache_folders() -> list[Path]:
+    """The user's cache folder; and a private one that lasts until the machine starts again, for
+    where that cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    found = [Path(base) / "mtcli"] if os.path.isabs(base) else []
+    with suppress(OSError):
+        private = Path(tempfile.gettempdir()) / f"mtcli-{os.getuid()}"
+        private.mkdir(mode=0o700, exist_ok=True)
+        # Anyone may have made a folder of its name in a place that all users share.
+        status = private.lstat()
+        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if ours and not status.st_mode & 0o022:
+            found.append(private)
+    return found
+
+
+def _takes_files(folder: Path) -> bool:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
     except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+        return False
+
+
+def _read_any(files: Sequence[Path], facts: Facts) -> Calibration | Failure | None:
+    """The first calibration, or failure of the last hour, that is kept; not of damaged files, nor
+    of other facts."""
+    for file in files:
+        with suppress(OSError, KeyError, TypeError, ValueError):
+            data = json.loads(read_untrusted(file))
+            if data["facts"] != facts:
+                continue
+            if "failed" not in data:
+                return Calibration.of(data)
+            failed = Failure(str(data["failed"]["reason"]), float(data["failed"]["at"]), file)
+            if 0.0 <= time.time() - failed.at < RETRY:
+                return failed
+    return None
+
+
+def _measured(file: Path, facts: Facts, measure: Measure) -> Calibration | Failure:
+    """Measures this machine and keeps the result in the file."""
+    ranks = f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''}"
+    cost = f"at most {BUDGET:g} s of processor time"
+    _say(f"measuring this CPU for {ranks} of {facts['precision']}, once: {cost}")
+    found: Calibration | Failure
+    try:
+        data: dict[str, Any] = json.loads(measure(facts))
+        found = Calibration.of(data)
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        found = Failure(str(error), time.time(), file)
+        data = {"failed": {"reason": found.reason, "at": found.at}}
+    try:
+        with whole(file) as path:
+            path.write_text(json.dumps({"facts": facts, **data}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        _say(f"what was measured is not kept: {file}: {error.strerror}")
+    return found
+
+
+@contextmanager
+def _alone() -> Iterator[bool]:
+    """Holds this machine's lock: of two that measure at once, each would see the other's load.
+
+    False where another process holds it for longer than PATIENCE. The system frees it when its
+    holder dies. A machine on which no such file can be made has no lock.
+    """
+    if (file := _lock_file()) is None:
+        yield True
+        return
+    try:
+        yield _locked(file)
+    finally:
+        os.close(file)
+
+
+def _locked(file: int) -> bool:
+    deadline = 0.0
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if not deadline:
+            _say("another process measures this CPU: waiting for it (--no-calibrate does not)")
+            deadline = time.monotonic() + PATIENCE
+        elif time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+
+
+def _lock_file() -> int | None:
+    """A file that all users of the machine may lock, none may write, and no link leads away."""
+    with suppress(OSError):
+        path = os.path.join(tempfile.gettempdir(), "mtcli-calibration.lock")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o444)
+            os.fchmod(file, 0o444)  # whatever the umask is
+            return file
+        except FileExistsError:
+            return os.open(path, flags)
+    return None
+
+
+def _measure(facts: Facts) -> str:
+    """Runs `python -m mtcli.core.plan.measure_cpu` and returns its stdout. Raises RuntimeError.
+
+    It ends when this process does: that holds the one write end of its stdin.
+    """
+    import subprocess  # not above: a plan that reads what is kept starts sooner
+    from socket import if_nameindex
+
+    threads = max(1, facts["cores"] // facts["ranks"])
+    settings = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",  # a thread that waits takes no processor time
+        # the interface that no other machine reaches: lo, or lo0
+        "GLOO_SOCKET_IFNAME": next((n for _, n in if_nameindex() if n.startswith("lo")), "lo"),
+    }
+    stdin, lifeline = os.pipe()
+    try:
+        with tempfile.TemporaryDirectory(prefix="mtcli-cpu-") as folder:
+            done = subprocess.run(
+                [sys.executable, "-m", "mtcli.core.plan.measure_cpu", json.dumps(facts), folder],
+                env=ALLOCATOR | os.environ | settings, stdin=stdin, capture_output=True,
+                text=True, errors="replace",
+            )  # fmt: skip
+    finally:
+        os.close(stdin)
+        os.close(lifeline)
+    if done.returncode:
+        raise RuntimeError(_reason(done.returncode, done.stderr))
+    return done.stdout
+
+
+def _reason(code: int, errors: str) -> str:
+    """Why a measurement ended with an exit code: its last words, where it has any."""
+    if code in (-signal.SIGPROF, -signal.SIGXCPU):
+        return f"{BUDGET:g} s of processor time were not enough"
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}"
+    lines = [line for line in errors.splitlines() if line.strip()]
+    last = "".join(letter for letter in lines[-1] if letter.isprintable()) if lines else ""
+    return last[:MOST_LETTERS] or f"it ended with exit code {code}"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

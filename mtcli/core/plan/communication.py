@@ -7,15 +7,14 @@ in every node reaches k times the network's rate per GPU, as far as the fast lin
 """
 
 from collections.abc import Iterator
+from functools import singledispatch
 from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.gpu_time import dense_products
+from mtcli.core.plan.gpu_time import Physics, dense_products
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.physics import Physics
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import Pass, Workload
 
 
 def group_bandwidth(size: int, stride: int, device: Device, physics: Physics) -> float:
@@ -70,14 +69,11 @@ def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     share a key-value head exchange columns of it and of its query heads for whole heads."""
     if work.mesh > 1:
         return _summa(work, device, physics)
-    m, tp = work.model, work.layout.tp
-    moved = float(work.tokens * m.hidden_size * work.sizes.weight)
-    dense = not m.num_experts or m.shared_expert_ffn_hidden_size > 0
+    moved, tp = work.stream_bytes, work.layout.tp
     way = 2 * ring_seconds(moved, tp, 1, device, physics)
     once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
-    heads = work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim / tp
-    exchange = ring_seconds(heads * work.sizes.weight, work.kv_sharers, 1, device, physics)
-    both = once * (1 + dense) + exchange
+    exchange = ring_seconds(work.head_bytes, work.kv_sharers, 1, device, physics)
+    both = once * work.product_halves + exchange
     return Pass(both, both)
 
 
@@ -112,29 +108,30 @@ def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
 
 def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     """Per block: dispatch and combine over ep, and their gather and scatter over etp."""
-    m, layout = work.model, work.layout
-    if not m.num_experts:
+    if not work.model.num_experts:
         return Pass()
-    routed = work.expert_rows * m.hidden_size * work.sizes.weight  # bytes, after the gather
-    gather = 2 * ring_seconds(routed, layout.etp, 1, device, physics)
-    both = gather + 2 * _all_to_all(routed / layout.etp, work, device, physics)
+    routed, etp = work.routed_bytes, work.layout.etp  # after the gather
+    gather = 2 * ring_seconds(routed, etp, 1, device, physics)
+    both = gather + 2 * _all_to_all(routed / etp, work, device, physics)
     return Pass(both, both)
 
 
 def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) -> float:
-    """Every pair of ranks exchanges 1/ep of the tensor: what leaves the node takes the network, by
-    every copy of a token, or once for each node that some of its experts are in."""
+    """Every pair of ranks exchanges 1/ep of the tensor; what leaves the node takes the network."""
     ep, stride = work.layout.ep, work.layout.etp
     if ep == 1:
         return 0.0
     inside = _together(ep, stride, device)
     near = moved * (inside - 1) / ep / (device.link.bandwidth * physics.link)
     far = moved * (ep - inside) / ep / (device.network.bandwidth * physics.network)
-    if work.once_per_node:
-        nodes, copies = ep / inside, work.model.top_k
-        far *= nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     steps = (inside - 1) * device.link.latency + (ep - inside) * device.network.latency
-    return max(near, far) + steps
+    return max(near, far * crossing_share(work, ep / inside)) + steps
+
+
+@singledispatch
+def crossing_share(work: Workload, nodes: float) -> float:
+    """Share of the token copies for other nodes' experts that cross the network: every one."""
+    return 1.0
 
 
 def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
@@ -142,7 +139,7 @@ def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
     layout = work.layout
     if layout.pp == 1:
         return 0.0
-    moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
+    moved = work.stream_bytes / layout.tp
     near = layout.world // layout.pp < device.node_size
     share = physics.link if near else physics.network
     crossed = device.link if near else device.network
@@ -159,7 +156,7 @@ def gradient_seconds(
     weights'. ZeRO-3's traffic is per block: `sharded_block`.
     """
     sizes, total = work.sizes, Pass()
-    for count, ranks, stride in _data_groups(elements, work.layout):
+    for count, ranks, stride in data_groups(elements, work.layout):
         there, back = float(count * sizes.gradient), float(count * sizes.weight)
         if work.zero:
             total += Pass(
@@ -177,12 +174,12 @@ def sharded_block(elements: RankElements, work: Workload, device: Device, physic
         return Pass()
     gather = sum(
         ring_seconds(float(count * work.sizes.weight), ranks, stride, device, physics)
-        for count, ranks, stride in _data_groups(elements, work.layout)
+        for count, ranks, stride in data_groups(elements, work.layout)
     )
     return Pass(gather, 2 * gather)
 
 
-def _data_groups(elements: RankElements, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
+def data_groups(elements: RankElements, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
     """Elements, ranks that reduce them, and how far apart these are: attention's, then experts'."""
     if elements.attention:
         yield elements.attention, layout.dp * layout.cp, layout.tp

@@ -9,12 +9,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log
+from operator import mul
 
-from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
-from mtcli.core.plan.costs import Costs, Pass
+from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
+from mtcli.core.plan.communication import data_groups
 from mtcli.core.plan.elements import RankElements, block_elements, rank_elements
 from mtcli.core.plan.gpu_time import dense_products
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import Costs, Pass, Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
 
@@ -86,12 +87,8 @@ def head_amounts(work: Workload) -> Ways:
 
 def seconds_of(amounts: Ways, known: Calibration) -> Pass:
     """What the counts of a forward and of a backward pass cost, attention aside."""
-    ways = (known.forward, known.backward)
-    found = [
-        sum(a * b for a, b in zip(counts, cost, strict=True))
-        for counts, cost in zip(amounts, ways, strict=True)
-    ]
-    return Pass(*found)
+    ways = zip(amounts, (known.forward, known.backward), strict=True)
+    return Pass(*(sum(map(mul, counts, prices)) for counts, prices in ways))
 
 
 def attention_seconds(work: Workload, known: Calibration) -> Pass:
@@ -126,18 +123,17 @@ def host_block(work: Workload, known: Calibration) -> Costs:
     compute = seconds_of(block_amounts(work), known) + attention
     tensor, context, expert = _tensor(work, known), _context(work, known), _expert(work, known)
     busy = compute + tensor + context + expert
-    again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}
-    recomputed = again[work.recompute]
-    entry = _entry(work, known)
+    again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
+    entry = _pair(work, known) * 0.5  # activations enter the head, or leave the embedding
     return Costs(
-        block=Pass(busy.forward, busy.backward + recomputed),
+        block=Pass(busy.forward, busy.backward + again),
         compute=compute,
         tensor=tensor,
         context=context,
         expert=expert,
         first=seconds_of(embedding_amounts(work), known) + entry,
         last=seconds_of(head_amounts(work), known) + entry,
-        recomputed=recomputed,
+        recomputed=again,
     )
 
 
@@ -155,7 +151,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
         + per_element * rank_elements(work, rank).total / shards
         for rank in work.large_ranks
     )
-    moved = work.tokens * work.model.hidden_size * work.sizes.weight / layout.tp
+    moved = work.stream_bytes / layout.tp
     sums = 2 if work.optimizer == "lamb" else 1  # the gradient norm, and then LAMB's norms
     agreement = 0.0 if layout.world == 1 else sums * _link(known, "reduce", 16.0, 2)
     whole = replace(
@@ -171,7 +167,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     return whole.crowded(known.crowd(layout.world))
 
 
-def _link(known: Calibration, kind: str, moved: float, size: int) -> float:
+def _link(known: Calibration, kind: Exchange, moved: float, size: int) -> float:
     """Seconds of a collective of `size` ranks whose whole tensor is `moved` bytes."""
     if size == 1:
         return 0.0
@@ -182,25 +178,14 @@ def _link(known: Calibration, kind: str, moved: float, size: int) -> float:
 def _tensor(work: Workload, known: Calibration) -> Pass:
     """A gather and a scatter, or an all-reduce, for each half of a block that has products; and
     an exchange of the heads that ranks share."""
-    m, tp = work.model, work.layout.tp
-    moved = float(work.tokens * m.hidden_size * work.sizes.weight)
-    halves = 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
-    heads = work.tokens * (m.num_heads + 2 * work.kv_heads) * m.head_dim / tp
-    once = _link(known, "exchange", heads * work.sizes.weight, work.kv_sharers)
-    return _pair(work, known, moved, tp) * halves + Pass(once, once)
+    once = _link(known, "exchange", work.head_bytes, work.kv_sharers)
+    return _pair(work, known) * work.product_halves + Pass(once, once)
 
 
-def _pair(work: Workload, known: Calibration, moved: float, tp: int) -> Pass:
-    once = _link(known, "reduce", moved, tp)
-    if work.sequence_parallel:
-        once = _link(known, "gather", moved, tp) + _link(known, "scatter", moved, tp)
+def _pair(work: Workload, known: Calibration) -> Pass:
+    kinds: tuple[Exchange, ...] = ("gather", "scatter") if work.sequence_parallel else ("reduce",)
+    once = sum(_link(known, kind, work.stream_bytes, work.layout.tp) for kind in kinds)
     return Pass(once, once)
-
-
-def _entry(work: Workload, known: Calibration) -> Pass:
-    """Activations that enter the head, or leave the embedding, and come back."""
-    moved = float(work.tokens * work.model.hidden_size * work.sizes.weight)
-    return _pair(work, known, moved, work.layout.tp) * 0.5
 
 
 def _context(work: Workload, known: Calibration) -> Pass:
@@ -211,18 +196,13 @@ def _context(work: Workload, known: Calibration) -> Pass:
         local = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.head_dim / layout.tp
         both = _link(known, "exchange", local * work.sizes.weight, layout.cp)
         return Pass(both, both)
-    elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / layout.tp
-    wide = max(4, work.sizes.weight)
     if layout.cp == 1:
         return Pass()
-    once = (layout.cp - 1) * _hop(known, elements * work.sizes.weight)
-    return Pass(once, once + layout.cp * _hop(known, elements * wide))
-
-
-def _hop(known: Calibration, moved: float) -> float:
-    """Seconds in which everyone gives the next rank of a ring `moved` bytes."""
-    latency, per_byte = known.links["gather"]
-    return latency + per_byte * moved
+    elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / layout.tp
+    latency, per_byte = known.links["gather"]  # of a hop: everyone gives the next rank its own
+    once = (layout.cp - 1) * (latency + per_byte * (elements * work.sizes.weight))
+    home = latency + per_byte * (elements * max(4, work.sizes.weight))
+    return Pass(once, once + layout.cp * home)
 
 
 def _expert(work: Workload, known: Calibration) -> Pass:
@@ -231,7 +211,7 @@ def _expert(work: Workload, known: Calibration) -> Pass:
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
-    routed = work.expert_rows * m.hidden_size * work.sizes.weight
+    routed = work.routed_bytes
     both = _link(known, "gather", routed, layout.etp) + _link(known, "scatter", routed, layout.etp)
     both += 2 * _link(known, "exchange", routed / layout.etp, layout.ep)
     counts = _link(known, "gather", 8.0 * m.num_experts, layout.ep * layout.etp)
@@ -245,7 +225,7 @@ def _gradients(elements: RankElements, work: Workload, known: Calibration) -> fl
     if work.zero == 3:
         return 0.0
     total, sizes = 0.0, work.sizes
-    for count, ranks in _data_groups(elements, work):
+    for count, ranks, _ in data_groups(elements, work.layout):
         if work.zero:
             total += _link(known, "scatter", float(count * sizes.gradient), ranks)
             total += _link(known, "gather", float(count * sizes.weight), ranks)
@@ -267,16 +247,8 @@ def _sharded(work: Workload, known: Calibration) -> Pass:
     """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
     if work.zero != 3:
         return Pass()
-    latency, per_byte = known.links["hop"]  # torch's FSDP2 takes gloo's way, as hops do
-    seconds = sum(
-        latency + per_byte * count * work.sizes.weight * (ranks - 1) / ranks
-        for count, ranks in _data_groups(block_elements(work), work)
-        if ranks > 1
+    seconds = sum(  # torch's FSDP2 takes gloo's way, as hops do
+        _link(known, "hop", float(count * work.sizes.weight), ranks)
+        for count, ranks, _ in data_groups(block_elements(work), work.layout)
     )
     return Pass(seconds, 2 * seconds)
-
-
-def _data_groups(elements: RankElements, work: Workload) -> list[tuple[int, int]]:
-    layout = work.layout
-    groups = [(elements.attention, layout.dp * layout.cp), (elements.experts, layout.edp)]
-    return [(count, ranks) for count, ranks in groups if count]

@@ -4,30 +4,64 @@ Matrix products run at the device's sustained rate, less for short inner dimensi
 that do not fill the processors; everything element-wise moves bytes; each kernel costs its launch.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import singledispatch
 from math import ceil
 
 from mtcli.core.config.fp8 import is_narrow
-from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.physics import Physics
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import Pass, Workload
 
 TILE = 128  # rows and columns of an output tile
 BLOCK_KERNELS = 24  # launches of a dense block's forward pass
 EXPERT_KERNELS = 40  # more of them where tokens are routed
-UNFUSED = 1.5  # more traffic where bias, GELU, dropout and addition are kernels of their own
 
 GemmShape = tuple[int, int, int]
 
 
+@dataclass(frozen=True)
+class Physics:
+    """Shares and latencies that separate a step from the datasheet's rates.
+
+    Some were measured by themselves; `benchmarks/fit_physics.py` fitted the others once, together,
+    on published runs (docs/plan.md). There is none per source, model or row.
+    """
+
+    gemm: float = 0.883
+    """of the sustained matrix rate, reached by a large product inside a training step"""
+    narrow_gemm: float = 0.993
+    """the same for 8- and 4-bit products, which also rescale their inputs"""
+    fill: float = 128.0
+    """inner dimension at which a product's prologue costs as much as its work: a tile's width"""
+    attention: float = 0.391
+    """of the sustained rate, reached by flash attention"""
+    memory: float = 0.9
+    """of the memory bandwidth, reached by element-wise kernels: a copy's on any of the devices"""
+    traffic: float = 2.43
+    """memory traffic of element-wise work over that of perfectly fused kernels"""
+    link: float = 0.8
+    """of the bandwidth inside a node, reached by collectives: about 235 of 300 GB/s on A100s"""
+    network: float = 0.623
+    """of the bandwidth between nodes"""
+    launch: float = 5e-6
+    """seconds between kernels that the host can keep up"""
+    data_overlap: float = 0.435
+    """of a pass, usable to hide data parallel communication"""
+    step_overhead: float = 0.053
+    """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
+
+
+PHYSICS = Physics()
+
+
 def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     """Arithmetic and memory time of one block."""
+    moving = elementwise_bytes(work, physics) / (device.memory_bandwidth * physics.memory)
     busy = (
         _dense(work, device, physics)
         + _routed(work, device, physics)
         + attention_seconds(work, device, physics)
-        + _elementwise(work, device, physics)
+        + Pass(moving, 1.5 * moving)
     )
     kernels = BLOCK_KERNELS + (EXPERT_KERNELS if work.model.num_experts else 0)
     floor = kernels * physics.launch
@@ -54,29 +88,25 @@ def embedding_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     return Pass(moved, 2 * moved)
 
 
+@singledispatch  # `published/software.py` has that of former years
 def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Scores, softmax and values. Flash attention computes half the square under a causal mask and
-    5 products for 2 in the backward pass; unfused attention the whole, and moves every score."""
-    m = work.model
-    heads = m.num_heads / work.layout.tp
-    flops = 4.0 * work.tokens * work.seq_len * heads * m.head_dim
-    rate = device.peak("fp16" if "fp16" in device.flops else _narrow(work)) * device.sustained
-    if work.flash:
-        seconds = flops / (2 if m.causal else 1) / (rate * physics.attention)
-        return Pass(seconds, 2.5 * seconds)
-    aligned = 1.0 if m.head_dim % 8 == 0 else physics.misaligned
-    seconds = flops / (rate * physics.unfused_attention * aligned)
-    scores = work.tokens * work.seq_len * heads * work.sizes.weight
-    # Products write and read them once each, softmax and dropout read and write them once each, and
-    # so do scale and mask where they are kernels of their own; a byte of the dropout's mask.
-    passes = 6.5 if work.fused else 10.5
-    moved = scores * passes / (device.memory_bandwidth * physics.memory)
-    return Pass(seconds + moved, 2 * seconds + 1.5 * moved)
+    """Scores, softmax and values of flash attention: half the square under a causal mask, and 5
+    products for 2 in the backward pass."""
+    whole = attention_flops(work) / (2 if work.model.causal else 1)
+    seconds = whole / (attention_rate(work, device) * physics.attention)
+    return Pass(seconds, 2.5 * seconds)
 
 
-def _narrow(work: Workload) -> str:
-    """Attention's precision: that of the activations."""
-    return {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
+def attention_flops(work: Workload) -> float:
+    """FLOPs of both products of a rank's heads over the full square of scores."""
+    heads = work.model.num_heads / work.layout.tp
+    return 4.0 * work.tokens * work.seq_len * heads * work.model.head_dim
+
+
+def attention_rate(work: Workload, device: Device) -> float:
+    """FLOP/s of large products in the precision of the activations."""
+    own = {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
+    return device.peak("fp16" if "fp16" in device.flops else own) * device.sustained
 
 
 def dense_products(work: Workload) -> list[GemmShape]:
@@ -159,8 +189,9 @@ def product_seconds(
     return max(2.0 * m * n * k / rate, moved)
 
 
-def _elementwise(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Norms, residuals, dropout, activation and rotation, in elements read and written."""
+@singledispatch
+def elementwise_bytes(work: Workload, physics: Physics) -> float:
+    """Bytes that norms, residuals, dropout, activation and rotation read and write."""
     m, tp = work.model, work.layout.tp
     shared = 10.0 * m.hidden_size / (tp if work.sequence_parallel else 1)
     per_width = 3 if m.activation == "swiglu" else 2
@@ -171,7 +202,4 @@ def _elementwise(work: Workload, device: Device, physics: Physics) -> Pass:
         inner = per_width * widths / tp + routed
     else:
         inner = per_width * m.ffn_hidden_size / tp
-    moved = work.tokens * (shared + rotated + inner) * work.sizes.weight * physics.traffic
-    moved *= 1.0 if work.fused else UNFUSED
-    seconds = moved / (device.memory_bandwidth * physics.memory)
-    return Pass(seconds, 1.5 * seconds)
+    return work.tokens * (shared + rotated + inner) * work.sizes.weight * physics.traffic

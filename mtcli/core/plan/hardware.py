@@ -2,19 +2,14 @@
 
 Rates are dense (no structured sparsity; fp32 is not TF32), links are per GPU and one way, in
 bytes/s. `sustained` is the share of the datasheet's matrix rate that a large GEMM reaches at the
-board's power limit.
-
-The links that join devices: by kind their latency, and for each device its own rate.
-
-Latencies are those with which NCCL chooses its algorithms (src/graph/tuning.cc, hwLat: ring, LL):
-for its network that of InfiniBand, which RoCE shares. Ethernet alone is taken as TCP through the
-kernel, 10 to 30 us one way.
+board's power limit. Latencies of links are those with which NCCL chooses its algorithms
+(src/graph/tuning.cc, hwLat: ring, LL): for its network that of InfiniBand, which RoCE shares.
+Ethernet alone is taken as TCP through the kernel, 10 to 30 us one way.
 """
 
 import os
 import re
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -22,15 +17,25 @@ from typing import Literal
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.synonyms import closest
-from mtcli.core.plan.calibration import Calibration
-from mtcli.core.plan.calibration_cache import calibrated
+from mtcli.core.plan.calibration import Calibration, calibrated
 
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
+USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks
 LATENCY = {
     "nvlink": 0.6e-6,
     "pcie": 1.0e-6,
     "infiniband": 2.7e-6,
     "roce": 2.7e-6,
     "ethernet": 20e-6,
+}
+# By precision, those whose rate its products may have, the first of the device's.
+WIDER = {
+    "fp64": ("fp64", "fp32"),
+    "fp32": ("fp32",),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "bf16", "fp32"),
+    "fp8": ("fp8", "bf16", "fp32"),
+    "nvfp4": ("nvfp4", "fp8", "bf16", "fp32"),
 }
 HINT = f"KIND-RATE, such as ethernet-100: {', '.join(LATENCY)}, and Gb/s per GPU and way"
 
@@ -54,10 +59,6 @@ def read_link(text: str) -> Link | None:
     if found is None or found[1] not in LATENCY or float(found[2]) <= 0.0:
         return None
     return link(found[1], float(found[2]) / 8.0)
-
-
-TERA, GIGA, GIB = 1e12, 1e9, 2**30
-USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks
 
 
 @dataclass(frozen=True, eq=False)  # a device is itself, and so may key a cache
@@ -94,25 +95,12 @@ class Device:
 
     def computes_in(self, precision: str) -> str:
         """The precision whose rate products of `precision` have."""
-        for name in _WIDER[precision]:
-            if name in self.flops:
-                return name
-        raise AssertionError(f"{self.name} has no rate for {precision}")
+        return next(name for name in WIDER[precision] if name in self.flops)
 
     @property
     def half_precision(self) -> str:
         """What training in 16 bits is quick in: bf16, or fp16 on boards from before it."""
         return "fp16" if "fp16" in self.flops and "bf16" not in self.flops else "bf16"
-
-
-_WIDER = {
-    "fp64": ("fp64", "fp32"),
-    "fp32": ("fp32",),
-    "bf16": ("bf16", "fp32"),
-    "fp16": ("fp16", "bf16", "fp32"),
-    "fp8": ("fp8", "bf16", "fp32"),
-    "nvfp4": ("nvfp4", "fp8", "bf16", "fp32"),
-}
 
 
 def _gpu(
@@ -174,6 +162,11 @@ GPUS = {device.name: device for device in (
 NAMES = (*GPUS, "cpu")
 
 
+def gib(count: float) -> str:
+    """Bytes in GiB, or in MiB where that is less than a tenth of one."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
 def device_named(text: str) -> Device:
     """The device of a name; `cpu` is this machine, whose rates `for_run` measures.
 
@@ -214,14 +207,23 @@ def _joined(device: Device, text: str, changes: list[str]) -> Device:
 
 
 def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = True) -> Device:
-    """What one rank of a run has: an accelerator of its own, or its part of this machine.
-
-    Without `calibrate` three quick rates of this machine are all that is measured.
-    """
+    """What one rank of a run has: an accelerator of its own, or its part of this machine, by what
+    was measured with its ranks at work. Without `calibrate` that is three quick rates."""
     if device.name != "cpu":
         return device
     known = calibrated(config, world) if calibrate else None
-    return _measured(known, config, world) if known else shared(measure_cpu(), world)
+    if known is None:
+        return shared(measure_cpu(), world)
+    crowd = known.crowd(world)
+    return replace(
+        HERE,
+        flops={name: known.flops / crowd for name in {"fp32", config.train.precision}},
+        memory_bytes=HERE.memory_bytes / world,
+        memory_bandwidth=known.memory_bandwidth / crowd,
+        source="measured here, by steps of small models",
+        calibration=known,
+        rates="calibration",
+    )
 
 
 def shared(device: Device, world: int) -> Device:
@@ -233,20 +235,6 @@ def shared(device: Device, world: int) -> Device:
         flops={name: rate / world for name, rate in device.flops.items()},
         memory_bytes=device.memory_bytes / world,
         memory_bandwidth=device.memory_bandwidth / world,
-    )
-
-
-def _measured(known: Calibration, config: RunConfig, world: int) -> Device:
-    """A rank's part of this machine, by what was measured with its ranks at work."""
-    crowd = known.crowd(world)
-    return replace(
-        HERE,
-        flops={name: known.flops / crowd for name in {"fp32", config.train.precision}},
-        memory_bytes=HERE.memory_bytes / world,
-        memory_bandwidth=known.memory_bandwidth / crowd,
-        source="measured here, by steps of small models",
-        calibration=known,
-        rates="calibration",
     )
 
 
@@ -263,9 +251,9 @@ def measure_cpu() -> Device:
     side, rows = 512, 2_000_000
     a = np.ones((side, side), dtype=np.float32)
     source, target = np.ones(rows, dtype=np.float32), np.empty(rows, dtype=np.float32)
-    gemm = min(_seconds(lambda: a @ a) for _ in range(30))
-    copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(10))
-    sent = min(_seconds(lambda: _send(source.data.cast("B"))) for _ in range(10))
+    gemm = min(timeit.repeat(lambda: a @ a, number=1, repeat=30))
+    copy = min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=10))
+    sent = min(timeit.repeat(lambda: _send(source.data.cast("B")), number=1, repeat=10))
     rate = 2.0 * side**3 / gemm
     return replace(
         HERE,
@@ -290,12 +278,6 @@ def _send(data: memoryview) -> None:
         while left:
             left -= there.recv_into(buffer)
         sender.join()
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 # gloo over loopback is taken as 1.5 GB/s (2 processes, all-reduce of 67 MB); rates are those of

@@ -1,9 +1,13 @@
-"""Measures this machine's processor for `mtcli plan --device cpu`, which starts it by
-`plan/calibration_cache.py`.
+"""Measures this machine's processor for `mtcli plan --device cpu`; `calibration.py` starts it.
 
 One process per rank, all at the same work at once. Each trains small models of one kind, alone,
 with the trainer itself; what a forward and a backward pass cost per unit of what they count
 (`plan/cpu_time.py`) is then fitted to all of them together, by least squares of relative errors.
+Products, copies, attention and collectives are measured by themselves.
+
+A rank is timed by the processor time of its main thread, which other programs that use the machine
+meanwhile leave as it is. It has its part of every parallel region; threads that wait for each other
+sleep (OMP_WAIT_POLICY), or they would count their waiting.
 
 What limits it is processor time, BUDGET seconds of all processes: what is measured does not depend
 on how much of the machine others leave to it, only how long that takes.
@@ -14,45 +18,54 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
 from statistics import median
-from time import process_time
-from typing import NamedTuple
+from time import perf_counter, process_time, thread_time
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.pipeline import OpSpan
-from mtcli.core.plan.calibration import BUDGET, Amounts, Calibration, Facts
-from mtcli.core.plan.cpu_time import attention_seconds, stage_amounts
-from mtcli.core.plan.probes import (
-    LENGTHS,
-    Stopwatch,
-    attention_row,
-    copy_rate,
-    links,
-    product_rate,
-    stopwatch,
+from mtcli.core.model.build import DTYPES
+from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from mtcli.core.parallel.context import attention_over
+from mtcli.core.parallel.groups import Axis, make_groups
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.plan.calibration import (
+    BUDGET,
+    Amounts,
+    AttentionRow,
+    Calibration,
+    Exchange,
+    Facts,
 )
+from mtcli.core.plan.cpu_time import attention_seconds, stage_amounts
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, set_matmul
 from mtcli.core.runtime.process_pool import end_with
 from mtcli.core.training.loader import synthetic_loader
-from mtcli.core.training.step import Phases, Trainer
-from mtcli.kernels.gemm import runs_in_float32
+from mtcli.core.training.step import Trainer
+from mtcli.kernels.gemm import matmul, runs_in_float32
 
 ROUNDS, STEPS, WARMUP = 2, 2, 1  # rounds, so that no slow moment of the machine is in all
 MOST_RANKS = 4  # that measure at once: more would have too little of the budget each
 OF_ATTENTION, OF_MODELS = 0.2, 0.7  # of a rank's share, after which nothing more is begun
 LEAST_SHAPES = 8  # as many as a pass has counts (`Amounts`)
 PATIENCE = timedelta(minutes=3)  # for another rank, on a machine that has other work
-NO_LINKS = dict.fromkeys(("gather", "scatter", "reduce", "exchange", "hop"), (0.0, 0.0))
+
+SIDE = 1024  # of a large product
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
+SCORES, HEAD_DIM = 2**20, 32  # of an attention; of wider heads fewer scores do
+LEAST_SECONDS, LEAST_TIMES = 0.01, 3
+SMALL, LARGE = 2**12, 2**22  # bytes of a collective
 
 
 class ProbeShape(NamedTuple):
@@ -90,20 +103,6 @@ class Timed(NamedTuple):
     overhead: float
 
 
-class Budget:
-    """Processor time of this rank: its share of what all processes together may take."""
-
-    def __init__(self, seconds: float, ranks: int) -> None:
-        self.seconds, self.ranks, self.start = seconds, ranks, process_time()
-
-    def allows(self, part: float) -> bool:
-        """Whether no rank has used as much as a part of its share. Collective of several."""
-        used = torch.tensor([process_time() - self.start], dtype=torch.float64)
-        if self.ranks > 1:
-            dist.all_reduce(used, dist.ReduceOp.MAX)
-        return used.item() < part * self.seconds
-
-
 def main() -> None:
     """Prints the calibration of the facts given, as JSON: rank 0, of which the others are forks.
     They meet in a file of the folder given.
@@ -133,7 +132,6 @@ def main() -> None:
 
 
 def _rank(facts: Facts, store: str, rank: int, ranks: int, share: float) -> Calibration:
-    """Measurements of one rank, ended by its share of processor time."""
     signal.setitimer(signal.ITIMER_PROF, share)  # of processor time; its signal ends the process
     torch.set_num_threads(max(1, facts["cores"] // facts["ranks"]))
     set_matmul(facts["matmul"])
@@ -155,136 +153,121 @@ def calibrate(
     Collective where there are several. Raises RuntimeError where that is too little to train
     enough models.
     """
-    timer, budget = stopwatch(ranks), Budget(share, ranks)
-    known = _without_passes(facts, rank, timer, budget)
+    start = process_time()
+
+    def allows(part: float) -> bool:
+        """Whether no rank has used as much as a part of its share."""
+        used = torch.tensor([process_time() - start], dtype=torch.float64)
+        return _slowest(used).item() < part * share
+
+    precision, kind = facts["precision"], facts["kind"]
+    rows: list[AttentionRow] = []
+    for length in LENGTHS:
+        if not rows or allows(OF_ATTENTION):
+            rows.append(attention_row(length, kind["head_dim"], kind["causal"], precision))
+    known = Calibration(
+        ranks=facts["ranks"],
+        widens=runs_in_float32(torch.empty(0, dtype=torch.bfloat16)),
+        flops=product_rate(precision),
+        memory_bandwidth=copy_rate(),
+        forward=Amounts(),
+        backward=Amounts(),
+        attention=tuple(rows),
+        update=(0.0, 0.0),
+        overhead=0.0,
+        links=links(rank, ranks),
+    )
     configs = [run_config(facts, shape) for shape in shapes]
     rounds: list[list[list[Timed]]] = [[] for _ in configs]
     for config, steps in [*zip(configs, rounds, strict=True)] * ROUNDS:
-        if budget.allows(OF_MODELS):
-            steps.append(_train(config, timer))
-    timed = [typical(steps, ranks) for steps in rounds if steps]
+        if allows(OF_MODELS):
+            steps.append(_train(config))
+    timed = [typical(steps) for steps in rounds if steps]
     if len(timed) < min(LEAST_SHAPES, len(shapes)):
         have = f"{len(timed)} of {len(shapes)} models"
         raise RuntimeError(f"{BUDGET:g} s of processor time were enough for {have}")
     return _fitted(known, timed)
 
 
-def typical(rounds: Iterable[Sequence[Timed]], ranks: int) -> Timed:
-    """The median step of a model, each on the rank that took longest, for which others wait.
-
-    Collective where there are several.
-    """
-    steps = [step for steps in rounds for step in steps]
-    seconds = torch.tensor([step[1:] for step in steps], dtype=torch.float64)
-    if ranks > 1:
+def _slowest(seconds: Tensor) -> Tensor:
+    """Each time on the rank that took longest, for which the others wait. Collective of several."""
+    if dist.is_initialized():
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds
+
+
+def typical(rounds: Iterable[Sequence[Timed]]) -> Timed:
+    """The median step of a model, each on the slowest rank. Collective where there are several."""
+    steps = [step for steps in rounds for step in steps]
+    seconds = _slowest(torch.tensor([step[1:] for step in steps], dtype=torch.float64))
     return Timed(steps[0].work, *(median(column) for column in seconds.T.tolist()))
 
 
 def run_config(facts: Facts, shape: ProbeShape) -> RunConfig:
     """A run of a model of the kind that the facts name."""
-    kind, experts = facts["kind"], {}
+    kind = dict(facts["kind"])
+    dropout, routed = kind.pop("dropout"), kind.pop("routed")
     heads = max(1, shape.width // kind["head_dim"])
-    flags = {name: value for name, value in kind.items() if name not in ("dropout", "routed")}
-    wide = 4 if kind["activation"] != "swiglu" else 3
-    if kind["routed"]:
-        experts = {"num_experts": shape.experts, "top_k": 2}
-    model = {
-        **flags,
-        **experts,
+    wide = 3 if kind["activation"] == "swiglu" else 4
+    model = kind | {
         "num_layers": shape.layers,
         "hidden_size": shape.width,
         "num_heads": heads,
         "num_kv_heads": heads,
-        "ffn_hidden_size": wide * shape.width // (2 if kind["routed"] else 1),
+        "ffn_hidden_size": wide * shape.width // (2 if routed else 1),
         "vocab_size": shape.vocab,
         "max_seq_len": shape.seq_len,
         "norm_eps": 1e-5,
         "tie_embeddings": False,
-        "dropout": 0.1 if kind["dropout"] else 0.0,
+        "dropout": 0.1 if dropout else 0.0,
+        **({"num_experts": shape.experts, "top_k": 2} if routed else {}),
     }
-    sizes = {"seq_len": shape.seq_len, "micro_batch_size": shape.sequences}
-    sizes["global_batch_size"] = shape.sequences
+    sizes = dict.fromkeys(("micro_batch_size", "global_batch_size"), shape.sequences)
     train = {"precision": facts["precision"], "loss_scale": 1.0, "steps": WARMUP + STEPS}
     train |= {name: facts[name] for name in ("fp8_scaling",) if name in facts}
     rule = {"name": facts.get("optimizer", "adamw")}
-    table = {"model": model, "batch": sizes, "optimizer": rule, "train": train}
-    return RunConfig.model_validate(table)
+    batch = sizes | {"seq_len": shape.seq_len}
+    return RunConfig.model_validate(
+        {"model": model, "batch": batch, "optimizer": rule, "train": train}
+    )
 
 
-def _train(config: RunConfig, timer: Stopwatch) -> list[Timed]:
+def _train(config: RunConfig) -> list[Timed]:
     """A model trained for a few steps on this rank alone, each begun with the others."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     trainer.initialise()
-    trainer.pipeline.clock = timer.clock
+    trainer.pipeline.clock = thread_time
     loader, work = synthetic_loader(config, trainer.groups), Workload.of(config, 1)
     steps: list[Timed] = []
     for _ in range(WARMUP + STEPS):
-        timer.together()
+        _together()
         trainer.train_step(loader)
-        assert trainer.phases is not None, "a step leaves its phases"
-        steps.append(_timed(work, trainer.phases, trainer.pipeline.spans))
+        p = trainer.phases
+        assert p is not None, "a step leaves its phases"
+        passes = {op.kind: end - start for op, start, end in trainer.pipeline.spans}  # of one
+        update, agree = p.norm - p.reduce + p.end - p.agree, p.agree - p.norm
+        overhead = p.data - p.begin + p.reduce - p.pipeline + agree
+        steps.append(Timed(work, passes["F"], passes["B"], update, overhead))
     loader.close()
     return steps[WARMUP:]
-
-
-def _timed(work: Workload, p: Phases, spans: Iterable[OpSpan]) -> Timed:
-    passes = {span.op.kind: span.end - span.start for span in spans}  # of one micro-batch
-    update = p.norm - p.reduce + p.end - p.agree
-    overhead = p.data - p.begin + p.reduce - p.pipeline + p.agree - p.norm
-    return Timed(work, passes["F"], passes["B"], update, overhead)
-
-
-def _without_passes(facts: Facts, rank: int, timer: Stopwatch, budget: Budget) -> Calibration:
-    """All but what is fitted."""
-    precision, kind, axis = facts["precision"], facts["kind"], None
-    if budget.ranks > 1:
-        axis = make_groups(ParallelLayout(budget.ranks), rank, torch.device("cpu")).world
-    rows = []
-    for length in LENGTHS:
-        if not rows or budget.allows(OF_ATTENTION):
-            rows.append(attention_row(length, kind["head_dim"], kind["causal"], precision, timer))
-    return Calibration(
-        ranks=facts["ranks"],
-        widens=runs_in_float32(torch.empty(0, dtype=torch.bfloat16)),
-        flops=product_rate(precision, timer),
-        memory_bandwidth=copy_rate(timer),
-        forward=Amounts(),
-        backward=Amounts(),
-        attention=tuple(rows),
-        update=(0.0, 0.0),
-        overhead=0.0,
-        links=links(axis, timer) if axis else NO_LINKS,
-    )
 
 
 def _fitted(known: Calibration, timed: Sequence[Timed]) -> Calibration:
     """The calibration with the seconds per unit that make the timed passes what they were."""
     counts = [stage_amounts(one.work) for one in timed]
-    fixed = [attention_seconds(one.work, known) * one.work.model.num_layers for one in timed]
-    passes = [(one.forward, one.backward) for one in timed]
-    fits = [
-        least_squares(
-            [ways[way] for ways in counts],
-            [seconds[way] for seconds in passes],
-            [(one.forward, one.backward)[way] for one in fixed],
-        )
-        for way in (0, 1)
-    ]
-    sizes = [
-        (one.work.model.num_layers, ways[1].weights)
-        for one, ways in zip(timed, counts, strict=True)
-    ]
+    layers = [one.work.model.num_layers for one in timed]
+    fixed = [attention_seconds(one.work, known) * n for one, n in zip(timed, layers, strict=True)]
+    forward, backward = zip(*counts, strict=True)
+    sizes = [(n, way.weights) for n, way in zip(layers, backward, strict=True)]
     update = least_squares(sizes, [one.update for one in timed], [0.0] * len(timed))
-    return Calibration(
-        **known.as_json()
-        | {
-            "forward": Amounts(*fits[0]),
-            "backward": Amounts(*fits[1]),
-            "attention": known.attention,
-            "update": (update[0], update[1]),
-            "overhead": median(one.overhead for one in timed),
-        }
+    there = [one.forward for one in timed], [one.forward for one in fixed]
+    back = [one.backward for one in timed], [one.backward for one in fixed]
+    return replace(
+        known,
+        forward=Amounts(*least_squares(forward, *there)),
+        backward=Amounts(*least_squares(backward, *back)),
+        update=(update[0], update[1]),
+        overhead=median(one.overhead for one in timed),
     )
 
 
@@ -308,6 +291,143 @@ def least_squares(
             break
         left.pop(int(np.argmin(some)))
     return [float(one) for one in found]
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds that something takes, its first run aside."""
+    return _passes_of(lambda mark: (run(), mark()), 1)[0]
+
+
+def _together() -> None:
+    """Returns when every rank has come so far."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _passes_of(run: Callable[[Callable[[], None]], Any], passes: int) -> tuple[float, ...]:
+    """Seconds of each pass of something that calls `mark` after each, its first run aside."""
+    times: list[list[float]] = []
+    run(lambda: None)
+    _together()
+    while len(times) < LEAST_TIMES or times[-1][-1] - times[0][0] < LEAST_SECONDS:
+        moments = [thread_time()]
+        run(lambda moments=moments: moments.append(thread_time()))
+        times.append(moments)
+    return tuple(median(one[i + 1] - one[i] for one in times) for i in range(passes))
+
+
+def product_rate(precision: str) -> float:
+    """FLOP/s of a large product."""
+    a, b = (torch.randn(SIDE, SIDE).to(DTYPES[precision]) for _ in range(2))
+    return 2.0 * SIDE**3 / seconds_of(lambda: matmul(a, b))
+
+
+def copy_rate() -> float:
+    """Bytes/s read and written by a copy that no cache holds."""
+    source = torch.ones(2**24)
+    target = torch.empty_like(source)
+    return 2.0 * 4 * len(source) / seconds_of(lambda: target.copy_(source))
+
+
+def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> AttentionRow:
+    """Seconds per score of rows of a length."""
+    wanted = SCORES * HEAD_DIM // head_dim // length**2
+    heads = max(2, wanted // 2 * 2)
+    projected = torch.randn(2, length, heads // 2, 3, head_dim).to(DTYPES[precision])
+    q, k, v = (x.transpose(1, 2) for x in projected.unbind(3))  # strided, as a model's are
+    grad, scores = torch.randn_like(q), heads * length**2
+    leaves, seen = [x.requires_grad_() for x in (q, k, v)], AttentionMask(causal)
+    attend = attention_over("ring")
+
+    def seconds(rank: int, ranks: int) -> tuple[float, float]:
+        axis = Axis("cp", tuple(range(ranks)), rank, None, FlightRecorder(), Still())
+
+        def there_and_back(mark: Callable[[], None]) -> None:
+            y = attend(*leaves, axis, seen)
+            mark()
+            torch.autograd.grad(y, leaves, grad)
+            mark()
+
+        forward, backward = _passes_of(there_and_back, 2)
+        return forward, backward
+
+    whole = seconds(0, 1)
+    # The first rank of a ring computes on half of its queries, the last one on half of the keys:
+    # two shapes of a hop, of which everyone waits for the slower one.
+    two, three = ([seconds(rank, ranks) for rank in (0, ranks - 1)] for ranks in (2, 3))
+    ring = [max(one[way] for one in two) for way in (0, 1)]
+    hop = [min(ring[way], max(0.0, max(x[way] for x in three) - ring[way])) for way in (0, 1)]
+    square = [one - part for one, part in zip(ring, hop, strict=True)]
+    per_score = (*whole, *square, *(2 * part for part in hop))
+    return AttentionRow(float(length), *(one / scores for one in per_score))
+
+
+class Still:
+    """A transport on which what a rank sends comes back to it, at no cost."""
+
+    def shift(self, out: Tensor, x: Tensor) -> "Still":
+        """Gives `out` the memory of x."""
+        out.set_(x)
+        return self
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+def links(rank: int, ranks: int) -> dict[Exchange, tuple[float, float]]:
+    """Seconds, and seconds per byte that crosses, of each kind of exchange. Collective.
+
+    Of a tensor of B bytes (a gather's whole, an all-reduce's own) (n - 1) / n * B cross; hops
+    send B bytes to the next rank and back, which two ranks of each pair do in turn.
+    """
+    if ranks == 1:
+        return dict.fromkeys(get_args(Exchange), (0.0, 0.0))
+    axis = make_groups(ParallelLayout(ranks), rank, torch.device("cpu")).world
+    n = axis.size
+    runs: dict[Exchange, Callable[[Tensor], Any]] = {
+        "gather": lambda x: all_gather(x[: len(x) // n], axis),
+        "scatter": lambda x: reduce_scatter(x, axis),
+        "reduce": lambda x: all_reduce(x, axis),
+        "exchange": lambda x: all_to_all(x.view(n, -1), axis),
+        "hop": lambda x: _hop_and_back(x, axis),
+    }
+    found: dict[Exchange, tuple[float, float]] = {}
+    for name, run in runs.items():
+        small, large = (_exchange_seconds(run, size, n) for size in (SMALL, LARGE))
+        crossing = [size if name == "hop" else size * (n - 1) / n for size in (SMALL, LARGE)]
+        per_byte = max(0.0, (large - small) / (crossing[1] - crossing[0]))
+        ways = 2 if name == "hop" else 1
+        found[name] = (max(0.0, small - per_byte * crossing[0]) / ways, per_byte / ways)
+    return found
+
+
+def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int) -> float:
+    """Seconds of a collective, as often on every rank: the lower quartile, as ranks that other
+    programs keep from a processor let the others wait."""
+    x = torch.ones(size // 4 // n * n)
+    times = 8 if size == LARGE else 50
+    seconds = []
+    _together()
+    for _ in range(times):
+        begin = perf_counter()
+        run(x)
+        seconds.append(perf_counter() - begin)
+    return sorted(seconds)[times // 4]
+
+
+def _hop_and_back(x: Tensor, axis: Axis) -> None:
+    if axis.rank ^ 1 >= axis.size:  # the last of an odd number
+        return
+    peer = axis.ranks[axis.rank ^ 1]
+    for sender in (0, 1):
+        if axis.rank % 2 == sender:
+            dist.send(x, peer, group=axis.group)
+        else:
+            dist.recv(x, peer, group=axis.group)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ The schedule is simulated with the time of each stage's forward and backward; da
 and the optimizer follow. MFU counts 3 forward passes with the full square of attention, whatever is
 computed (arXiv:2205.05198, appendix A); HFU adds what is computed again.
 
-How published numbers count the FLOPs of a step: each convention by name, and what it comes to.
-
-They differ by how often a forward pass counts (3 times, or 4 where blocks are computed again), and
-by whether attention is counted over the full square or the causal half of it.
+Published numbers count otherwise, by named conventions: how often a forward pass counts (3 times,
+or 4 where blocks are recomputed), and whether over the full square of attention or its causal half.
 """
 
 from dataclasses import dataclass
@@ -16,17 +14,16 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.rules import require
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import forward_flops
-from mtcli.core.plan.costs import Costs, Pass
+from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device, device_named, for_run
 from mtcli.core.plan.memory import Memory, memory
-from mtcli.core.plan.physics import PHYSICS, Physics
 from mtcli.core.plan.step_time import (
     evaluation_seconds,
     pipeline_seconds,
     pipeline_timeline,
     step_costs,
 )
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import Costs, Pass, Workload
 from mtcli.core.schedule.timeline import Timeline
 
 
@@ -54,20 +51,6 @@ HARDWARE = Convention("4x forward, full attention", again=True)
 HARDWARE_CAUSAL = Convention("4x forward, causal attention", again=True, causal=True)
 
 CONVENTIONS = (MODEL, CAUSAL, WEIGHTS, HARDWARE, HARDWARE_CAUSAL)
-
-
-def convention_of(printed: str, recomputed: bool) -> Convention:
-    """The convention that a record's words mean; 3x forward and the full square where they are
-    silent, but for a source that counts achieved FLOPs without saying more."""
-    unsaid = "not stated (" in printed and recomputed
-    words = {
-        "again": "4x" in printed or unsaid,
-        "causal": "causal" in printed or "half" in printed,
-        "attention": "no attention" not in printed and "without attention" not in printed,
-    }
-    return Convention(printed, **words)
-
-
 FLOP_CONVENTION = MODEL.name
 
 

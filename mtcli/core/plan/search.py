@@ -1,4 +1,6 @@
-"""The best layouts of a model on some devices: every legal one, tried in order of a lower bound.
+"""The best layouts of a model on some devices, and the fewest devices that hold it.
+
+Every legal layout is tried in order of a lower bound.
 
 A step cannot be shorter than its busiest rank's work plus the pipeline's fill, which is quick to
 compute. Layouts wait in a queue by that bound, first a loose one and then a tight one; those that
@@ -6,27 +8,31 @@ reach its head and fit are simulated; when the bound at the head is above the K-
 other can be better, so the result is exact.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import gcd
 from typing import Any
 
-from mtcli.core.config.fields import divisors
+from mtcli.core.config.fields import MAX_RANKS, divisors
 from mtcli.core.config.layout_rules import uneven_heads
 from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.memory import fits, smallest
-from mtcli.core.plan.physics import PHYSICS, Physics
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.step_time import block_costs, stage_seconds, step_costs, weight_seconds
 from mtcli.core.plan.workload import Workload
 
 AxisSizes = dict[str, Any]
 
+AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+OTHERS = ("micro_batch_size", "schedule", "zero", "recompute")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MOST_TRIED = 64  # counts of devices between one that does not fit and its double, which does
 SMALLEST_CONTEXT = 4096  # tokens of a sequence per cp rank; with fewer the ring cannot hide
 
 
@@ -79,6 +85,62 @@ def search(
     return SearchResult(tuple(best), len(works), len(large), nearest, compared)
 
 
+def fewest(
+    config: RunConfig, above: int, device: Device, pinned: frozenset[str], keeps_batch: bool
+) -> Candidate | None:
+    """The quickest layout on the fewest devices, more than `above`, that hold the model.
+
+    Counts are whole nodes beyond the first. A preset's batch gives way where no layout divides it.
+    None where no number of devices is enough, and on a CPU, whose ranks share one memory.
+    """
+
+    def sized(world: int) -> RunConfig | None:
+        """The config if a layout fits."""
+        batch = config.batch.global_batch_size
+        for size in [batch] if keeps_batch else [batch, round_batch(batch, world)]:
+            resized = with_batch(config, size)
+            if works := legal_works(resized, world, pinned):
+                return resized if any(fits(work, device) for work in works) else None
+        return None
+
+    if device.name == "cpu":
+        return None
+    low = above
+    powers = (2**n for n in range(above.bit_length(), MAX_RANKS.bit_length()))
+    for high in powers:
+        if sized(high):
+            break
+        low = high
+    else:
+        return None
+    for world in _between(low, high, device.node_size):
+        if found := sized(world):
+            return search(found, world, device, 1, pinned).best[0]
+    raise AssertionError(f"{high} devices are enough, and none of those up to them are")
+
+
+def _between(low: int, high: int, node: int) -> Iterator[int]:
+    """Counts above `low`, up to `high`: all within a node, and whole nodes beyond."""
+    yield from range(low + 1, min(node, high) + 1)
+    nodes = range(max(low, node) // node + 1, high // node + 1)
+    yield from (count * node for count in nodes[:: max(1, len(nodes) // MOST_TRIED)])
+    yield high
+
+
+def round_batch(sequences: int, gpus: int) -> int:
+    """At least that many sequences, which the data ranks of many layouts divide: a multiple of the
+    world's odd part and of its powers of two up to 64."""
+    odd = gpus // (gpus & -gpus)
+    unit = odd * min(64, gpus & -gpus)
+    return max(1, -(-sequences // unit)) * unit
+
+
+def with_batch(config: RunConfig, sequences: int) -> RunConfig:
+    """The config with another global batch."""
+    batch = config.batch.model_copy(update={"global_batch_size": sequences})
+    return config.model_copy(update={"batch": batch})
+
+
 def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
     """The same in two dimensions: to be compared with, as `train` runs one dimension alone."""
     p, m = config.parallel, config.model
@@ -108,13 +170,9 @@ def apply(config: RunConfig, work: Workload) -> RunConfig:
         "sequence_parallel": work.sequence_parallel,
         "stage_layers": () if even else work.layers_of_stage,
     }
-    sizes = {"micro_batch_size": work.micro_batch_size}
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "batch": config.batch.model_copy(update=sizes),
-        }
-    )
+    batch = config.batch.model_copy(update={"micro_batch_size": work.micro_batch_size})
+    chosen = config.parallel.model_copy(update=parallel)
+    return config.model_copy(update={"parallel": chosen, "batch": batch})
 
 
 def choices(
@@ -125,10 +183,61 @@ def choices(
     whole sequences on tp ranks by parts wherever tp divides a micro-batch's tokens; and context
     parallel ranks that would keep fewer than SMALLEST_CONTEXT tokens.
     """
-    for grid in _grids(config, world, pinned):
-        for experts in _expert_grids(config, world, grid, pinned):
-            for pieces in _pieces(config, world, grid, pinned):
-                yield grid | experts | pieces
+    m, b = config.model, config.batch
+
+    def options(field: str, values: list[Any]) -> list[Any]:
+        section, name = field.split(".")
+        return [getattr(getattr(config, section), name)] if field in pinned else values
+
+    cps = [
+        c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
+    ]
+    eps = options("parallel.ep", divisors(m.num_experts) if m.num_experts else [1])
+    widths = divisors(m.moe_ffn_hidden_size) if m.num_experts else [1]
+    sizes = options("batch.micro_batch_size", list(MICRO_BATCHES))
+    again = options("parallel.recompute", ["none", "full"])
+    for tp, cp, pp, vpp in _grids(config, world, cps or [1], options):
+        dp = world // (tp * cp * pp)
+        etps = options("parallel.etp", [etp for etp in widths if etp <= tp])
+        experts = [(ep, etp) for ep, etp in product(eps, etps) if world % (ep * etp * pp) == 0]
+        plain = ["1f1b", "zero_bubble"] if pp > 1 else ["1f1b"]
+        schedules = options("parallel.schedule", ["interleaved"] if vpp > 1 else plain)
+        zeros = options("parallel.zero", [0] if dp == 1 else [1, 3] if pp == 1 else [1])
+        fitting = [size for size in sizes if b.global_batch_size % (size * dp) == 0]
+        for (ep, etp), *others in product(experts, fitting, schedules, zeros, again):
+            chosen = (tp, cp, pp, vpp, ep, etp, *others)
+            yield dict(zip((*AXES, *OTHERS), chosen, strict=True))
+
+
+def _grids(
+    config: RunConfig, world: int, cps: list[int], options: Callable[[str, list[Any]], list[Any]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """tp, cp, pp and vpp that divide the model and the world."""
+    m = config.model
+    width = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
+    tps = divisors(gcd(m.num_heads, width))  # gcd(heads, 0) is heads
+    if config.parallel.tp_mode == "2d":
+        sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
+        tps = [side * side for side in sides if side > 1]
+    else:
+        tps = [tp for tp in tps if not uneven_heads(m, tp)]
+    for tp, cp in product(options("parallel.tp", tps), options("parallel.cp", cps)):
+        if world % (tp * cp):
+            continue
+        pps = [pp for pp in divisors(world // (tp * cp)) if pp <= m.num_layers]
+        for pp in options("parallel.pp", pps):
+            if world % (tp * cp * pp) == 0:
+                for vpp in options("parallel.vpp", _chunks(m.num_layers, pp)):
+                    yield tp, cp, pp, vpp
+
+
+def _chunks(num_layers: int, pp: int) -> list[int]:
+    """Chunks per rank: all that cut the layers evenly, or powers of two where pp does not."""
+    if pp == 1:
+        return [1]
+    if num_layers % pp == 0:
+        return divisors(num_layers // pp)
+    return [vpp for vpp in (1, 2, 4, 8, 16) if pp * vpp <= num_layers]
 
 
 def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
@@ -165,7 +274,7 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
 
 def _with(work: Workload, choice: AxisSizes) -> Workload:
     """What `Workload.of(apply(config, choice), world)` is, without building the config."""
-    axes = {axis: choice[axis] for axis in ("tp", "cp", "pp", "vpp", "ep", "etp")}
+    axes = {axis: choice[axis] for axis in AXES}
     tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
     divides = work.tp_mode == "2d" or tokens % choice["tp"] == 0
     return replace(
@@ -178,80 +287,3 @@ def _with(work: Workload, choice: AxisSizes) -> Workload:
         recompute=choice["recompute"],
         stage_sizes=(),
     )
-
-
-def _options(field: str, values: list[Any], now: Any, pinned: frozenset[str]) -> list[Any]:
-    return [now] if field in pinned else values
-
-
-def _grids(config: RunConfig, world: int, pinned: frozenset[str]) -> Iterator[AxisSizes]:
-    """tp, cp, pp and vpp that divide the model and the world."""
-    m, p, b = config.model, config.parallel, config.batch
-    widths = [m.shared_expert_ffn_hidden_size] if m.num_experts else [m.ffn_hidden_size]
-    tps = divisors(gcd(m.num_heads, *(width for width in widths if width)))
-    if p.tp_mode == "2d":
-        sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
-        tps = [side * side for side in sides if side > 1]
-    else:
-        tps = [tp for tp in tps if not uneven_heads(m, tp)]
-    cps = [
-        c for c in divisors(b.seq_len) if c & (c - 1) == 0 and b.seq_len // c >= SMALLEST_CONTEXT
-    ]
-    for tp in _options("parallel.tp", tps, p.tp, pinned):
-        for cp in _options("parallel.cp", cps or [1], p.cp, pinned):
-            if world % (tp * cp):
-                continue
-            pps = [pp for pp in divisors(world // (tp * cp)) if pp <= m.num_layers]
-            for pp in _options("parallel.pp", pps, p.pp, pinned):
-                if world % (tp * cp * pp):
-                    continue
-                for vpp in _options("parallel.vpp", _chunks(m.num_layers, pp), p.vpp, pinned):
-                    yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp}
-
-
-def _chunks(num_layers: int, pp: int) -> list[int]:
-    """Chunks per rank: all that cut the layers evenly, or powers of two where pp does not."""
-    if pp == 1:
-        return [1]
-    if num_layers % pp == 0:
-        return divisors(num_layers // pp)
-    return [vpp for vpp in (1, 2, 4, 8, 16) if pp * vpp <= num_layers]
-
-
-def _expert_grids(
-    config: RunConfig, world: int, grid: AxisSizes, pinned: frozenset[str]
-) -> Iterator[AxisSizes]:
-    m, p = config.model, config.parallel
-    eps = divisors(m.num_experts) if m.num_experts else [1]
-    etps = [e for e in divisors(m.moe_ffn_hidden_size) if e <= grid["tp"]] if m.num_experts else [1]
-    for ep in _options("parallel.ep", eps, p.ep, pinned):
-        for etp in _options("parallel.etp", etps, p.etp, pinned):
-            if world % (ep * etp * grid["pp"]) == 0:
-                yield {"ep": ep, "etp": etp}
-
-
-def _pieces(
-    config: RunConfig, world: int, grid: AxisSizes, pinned: frozenset[str]
-) -> Iterator[AxisSizes]:
-    """Micro-batch, schedule, ZeRO and recompute for a grid."""
-    p, b = config.parallel, config.batch
-    pp, vpp = grid["pp"], grid["vpp"]
-    dp = world // (grid["tp"] * grid["cp"] * pp)
-    plain = ["1f1b", "zero_bubble"] if pp > 1 else ["1f1b"]
-    schedules = ["interleaved"] if vpp > 1 else plain
-    zeros = [0] if dp == 1 else [1, 3] if pp == 1 else [1]
-    sizes = _options("batch.micro_batch_size", list(MICRO_BATCHES), b.micro_batch_size, pinned)
-    for size in sizes:
-        if b.global_batch_size % (size * dp):
-            continue
-        for schedule in _options("parallel.schedule", schedules, p.schedule, pinned):
-            for zero in _options("parallel.zero", zeros, p.zero, pinned):
-                for recompute in _options(
-                    "parallel.recompute", ["none", "full"], p.recompute, pinned
-                ):
-                    yield {
-                        "micro_batch_size": size,
-                        "schedule": schedule,
-                        "zero": zero,
-                        "recompute": recompute,
-                    }

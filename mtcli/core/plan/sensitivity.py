@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from mtcli.core.plan.gpu_time import PHYSICS
+from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fits, memory, smallest
-from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import stage_seconds, step_costs
-from mtcli.core.plan.tables import gib
 from mtcli.core.plan.workload import Workload
 
 Value = int | str

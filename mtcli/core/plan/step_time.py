@@ -1,7 +1,7 @@
 """Seconds of the parts of a step, and of its pipeline: the schedule simulated with them."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, singledispatch
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.communication import (
@@ -12,18 +12,17 @@ from mtcli.core.plan.communication import (
     sharded_block,
     tensor_parallel,
 )
-from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.cpu_time import host_block, host_step
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import (
+    Physics,
     attention_seconds,
     block_seconds,
     embedding_seconds,
     head_seconds,
 )
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.physics import Physics
-from mtcli.core.plan.workload import Workload, schedule_of
+from mtcli.core.plan.workload import Costs, Pass, Workload, schedule_of
 from mtcli.core.schedule.timeline import Timeline, simulate
 
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments
@@ -106,8 +105,14 @@ def _gradients(
     most = max(ranks, key=lambda rank: rank.forward + rank.backward)
     behind = block * (max(work.layers_of_stage) * work.layout.vpp * physics.data_overlap)
     exposed = max(0.0, most.backward - behind.backward)
-    exposed += max(0.0, most.forward - behind.forward * work.gathers_ahead)
+    exposed += max(0.0, most.forward - hidden_gather(work, behind))
     return most.forward + most.backward, exposed
+
+
+@singledispatch
+def hidden_gather(work: Workload, behind: Pass) -> float:
+    """Seconds of the next forward pass that hide zero=1's all-gather of weights: it goes first."""
+    return 0.0
 
 
 def _optimizer(work: Workload, device: Device, physics: Physics) -> float:

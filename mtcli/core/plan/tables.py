@@ -1,9 +1,7 @@
-"""A prediction as data: the JSON contract of `mtcli plan --json`, and rows for its tables.
+"""An answer as data, the JSON contract of `mtcli plan --json`, and as rows of tables.
 
-Who is where: the place of every rank on both grids, and every group of both.
-
-As text, worlds of more than WHOLE ranks are told by ranges: pipeline stages are alike, so that the
-first one says it all, and so do the first and the last group of an axis.
+Ranks of worlds larger than WHOLE are told by ranges: pipeline stages are alike, so that the first
+one says it all, and so do the first and the last group of an axis.
 """
 
 from collections.abc import Sequence
@@ -12,41 +10,111 @@ from typing import Any
 
 from mtcli.core.mesh.layout import Grid, ParallelLayout
 from mtcli.core.mesh.parameters import count_active, count_parameters
+from mtcli.core.plan.answer import PlanAnswer
 from mtcli.core.plan.elements import rank_elements
+from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
+from mtcli.core.plan.sensitivity import Neighbour
 from mtcli.core.plan.workload import Workload
 
 Json = dict[str, Any]
-GIB = 2**30
+Rows = list[list[str]]
+RankGroups = dict[str, list[list[int]]]
+
 UNEVEN = 1.25  # of the mean, which the busiest rank's experts get in the row about uneven loads
 SHOWN_STAGES = 16  # of a longer pipeline its ends, and the rank that holds most
+WHOLE = 64  # ranks that are listed one by one
+ROWS = 16  # of ranges, of which the middle is left out
 
 NOT_RUN = "2D tensor parallelism is planned; mtcli train runs tp_mode='1d' alone"
+CANDIDATES = ("", "layout", "step", "MFU", "memory", "bubble", "communication", "slower")
+NEIGHBOURS = ("changed", "falls short", "step", "memory", "layout")
 
-KEYS = (
-    "layout",
-    "parameters",
-    "memory_bytes",
-    "fits",
-    "step_seconds",
-    "tokens_per_second_per_gpu",
-    "model_tflops_per_gpu",
-    "hardware_tflops_per_gpu",
-    "mfu",
-    "hfu",
-    "bubble_fraction",
-    "communication_seconds",
-)
-NOTHING: Json = dict.fromkeys((*KEYS, "fits_from")) | {
-    "candidates": []
-}  # what a plan that is refused tells
+KEYS = "layout parameters memory_bytes fits step_seconds tokens_per_second_per_gpu "
+KEYS += "model_tflops_per_gpu hardware_tflops_per_gpu mfu hfu bubble_fraction communication_seconds"
+# what a plan that is refused tells
+NOTHING: Json = dict.fromkeys((*KEYS.split(), "fits_from")) | {"candidates": []}
 
 
-def as_json(prediction: Prediction, candidates: Sequence[Prediction] = ()) -> Json:
-    """The JSON of a plan; `candidates` are the layouts a search found, best first."""
-    found = [figures(candidate) for candidate in candidates]
-    return {"ok": True, "problems": [], **figures(prediction), "candidates": found}
+def as_json(answer: PlanAnswer) -> Json:
+    """The JSON contract of `mtcli plan --json`; candidates are the best first."""
+    return {
+        "ok": True,
+        "problems": [],
+        **figures(answer.prediction),
+        "candidates": [figures(candidate) for candidate in answer.candidates],
+        "evaluation": evaluation(answer),
+        "neighbours": [
+            {
+                "field": near.field,
+                "value": near.value,
+                "step_seconds": near.prediction.step_seconds,
+                "fits": near.prediction.fits,
+                "reason": near.reason,
+            }
+            for near in answer.neighbours
+        ],
+        "fits_from": figures(answer.enough) if answer.enough else None,
+    }
+
+
+def evaluation(answer: PlanAnswer) -> Json | None:
+    """Cost of evaluation between the steps, where the config asks for it: {every, batches,
+    seconds of each, seconds_per_step, memory_bytes of a rank at most}."""
+    train, p = answer.config.train, answer.prediction
+    if not train.eval_every:
+        return None
+    seconds = train.eval_batches * p.evaluation_seconds
+    return {
+        "every": train.eval_every,
+        "batches": train.eval_batches,
+        "seconds": seconds,
+        "seconds_per_step": seconds / train.eval_every,
+        "memory_bytes": round(p.memory.total),
+    }
+
+
+def figures(p: Prediction) -> Json:
+    """Everything that the JSON says of one layout."""
+    model, peak = p.work.model, p.device.peak(p.work.sizes.gemm)
+    most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
+    return {
+        "layout": layout_of(p.work),
+        "parameters": {
+            "total": count_parameters(model),
+            "active": count_active(model),
+            "max_per_rank": most,
+        },
+        "memory_bytes": p.memory.as_dict(),
+        "host_bytes": round(p.memory.host),
+        "fullest_rank": fullest_rank(p.work, p.device),
+        "memory_by_stage": _memory_by_stage(p),
+        "fits": p.fits,
+        "uneven_experts": {
+            "imbalance": UNEVEN,
+            "memory_bytes": other.memory.total,
+            "fits": other.fits,
+            "step_seconds": other.step_seconds,
+        }
+        if (other := uneven(p))
+        else None,
+        "step_seconds": p.step_seconds,
+        "tokens_per_second_per_gpu": p.tokens_per_second_per_gpu,
+        "model_tflops_per_gpu": p.model_flops_per_gpu / 1e12,
+        "hardware_tflops_per_gpu": p.hardware_flops_per_gpu / 1e12,
+        "mfu": p.mfu,
+        "hfu": p.hfu,
+        "bubble_fraction": p.bubble_fraction,
+        "communication_seconds": p.communication_seconds,
+        "device": p.device.name,
+        "device_rates": p.device.rates,
+        "flop_convention": FLOP_CONVENTION,
+        "flop_conventions": {
+            name: {"tflops_per_gpu": rate / 1e12, "share_of_peak": rate / peak}
+            for name, rate in p.flops_by_convention.items()
+        },
+    }
 
 
 def layout_of(work: Workload) -> Json:
@@ -71,42 +139,6 @@ def layout_of(work: Workload) -> Json:
     }
 
 
-def summary(prediction: Prediction) -> list[tuple[str, str]]:
-    """Rows of the summary table: what, and how much."""
-    work, m, p = prediction.work, prediction.work.model, prediction
-    tokens = work.global_batch_size * work.seq_len
-    exposed = {axis: s for axis, s in p.communication_seconds.items() if s > 0}
-    margin = f"{gib(p.device.memory_bytes - p.device.usable_bytes)} left to fragmentation"
-    memory = [(name, gib(value)) for name, value in p.memory.as_dict().items() if name != "total"]
-    return [
-        ("parameters", f"{count_parameters(m):,} ({count_active(m):,} active)"),
-        ("layout", describe(p)),
-        ("step", f"{tokens:,} tokens, {work.num_micro_batches} micro-batches per data rank"),
-        ("bytes per rank", f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}, {margin}"),
-        ("", ", ".join(f"{name} {value}" for name, value in memory)),
-        *_host_row(p),
-        ("fullest rank", _named(p)),
-        *_uneven_row(p),
-        *_slow_precision(p),
-        *_roofline_row(p),
-        *([("runs", NOT_RUN)] if work.tp_mode == "2d" else []),
-        ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
-        ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
-        ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),
-        ("counted otherwise", _other_counts(p)),
-        ("pipeline bubble", f"{p.bubble_fraction:.1%} of the ideal time"),
-        (
-            "communication",
-            ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in exposed.items()) or "none",
-        ),
-    ]
-
-
-def _host_row(p: Prediction) -> list[tuple[str, str]]:
-    copy = f"{gib(p.memory.host)} per rank, for what is saved while training goes on"
-    return [("host memory", copy)] if p.memory.host else []
-
-
 def uneven(p: Prediction) -> Prediction | None:
     """The same step where the busiest rank's experts get UNEVEN times the mean of copies."""
     if not p.work.model.num_experts:
@@ -114,29 +146,91 @@ def uneven(p: Prediction) -> Prediction | None:
     return predict_workload(replace(p.work, imbalance=UNEVEN), p.device)
 
 
-def _uneven_row(p: Prediction) -> list[tuple[str, str]]:
-    """A row on what uneven experts cost, where there are any."""
-    if (other := uneven(p)) is None:
-        return []
-    more = f"{gib(other.memory.total - p.memory.total)} more and {other.step_seconds:.4g} s"
-    return [(f"experts at {UNEVEN}x", f"{more}, if the busiest rank gets that much of the mean")]
+def _memory_by_stage(p: Prediction) -> list[Json]:
+    """What the fullest rank of each pipeline rank holds; `in_flight` counts micro-batches."""
+    return [
+        {"pp_rank": place, "in_flight": chunks / p.work.layout.vpp, **memory.as_dict()}
+        for place, (memory, chunks) in enumerate(
+            zip(memory_by_stage(p.work, p.device), in_flight_chunks(p.work), strict=True)
+        )
+    ]
 
 
-def _other_counts(p: Prediction) -> str:
-    """TFLOP/s per GPU by the other conventions in use."""
+def summary_rows(answer: PlanAnswer) -> Rows:
+    """Rows of the summary table: what, and how much."""
+    rows = [list(row) for row in summary(answer.prediction)]
+    if found := evaluation(answer):
+        share = found["seconds_per_step"] / answer.prediction.step_seconds
+        every = f"{found['seconds']:.4g} s every {found['every']:,} steps"
+        text = f"{every}, {share:.1%} more time; no more memory than a step's peak"
+        rows.append(["evaluation", text])
+    return rows
+
+
+def summary(p: Prediction) -> list[tuple[str, str]]:
+    """Rows on one prediction; those with no text are left out."""
+    work, m, device = p.work, p.work.model, p.device
+    tokens = work.global_batch_size * work.seq_len
+    margin = f"{gib(device.memory_bytes - device.usable_bytes)} left to fragmentation"
+    memory = [f"{name} {gib(n)}" for name, n in p.memory.as_dict().items() if name != "total"]
+    sent = [f"{axis} {s:.3g} s" for axis, s in p.communication_seconds.items() if s > 0]
     rates = {n: r for n, r in p.flops_by_convention.items() if n != FLOP_CONVENTION}
-    return ", ".join(f"{rate / 1e12:.4g} ({name})" for name, rate in rates.items())
+    copy = f"{gib(p.memory.host)} per rank, for what is saved while training goes on"
+    rows = [
+        ("parameters", f"{count_parameters(m):,} ({count_active(m):,} active)"),
+        ("layout", work.layout_words),
+        ("step", f"{tokens:,} tokens, {work.num_micro_batches} micro-batches per data rank"),
+        ("bytes per rank", f"{gib(p.memory.total)} of {gib(device.memory_bytes)}, {margin}"),
+        ("", ", ".join(memory)),
+        ("host memory", copy if p.memory.host else ""),
+        ("fullest rank", _fullest(p)),
+        (f"experts at {UNEVEN}x", _uneven_cost(p)),
+        ("precision", _slow_precision(p)),
+        ("rates", _roofline(p)),
+        ("runs", NOT_RUN if work.tp_mode == "2d" else ""),
+        ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
+        ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
+        ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),
+        ("counted otherwise", ", ".join(f"{r / 1e12:.4g} ({n})" for n, r in rates.items())),
+        ("pipeline bubble", f"{p.bubble_fraction:.1%} of the ideal time"),
+        ("communication", ", ".join(sent) or "none"),
+    ]
+    return [row for row in rows if row[1]]
 
 
-def _named(p: Prediction) -> str:
+def _fullest(p: Prediction) -> str:
     """The rank that holds most, and its place on both grids."""
     rank = fullest_rank(p.work, p.device)
     place = p.work.layout.place(rank)
     sizes = [f"{axis}={i}" for axis, i in place.items() if p.work.layout.size(axis) > 1]
-    return " ".join([str(rank), *([f"({', '.join(sizes)})"] if sizes else [])])
+    return f"{rank} ({', '.join(sizes)})" if sizes else str(rank)
 
 
-def stage_table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:
+def _uneven_cost(p: Prediction) -> str:
+    if (other := uneven(p)) is None:
+        return ""
+    more = f"{gib(other.memory.total - p.memory.total)} more and {other.step_seconds:.4g} s"
+    return f"{more}, if the busiest rank gets that much of the mean"
+
+
+def _slow_precision(p: Prediction) -> str:
+    """Of a device that has no arithmetic for narrow products, and makes them in fp32."""
+    asked, found = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
+    if asked == found or found != "fp32":
+        return ""
+    return f"{asked}, taken at the rate of fp32: {p.device.name} has {', '.join(p.device.flops)}"
+
+
+def _roofline(p: Prediction) -> str:
+    """Of a device that was taken for what three quick rates say of it."""
+    if p.device.rates != "roofline":
+        return ""
+    flops, memory, link = p.device.peak("fp32"), p.device.memory_bandwidth, p.device.link.bandwidth
+    rates = f"{flops / 1e12:.3g} TFLOP/s, {memory / 1e9:.3g} GB/s of memory and {link / 1e9:.3g}"
+    return f"a roofline, not calibrated: {rates} GB/s between ranks"
+
+
+def stage_table(prediction: Prediction) -> tuple[list[str], Rows]:
     """(headings, a row per pipeline rank): micro-batches in flight and bytes by kind.
 
     The fullest rank has a star. 80 columns hold the table.
@@ -155,116 +249,45 @@ def stage_table(prediction: Prediction) -> tuple[list[str], list[list[str]]]:
     return ["pp\nrank", "in\nflight", *kinds], rows
 
 
-def _memory_by_stage(p: Prediction) -> list[Json]:
-    """What the fullest rank of each pipeline rank holds; `in_flight` counts micro-batches."""
-    return [
-        {"pp_rank": place, "in_flight": chunks / p.work.layout.vpp, **memory.as_dict()}
-        for place, (memory, chunks) in enumerate(
-            zip(memory_by_stage(p.work, p.device), in_flight_chunks(p.work), strict=True)
-        )
-    ]
+def candidate_rows(candidates: Sequence[Prediction]) -> Rows:
+    """A row of CANDIDATES each: its cost, where its time goes, and how far from the best it is."""
+    first, rows = candidates[0].step_seconds, []
+    for place, one in enumerate(candidates, start=1):
+        sent = sum(one.communication_seconds.values()) / one.step_seconds
+        slower = f"{one.step_seconds / first - 1:.1%}" if place > 1 else ""
+        figures = [f"{one.step_seconds:.4g} s", f"{one.mfu:.1%}", gib(one.memory.total)]
+        shares = [f"{one.bubble_fraction:.1%}", f"{sent:.1%}", slower]
+        rows.append([str(place), one.work.layout_words, *figures, *shares])
+    return rows
 
 
-def _slow_precision(p: Prediction) -> list[tuple[str, str]]:
-    """A row where the device has no arithmetic for narrow products and makes them in fp32."""
-    asked, found = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
-    if asked == found or found != "fp32":
-        return []
-    has = ", ".join(p.device.flops)
-    return [("precision", f"{asked}, taken at the rate of fp32: {p.device.name} has {has}")]
+def neighbour_rows(neighbours: Sequence[Neighbour]) -> Rows:
+    """A row of NEIGHBOURS for each changed field of the best layout: what became of it, and why."""
+    rows = []
+    for field, value, one, reason in neighbours:
+        figures = [f"{one.step_seconds:.4g} s", gib(one.memory.total), one.work.layout_words]
+        rows.append([f"{field}={value}", reason, *figures])
+    return rows
 
 
-def _roofline_row(p: Prediction) -> list[tuple[str, str]]:
-    """A row where a device was taken for what three quick rates say of it."""
-    if p.device.rates != "roofline":
-        return []
-    flops, memory, link = p.device.peak("fp32"), p.device.memory_bandwidth, p.device.link.bandwidth
-    rates = f"{flops / 1e12:.3g} TFLOP/s, {memory / 1e9:.3g} GB/s of memory and {link / 1e9:.3g}"
-    return [("rates", f"a roofline, not calibrated: {rates} GB/s between ranks")]
-
-
-def describe(prediction: Prediction) -> str:
-    """The layout in one line, axes of size 1 left out."""
-    layout = layout_of(prediction.work)
-    axes = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
-    sizes = [f"{axis}={layout[axis]}" for axis in axes if layout[axis] > 1] or ["one rank"]
-    if layout["tp_mode"] == "2d":
-        sizes.insert(1, "(2d)")
-    sizes.append(f"micro-batch {layout['micro_batch_size']}")
-    if layout["pp"] > 1:
-        sizes.append(layout["schedule"])
-    if layout["zero"]:
-        sizes.append(f"zero={layout['zero']}")
-    if layout["recompute"] != "none":
-        sizes.append(f"recompute {layout['recompute']}")
-    if layout["tp"] > 1 and not layout["sequence_parallel"]:
-        sizes.append("whole sequences")
-    return " ".join(sizes)
-
-
-def gib(count: float) -> str:
-    """Bytes in GiB, or in MiB where that is less than a tenth of one."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
-
-
-def _uneven_figures(p: Prediction) -> Json | None:
-    if (other := uneven(p)) is None:
-        return None
-    return {
-        "imbalance": UNEVEN,
-        "memory_bytes": other.memory.total,
-        "fits": other.fits,
-        "step_seconds": other.step_seconds,
-    }
-
-
-def figures(p: Prediction) -> Json:
-    """Everything that the JSON says of one layout."""
-    model = p.work.model
-    peak = p.device.peak(p.work.sizes.gemm)
-    most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
-    return {
-        "layout": layout_of(p.work),
-        "parameters": {
-            "total": count_parameters(model),
-            "active": count_active(model),
-            "max_per_rank": most,
-        },
-        "memory_bytes": p.memory.as_dict(),
-        "host_bytes": round(p.memory.host),
-        "fullest_rank": fullest_rank(p.work, p.device),
-        "memory_by_stage": _memory_by_stage(p),
-        "fits": p.fits,
-        "uneven_experts": _uneven_figures(p),
-        "step_seconds": p.step_seconds,
-        "tokens_per_second_per_gpu": p.tokens_per_second_per_gpu,
-        "model_tflops_per_gpu": p.model_flops_per_gpu / 1e12,
-        "hardware_tflops_per_gpu": p.hardware_flops_per_gpu / 1e12,
-        "mfu": p.mfu,
-        "hfu": p.hfu,
-        "bubble_fraction": p.bubble_fraction,
-        "communication_seconds": p.communication_seconds,
-        "device": p.device.name,
-        "device_rates": p.device.rates,
-        "flop_convention": FLOP_CONVENTION,
-        "flop_conventions": {
-            name: {"tflops_per_gpu": rate / 1e12, "share_of_peak": rate / peak}
-            for name, rate in p.flops_by_convention.items()
-        },
-    }
-
-
-RankGroups = dict[str, list[list[int]]]
-WHOLE = 64  # ranks that are listed one by one
-ROWS = 16  # of ranges, of which the middle is left out
+def enough_table(p: Prediction) -> tuple[str, tuple[str, str], Rows]:
+    """(title, headings, rows) on the fewest devices on which a layout fits."""
+    held = f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"
+    rate = f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+    rows = [["layout", p.work.layout_words], ["bytes per rank", held], ["step time", rate]]
+    return f"It fits from {p.work.layout.world:,} x {p.device.name} on", ("", ""), rows
 
 
 def rank_places(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
     """Each rank's place on the attention grid and on the expert grid, outermost axis first."""
     grids = {"attention": layout.attention, "experts": layout.experts}
+
+    def place(grid: Grid, rank: int) -> dict[str, int]:
+        sizes = grid.coordinates(rank)
+        return {axis: sizes[axis] for axis in reversed(grid.axes)}
+
     return [
-        {name: _outermost_first(grid, grid.coordinates(rank)) for name, grid in grids.items()}
-        for rank in range(layout.world)
+        {name: place(grid, rank) for name, grid in grids.items()} for rank in range(layout.world)
     ]
 
 
@@ -322,7 +345,3 @@ def _range(numbers: list[int]) -> str:
         return " ".join(map(str, numbers))
     step = steps.pop()
     return f"{first}-{last}" if step == 1 else f"{first}-{last} by {step}"
-
-
-def _outermost_first(grid: Grid, places: dict[str, int]) -> dict[str, int]:
-    return {axis: places[axis] for axis in reversed(grid.axes)}

@@ -1,13 +1,13 @@
-"""One training step as the cost model sees it: a model, a layout, a batch and how it is run.
+"""One training step as the cost model sees it: its work on a layout, and the seconds of its parts.
 
-A `RunConfig` becomes one, and so does a published record, which may use precisions that the engine
-does not train in.
+A `RunConfig` becomes a `Workload`, and so does a published record (`published/software.py`), which
+may use precisions that the engine does not train in.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import ceil, isqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import Fp8Scaling, OptimizerName, RunConfig
@@ -59,45 +59,35 @@ class Workload:
     dispatcher: str = "all_to_all"
     document_mask: bool = False
     async_save: bool = False  # saves are written from a copy in host memory
-    block_bytes: float = 0.0  # saved for backward by a block of code that is not ours
-    flash: bool = True  # attention never writes its scores; False for code from before 2022
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
-    gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
-    once_per_node: bool = False  # a token crosses to another node once for all of its experts there
-    fused: bool = True  # scale, mask and softmax in one kernel; False for code from before 2021
 
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
-        """The step of a run config on `world` ranks."""
-        p, b, layout = config.parallel, config.batch, ParallelLayout.of(config.parallel, world)
+        """The step of a run config on `world` ranks: its fields of the same names, and these."""
+        p, layout = config.parallel, ParallelLayout.of(config.parallel, world)
         even = spread(config.model.num_layers, layout.num_stages)
-        return cls(
-            model=config.model,
-            layout=layout,
-            seq_len=b.seq_len,
-            micro_batch_size=b.micro_batch_size,
-            global_batch_size=b.global_batch_size,
-            precision=config.train.precision,
-            fp8_scaling=config.train.fp8_scaling,
-            optimizer=config.optimizer.name,
-            schedule_name=p.schedule,
-            sequence_parallel=p.sequence_parallel or p.tp_mode == "2d",
-            zero=p.zero,
-            recompute=p.recompute,
-            stage_sizes=() if p.stage_layers == even else p.stage_layers,
-            tp_mode=p.tp_mode,
-            cp_mode=p.cp_mode,
-            dispatcher=p.dispatcher,
-            document_mask=config.data.document_mask,
-            async_save=config.train.async_save,
-            bucket_bytes=p.bucket_mib * 2**20,
-        )
+        told: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
+            "model": config.model,
+            "layout": layout,
+            "optimizer": config.optimizer.name,
+            "schedule_name": p.schedule,
+            "sequence_parallel": p.sequence_parallel or p.tp_mode == "2d",
+            "stage_sizes": () if p.stage_layers == even else p.stage_layers,
+            "document_mask": config.data.document_mask,
+            "bucket_bytes": p.bucket_mib * 2**20,
+        }
+        return cls(**{field.name: told[field.name] for field in fields(cls) if field.name in told})
 
     @property
     def sizes(self) -> Precision:
         """Bytes per element of what is kept."""
         return PRECISIONS[self.precision]
+
+    @property
+    def block_bytes(self) -> float:
+        """Bytes that a block saves for backward where its code is not ours; 0: they are counted."""
+        return 0.0
 
     @property
     def splits_backward(self) -> bool:
@@ -113,6 +103,28 @@ class Workload:
     def tokens(self) -> int:
         """Tokens of a micro-batch on one context parallel rank."""
         return self.micro_batch_size * self.seq_len // self.layout.cp
+
+    @property
+    def stream_bytes(self) -> float:
+        """The residual stream of a micro-batch on one context parallel rank, of all tp ranks."""
+        return float(self.tokens * self.model.hidden_size * self.sizes.weight)
+
+    @property
+    def head_bytes(self) -> float:
+        """Queries, keys and values of a rank's heads."""
+        heads = self.model.num_heads + 2 * self.kv_heads
+        return self.tokens * heads * self.model.head_dim / self.layout.tp * self.sizes.weight
+
+    @property
+    def routed_bytes(self) -> float:
+        """Token copies that the busiest rank's experts get."""
+        return self.expert_rows * self.model.hidden_size * self.sizes.weight
+
+    @property
+    def product_halves(self) -> int:
+        """Halves of a block whose products tensor parallelism cuts: attention, and a dense MLP."""
+        m = self.model
+        return 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
 
     @property
     def mesh(self) -> int:
@@ -155,6 +167,25 @@ class Workload:
         """Rows that a rank sends to experts: `sent_copies`, or padded ones."""
         return self._padded_rows if self.model.pad_to_capacity else self.sent_copies
 
+    @property
+    def layout_words(self) -> str:
+        """The layout in one line, axes of size 1 left out."""
+        layout, axes = self.layout, ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+        sizes = {axis: layout.vpp if axis == "vpp" else layout.size(axis) for axis in axes}
+        words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1] or ["one rank"]
+        if self.tp_mode == "2d":
+            words.insert(1, "(2d)")
+        words.append(f"micro-batch {self.micro_batch_size}")
+        if layout.pp > 1:
+            words.append(self.schedule_name)
+        if self.zero:
+            words.append(f"zero={self.zero}")
+        if self.recompute != "none":
+            words.append(f"recompute {self.recompute}")
+        if layout.tp > 1 and not self.sequence_parallel:
+            words.append("whole sequences")
+        return " ".join(words)
+
     def _copies(self, load: float) -> float:
         m = self.model
         return self.tokens / self.sequence_cut * m.top_k * min(load, m.capacity_factor or load)
@@ -196,6 +227,46 @@ class Workload:
         uneven = self.layout.vpp > 1 and len(set(self.layers_of_stage)) > 1
         rounds = UNEVEN_ROUNDS if self.stage_sizes or uneven else rounds
         return m if m < (rounds + 1) * pp else rounds * pp + m % pp
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a forward pass and of its backward pass, nothing recomputed."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: float) -> "Pass":
+        return Pass(self.forward * times, self.backward * times)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step's parts on one rank; a `Pass` is of one block and one micro-batch."""
+
+    block: Pass  # what a block takes on its rank, exposed communication included
+    compute: Pass
+    tensor: Pass
+    context: Pass
+    expert: Pass
+    first: Pass  # the embedding, on stage 0
+    last: Pass  # the head and the loss, on the last stage
+    recomputed: float  # of `block.backward`, spent on recomputing the forward pass
+    sharded: Pass = Pass()
+    hop: float = 0.0
+    gradients: float = 0.0
+    gradients_exposed: float = 0.0
+    optimizer: float = 0.0
+    crowd: float = 1.0  # ranks on a core
+    overhead: float = 0.0  # outside of the micro-batches: data, logging, the host's bookkeeping
+
+    def crowded(self, crowd: float) -> "Costs":
+        """The same where so many ranks share what one had to itself: all take so much longer."""
+        longer = {name: value * crowd for name, value in vars(self).items()}
+        return Costs(**longer | {"crowd": crowd})
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again

@@ -1,14 +1,15 @@
-"""Where a step's time went: each second of each pipeline rank under one name.
+"""Time breakdown of a step: each second of each pipeline rank under one name.
 
 A gap before an op whose input comes from another rank is bubble until that rank has made it, and
 communication after. What follows the last op is bubble until the slowest pipeline rank is done.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import mean, median
 
+from mtcli.core.parallel.pipeline import OpSpan
 from mtcli.core.profile.records import RankRecord, StepRecord
-from mtcli.core.schedule.ops import Op, Schedule, needs
+from mtcli.core.schedule.ops import Schedule, needs
 from mtcli.core.schedule.timeline import Span, Timeline
 
 KINDS = ("forward", "backward", "communication", "bubble", "optimizer", "data", "other")
@@ -23,15 +24,34 @@ def speakers(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 def spent_by_rank(records: Sequence[RankRecord], schedule: Schedule) -> list[Spent]:
     """Seconds of a step by kind, per pipeline rank: means over the timed steps."""
-    pipeline = speakers(records)
-    steps = range(len(pipeline[0].steps))
     found = []
-    for record in pipeline:
-        each = [
-            attribute(record, [other.steps[i] for other in pipeline], i, schedule) for i in steps
-        ]
+    for record, steps in _steps_of(records):
+        each = [attribute(record, pipeline, i, schedule) for i, pipeline in enumerate(steps)]
         found.append({kind: mean(spent[kind] for spent in each) for kind in KINDS})
     return found
+
+
+def hop_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
+    """Seconds of a step in which each pipeline rank waits for inputs that are made already.
+
+    Means over the timed steps.
+    """
+    return [
+        mean(
+            sum(hop for *_, hop in _waits(record, pipeline, i, schedule))
+            for i, pipeline in enumerate(steps)
+        )
+        for record, steps in _steps_of(records)
+    ]
+
+
+def _steps_of(
+    records: Sequence[RankRecord],
+) -> list[tuple[RankRecord, list[tuple[StepRecord, ...]]]]:
+    """Each pipeline rank's speaker, with every timed step on all of the speakers."""
+    pipeline = speakers(records)
+    steps = list(zip(*(record.steps for record in pipeline), strict=True))
+    return [(record, steps) for record in pipeline]
 
 
 def attribute(
@@ -39,26 +59,21 @@ def attribute(
 ) -> Spent:
     """Seconds of one step of one rank by kind; `pipeline` is that step on every pipeline rank."""
     step, spent = record.steps[index], dict.fromkeys(KINDS, 0.0)
-    ends = {span.op: span.end for other in pipeline for span in other.spans}
-    phases, clock = step.phases, step.phases.data
+    phases = step.phases
     spent["data"] = phases.data - phases.begin
-    for op, start, end in step.spans:
-        made = _made_elsewhere(op, record.pp_rank, schedule, ends)
-        if made is not None:
-            arrived = min(max(clock, made), start)
-            spent["bubble"] += arrived - clock
-            spent["communication"] += start - arrived
+    for (op, start, end), bubble, hop in _waits(record, pipeline, index, schedule):
         exchanging = record.exchanging(step, op.kind) * (end - start)
-        spent["forward" if op.kind == "F" else "backward"] += end - start - exchanging
+        spent["bubble"] += bubble
+        spent["communication"] += hop
         spent["communication"] += exchanging
-        clock = end
-    done = max(ends.values())
-    waits = (
-        (clock, phases.pipeline),
+        spent["forward" if op.kind == "F" else "backward"] += end - start - exchanging
+    done = max(span.end for other in pipeline for span in other.spans)
+    last = step.spans[-1].end if step.spans else phases.data
+    for start, end in (
+        (last, phases.pipeline),
         (phases.pipeline, phases.reduce),
         (phases.norm, phases.agree),
-    )
-    for start, end in waits:
+    ):
         arrived = min(max(start, done), end)
         spent["bubble"] += arrived - start
         spent["communication"] += end - arrived
@@ -67,30 +82,28 @@ def attribute(
     return spent
 
 
-def hop_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
-    """Seconds of a step in which each pipeline rank waits for inputs that are made already.
-
-    Means over the timed steps.
-    """
-    pipeline = speakers(records)
-    steps = range(len(pipeline[0].steps))
-    return [
-        mean(_hops(record, [other.steps[i] for other in pipeline], i, schedule) for i in steps)
-        for record in pipeline
-    ]
-
-
-def _hops(
+def _waits(
     record: RankRecord, pipeline: Sequence[StepRecord], index: int, schedule: Schedule
-) -> float:
+) -> Iterator[tuple[OpSpan, float, float]]:
+    """Each op of a step with the seconds before it in which a rank waits for its input to be made
+    on another rank, and then for it to arrive; none of either where it has no such input."""
     ends = {span.op: span.end for other in pipeline for span in other.spans}
-    total, clock = 0.0, record.steps[index].phases.data
-    for op, start, end in record.steps[index].spans:
-        made = _made_elsewhere(op, record.pp_rank, schedule, ends)
-        if made is not None:
-            total += start - min(max(clock, made), start)
-        clock = end
-    return total
+    clock = record.steps[index].phases.data
+    for span in record.steps[index].spans:
+        made = max(
+            (
+                ends[need]
+                for need in needs(span.op, schedule.num_stages)
+                if schedule.rank_of_stage[need.stage] != record.pp_rank
+            ),
+            default=None,
+        )
+        if made is None:
+            yield span, 0.0, 0.0
+        else:
+            arrived = min(max(clock, made), span.start)
+            yield span, arrived - clock, span.start - arrived
+        clock = span.end
 
 
 def shares(spent: Spent) -> dict[str, float]:
@@ -108,11 +121,7 @@ def middle_step(records: Sequence[RankRecord]) -> int:
 
 def measured_timeline(records: Sequence[RankRecord], index: int) -> Timeline:
     """The ops of a timed step on every pipeline rank, in seconds since the first of them began."""
-    return timeline_of([record.steps[index] for record in speakers(records)])
-
-
-def timeline_of(steps: Sequence[StepRecord]) -> Timeline:
-    """The timeline of one step; `steps` is that step on every pipeline rank."""
+    steps = [record.steps[index] for record in speakers(records)]
     first = min(span.start for step in steps for span in step.spans)
     spans = tuple(
         Span(rank, op, start - first, end - first)
@@ -139,27 +148,13 @@ def busy_seconds(record: RankRecord) -> float:
 def stragglers(records: Sequence[RankRecord]) -> list[dict[str, float]]:
     """Every rank's working seconds over the median of its pipeline rank's replicas, worst first."""
     busy = {record.rank: busy_seconds(record) for record in records}
+    stage = {record.rank: record.pp_rank for record in records}
     replicas: dict[int, list[float]] = {}
     for record in records:
         replicas.setdefault(record.pp_rank, []).append(busy[record.rank])
-    found = [
-        {
-            "rank": record.rank,
-            "busy_seconds": busy[record.rank],
-            "times_median": busy[record.rank] / median(replicas[record.pp_rank]),
-        }
-        for record in records
+    middle = {pp_rank: median(found) for pp_rank, found in replicas.items()}
+    rows = [
+        dict(rank=rank, busy_seconds=seconds, times_median=seconds / middle[stage[rank]])
+        for rank, seconds in busy.items()
     ]
-    return sorted(found, key=lambda row: -row["times_median"])
-
-
-def _made_elsewhere(
-    op: Op, rank: int, schedule: Schedule, ends: Mapping[Op, float]
-) -> float | None:
-    """When the other rank that an op waits for had made its input; None where there is none."""
-    remote = [
-        ends[need]
-        for need in needs(op, schedule.num_stages)
-        if schedule.rank_of_stage[need.stage] != rank
-    ]
-    return max(remote, default=None)
+    return sorted(rows, key=lambda row: -row["times_median"])

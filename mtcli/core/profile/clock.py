@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Protocol
 
 import torch
 
@@ -16,24 +15,11 @@ from mtcli.core.parallel.groups import Axis
 ROUNDS = 8  # barriers between which clocks of two machines are compared
 
 
-class Clock(Protocol):
-    """Gives stamps; `begin` starts a step, and after `end` its stamps are known in seconds."""
-
-    def __call__(self) -> float:
-        """A stamp of now."""
-
-    def begin(self) -> None:
-        """Starts a step."""
-
-    def end(self) -> None:
-        """Returns when all that was stamped has happened."""
-
-    def seconds(self, stamp: float) -> float:
-        """When a stamp was, in seconds of this process's perf_counter."""
-
-
 class HostClock:
-    """perf_counter: on CPU an op is over when its call returns."""
+    """perf_counter: on CPU an op is over when its call returns.
+
+    A clock gives stamps; `begin` starts a step, after `end` its stamps are known in seconds.
+    """
 
     def __call__(self) -> float:
         """Now."""
@@ -46,7 +32,7 @@ class HostClock:
         """Nothing to wait for."""
 
     def seconds(self, stamp: float) -> float:
-        """The stamp itself."""
+        """When a stamp was, in seconds of this process's perf_counter: the stamp itself."""
         return stamp
 
 
@@ -81,6 +67,9 @@ class DeviceClock:
         return self.base_seconds + self.base.elapsed_time(self.events[int(stamp)]) / 1e3
 
 
+Clock = HostClock | DeviceClock
+
+
 def clock_for(device: torch.device) -> Clock:
     """The clock of a device's work."""
     return DeviceClock() if device.type == "cuda" else HostClock()
@@ -103,7 +92,9 @@ def clock_offset(world: Axis) -> float:
     for _ in range(ROUNDS):
         gather_values(None, world)
         moments.append(perf_counter())
-    told = gather_values((_machine(), moments), world)
+    boot = Path("/proc/sys/kernel/random/boot_id")  # containers of a host share it, and its clock
+    machine = boot.read_text().strip() if boot.exists() else platform.node()
+    told = gather_values((machine, moments), world)
     return offset_between(told[0], told[world.rank])
 
 
@@ -112,8 +103,3 @@ def offset_between(first: tuple[str, list[float]], mine: tuple[str, list[float]]
     if first[0] == mine[0]:
         return 0.0
     return median(a - b for a, b in zip(first[1], mine[1], strict=True))
-
-
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")  # containers of a host share it, and its clock
-    return boot.read_text().strip() if boot.exists() else platform.node()

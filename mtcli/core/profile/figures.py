@@ -1,6 +1,10 @@
-"""The figures of a profiled run as data: the JSON contract of `mtcli profile --json`."""
+"""The figures of a profiled run, measured vs planned: the JSON contract of `mtcli profile --json`.
 
-from collections.abc import Sequence
+Planned figures are those of `mtcli plan` for this config at the peak that MFU divides by; None
+where plan does not know the device.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import mean, median
@@ -9,18 +13,31 @@ from typing import Any
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import count_active, count_parameters, forward_flops
 from mtcli.core.plan.hardware import NAMES, device_named, for_run
+from mtcli.core.plan.memory import memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
+from mtcli.core.plan.step_time import simulated
 from mtcli.core.plan.tables import layout_of
 from mtcli.core.plan.workload import Workload
-from mtcli.core.profile import breakdown, compare
+from mtcli.core.profile import breakdown
 from mtcli.core.profile.finished_run import rank_map
 from mtcli.core.profile.records import RankRecord
-from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
 from mtcli.core.schedule.timeline import Timeline
 
 Json = dict[str, Any]
 TOP_KERNELS = 20
+UNITS = {"step_seconds": "s", "tokens_per_second": "tokens/s"}
+UNITS |= {"memory": "bytes", "communication": "s"}
+
+# Plan's axes of communication, and the groups of ranks that carry each.
+CARRIERS = {
+    "tp": ("tp", "sequence"),
+    "cp": ("cp",),
+    "ep": ("ep", "etp", "experts"),
+    "pp": ("pp_forward", "pp_backward"),
+    "dp": ("data", "edp", "tokens", "ends"),
+    "world": ("world",),
+}
 
 
 @dataclass(frozen=True)
@@ -41,8 +58,7 @@ class Profile:
     @cached_property
     def schedule(self) -> Schedule:
         """The ops that each pipeline rank ran."""
-        w = self.work
-        return schedule_for(w.schedule_name, w.layout.pp, w.layout.vpp, w.num_micro_batches)
+        return self.work.schedule(self.work.num_micro_batches)
 
     @cached_property
     def measured(self) -> Timeline:
@@ -109,17 +125,24 @@ class Profile:
             row["planned"] = p.communication_seconds.get(axis) if p else None
         data["bubble_fraction"]["planned"] = p.bubble_fraction if p else None
         return {
-            "figures": compare.figures(data, p),
+            "figures": figures(data, p),
             **data,
             "planned_timeline": rows_of(self.planned) if self.planned else None,
-            "joined_timeline": compare.joined(self.measured, self.planned),
+            "joined_timeline": joined(self.measured, self.planned),
             "device_bytes": p.device.usable_bytes if p else None,
-            "predicted": self._predicted(),
+            "predicted": p
+            and {
+                **_headline(p),
+                "memory_bytes": p.memory.as_dict(),
+                "device_rates": p.device.rates,
+            },
         }
 
     def measured_json(self) -> Json:
         """The part of the JSON contract that takes no plan."""
-        seconds, fullest, rows = self.step_seconds, self.fullest, compare.traffic(self.records)
+        seconds, fullest, rows = self.step_seconds, self.fullest, traffic(self.records)
+        profiled = self.records[0].profiled
+        inside = profiled.exchanging
         return {
             "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
             "steps": seconds,
@@ -135,7 +158,8 @@ class Profile:
             "memory_bytes": memory_of(fullest),
             "fullest_rank": fullest.rank,
             "memory_by_rank": [
-                {"rank": r.rank, "pp_rank": r.pp_rank, **memory_of(r)} for r in self._speakers
+                {"rank": r.rank, "pp_rank": r.pp_rank, **memory_of(r)}
+                for r in breakdown.speakers(self.records)
             ],
             "memory_over_time": [(held.seconds, held.total) for held in fullest.profiled.memory],
             "memory_by_kind_over_time": memory_over_time(fullest),
@@ -147,11 +171,17 @@ class Profile:
                 {"pp_rank": place, **one} for place, one in enumerate(self.shares_by_rank)
             ],
             "bubble_fraction": {"measured": breakdown.measured_bubble(self.records)},
-            "communication": self._communication(),
-            "communication_matrix_bytes": compare.matrix(rows, self.world),
+            "communication": {
+                "seconds": profiled.communication,
+                "overlapped_seconds": profiled.overlapped,
+                "share_of_forward": inside.get("F", 0.0),
+                "share_of_backward": inside.get("B", inside.get("I", 0.0)),
+                "by_axis": seconds_by_axis(self.records, self.schedule),
+            },
+            "communication_matrix_bytes": matrix(rows, self.world),
             "communication_by_axis": rows,
             "stragglers": breakdown.stragglers(self.records),
-            "kernels": [k._asdict() for k in self.records[0].profiled.kernels[:TOP_KERNELS]],
+            "kernels": [kernel._asdict() for kernel in profiled.kernels[:TOP_KERNELS]],
             "layout": layout_of(self.work),
             "rank_map": rank_map(self.work),
             "world": self.world,
@@ -159,36 +189,9 @@ class Profile:
         }
 
     @property
-    def _speakers(self) -> list[RankRecord]:
-        return breakdown.speakers(self.records)
-
-    @property
     def fullest(self) -> RankRecord:
         """The rank whose state and activations take most."""
         return max(self.records, key=lambda record: sum(_told(record).values()))
-
-    def _communication(self) -> Json:
-        """Collectives of the profiled step on rank 0: seconds by name, and what is hidden."""
-        profiled = self.records[0].profiled
-        return {
-            "seconds": profiled.communication,
-            "overlapped_seconds": profiled.overlapped,
-            "share_of_forward": profiled.exchanging.get("F", 0.0),
-            "share_of_backward": profiled.exchanging.get("B", profiled.exchanging.get("I", 0.0)),
-            "by_axis": compare.seconds_by_axis(self.records, self.schedule),
-        }
-
-    def _predicted(self) -> Json | None:
-        p = self.prediction
-        return p and {
-            "step_seconds": p.step_seconds,
-            "tokens_per_second": p.tokens_per_second_per_gpu * self.world,
-            "mfu": p.mfu,
-            "hfu": p.hfu,
-            "bubble_fraction": p.bubble_fraction,
-            "memory_bytes": p.memory.as_dict(),
-            "device_rates": p.device.rates,
-        }
 
 
 def memory_of(record: RankRecord) -> dict[str, int]:
@@ -223,3 +226,134 @@ def rows_of(timeline: Timeline) -> list[Json]:
         {"rank": span.rank, "op": str(span.op), "start": span.start, "end": span.end}
         for span in timeline.spans
     ]
+
+
+def figures(data: Mapping[str, Any], plan: Prediction | None) -> Json:
+    """{figure: {measured, planned, unit}} of the figures that both have."""
+    said = planned(plan, fullest_stage(data)) if plan else {}
+    found = {"step_seconds": data["step_seconds"]["median"]}
+    found |= {name: data[name] for name in ("tokens_per_second", "mfu", "hfu")}
+    found["bubble_fraction"] = data["bubble_fraction"]["measured"]
+    found |= {f"share.{name}": share for name, share in data["shares"].items()}
+    found |= {f"memory.{kind}": held for kind, held in data["memory_bytes"].items()}
+    by_axis = data["communication"]["by_axis"]
+    found |= {f"communication.{axis}": row["measured"] for axis, row in by_axis.items()}
+    return {
+        name: {
+            "measured": value,
+            "planned": said.get(name),
+            "unit": UNITS.get(name.partition(".")[0], "share"),
+        }
+        for name, value in found.items()
+    }
+
+
+def fullest_stage(data: Mapping[str, Any]) -> int:
+    """The pipeline rank whose memory the figures tell, measured and planned."""
+    return int(data["rank_map"][data["fullest_rank"]]["attention"]["pp"])
+
+
+def planned_memory(figures: Mapping[str, Any]) -> dict[str, int]:
+    """Plan's bytes by the kinds of `memory_bytes`, which are measured; empty where it has none."""
+    rows = {name: row["planned"] for name, row in figures.items() if name.startswith("memory.")}
+    return {name.partition(".")[2]: held for name, held in rows.items() if held is not None}
+
+
+def planned(plan: Prediction, pp_rank: int) -> Json:
+    """Plan's figures, by the names of the measured ones; memory is that of a pipeline rank.
+
+    As measured, `activations` is all that a step allocates: what plan says that forwards keep, and
+    what it counts under `other` for a moment.
+    """
+    memory = memory_by_stage(plan.work, plan.device)[pp_rank]
+    held = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
+    peak = sum(held.values()) + memory.besides_state
+    held |= {"activations": memory.besides_state, "peak": peak, "process": memory.total}
+    return {
+        **_headline(plan),
+        **{f"share.{name}": share for name, share in planned_shares(plan).items()},
+        **{f"memory.{kind}": round(size) for kind, size in held.items()},
+        **{f"communication.{axis}": s for axis, s in plan.communication_seconds.items()},
+    }
+
+
+def _headline(plan: Prediction) -> Json:
+    return {
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second_per_gpu * plan.work.layout.world,
+        "mfu": plan.mfu,
+        "hfu": plan.hfu,
+        "bubble_fraction": plan.bubble_fraction,
+    }
+
+
+def planned_shares(plan: Prediction) -> dict[str, float]:
+    """Shares of the planned step by the kinds of breakdown.py: means over pipeline ranks."""
+    costs, work = plan.costs, plan.work
+    timeline = simulated(work, costs, work.num_micro_batches)
+    ranks, blocks = work.layout.pp, work.num_micro_batches * work.model.num_layers
+    seconds = {
+        "forward": sum(s.end - s.start for s in timeline.spans if s.op.kind == "F") / ranks,
+        "backward": sum(s.end - s.start for s in timeline.spans if s.op.kind != "F") / ranks,
+    }
+    busy = sum(seconds.values())
+    shown = costs.block.forward - costs.compute.forward
+    shown_back = costs.block.backward - costs.recomputed - costs.compute.backward
+    seconds["forward"] -= blocks / ranks * shown
+    seconds["backward"] -= blocks / ranks * shown_back
+    seconds["communication"] = blocks / ranks * (shown + shown_back) + costs.gradients_exposed
+    seconds["bubble"] = busy * plan.bubble_fraction
+    seconds["optimizer"] = costs.optimizer
+    seconds["data"] = 0.0
+    seconds["other"] = plan.step_seconds - sum(seconds.values())
+    return {kind: spent / plan.step_seconds for kind, spent in seconds.items()}
+
+
+def joined(measured: Timeline, planned: Timeline | None) -> list[Json]:
+    """Every op once: when it ran and when it was planned to (None without a plan), in seconds since
+    the first op."""
+    when = {(s.rank, s.op): (s.start, s.end) for s in planned.spans} if planned else {}
+    rows = []
+    for rank, op, start, end in measured.spans:
+        begins, ends = when.get((rank, op), (None, None))
+        plan = {"planned_start": begins, "planned_end": ends}
+        rows.append({"rank": rank, "op": str(op), **plan, "start": start, "end": end})
+    return rows
+
+
+def seconds_by_axis(records: Sequence[RankRecord], schedule: Schedule) -> Json:
+    """{axis: {measured}}: seconds of a step that a rank communicates on each axis.
+
+    The mean over ranks (and timed steps) of the seconds the host waits on CPU, of NCCL's kernels on
+    GPU; on pp the seconds between an input's being made and its arrival.
+    """
+    found = {}
+    for axis, groups in CARRIERS.items():
+        spent = [mean(_seconds(record, group) for record in records) for group in groups]
+        if axis == "pp":
+            spent = [mean(breakdown.hop_seconds(records, schedule))]
+        found[axis] = {"measured": sum(spent)}
+    return found
+
+
+def traffic(records: Sequence[RankRecord]) -> list[Json]:
+    """Who gave whom how much in the profiled step: {axis, from, to, bytes, calls}."""
+    rows = sorted(
+        (sent.axis, record.rank, sent.receiver, sent.bytes, sent.calls)
+        for record in records
+        for sent in record.profiled.sent
+    )
+    return [dict(zip(("axis", "from", "to", "bytes", "calls"), row, strict=True)) for row in rows]
+
+
+def matrix(rows: Sequence[Mapping[str, Any]], world: int) -> list[list[int]]:
+    """Bytes of all axes: row r holds what rank r gave each rank."""
+    found = [[0] * world for _ in range(world)]
+    for row in rows:
+        found[row["from"]][row["to"]] += row["bytes"]
+    return found
+
+
+def _seconds(record: RankRecord, group: str) -> float:
+    waiting = [step.waiting.by_axis.get(group, 0.0) for step in record.steps if step.waiting]
+    return mean(waiting) if waiting else record.profiled.by_axis.get(group, 0.0)

@@ -1,4 +1,4 @@
-"""Measuring a device and a run: the product rate that MFU divides by, and steps with timers.
+"""Measures a run and its device: steps with timers, and the FLOP/s that MFU divides by.
 
 The steps are those of train, on the config's layout. Timed steps come first; one more runs under
 torch.profiler, whose own cost therefore touches no time that is reported.
@@ -7,7 +7,6 @@ torch.profiler, whose own cost therefore touches no time that is reported.
 import json
 import resource
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -18,19 +17,22 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.model.build import DTYPES
 from mtcli.core.parallel.collectives import gather_values
-from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.parallel.pipeline import OpSpan
+from mtcli.core.plan.hardware import GPUS
 from mtcli.core.profile import trace as traces
 from mtcli.core.profile.clock import Clock, clock_for, clock_offset, op_range
-from mtcli.core.profile.peak import device_name, peak_flops
 from mtcli.core.profile.records import RANK_RECORD, Profiled, RankRecord, StepRecord
 from mtcli.core.profile.summary import summarized, waiting_of
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.schedule.ops import Op
 from mtcli.core.training.loader import MicroBatchLoader, open_loader, synthetic_loader
 from mtcli.core.training.step import Phases, Trainer
+from mtcli.kernels.gemm import matmul
+
+SIDE = {"cpu": 1024, "cuda": 8192}  # of a product that runs at full speed; 10 to 20 ms on a core
+OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates
 
 
 class Measured(NamedTuple):
@@ -63,15 +65,18 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     for _ in range(steps):
         timed.append(timed_step(trainer, loader, clock, offset))
         bar.update()
-    allocated, process = _allocated_bytes(runtime.device), _process_bytes(runtime.device)
+    on_gpu = runtime.device.type == "cuda"
+    allocated = torch.cuda.max_memory_allocated(runtime.device) if on_gpu else None
+    process = _process_bytes(runtime.device)
     profiled, trace = profiled_step(trainer, loader, clock, offset)
     bar.update()
     bar.close()
     loader.close()
+    place = trainer.groups.layout.attention.coordinates(runtime.rank)
     record = RankRecord(
         rank=runtime.rank,
         pp_rank=trainer.groups.pp_rank,
-        speaks=_is_first_replica(trainer.groups),
+        speaks=not any(index for axis, index in place.items() if axis != "pp"),
         steps=timed,
         profiled=profiled,
         state_bytes=trainer.state_bytes_by_kind(),
@@ -123,7 +128,8 @@ def profiled_step(
     activities = [ProfilerActivity.CPU]
     if trainer.groups.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    around, trainer.pipeline.around = trainer.pipeline.around, _annotated
+    around = trainer.pipeline.around
+    trainer.pipeline.around = lambda op: record_function(f"{traces.OP}{op}")
     shapes = trainer.is_sharded
     with profile(
         activities=activities, profile_memory=True, acc_events=True, record_shapes=shapes
@@ -141,19 +147,6 @@ def profiled_step(
     return summarized(trace, step, (begin + offset, begin), traffic), trace
 
 
-def _annotated(op: Op) -> AbstractContextManager[None]:
-    return record_function(f"{traces.OP}{op}")
-
-
-def _is_first_replica(groups: Groups) -> bool:
-    place = groups.layout.attention.coordinates(groups.rank)
-    return all(place[axis] == 0 for axis in place if axis != "pp")
-
-
-def _allocated_bytes(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
 def _process_bytes(device: torch.device) -> int:
     """The most that this process had resident so far (CPU), or what is taken of the device now."""
     if device.type == "cuda":
@@ -161,3 +154,37 @@ def _process_bytes(device: torch.device) -> int:
         return total - free
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_flops(config: RunConfig, runtime: Runtime) -> float:
+    """The rate of this rank's device in FLOP/s that MFU and HFU are fractions of.
+
+    GPUs: the datasheet's dense rate of train.precision, from plan/hardware.py. CPU, and boards that
+    are not listed there: the best of five products, measured on all ranks at once.
+    """
+    name = device_name(runtime.device)
+    if name in GPUS:
+        return GPUS[name].peak(config.train.precision)
+    dtype, side = DTYPES[config.train.precision], SIDE[runtime.device.type]
+    a, b = (torch.randn(side, side, device=runtime.device).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        start = perf_counter()
+        matmul(a, b).sum().item()
+        seconds.append(perf_counter() - start)
+    return 2.0 * side**3 / min(seconds)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name in plan/hardware.py: "cpu", "h100", ..., or "" for an unlisted board."""
+    return "cpu" if device.type == "cpu" else board_name(torch.cuda.get_device_name(device))
+
+
+def board_name(board: str) -> str:
+    """The listed name of a board as its driver calls it, or "" where it is not listed.
+
+    "NVIDIA A100-SXM4-80GB" is a100-80gb; the PCIe and NVL boards of a name have other rates.
+    """
+    words = set(board.lower().replace("-", " ").split())
+    listed = [name for name in GPUS if set(name.split("-")) <= words]
+    return listed[0] if listed and not words & OTHER_BOARDS else ""

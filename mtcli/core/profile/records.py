@@ -40,7 +40,7 @@ class KernelTime(NamedTuple):
     seconds: float
 
 
-class MemoryCurve(NamedTuple):
+class MemorySample(NamedTuple):
     """Bytes above what was held when the step began: those that outlive their op, and the rest."""
 
     seconds: float  # since the step began
@@ -61,7 +61,7 @@ class Profiled(NamedTuple):
     communication: dict[str, float]  # seconds by collective, hidden or not
     overlapped: float  # seconds in which computation hides them
     kernels: list[KernelTime]  # by seconds, the longest first
-    memory: list[MemoryCurve]
+    memory: list[MemorySample]
     by_axis: dict[str, float]  # seconds, where the trace tells the axis
     sent: list[Sent]
 

@@ -1,21 +1,86 @@
-"""What the trace of the profiled step tells of it, as one rank's `Profiled`.
+"""Summarises the trace of the profiled step as one rank's `Profiled`.
 
-Bytes over the profiled step by how long they live: those that outlive their op, and the rest.
-
-What is allocated in one op of the pipeline and released in a later one is an activation, or the
-gradient of one on its way to another stage. What is gone by the end of its op (or of the phase
-around the pipeline) is temporary: outputs of products on their way, gathered weights, scratch.
+Bytes are told apart by how long they live: those that outlive their op, and the rest. What is
+allocated in one op of the pipeline and released in a later one is an activation, or the gradient
+of one on its way to another stage. What is gone by the end of its op (or of the phase around the
+pipeline) is temporary: outputs of products on their way, gathered weights, scratch.
 """
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mtcli.core.parallel.health.traffic import Traffic, WaitInterval
+from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.profile import trace as traces
-from mtcli.core.profile.records import MemoryCurve, Profiled, StepRecord, WaitSeconds
+from mtcli.core.profile.records import MemorySample, Profiled, StepRecord, WaitSeconds
 
-Event = dict[str, Any]
+MEMORY_POINTS = 1000
+
+
+def summarized(
+    trace: dict[str, Any],
+    step: StepRecord,
+    began: tuple[float, float],
+    traffic: Traffic,
+) -> Profiled:
+    """What a trace tells about its step, beside what the host has sent and waited for.
+
+    `began` is when its STEP annotation was entered, on the clock of the step's stamps and on that
+    of the waits.
+    """
+    events = traces.complete(trace["traceEvents"])
+    mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
+    waits = [(w.start - began[1] + mark, w.end - began[1] + mark) for w in traffic.waits]
+    waiting = traces.union(waits)
+    computing = traces.without(traces.computing(events), waiting)
+    # Of FSDP2's collectives the trace tells more than the host's waits do.
+    sharded = any(event["name"].startswith("FSDP::") for event in events)
+    on_wire = events if sharded or not traffic.waits else []
+    exchanges = traces.union([*traces.spans_of(on_wire, traces.is_exchange), *waiting])
+    waited = traces.summed((w.op, w.end - w.start) for w in traffic.waits)
+    ops = [(s.op.kind, s.start - began[0] + mark, s.end - began[0] + mark) for s in step.spans]
+    curve = over_time(allocations(trace["traceEvents"], mark), traces.op_bounds(events, mark))
+    return Profiled(
+        step=step,
+        exchanging=shares_inside(ops, traces.without(exchanges, computing)),
+        communication=waited | traces.exchanges(on_wire),
+        overlapped=traces.length(traces.common(exchanges, computing)),
+        kernels=traces.kernels(events),
+        memory=thinned(curve, MEMORY_POINTS),
+        by_axis=traces.seconds_by_axis(events) or _seconds_on_host(on_wire, traffic),
+        sent=traffic.sent,
+    )
+
+
+def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds:
+    """How long the host waited for collectives in a step whose stamps are `offset` later."""
+    waits = traces.union((w.start + offset, w.end + offset) for w in traffic.waits)
+    ops = [(span.op.kind, span.start, span.end) for span in step.spans]
+    return WaitSeconds(shares_inside(ops, waits), _waited(traffic))
+
+
+def shares_inside(
+    ops: Sequence[tuple[str, float, float]], exposed: list[traces.Interval]
+) -> dict[str, float]:
+    """Of the seconds of (kind, start, end) ops, by kind, the share that lies in `exposed`."""
+    found = {}
+    for kind in sorted({kind for kind, _, _ in ops}):
+        mine = traces.union((a, b) for k, a, b in ops if k == kind)
+        found[kind] = traces.length(traces.common(mine, exposed)) / traces.length(mine)
+    return found
+
+
+def _seconds_on_host(on_wire: list[traces.Event], traffic: Traffic) -> dict[str, float]:
+    """Of waits by their axis; what the transport tells besides is FSDP2's, which is all of dp."""
+    told = _waited(traffic)
+    sharding = [e for e in on_wire if not e["name"].startswith(traces.RECEIVE)]
+    told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())
+    return told
+
+
+def _waited(traffic: Traffic) -> dict[str, float]:
+    """Seconds that the host waited by axis."""
+    return traces.summed((w.axis, w.end - w.start) for w in traffic.waits)
 
 
 class Allocation(NamedTuple):
@@ -26,7 +91,7 @@ class Allocation(NamedTuple):
     bytes: int
 
 
-def allocations(events: Iterable[Event], begin: float) -> list[Allocation]:
+def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation]:
     """What was allocated since `begin` (seconds of the trace), in seconds since then.
 
     Memory of the device where there are such events, else of the host. The release of what was
@@ -50,7 +115,7 @@ def allocations(events: Iterable[Event], begin: float) -> list[Allocation]:
     return sorted([*found, *held.values()])
 
 
-def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[MemoryCurve]:
+def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[MemorySample]:
     """What is held at each change; `bounds` are the moments between which ops run, in order."""
     changes = []
     for place, one in enumerate(found):
@@ -59,90 +124,16 @@ def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[Memo
         if one.end != float("inf"):
             changes.append((one.end, place, -one.bytes, passing))
     kept = temporary = 0
-    curve = [MemoryCurve(0.0, 0, 0)]
+    curve = [MemorySample(0.0, 0, 0)]
     for moment, _, change, passing in sorted(changes):
         temporary += change if passing else 0
         kept += 0 if passing else change
-        curve.append(MemoryCurve(moment, kept, temporary))
+        curve.append(MemorySample(moment, kept, temporary))
     return curve
 
 
-def thinned(curve: Sequence[MemoryCurve], points: int) -> list[MemoryCurve]:
+def thinned(curve: Sequence[MemorySample], points: int) -> list[MemorySample]:
     """At most about `points` of a curve: of each stretch its highest, so that the peak stays."""
     stride = -(-len(curve) // points)
     parts = (curve[i : i + stride] for i in range(0, len(curve), stride))
     return [max(part, key=lambda held: held.total) for part in parts]
-
-
-MEMORY_POINTS = 1000
-
-
-def summarized(
-    trace: dict[str, Any],
-    step: StepRecord,
-    began: tuple[float, float],
-    traffic: Traffic,
-) -> Profiled:
-    """What a trace tells about its step, beside what the host has sent and waited for.
-
-    `began` is when its STEP annotation was entered, on the clock of the step's stamps and on that
-    of the waits.
-    """
-    events = traces.complete(trace["traceEvents"])
-    mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
-    waits = [(w.start - began[1] + mark, w.end - began[1] + mark) for w in traffic.waits]
-    waiting = traces.union(waits)
-    computing = traces.without(traces.computing(events), waiting)
-    on_wire = _on_wire(events, traffic)
-    exchanges = traces.union([*traces.spans_of(on_wire, traces.is_exchange), *waiting])
-    ops = [(s.op.kind, s.start - began[0] + mark, s.end - began[0] + mark) for s in step.spans]
-    curve = over_time(allocations(trace["traceEvents"], mark), traces.op_bounds(events, mark))
-    return Profiled(
-        step=step,
-        exchanging=shares_inside(ops, traces.without(exchanges, computing)),
-        communication=_summed((w.op, w) for w in traffic.waits) | traces.exchanges(on_wire),
-        overlapped=traces.length(traces.common(exchanges, computing)),
-        kernels=traces.kernels(events),
-        memory=thinned(curve, MEMORY_POINTS),
-        by_axis=traces.seconds_by_axis(events) or _seconds_on_host(on_wire, traffic),
-        sent=traffic.sent,
-    )
-
-
-def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds:
-    """How long the host waited for collectives in a step whose stamps are `offset` later."""
-    waits = traces.union((w.start + offset, w.end + offset) for w in traffic.waits)
-    ops = [(span.op.kind, span.start, span.end) for span in step.spans]
-    return WaitSeconds(shares_inside(ops, waits), _summed((w.axis, w) for w in traffic.waits))
-
-
-def shares_inside(
-    ops: Sequence[tuple[str, float, float]], exposed: list[traces.Interval]
-) -> dict[str, float]:
-    """Of the seconds of (kind, start, end) ops, by kind, the share that lies in `exposed`."""
-    found = {}
-    for kind in sorted({kind for kind, _, _ in ops}):
-        mine = traces.union((a, b) for k, a, b in ops if k == kind)
-        found[kind] = traces.length(traces.common(mine, exposed)) / traces.length(mine)
-    return found
-
-
-def _seconds_on_host(on_wire: list[traces.Event], traffic: Traffic) -> dict[str, float]:
-    """Of waits by their axis; what the transport tells besides is FSDP2's, which is all of dp."""
-    told = _summed((wait.axis, wait) for wait in traffic.waits)
-    sharding = [e for e in on_wire if not e["name"].startswith(traces.RECEIVE)]
-    told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())
-    return told
-
-
-def _summed(waits: Iterable[tuple[str, WaitInterval]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, wait in waits:
-        found[name] = found.get(name, 0.0) + wait.end - wait.start
-    return found
-
-
-def _on_wire(events: list[traces.Event], traffic: Traffic) -> list[traces.Event]:
-    """The events of the trace that may tell of more collectives than the host's waits do."""
-    sharded = any(event["name"].startswith("FSDP::") for event in events)
-    return events if sharded or not traffic.waits else []

@@ -1,14 +1,12 @@
-"""Reading a Chrome trace of torch.profiler: kernels and communication of one step.
+"""Reads torch.profiler's Chrome trace of a step, and writes it with every pipeline rank's ops.
 
-Times in a trace are microseconds of the profiler's own clock; results are in seconds of it.
-
-The Chrome trace of a profile: rank 0's profiler events, and every pipeline rank's ops.
-
-Opens in Perfetto and in chrome://tracing. Ops are those of the profiled step, on rank 0's clock,
-laid over the profiler's own time by the annotation that both saw.
+Times in a trace are microseconds of the profiler's own clock; what is read is in seconds of it. The
+written one opens in Perfetto and in chrome://tracing: ops are those of the profiled step, on rank
+0's clock, laid over the profiler's own time by the annotation that both saw.
 """
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import inf, prod
 from typing import Any
@@ -25,6 +23,7 @@ OP = "mtcli: op "  # begins the annotation of an op of the pipeline
 GROUP = "Process Group Description"  # of an NCCL kernel: the axis whose communicator it uses
 ITEM_BYTES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2}
 SEND, RECEIVE = "gloo:send", "gloo:recv"
+PROCESS = 10**9  # above any process id, so that our tracks have a process of their own
 
 
 def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[Interval]:
@@ -84,22 +83,23 @@ def is_exchange(event: Event) -> bool:
     return event.get("cat") == "kernel" and "nccl" in name.lower()
 
 
-def exchanges(events: list[Event]) -> dict[str, float]:
+def exchanges(events: Iterable[Event]) -> dict[str, float]:
     """Seconds of communication by name."""
-    found: dict[str, float] = {}
-    for event in filter(is_exchange, events):
-        found[event["name"]] = found.get(event["name"], 0.0) + event["dur"] / 1e6
-    return found
+    return summed((e["name"], e["dur"] / 1e6) for e in events if is_exchange(e))
 
 
 def seconds_by_axis(events: Iterable[Event]) -> dict[str, float]:
     """Seconds of NCCL's kernels by the axis whose communicator they use; none on CPU."""
-    found: dict[str, float] = {}
-    for event in filter(is_exchange, events):
-        axis = event.get("args", {}).get(GROUP)
-        if axis:
-            found[axis] = found.get(axis, 0.0) + event["dur"] / 1e6
-    return found
+    told = ((e.get("args", {}).get(GROUP), e) for e in events if is_exchange(e))
+    return summed((axis, event["dur"] / 1e6) for axis, event in told if axis)
+
+
+def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The sums of seconds by name."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, one in seconds:
+        found[name] += one
+    return dict(found)
 
 
 def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
@@ -163,11 +163,7 @@ def kernels(events: list[Event]) -> list[KernelTime]:
     """Kernels by name, the longest first; on CPU operators, without the time of those they call."""
     on_device = [(e["name"], e["dur"]) for e in events if e.get("cat") == "kernel"]
     timed = on_device or [pair for thread in _by_thread(events) for pair in _own_times(thread)]
-    calls: dict[str, int] = {}
-    seconds: dict[str, float] = {}
-    for name, microseconds in timed:
-        calls[name] = calls.get(name, 0) + 1
-        seconds[name] = seconds.get(name, 0.0) + microseconds / 1e6
+    calls, seconds = Counter(name for name, _ in timed), summed((n, s / 1e6) for n, s in timed)
     found = [KernelTime(name, calls[name], seconds[name]) for name in calls]
     return sorted(found, key=lambda kernel: -kernel.seconds)
 
@@ -177,8 +173,7 @@ def _by_thread(events: list[Event]) -> list[list[Event]]:
     for event in events:
         if event.get("cat") == "cpu_op":
             threads.setdefault(event["tid"], []).append(event)
-    order = [sorted(thread, key=lambda e: (e["ts"], -e["dur"])) for thread in threads.values()]
-    return order
+    return [sorted(thread, key=lambda e: (e["ts"], -e["dur"])) for thread in threads.values()]
 
 
 def _own_times(thread: list[Event]) -> list[tuple[str, float]]:
@@ -195,9 +190,6 @@ def _own_times(thread: list[Event]) -> list[tuple[str, float]]:
     return [(event["name"], seconds) for event, seconds in zip(thread, own, strict=True)]
 
 
-PROCESS = 10**9  # above any process id, so that our tracks have a process of their own
-
-
 def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord]) -> None:
     """Writes {"traceEvents": [...]}: the profiler's events and a track per pipeline rank."""
     events = [part for event in trace["traceEvents"] for part in _apart(event)]
@@ -206,7 +198,7 @@ def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord
         json.dump({**trace, "traceEvents": events}, file)
 
 
-def _apart(event: dict[str, Any]) -> list[dict[str, Any]]:
+def _apart(event: Event) -> list[Event]:
     """The event; one of gloo's as the two ends of an asynchronous slice.
 
     It begins inside the operator that starts it and ends long after, and slices of one thread nest.
@@ -219,33 +211,26 @@ def _apart(event: dict[str, Any]) -> list[dict[str, Any]]:
     return [around | {"ph": "b"}, around | end]
 
 
-def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[dict[str, Any]]:
+def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[Event]:
     """A named track per pipeline rank, with its ops and the phases around them."""
     mark = next(e["ts"] for e in trace["traceEvents"] if e.get("name") == STEP)
     begin = next(r for r in records if r.rank == 0).profiled.step.phases.begin
-    events = [_named("process_name", 0, "mtcli: pipeline")]
+
+    def named(kind: str, track: int, name: str) -> Event:
+        return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}
+
+    events = [named("process_name", 0, "mtcli: pipeline")]
     for record in speakers(records):
         step, track = record.profiled.step, record.pp_rank
-        events.append(_named("thread_name", track, f"pipeline rank {track}"))
+        events.append(named("thread_name", track, f"pipeline rank {track}"))
         phases = step.phases
         spans = [(str(span.op), span.start, span.end) for span in step.spans]
         spans.append(("reduce", phases.pipeline, phases.reduce))
         spans.append(("agree", phases.norm, phases.agree))
         spans.append(("optimizer", phases.agree, phases.end))
+        track_of = {"ph": "X", "cat": "mtcli", "pid": PROCESS, "tid": track}
         events += [
-            {
-                "ph": "X",
-                "cat": "mtcli",
-                "name": name,
-                "pid": PROCESS,
-                "tid": track,
-                "ts": mark + (start - begin) * 1e6,
-                "dur": (end - start) * 1e6,
-            }
-            for name, start, end in spans
+            {**track_of, "name": name, "ts": mark + (a - begin) * 1e6, "dur": (b - a) * 1e6}
+            for name, a, b in spans
         ]
     return events
-
-
-def _named(kind: str, track: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}

@@ -16,9 +16,8 @@ import pytest
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
-from mtcli.core.plan import calibration_cache as cache
-from mtcli.core.plan.calibration import Calibration
-from mtcli.core.plan.calibration_cache import calibrated, kept_or_measured
+from mtcli.core.plan import calibration as cache
+from mtcli.core.plan.calibration import Calibration, calibrated, kept_or_measured
 from mtcli.core.plan.hardware import device_named, for_run, measure_cpu
 from mtcli.core.runtime.machine import cores
 

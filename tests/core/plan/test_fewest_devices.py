@@ -2,9 +2,8 @@
 
 import pytest
 
-from mtcli.core.plan.fewest_devices import fewest
-from mtcli.core.plan.request import read_request
-from mtcli.core.plan.search import search
+from mtcli.core.plan.answer import read_request
+from mtcli.core.plan.search import fewest, search
 
 
 def searched(name, device, gpus, *fixed):
@@ -25,7 +24,8 @@ def searched(name, device, gpus, *fixed):
 def test_no_smaller_number_of_devices_is_enough(name, device, fixed, expected):
     request, found = searched(name, device, 1, *fixed)
     assert not found.best
-    enough = fewest(request.config, request)
+    asked = request.config, 1, request.device, request.pinned, request.keeps_batch
+    enough = fewest(*asked)
     assert enough.prediction.fits and enough.prediction.work.layout.world == expected
     node = request.device.node_size
     for world in range(2, expected):

@@ -12,7 +12,7 @@ import pytest
 from ranks import run_ranks
 
 from mtcli.core.config.loading import load_config
-from mtcli.core.plan import probes
+from mtcli.core.plan import measure_cpu
 from mtcli.core.plan.calibration import BUDGET, Calibration, facts_of
 from mtcli.core.plan.measure_cpu import (
     ProbeShape,
@@ -48,7 +48,7 @@ def test_nothing_costs_less_than_nothing():
 def of_one_rank(runtime):
     seconds = [(1.0, 9.0, 2.0, 3.0), (2.0, 1.0, 2.0, 8.0)][runtime.rank]
     steps = [Timed(None, second, 2 * second, 0.5, 0.25) for second in seconds]
-    return list(typical([steps[:2], steps[2:]], ranks=2))
+    return list(typical([steps[:2], steps[2:]]))
 
 
 def test_a_step_takes_its_median_on_the_rank_that_each_time_was_the_slowest():
@@ -87,7 +87,7 @@ def test_two_ranks_measure_every_number_of_a_mixture():
 
 
 def _calibrate(runtime):
-    probes.LENGTHS, probes.SCORES, probes.SIDE = (16, 32), 2**10, 64
+    measure_cpu.LENGTHS, measure_cpu.SCORES, measure_cpu.SIDE = (16, 32), 2**10, 64
     config = load_config("mixtral-8x7b", ["model.head_dim=32", "train.precision=fp32"])
     facts = facts_of(config, 2) | {"ranks": 2}
     return calibrate(facts, runtime.rank, 2, BUDGET, SHAPES).as_json()

@@ -15,7 +15,7 @@ from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
-from mtcli.core.plan.published.activations import as_published
+from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.tape.ops import Kernels
 from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, spread
@@ -37,7 +37,8 @@ def mixture(**fields):
 
 def step(model, layout=None, **fields):
     sizes = {"seq_len": 32, "micro_batch_size": 2, "global_batch_size": 64}
-    return Workload(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
+    kind = PublishedWork if "flash" in fields else Workload
+    return kind(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
 
 
 @settings(max_examples=30, deadline=None)
@@ -149,9 +150,7 @@ def test_a_dense_layer_saves_what_the_paper_counts(recompute, sequence_parallel,
         flash=False,
     )
     one, two = (
-        memory(
-            as_published(replace(work, model=model.model_copy(update={"num_layers": n}))), H100
-        ).activations
+        memory(replace(work, model=model.model_copy(update={"num_layers": n})), H100).activations
         for n in (1, 2)
     )
     expected = korthikanti(32, 2, 64, 8, tp, recompute, sequence_parallel)
@@ -160,8 +159,7 @@ def test_a_dense_layer_saves_what_the_paper_counts(recompute, sequence_parallel,
 
 def published(**fields):
     """A step as the papers count it: a block's tensors, and nothing of how our code runs them."""
-    work = step(gpt(), ParallelLayout(1), flash=False, recompute="selective", **fields)
-    return as_published(work)
+    return step(gpt(), ParallelLayout(1), flash=False, recompute="selective", **fields)
 
 
 def test_the_head_saves_its_inputs_and_a_row_of_logits_per_token():

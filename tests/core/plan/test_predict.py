@@ -10,9 +10,13 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.gpu_time import attention_seconds, block_seconds, product_seconds
+from mtcli.core.plan.gpu_time import (
+    PHYSICS,
+    attention_seconds,
+    block_seconds,
+    product_seconds,
+)
 from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named, shared
-from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.predict import predict, predict_workload, recomputed_share
 from mtcli.core.plan.step_time import pipeline_seconds, simulated, step_costs
 from mtcli.core.plan.tables import summary
@@ -97,14 +101,6 @@ def test_full_attention_costs_the_whole_square():
     assert full.backward == pytest.approx(2.5 * full.forward)
 
 
-def test_unaligned_heads_slow_only_written_out_attention():
-    narrow = LARGE.model_copy(update={"head_dim": 150})
-    times = [attention_seconds(step(model=m, flash=False), H100, PHYSICS) for m in (LARGE, narrow)]
-    assert times[1].forward > 150 / 128 * times[0].forward * 1.2
-    flash = [attention_seconds(step(model=m), H100, PHYSICS) for m in (LARGE, narrow)]
-    assert flash[1].forward == pytest.approx(150 / 128 * flash[0].forward)
-
-
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_parallelism_moves_the_published_volume(tp):
     """algorithms.md 1.1: 8 b s h (t - 1) / t elements a layer, forward and backward."""
@@ -133,30 +129,6 @@ def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs()
     assert plain.backward * 1e9 == pytest.approx(2 * 4 * 1000 * 7 / 8)
     assert cut.backward * 1e9 == pytest.approx(4 * 1000 * 7 / 8)
     assert (plain.forward, cut.forward * 1e9) == (0, pytest.approx(2 * 1000 * 7 / 8))
-
-
-def test_new_weights_gathered_ahead_hide_behind_the_next_forward_pass():
-    slow = replace(H100, network=Link(1e8, 0.0))
-    waits, ahead = (
-        step_costs(step(ParallelLayout(64, tp=8), zero=1, gathers_ahead=kind), slow, PHYSICS)
-        for kind in (False, True)
-    )
-    hidden = PHYSICS.data_overlap * 48 * waits.block.forward
-    assert waits.gradients == ahead.gradients
-    assert waits.gradients_exposed - ahead.gradients_exposed == pytest.approx(hidden)
-
-
-def test_a_token_crosses_to_a_node_once_for_all_of_its_experts_there():
-    """Of two nodes, a token's two experts are in both in half of the cases: 1.5 of 2 copies."""
-    moe = LARGE.model_copy(update={"num_experts": 16, "top_k": 2, "moe_ffn_hidden_size": 1024})
-    device = replace(FLAT, node_size=8, link=Link(1e15, 0.0), network=Link(1e9, 0.0))
-    every, once = (
-        sent.expert_parallel(
-            step(ParallelLayout(16, ep=16), model=moe, once_per_node=kind), device, PERFECT
-        )
-        for kind in (False, True)
-    )
-    assert once.forward == pytest.approx(0.75 * every.forward)
 
 
 def test_context_and_expert_traffic_have_their_volumes():

@@ -5,9 +5,9 @@ import pytest
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.rules import problems
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.gpu_time import PHYSICS
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory
-from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.search import apply, choices, lower_bound, search
 from mtcli.core.plan.sensitivity import FIELDS, neighbours

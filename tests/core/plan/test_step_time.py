@@ -7,9 +7,8 @@ import pytest
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
-from mtcli.core.plan.gpu_time import attention_seconds, head_seconds
+from mtcli.core.plan.gpu_time import PHYSICS, attention_seconds, head_seconds
 from mtcli.core.plan.hardware import GPUS, Link
-from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
 from mtcli.core.plan.workload import Workload
 

@@ -2,7 +2,7 @@
 
 from mtcli.core.parallel.health.traffic import Sent
 from mtcli.core.parallel.pipeline import OpSpan
-from mtcli.core.profile.records import KernelTime, MemoryCurve, Profiled, RankRecord, StepRecord
+from mtcli.core.profile.records import KernelTime, MemorySample, Profiled, RankRecord, StepRecord
 from mtcli.core.schedule.ops import Op
 from mtcli.core.training.step import Phases
 
@@ -46,7 +46,11 @@ def record_of(rank, exchanging=None, steps=None):
         communication={"gloo:all_reduce": 0.25},
         overlapped=0.125,
         kernels=[KernelTime("aten::mm", 4, 3.0), KernelTime("aten::add", 8, 1.0)],
-        memory=[MemoryCurve(0.0, 0, 0), MemoryCurve(1.0, 2 * 2**20, 2**20), MemoryCurve(2.0, 0, 0)],
+        memory=[
+            MemorySample(0.0, 0, 0),
+            MemorySample(1.0, 2 * 2**20, 2**20),
+            MemorySample(2.0, 0, 0),
+        ],
         by_axis={},
         sent=[Sent("data", 1 - rank, 4096, 2), Sent("pp_forward", 1 - rank, 512 + rank, 2)],
     )

@@ -12,8 +12,7 @@ from handmade import ROWS, config_table
 
 from mtcli.core.config.loading import config_of
 from mtcli.core.profile.finished_run import FinishedRun, summary_of
-from mtcli.core.profile.render.html import write_profile_page
-from mtcli.core.profile.render.run_page import write_run_page
+from mtcli.core.profile.render.html import write_profile_page, write_run_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (mtcli[test])")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

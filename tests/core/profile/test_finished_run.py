@@ -9,7 +9,7 @@ from handmade import config_table
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import config_of, dump_toml
 from mtcli.core.profile.finished_run import is_run, planned_of, read_run, summary_of
-from mtcli.core.profile.render.run_page import write_run_page
+from mtcli.core.profile.render.html import write_run_page
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from mtcli.core.config.loading import config_of
 from mtcli.core.data.loader import CountedTokens
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.plan.memory import state_bytes
-from mtcli.core.profile import peak
+from mtcli.core.profile import measure as measuring
 from mtcli.core.profile.figures import Profile
-from mtcli.core.profile.measure import measure
-from mtcli.core.profile.peak import board_name, peak_flops
+from mtcli.core.profile.measure import board_name, measure, peak_flops
 from mtcli.core.runtime.launch import Runtime
 
 RUNTIME = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -132,7 +131,7 @@ def test_a_board_is_known_by_its_drivers_name(board, name):
 
 
 def test_a_listed_gpu_has_its_datasheets_peak(monkeypatch):
-    monkeypatch.setattr(peak, "device_name", lambda device: "h100")
+    monkeypatch.setattr(measuring, "device_name", lambda device: "h100")
     config = config_of(TABLE | {"train": {"precision": "bf16"}})
     assert peak_flops(config, RUNTIME) == pytest.approx(989.4e12)
 

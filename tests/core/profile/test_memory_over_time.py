@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtcli.core.profile.records import MemoryCurve
+from mtcli.core.profile.records import MemorySample
 from mtcli.core.profile.summary import allocations, over_time, thinned
 
 
@@ -47,12 +47,12 @@ def test_the_total_is_what_the_trace_adds_up_to():
 
 
 def test_thinning_a_curve_keeps_its_peak():
-    long = [MemoryCurve(float(i), 1, 10**6 if i == 617 else i) for i in range(5000)]
+    long = [MemorySample(float(i), 1, 10**6 if i == 617 else i) for i in range(5000)]
     found = thinned(long, 100)
     assert len(found) == 100
-    assert MemoryCurve(617.0, 1, 10**6) in found
+    assert MemorySample(617.0, 1, 10**6) in found
 
 
 @pytest.mark.parametrize("points", [1, 7, 5000, 9000])
 def test_a_thinned_curve_has_at_most_the_points_that_were_asked_for(points):
-    assert len(thinned([MemoryCurve(float(i), i, 0) for i in range(5000)], points)) <= points
+    assert len(thinned([MemorySample(float(i), i, 0) for i in range(5000)], points)) <= points

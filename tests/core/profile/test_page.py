@@ -10,9 +10,8 @@ from handmade import ROWS, config_table
 
 from mtcli.core.config.loading import config_of
 from mtcli.core.profile.finished_run import FinishedRun, summary_of
-from mtcli.core.profile.render.html import write_profile_page
+from mtcli.core.profile.render.html import write_profile_page, write_run_page
 from mtcli.core.profile.render.pictures import save_profile, save_run
-from mtcli.core.profile.render.run_page import write_run_page
 
 PNG = b"\x89PNG\r\n"
 

@@ -4,13 +4,6 @@ A record is JSON with source, model, gpu, n_gpus, precision, parallel, result an
 (docs/plan.md lists the fields). Sources count FLOPs differently, so everything is turned into
 seconds of a step: from the time itself or from tokens/s where they are printed, and otherwise from
 TFLOP/s or MFU by the record's own convention.
-
-Which device a published run used: by the name that a source prints, and by its own machines
-where these are not the device's usual ones.
-
-What a published result says of the seconds of a step, by the record's own FLOP convention.
-
-The first of these that is printed counts: a time, tokens or samples per second, a rate in FLOP/s.
 """
 
 import re
@@ -23,37 +16,49 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.hardware import GPUS, Device, link
-from mtcli.core.plan.predict import convention_of, predict_workload, recomputed_share
-from mtcli.core.plan.published.activations import as_published
-from mtcli.core.plan.workload import Workload
-
-pass
-
+from mtcli.core.plan.predict import Convention, Prediction, predict_workload, recomputed_share
+from mtcli.core.plan.published.software import (
+    FLASH_ATTENTION,
+    FUSED_SOFTMAX,
+    ONCE_PER_NODE,
+    PUBLISHED,
+    PublishedPhysics,
+    PublishedWork,
+    since,
+)
 
 Table = dict[str, Any]
 
-# Years and months from which a source's own code may have them.
-FUSED_SOFTMAX = 2104  # scale, mask and softmax in one kernel of 16 bits: arXiv:2104.04473, 4.2
-FLASH_ATTENTION = 2206  # arXiv:2205.14135 appeared at the end of the month before
-ONCE_PER_NODE = 2505  # DeepEP and what followed it; arXiv:2504.14960 sends a copy to each expert
-
-COUNTS = {
-    "n_gpus",
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn_hidden",
-    "vocab",
-    "seq",
-}
-COUNTS |= {"tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch", "global_batch", "topk"}
+COUNTS = {"n_gpus", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab"}
+COUNTS |= {"tp", "cp", "pp", "vpp", "dp", "ep", "etp", "micro_batch", "global_batch"}
+COUNTS |= {"seq", "topk"}
 ARITHMETIC = {"mxfp8": "fp8", "fp8": "fp8", "float8": "fp8", "nvfp4": "nvfp4", "fp4": "nvfp4"}
 ARITHMETIC |= {"fp32": "fp32", "tf32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16"}
 MAX_SIZE = 1 << 24  # beyond all that a record has, and small enough to compute with
 ENDS = 2  # of a pipeline, which may stand where a layer would: embedding and head
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # tried where a record gives none
+STEPS_PER_EPOCH = 68507  # of arXiv:1909.08053, section 5.2, which prints days
+
+# As they stand in "NVIDIA A100-SXM4-40GB" or "Quadro RTX 5000", longer ones first.
+PRINTED = {name: name for name in ("gb300", "gb200", "b300", "b200", "h200", "h100")}
+PRINTED |= {"a100": "a100-80gb", "v100": "v100-32gb", "rtx5000": "rtx-5000"}
+
+_A100, _H100 = GPUS["a100-80gb"], GPUS["h100"]
+# 4 NVLinks between GPUs, 4 Omni-Path links of 100 Gb/s for 8 of them (BigScience, tr11-176B-ml).
+_JEAN_ZAY = replace(_A100, link=link("nvlink", 4 * 25.0), network=link("infiniband", 4 * 12.5 / 8))
+# 96 GB of HBM2e at 2.4 TB/s, 500 W of 700 (torchtitan, benchmarks/llama3_h100_202412): power goes
+# with the cube of the clock, which voltage follows.
+_GRAND_TETON = replace(
+    _H100,
+    memory_bytes=96e9,
+    memory_bandwidth=2.4e12,
+    sustained=_H100.sustained * (500 / 700) ** (1 / 3),
+)
+SITES = {
+    ("bigscience", "a100-80gb"): _JEAN_ZAY,
+    ("bloom", "a100-80gb"): _JEAN_ZAY,
+    ("torchtitan", "h100"): _GRAND_TETON,
+}
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,16 @@ class PublishedRun:
     id: int
     source: str
     table: str
-    work: Workload
+    work: PublishedWork
     device: Device
     seconds: float | None  # of a step, or of a block's passes
     of_block: bool
     memory_gb: float | None
     out_of_memory: bool
+
+    def predict(self, physics: PublishedPhysics = PUBLISHED) -> Prediction:
+        """The cost of the run's step with the software of its time."""
+        return predict_workload(self.work, self.device, physics)
 
 
 def read_record(row: Table) -> PublishedRun:
@@ -82,7 +91,7 @@ def read_record(row: Table) -> PublishedRun:
     _require_counts(row)
     source, result = str(row.get("source") or "unnamed"), row.get("result") or {}
     device = device_of(str(row["gpu"]), source)
-    work = _filled(as_published(_workload(row, source, device)), row["parallel"], device)
+    work = _filled(_workload(row, source, device), row["parallel"], device)
     memory = result.get("mem_gb")
     return PublishedRun(
         id=row.get("id", 0),
@@ -97,16 +106,46 @@ def read_record(row: Table) -> PublishedRun:
     )
 
 
-def _workload(row: Table, source: str, device: Device) -> Workload:
+def _require_counts(row: Table) -> None:
+    """Raises ValueError for a size that is no whole number above 0."""
+    for name in ("model", "parallel"):
+        if not isinstance(row[name], dict):
+            raise ValueError(f"{name} is no table")
+    dense = {} if row["model"].get("experts") else {"topk": None}  # some write 0 of no experts
+    for table in (row, row["model"] | dense, row["parallel"]):
+        for name in COUNTS & set(table):
+            size = table[name]
+            if size is not None and (type(size) is not int or not 0 < size <= MAX_SIZE):
+                raise ValueError(f"{name}={shown(size)} is no whole number above 0")
+
+
+def device_of(gpu: str, source: str) -> Device:
+    """The device that a source calls `gpu`.
+
+    Raises ValueError where it is none of those that are known.
+    """
+    letters = "".join(c for c in gpu.lower() if c.isalnum())
+    name = next((name for part, name in PRINTED.items() if part in letters), None)
+    if name is None:
+        raise ValueError(f"no device for {gpu!r}")
+    if name == "a100-80gb" and "40" in letters.partition("a100")[2]:
+        name = "a100-40gb"
+    for (word, usual), site in SITES.items():
+        if word in source.lower() and usual == name:
+            return site
+    return GPUS[name]
+
+
+def _workload(row: Table, source: str, device: Device) -> PublishedWork:
     p, m = row["parallel"], row["model"]
     printed = str(row.get("precision") or "fp32").lower()
     precision = _precision(printed, device)
     layout = _layout(p, m, row.get("n_gpus"))
     mode = m.get("tp_mode") or p.get("tp_mode") or "1d"
-    flash = _since(source, FLASH_ATTENTION) and "fp16" not in printed and precision != "fp32"
+    flash = since(source, FLASH_ATTENTION) and "fp16" not in printed and precision != "fp32"
     if mode == "2d" and isqrt(layout.tp) ** 2 != layout.tp:
         raise ValueError(f"tp={layout.tp} is no square, and tp_mode is 2d")
-    return Workload(
+    return PublishedWork(
         model=_model(m, flash),
         layout=layout,
         seq_len=m["seq"],
@@ -120,8 +159,8 @@ def _workload(row: Table, source: str, device: Device) -> Workload:
         tp_mode=mode,
         flash=flash,
         gathers_ahead=flash,
-        once_per_node=_since(source, ONCE_PER_NODE),
-        fused=_since(source, FUSED_SOFTMAX) and precision != "fp32",
+        once_per_node=since(source, ONCE_PER_NODE),
+        fused=since(source, FUSED_SOFTMAX) and precision != "fp32",
     )
 
 
@@ -158,19 +197,6 @@ def _batch(p: Table, layout: ParallelLayout) -> int:
     return int(p["micro_batch"]) * layout.dp
 
 
-def _require_counts(row: Table) -> None:
-    """Raises ValueError for a size that is no whole number above 0."""
-    for name in ("model", "parallel"):
-        if not isinstance(row[name], dict):
-            raise ValueError(f"{name} is no table")
-    dense = {} if row["model"].get("experts") else {"topk": None}  # some write 0 of no experts
-    for table in (row, row["model"] | dense, row["parallel"]):
-        for name in COUNTS & set(table):
-            size = table[name]
-            if size is not None and (type(size) is not int or not 0 < size <= MAX_SIZE):
-                raise ValueError(f"{name}={shown(size)} is no whole number above 0")
-
-
 def _recompute(printed: str) -> str:
     """Of all, of some or of nothing: `full`, `selective` or any list of modules, `none`."""
     if printed in ("none", "full"):
@@ -182,33 +208,6 @@ def _zero(p: Table) -> int:
     """As printed; 2 counts as 1, and so does 3 under a pipeline, which keeps gathered weights."""
     zero = p.get("zero") or 0
     return min(zero, 1) if zero < 3 or (p.get("pp") or 1) > 1 else 3
-
-
-def _since(source: str, month: int) -> bool:
-    """Whether a source may use what appeared in a month, by the number of its preprint."""
-    preprint = re.search(r"arXiv[: ]*(\d{4})\.", source)
-    return preprint is None or int(preprint[1]) >= month
-
-
-def _filled(work: Workload, p: Table, device: Device) -> Workload:
-    """The workload with what its record leaves open: the micro-batch is the quickest that fits, and
-    an optimizer state of which nothing is said is cut over the data ranks if it does not fit."""
-    filled = work if p.get("micro_batch") else _quickest_pieces(work, device)
-    if p.get("zero") is None and not predict_workload(filled, device).fits:
-        return _filled(replace(work, zero=1), p | {"zero": 1}, device)
-    return filled
-
-
-def _quickest_pieces(work: Workload, device: Device) -> Workload:
-    """The workload with the micro-batch of the shortest predicted step among those that fit: a
-    source that does not print it tuned it."""
-    sizes = [
-        size for size in MICRO_BATCHES if work.global_batch_size % (size * work.layout.dp) == 0
-    ]
-    tried = [as_published(replace(work, micro_batch_size=size)) for size in sizes]
-    found = [predict_workload(one, device) for one in tried]
-    fitting = [one for one in found if one.fits] or found[:1]
-    return min(fitting, key=lambda one: one.step_seconds).work if fitting else work
 
 
 def _expert_tensor_parallel(p: Table, world: int) -> int:
@@ -269,59 +268,28 @@ def _model(m: Table, flash: bool) -> ModelConfig:
     return ModelConfig.model_validate(table)
 
 
-# As they stand in "NVIDIA A100-SXM4-40GB" or "Quadro RTX 5000", longer ones first.
-PRINTED = {
-    "gb300": "gb300",
-    "gb200": "gb200",
-    "b300": "b300",
-    "b200": "b200",
-    "h200": "h200",
-    "h100": "h100",
-    "a100": "a100-80gb",
-    "v100": "v100-32gb",
-    "rtx5000": "rtx-5000",
-}
-
-_A100, _H100 = GPUS["a100-80gb"], GPUS["h100"]
-# 4 NVLinks between GPUs, 4 Omni-Path links of 100 Gb/s for 8 of them (BigScience, tr11-176B-ml).
-_JEAN_ZAY = replace(_A100, link=link("nvlink", 4 * 25.0), network=link("infiniband", 4 * 12.5 / 8))
-# 96 GB of HBM2e at 2.4 TB/s, 500 W of 700 (torchtitan, benchmarks/llama3_h100_202412): power goes
-# with the cube of the clock, which voltage follows.
-_GRAND_TETON = replace(
-    _H100,
-    memory_bytes=96e9,
-    memory_bandwidth=2.4e12,
-    sustained=_H100.sustained * (500 / 700) ** (1 / 3),
-)
-
-SITES = {
-    ("bigscience", "a100-80gb"): _JEAN_ZAY,
-    ("bloom", "a100-80gb"): _JEAN_ZAY,
-    ("torchtitan", "h100"): _GRAND_TETON,
-}
+def _filled(work: PublishedWork, p: Table, device: Device) -> PublishedWork:
+    """The workload with what its record leaves open: the micro-batch is the quickest that fits, and
+    an optimizer state of which nothing is said is cut over the data ranks if it does not fit."""
+    filled = work if p.get("micro_batch") else _quickest_pieces(work, device)
+    if p.get("zero") is None and not predict_workload(filled, device, PUBLISHED).fits:
+        return _filled(replace(work, zero=1), p | {"zero": 1}, device)
+    return filled
 
 
-def device_of(gpu: str, source: str) -> Device:
-    """The device that a source calls `gpu`.
-
-    Raises ValueError where it is none of those that are known.
-    """
-    letters = "".join(c for c in gpu.lower() if c.isalnum())
-    name = next((name for part, name in PRINTED.items() if part in letters), None)
-    if name is None:
-        raise ValueError(f"no device for {gpu!r}")
-    if name == "a100-80gb" and "40" in letters.partition("a100")[2]:
-        name = "a100-40gb"
-    for (word, usual), site in SITES.items():
-        if word in source.lower() and usual == name:
-            return site
-    return GPUS[name]
+def _quickest_pieces(work: PublishedWork, device: Device) -> PublishedWork:
+    """The workload with the micro-batch of the shortest predicted step among those that fit: a
+    source that does not print it tuned it."""
+    sizes = (
+        size for size in MICRO_BATCHES if work.global_batch_size % (size * work.layout.dp) == 0
+    )
+    works = [replace(work, micro_batch_size=size) for size in sizes]
+    tried = [(one, predict_workload(one, device, PUBLISHED)) for one in works]
+    fitting = [pair for pair in tried if pair[1].fits] or tried[:1]
+    return min(fitting, key=lambda pair: pair[1].step_seconds)[0] if fitting else work
 
 
-STEPS_PER_EPOCH = 68507  # of arXiv:1909.08053, section 5.2, which prints days
-
-
-def measured_seconds(row: Table, work: Workload, device: Device) -> float | None:
+def measured_seconds(row: Table, work: PublishedWork, device: Device) -> float | None:
     """Seconds of a step, or of one block's passes where a record is of those; None where none are
     said.
 
@@ -345,7 +313,7 @@ def measured_seconds(row: Table, work: Workload, device: Device) -> float | None
     return tokens * token / world if token else None
 
 
-def _token_seconds(row: Table, result: Table, work: Workload, device: Device) -> float | None:
+def _token_seconds(row: Table, result: Table, work: PublishedWork, device: Device) -> float | None:
     """Seconds of a token on one GPU, from a rate per GPU."""
     words = row.get("flop_convention") or ""
     convention = convention_of(words, work.recompute == "full")
@@ -366,6 +334,18 @@ def _token_seconds(row: Table, result: Table, work: Workload, device: Device) ->
         if name in result and tera:
             return flops / (_positive(name, result[name]) * tera * 1e12)
     return None
+
+
+def convention_of(printed: str, recomputed: bool) -> Convention:
+    """The convention that a record's words mean; 3x forward and the full square where they are
+    silent, but for a source that counts achieved FLOPs without saying more."""
+    unsaid = "not stated (" in printed and recomputed
+    words = {
+        "again": "4x" in printed or unsaid,
+        "causal": "causal" in printed or "half" in printed,
+        "attention": "no attention" not in printed and "without attention" not in printed,
+    }
+    return Convention(printed, **words)
 
 
 def _positive(name: str, printed: object) -> float:

@@ -8,9 +8,8 @@ from typing import Any
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.untrusted import parse_json, read_untrusted
-from mtcli.core.plan.physics import PHYSICS, Physics
-from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.published.records import PublishedRun, read_record
+from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics
 
 Json = dict[str, Any]
 
@@ -76,13 +75,13 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
     return records, left_out
 
 
-def score(records: Sequence[PublishedRun], physics: Physics = PHYSICS) -> list[Scored]:
+def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED) -> list[Scored]:
     """Each record with what the predictor says of it."""
     found, known = [], {}
     for record in records:
         key = record.work, record.device
         if key not in known:  # sources print the same run again and again
-            known[key] = predict_workload(*key, physics)
+            known[key] = record.predict(physics)
         prediction = known[key]
         used = prediction.memory.total / 2**30
         block = prediction.costs.block

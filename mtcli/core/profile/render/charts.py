@@ -1,10 +1,6 @@
-"""Interactive charts of where a step's time goes, as plotly figures made from plain data.
+"""Interactive charts as plotly figures, made from the data of `--json` and from timelines.
 
-Interactive charts of a finished run: its curves over the steps, step times and saves.
-
-Interactive charts of where memory goes: to the process, over a step, and rank by rank.
-
-Maps of ranks: who sits where on both grids, and who gives whom how many bytes.
+In order: time of a step, the curves of a finished run, memory, and maps of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,24 +10,40 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from mtcli.core.profile.finished_run import CURVES, histogram
-from mtcli.core.profile.render.colors import (
+from mtcli.core.profile.render.pictures import (
     BLUE,
     DARK,
     GREEN,
-    GRID,
-    HEAT,
+    LABELS,
     MEMORY,
+    OPS,
     ORANGE,
-    PLACES,
     TIME,
+    memory_layers,
 )
-from mtcli.core.profile.render.pictures import COLORS, LABELS
-from mtcli.core.schedule.timeline import Span, Timeline
+from mtcli.core.schedule.timeline import Timeline
 
 MOST_SPANS = 6000  # bars that a browser draws and zooms without a pause
 MOST_NAMED = 400  # bars that have room for a name inside
+MOST_LABELLED = 256  # ranks; the map of a larger world tells a rank's place on hover only
+MOST_CELLS = 128  # rows of the matrix; of a larger world, ranks are added up in blocks
+NEAR = 2.0  # times the process: a limit beyond that is told in words, not drawn
+MIB = 2**20
+STATE = ("weights", "gradients", "optimizer")
+KINDS = (*STATE, "activations")
+INNER = {"attention": ("dp", "cp", "tp"), "experts": ("edp", "ep", "etp")}
+HEAT = ((0.0, "rgba(128, 128, 128, 0.12)"), (1e-9, "#fde8a9"), (0.5, "#e6862a"), (1.0, "#7a1f10"))
+PLACES = ((0.0, "#cfe1f2"), (1.0, "#7fb0db"))  # dark text is read on all of them
 
 Row = Mapping[str, Any]
+
+
+def _bar(
+    labels: Sequence[Any], values: Sequence[Any], color: str, hover: str, **more: Any
+) -> go.Bar:
+    """Bars upwards from their labels; with orientation="h", to the right."""
+    x, y = (values, labels) if more.get("orientation") == "h" else (labels, values)
+    return go.Bar(x=x, y=y, marker={"color": color}, hovertemplate=hover, **more)
 
 
 def gantt(timelines: Mapping[str, Timeline]) -> go.Figure:
@@ -45,7 +57,18 @@ def gantt(timelines: Mapping[str, Timeline]) -> go.Figure:
     rows = [(name, span) for name, timeline in timelines.items() for span in timeline.spans]
     rows = sorted(rows, key=lambda row: row[1].start)[:MOST_SPANS]
     for kind in sorted({span.op.kind for _, span in rows}, reverse=True):
-        figure.add_trace(_bars(kind, [row for row in rows if row[1].op.kind == kind]))
+        drawn = [(name, span, span.end - span.start) for name, span in rows if span.op.kind == kind]
+        figure.add_bar(
+            orientation="h",
+            y=[f"rank {span.rank} {name}" for name, span, _ in drawn],
+            base=[span.start for _, span, _ in drawn],
+            x=[seconds for *_, seconds in drawn],
+            customdata=[(str(span.op), span.end, 1e3 * seconds) for _, span, seconds in drawn],
+            hovertemplate="%{customdata[0]}, %{y}<br>%{base:.5f} to %{customdata[1]:.5f} s: "
+            "%{customdata[2]:,.3f} ms",
+            name=LABELS[kind],
+            marker={"color": OPS[kind], "line": {"color": "white", "width": 0.5}},
+        )
     if len(rows) <= MOST_NAMED:
         figure.update_traces(
             texttemplate="%{customdata[0]}",
@@ -56,48 +79,24 @@ def gantt(timelines: Mapping[str, Timeline]) -> go.Figure:
         )
     figure.update_yaxes(categoryorder="array", categoryarray=order[::-1], fixedrange=True)
     figure.update_xaxes(title="seconds since the first op of the step")
-    figure.update_layout(
+    return figure.update_layout(
         barmode="overlay",
         bargap=0.25,
         height=150 + 30 * len(order),
         uniformtext={"mode": "hide", "minsize": 9},
         dragmode="zoom",
     )
-    return figure
-
-
-def _bars(kind: str, rows: Sequence[tuple[str, Span]]) -> go.Bar:
-    return go.Bar(
-        orientation="h",
-        y=[f"rank {span.rank} {name}" for name, span in rows],
-        base=[span.start for _, span in rows],
-        x=[span.end - span.start for _, span in rows],
-        customdata=[(str(span.op), span.end, 1e3 * (span.end - span.start)) for _, span in rows],
-        hovertemplate="%{customdata[0]}, %{y}<br>%{base:.5f} to %{customdata[1]:.5f} s: "
-        "%{customdata[2]:,.3f} ms",
-        name=LABELS[kind],
-        marker={"color": COLORS[kind], "line": {"color": "white", "width": 0.5}},
-    )
 
 
 def stacked_shares(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
     """Shares of the step by kind, a bar per row; each row has a `label`."""
-    figure = go.Figure()
+    labels, figure = [row["label"] for row in rows], go.Figure()
     for kind in kinds:
-        figure.add_trace(
-            go.Bar(
-                orientation="h",
-                y=[row["label"] for row in rows],
-                x=[100 * row[kind] for row in rows],
-                name=kind,
-                marker={"color": TIME[kind]},
-                hovertemplate=kind + " %{x:.1f} %<br>%{y}<extra></extra>",
-            )
-        )
+        shares, hover = [100 * row[kind] for row in rows], " %{x:.1f} %<br>%{y}<extra></extra>"
+        figure.add_trace(_bar(labels, shares, TIME[kind], kind + hover, name=kind, orientation="h"))
     figure.update_layout(barmode="stack", height=150 + 34 * len(rows), legend_traceorder="normal")
     figure.update_xaxes(title="% of the step", range=[0, 100])
-    figure.update_yaxes(autorange="reversed")
-    return figure
+    return figure.update_yaxes(autorange="reversed")
 
 
 def axis_seconds(by_axis: Mapping[str, Row]) -> go.Figure:
@@ -105,53 +104,30 @@ def axis_seconds(by_axis: Mapping[str, Row]) -> go.Figure:
     axes = [axis for axis, row in by_axis.items() if row["measured"] or row["planned"]]
     figure = go.Figure()
     for name, color in (("measured", BLUE), ("planned", ORANGE)):
-        figure.add_trace(
-            go.Bar(
-                x=axes,
-                y=[1e3 * (by_axis[axis][name] or 0.0) for axis in axes],
-                name=name,
-                marker={"color": color},
-                hovertemplate=name + " %{y:,.3f} ms on %{x}<extra></extra>",
-            )
-        )
-    figure.update_layout(barmode="group", height=300)
-    figure.update_yaxes(title="ms of a step")
-    return figure
+        seconds = [1e3 * (by_axis[axis][name] or 0.0) for axis in axes]
+        hover = name + " %{y:,.3f} ms on %{x}<extra></extra>"
+        figure.add_trace(_bar(axes, seconds, color, hover, name=name))
+    return figure.update_layout(barmode="group", height=300, yaxis_title="ms of a step")
 
 
 def kernel_bars(kernels: Sequence[Row]) -> go.Figure:
     """Milliseconds of the longest kernels."""
     rows = kernels[:12][::-1]
-    figure = go.Figure(
-        go.Bar(
-            orientation="h",
-            y=[row["name"][:48] for row in rows],
-            x=[1e3 * row["seconds"] for row in rows],
-            customdata=[row["calls"] for row in rows],
-            marker={"color": BLUE},
-            hovertemplate="%{x:,.2f} ms in %{customdata} calls<extra></extra>",
-        )
-    )
+    names, seconds = [row["name"][:48] for row in rows], [1e3 * row["seconds"] for row in rows]
+    hover, calls = "%{x:,.2f} ms in %{customdata} calls<extra></extra>", [r["calls"] for r in rows]
+    figure = go.Figure(_bar(names, seconds, BLUE, hover, orientation="h", customdata=calls))
     figure.update_xaxes(title="ms of rank 0's profiled step")
-    figure.update_layout(height=120 + 26 * len(rows))
-    return figure
+    return figure.update_layout(height=120 + 26 * len(rows))
 
 
 def step_bars(seconds: Sequence[float]) -> go.Figure:
     """The length of each timed step."""
     steps = list(range(1, len(seconds) + 1))
-    figure = go.Figure(
-        go.Bar(
-            x=steps,
-            y=list(seconds),
-            marker={"color": BLUE},
-            hovertemplate="step %{x}: %{y:.4f} s<extra></extra>",
-        )
-    )
+    hover = "step %{x}: %{y:.4f} s<extra></extra>"
+    figure = go.Figure(_bar(steps, list(seconds), BLUE, hover))
     figure.update_xaxes(title="timed step", dtick=1 if len(steps) <= 30 else None)
     figure.update_yaxes(title="seconds", rangemode="tozero")
-    figure.update_layout(height=260)
-    return figure
+    return figure.update_layout(height=260)
 
 
 def curves(told: Mapping[str, Row], resumed: Sequence[int] = ()) -> go.Figure:
@@ -178,55 +154,29 @@ def curves(told: Mapping[str, Row], resumed: Sequence[int] = ()) -> go.Figure:
     for step in resumed:
         figure.add_vline(step, line={"color": GREEN, "dash": "dot", "width": 1.5})
     figure.update_xaxes(title="step", row=height)
-    figure.update_layout(height=90 + 230 * height, showlegend=bool(valid))
-    return figure
+    return figure.update_layout(height=90 + 230 * height, showlegend=bool(valid))
 
 
 def step_histogram(seconds: Sequence[float]) -> go.Figure:
     """How many steps took how long."""
     starts, counts, width = histogram(seconds)
-    figure = go.Figure(
-        go.Bar(
-            x=[start + width / 2 for start in starts],
-            y=counts,
-            width=width,
-            marker={"color": BLUE},
-            hovertemplate="%{y:,} steps of about %{x:.4g} s<extra></extra>",
-        )
-    )
+    middles, hover = [start + width / 2 for start in starts], "%{y:,} steps of about %{x:.4g} s"
+    figure = go.Figure(_bar(middles, counts, BLUE, hover + "<extra></extra>", width=width))
     figure.update_xaxes(title="seconds of a step")
-    figure.update_yaxes(title="steps", gridcolor=GRID)
-    figure.update_layout(height=280, bargap=0)
-    return figure
+    return figure.update_layout(height=280, bargap=0, yaxis_title="steps")
 
 
 def saves(rows: Sequence[Row]) -> go.Figure:
     """For each checkpoint the seconds that training stood still, beside those of its writing."""
-    steps = [str(row["step"]) for row in rows]
-    figure = go.Figure()
+    steps, figure = [str(row["step"]) for row in rows], go.Figure()
     for name, key, color in (
         ("training stood still", "stall_seconds", ORANGE),
         ("written in", "write_seconds", BLUE),
     ):
-        figure.add_trace(
-            go.Bar(
-                x=steps,
-                y=[row.get(key) for row in rows],
-                name=name,
-                marker={"color": color},
-                hovertemplate=name + " %{y:.3f} s<br>step %{x}<extra></extra>",
-            )
-        )
-    figure.update_layout(barmode="group", height=280)
+        hover = name + " %{y:.3f} s<br>step %{x}<extra></extra>"
+        figure.add_trace(_bar(steps, [row.get(key) for row in rows], color, hover, name=name))
     figure.update_xaxes(title="checkpoint of step", type="category")
-    figure.update_yaxes(title="seconds")
-    return figure
-
-
-MIB = 2**20
-STATE = ("weights", "gradients", "optimizer")
-KINDS = (*STATE, "activations")
-NEAR = 2.0  # times the process: a limit beyond that is told in words, not drawn
+    return figure.update_layout(barmode="group", height=280, yaxis_title="seconds")
 
 
 def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> go.Figure:
@@ -236,8 +186,21 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
     """
     figure = go.Figure()
     for name, color, found in (("measured", BLUE, measured), ("planned", ORANGE, planned)):
-        if found:
-            figure.add_trace(_steps(name, color, found))
+        if not found:
+            continue
+        kinds = [found[kind] for kind in KINDS]
+        heights = [*kinds, found["process"] - sum(kinds), found["process"]]
+        figure.add_waterfall(
+            x=[*KINDS, "other", "process"],
+            y=[height / MIB for height in heights],
+            measure=["relative"] * 5 + ["total"],
+            name=name,
+            increasing={"marker": {"color": color}},
+            decreasing={"marker": {"color": DARK}},
+            totals={"marker": {"color": color}},
+            hovertemplate=name + " %{x}: %{customdata:,.2f} MiB<extra></extra>",
+            customdata=[height / MIB for height in heights],
+        )
     figure.update_layout(waterfallmode="group", height=400)
     figure.update_yaxes(title="MiB", rangemode="tozero")
     most = max(found["process"] for found in (measured, planned) if found)
@@ -248,63 +211,31 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
     return figure
 
 
-def _steps(name: str, color: str, found: Mapping[str, int]) -> go.Waterfall:
-    kinds = [found[kind] for kind in KINDS]
-    heights = [*kinds, found["process"] - sum(kinds), found["process"]]
-    return go.Waterfall(
-        x=[*KINDS, "other", "process"],
-        y=[height / MIB for height in heights],
-        measure=["relative"] * 5 + ["total"],
-        name=name,
-        increasing={"marker": {"color": color}},
-        decreasing={"marker": {"color": DARK}},
-        totals={"marker": {"color": color}},
-        hovertemplate=name + " %{x}: %{customdata:,.2f} MiB<extra></extra>",
-        customdata=[height / MIB for height in heights],
-    )
-
-
 def over_time(data: Row) -> go.Figure:
     """A rank's MiB by kind over the profiled step, one on top of the other."""
     figure = go.Figure()
-    for kind in (*KINDS, "temporary"):
-        figure.add_trace(
-            go.Scatter(
-                x=data["seconds"],
-                y=[held / MIB for held in data[kind]],
-                name=kind,
-                stackgroup="held",
-                line={"width": 0.5, "color": MEMORY[kind], "shape": "hv"},
-                hovertemplate=kind + " %{y:,.2f} MiB at %{x:.4f} s<extra></extra>",
-            )
+    for kind, layer in memory_layers(data).items():
+        figure.add_scatter(
+            x=data["seconds"],
+            y=layer,
+            name=kind,
+            stackgroup="held",
+            line={"width": 0.5, "color": MEMORY[kind], "shape": "hv"},
+            hovertemplate=kind + " %{y:,.2f} MiB at %{x:.4f} s<extra></extra>",
         )
     figure.update_xaxes(title="seconds of the profiled step", rangemode="tozero")
     figure.update_yaxes(title="MiB", rangemode="tozero")
-    figure.update_layout(height=380, legend_traceorder="reversed")
-    return figure
+    return figure.update_layout(height=380, legend_traceorder="reversed")
 
 
 def by_rank(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
     """MiB by kind, a bar per row; each row has a `label`."""
-    figure = go.Figure()
+    labels, figure = [row["label"] for row in rows], go.Figure()
     for kind in kinds:
-        figure.add_trace(
-            go.Bar(
-                x=[row["label"] for row in rows],
-                y=[row.get(kind, 0) / MIB for row in rows],
-                name=kind,
-                marker={"color": MEMORY[kind]},
-                hovertemplate=kind + " %{y:,.2f} MiB<br>%{x}<extra></extra>",
-            )
-        )
-    figure.update_layout(barmode="stack", height=340)
-    figure.update_yaxes(title="MiB")
-    return figure
-
-
-MOST_LABELLED = 256  # ranks; the map of a larger world tells a rank's place on hover only
-MOST_CELLS = 128  # rows of the matrix; of a larger world, ranks are added up in blocks
-INNER = {"attention": ("dp", "cp", "tp"), "experts": ("edp", "ep", "etp")}
+        sizes, hover = [row.get(kind, 0) / MIB for row in rows], " %{y:,.2f} MiB<br>%{x}"
+        hover = f"{kind}{hover}<extra></extra>"
+        figure.add_trace(_bar(labels, sizes, MEMORY[kind], hover, name=kind))
+    return figure.update_layout(barmode="stack", height=340, yaxis_title="MiB")
 
 
 def grid_map(ranks: Sequence[Row], grid: str) -> go.Figure:
@@ -313,26 +244,29 @@ def grid_map(ranks: Sequence[Row], grid: str) -> go.Figure:
     for one in ranks:
         rows.setdefault(one[grid]["pp"], []).append(one)
     outer = INNER[grid][0]
-    figure = go.Figure(
-        go.Heatmap(
-            z=[[one[grid][outer] for one in row] for row in rows.values()],
-            text=[[_place(one, grid) for one in row] for row in rows.values()],
-            customdata=[[layers_of(one) for one in row] for row in rows.values()],
-            texttemplate="%{text}" if len(ranks) <= MOST_LABELLED else None,
-            textfont={"color": "#1d1d1f"},
-            hovertemplate="%{text}<br>%{y}<br>%{customdata}<extra></extra>",
-            y=[f"pp{place}: {layers_of(row[0])}" for place, row in rows.items()],
-            xgap=3,
-            ygap=3,
-            colorscale=PLACES,
-            showscale=False,
-        )
+
+    def place(one: Row) -> str:
+        places = " ".join(f"{axis}{one[grid][axis]}" for axis in INNER[grid])
+        return f"rank {one['rank']}<br>{places}"
+
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=[[one[grid][outer] for one in row] for row in rows.values()],
+        text=[[place(one) for one in row] for row in rows.values()],
+        customdata=[[layers_of(one) for one in row] for row in rows.values()],
+        texttemplate="%{text}" if len(ranks) <= MOST_LABELLED else None,
+        textfont={"color": "#1d1d1f"},
+        hovertemplate="%{text}<br>%{y}<br>%{customdata}<extra></extra>",
+        y=[f"pp{place}: {layers_of(row[0])}" for place, row in rows.items()],
+        xgap=3,
+        ygap=3,
+        colorscale=PLACES,
+        showscale=False,
     )
     sizes = " ".join(f"{axis}={1 + max(r[grid][axis] for r in ranks)}" for axis in INNER[grid])
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_xaxes(showticklabels=False, ticks="", showgrid=False, title=sizes)
-    figure.update_layout(height=110 + 56 * len(rows))
-    return figure
+    return figure.update_layout(height=110 + 56 * len(rows))
 
 
 def layers_of(rank: Row) -> str:
@@ -351,48 +285,39 @@ def layers_of(rank: Row) -> str:
 
 def heat_map(matrix: Sequence[Sequence[int]], rows: Sequence[Row]) -> go.Figure:
     """Bytes from rank (row) to rank (column); what each axis moves is told on hover."""
-    block = -(-len(matrix) // MOST_CELLS)
-    count = -(-len(matrix) // block)
+    world = len(matrix)
+    block = -(-world // MOST_CELLS)
+    count = -(-world // block)
     cells = [[0] * count for _ in range(count)]
     for sender, given in enumerate(matrix):
         for receiver, bytes_ in enumerate(given):
             cells[sender // block][receiver // block] += bytes_
-    told: dict[tuple[int, int], dict[str, list[int]]] = {}
+    told: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
     for row in rows:
         axes = told.setdefault((row["from"] // block, row["to"] // block), {})
         bytes_, calls = axes.get(row["axis"], (0, 0))
-        axes[row["axis"]] = [bytes_ + row["bytes"], calls + row["calls"]]
-    names = [_block(place, block, len(matrix)) for place in range(count)]
-    figure = go.Figure(
-        go.Heatmap(
-            z=cells,
-            x=names,
-            y=names,
-            text=[[_axes(told.get((a, b), {})) for b in range(count)] for a in range(count)],
-            hovertemplate="from %{y} to %{x}: %{z:,} bytes<br>%{text}<extra></extra>",
-            colorscale=HEAT,
-            zmin=0,
-            xgap=1,
-            ygap=1,
-            colorbar={"title": "bytes", "exponentformat": "SI"},
-        )
+        axes[row["axis"]] = (bytes_ + row["bytes"], calls + row["calls"])
+
+    def words(sender: int, receiver: int) -> str:
+        axes = told.get((sender, receiver), {}).items()
+        lines = [f"{axis}: {size:,} bytes in {calls} calls" for axis, (size, calls) in axes]
+        return "<br>".join(lines) or "nothing"
+
+    names = [f"{rank}-{min(world, rank + block) - 1}" for rank in range(0, world, block)]
+    names = names if block > 1 else [str(rank) for rank in range(world)]
+    figure = go.Figure()
+    figure.add_heatmap(
+        z=cells,
+        x=names,
+        y=names,
+        text=[[words(a, b) for b in range(count)] for a in range(count)],
+        hovertemplate="from %{y} to %{x}: %{z:,} bytes<br>%{text}<extra></extra>",
+        colorscale=HEAT,
+        zmin=0,
+        xgap=1,
+        ygap=1,
+        colorbar={"title": "bytes", "exponentformat": "SI"},
     )
     figure.update_xaxes(title="to rank", type="category", showgrid=False, constrain="domain")
     figure.update_yaxes(title="from rank", type="category", autorange="reversed", showgrid=False)
-    figure.update_layout(height=160 + min(560, max(160, 22 * count)))
-    return figure
-
-
-def _place(one: Row, grid: str) -> str:
-    places = " ".join(f"{axis}{one[grid][axis]}" for axis in INNER[grid])
-    return f"rank {one['rank']}<br>{places}"
-
-
-def _block(place: int, block: int, world: int) -> str:
-    last = min(world, (place + 1) * block) - 1
-    return str(place) if block == 1 else f"{place * block}-{last}"
-
-
-def _axes(axes: Mapping[str, Sequence[int]]) -> str:
-    told = [f"{axis}: {size:,} bytes in {calls} calls" for axis, (size, calls) in axes.items()]
-    return "<br>".join(told) or "nothing"
+    return figure.update_layout(height=160 + min(560, max(160, 22 * count)))

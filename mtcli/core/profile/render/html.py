@@ -1,11 +1,8 @@
-"""The report of a measured config: one HTML page that works offline and holds its figures.
+"""HTML pages of a measured config and of a finished run: whole, and read offline.
 
-The figures of `--json` lie in the page as well, in the element `mtcli-data`.
-
-The page around the charts: its styles, and the script that draws them where the page is read.
-
-plotly lies in the page once, packed (gzip, base64: 2 MB in place of 5), and the browser unpacks it;
-nothing is fetched. Colours follow the reader's light or dark scheme, and print as light.
+The figures of `--json` lie in the page as well, in the element `mtcli-data`. plotly lies in it
+once, packed (gzip, base64: 2 MB in place of 5), and the browser unpacks it; nothing is fetched.
+Colours follow the reader's light or dark scheme, and print as light.
 """
 
 import gzip
@@ -18,15 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.profile.compare import fullest_stage, planned_memory
-from mtcli.core.profile.figures import Profile
-from mtcli.core.profile.render.colors import GRID
-from mtcli.core.profile.render.text import summary_rows
+from mtcli.core.plan.memory import state_bytes
+from mtcli.core.plan.workload import Workload
+from mtcli.core.profile.figures import Profile, fullest_stage, planned_memory
+from mtcli.core.profile.finished_run import MOST_POINTS, FinishedRun, planned_of
+from mtcli.core.profile.render.text import run_rows, summary_rows
 from mtcli.core.runtime.atomic_writes import aside
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+Data = Mapping[str, Any]
+
+GRID = "rgba(128, 128, 128, 0.25)"
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --quiet: #5f6368; --line: #d8dadd;
         --paper: #fff; --shade: #f4f5f6; }
@@ -88,112 +89,34 @@ class PageSection(NamedTuple):
     title: str
     note: str
     html: str = ""
-    chart: Mapping[str, Any] | None = None
+    chart: Data | None = None
     name: str = ""  # of the chart in the page: chart-<name>
-
-
-def document(title: str, sections: Iterable[PageSection], data: Mapping[str, Any]) -> str:
-    """The whole page; `data` is what `--json` holds."""
-    sections = list(sections)
-    charts = {f"chart-{s.name}": s.chart for s in sections if s.chart is not None}
-    return "".join(
-        (
-            "<!doctype html><html lang=en><head><meta charset=utf-8>",
-            "<meta name=viewport content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(title)}</title><link rel=icon href='data:,'>",
-            f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>",
-            *map(_section, sections),
-            f"<script type='application/json' id='mtcli-data'>{embedded(data)}</script>\n",
-            f"<script type='application/json' id='mtcli-charts'>{embedded(charts)}</script>\n",
-            f"<script type='text/plain' id='plotly'>{_packed_plotly()}</script>",
-            f"<script>{LOADER}</script></body></html>\n",
-        )
-    )
-
-
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose first column names its rows."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
-
-
-def embedded(data: object) -> str:
-    """JSON that may stand inside a script element."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-@cache
-def _packed_plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
-
-
-def _section(section: PageSection) -> str:
-    note = f"<p class=note>{escape(section.note)}</p>" if section.note else ""
-    chart = f"<div id='chart-{section.name}'></div>" if section.chart is not None else ""
-    heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
-    return f"<section>{heading}{note}{section.html}{chart}</section>"
-
-
-Data = Mapping[str, Any]
 
 
 def write_profile_page(target: str, profile: Profile, data: Data) -> None:
     """Writes the page of a measured config; `data` is what `--json` holds."""
     title = f"mtcli profile: {profile.config.model.architecture}, {data['world']} ranks"
-    headline = table(("", "measured", "planned"), summary_rows(data))
     sections = [
-        PageSection("", "", headline),
+        PageSection("", "", _table(("", "measured", "planned"), summary_rows(data))),
         *_time(profile, data),
-        *_memory(profile, data),
+        *_memory(data),
         *_communication(data),
-        *layout_sections(data["rank_map"]),
-        config_section(profile.config),
+        *_layout(data["rank_map"]),
+        _config(profile.config),
     ]
-    write(target, title, sections, data)
+    _write(target, title, sections, data)
 
 
-def write(target: str, title: str, sections: Sequence[PageSection], data: Data) -> None:
-    """Writes a page: whole, or not at all."""
-    with aside(target) as path, path.open("w", encoding="utf-8") as file:
-        file.write(document(title, sections, data))
-
-
-def chart(name: str, title: str, note: str, figure: "go.Figure") -> PageSection:
-    """A section with a chart, in the page's look."""
-    figure.update_layout(
-        template="none",
-        margin={"l": 64, "r": 16, "t": 48 if len(figure.data) > 1 else 20, "b": 52},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
-        hoverlabel={"align": "left"},
-    )
-    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
-    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
-    return PageSection(title, note, chart=json.loads(figure.to_json()), name=name)
-
-
-def layout_sections(ranks: Sequence[Data]) -> list[PageSection]:
-    """The map of the ranks, and of the experts' grid where it is another one."""
-    from mtcli.core.profile.render import charts
-
-    note = "A row per pipeline rank with its layers; within it, neighbours in a row talk most."
-    found = [chart("layout", "Layout", note, charts.grid_map(ranks, "attention"))]
-    if any(one["experts"]["ep"] or one["experts"]["etp"] for one in ranks):
-        note = "The same ranks as the experts see them."
-        figure = charts.grid_map(ranks, "experts")
-        found.append(chart("experts", "Layout of the experts", note, figure))
-    return found
-
-
-def config_section(config: RunConfig) -> PageSection:
-    """The whole config, defaults included."""
-    return PageSection("Config", "", f"<pre>{escape(dump_toml(config))}</pre>")
+def write_run_page(target: str, run: FinishedRun, data: Data) -> None:
+    """Writes the page of a finished run; `data` is what `--json` holds."""
+    sections = [
+        PageSection("", "", _table(("", "of the run"), run_rows(data))),
+        *_training(run, data),
+        *(_planned(run, run.world, data["step_seconds"]["median"]) if run.world else []),
+        *(_layout(data["rank_map"]) if run.world else []),
+        _config(run.config),
+    ]
+    _write(target, f"mtcli run {run.folder}", sections, data)
 
 
 def _time(profile: Profile, data: Data) -> list[PageSection]:
@@ -210,20 +133,16 @@ def _time(profile: Profile, data: Data) -> list[PageSection]:
     if data["predicted"]:
         rows.append({"label": "planned, mean", **plan})
     spent = "Each second of the step under one name, per pipeline rank."
+    shares = charts.stacked_shares(rows, tuple(data["shares"]))
     return [
         chart("pipeline", f"Pipeline: {' over '.join(timelines)}", note, charts.gantt(timelines)),
-        chart(
-            "shares",
-            "Where the step goes",
-            spent,
-            charts.stacked_shares(rows, tuple(data["shares"])),
-        ),
+        chart("shares", "Where the step goes", spent, shares),
         chart("steps", "Step time", "Of the slowest rank.", charts.step_bars(data["steps"])),
         chart("kernels", "Longest kernels", "", charts.kernel_bars(data["kernels"])),
     ]
 
 
-def _memory(profile: Profile, data: Data) -> list[PageSection]:
+def _memory(data: Data) -> list[PageSection]:
     from mtcli.core.profile.render import charts
 
     plan = planned_memory(data["figures"])
@@ -261,3 +180,120 @@ def _communication(data: Data) -> list[PageSection]:
         chart("matrix", "Who sends to whom", note, figure),
         chart("axes", "Communication by axis", waits, seconds),
     ]
+
+
+def _training(run: FinishedRun, data: Data) -> list[PageSection]:
+    from mtcli.core.profile.render import charts
+
+    note = ""
+    if len(run.rows) > MOST_POINTS:
+        note = f"Of {len(run.rows):,} steps the lowest and highest of each stretch are drawn. "
+    if data["resumed_at"]:
+        steps = ", ".join(f"{step:,}" for step in data["resumed_at"][:10])
+        note += f"Dotted: the run took up again at step {steps}; steps run twice show the last run."
+    seconds = [row["step_seconds"] for row in run.rows]
+    found = [
+        chart("training", "Training", note, charts.curves(data["curves"], data["resumed_at"])),
+        chart("step-times", "Step time", "", charts.step_histogram(seconds)),
+    ]
+    if data["saves"]:
+        found.append(chart("saves", "Saves", "", charts.saves(data["saves"])))
+    return found
+
+
+def _planned(run: FinishedRun, world: int, step_seconds: float) -> list[PageSection]:
+    from mtcli.core.profile.render import charts
+
+    work = Workload.of(run.config, world)
+    memory = [
+        {"label": f"pipeline rank {rank}"}
+        | dict(zip(charts.STATE, state_bytes(work, rank), strict=True))
+        for rank in range(work.layout.pp)
+    ]
+    note = "The schedule, a backward twice a forward, in a step of median length. "
+    note += f"mtcli profile {run.folder}/config.toml measures the real one."
+    timeline = charts.gantt({"schedule": planned_of(run, step_seconds)})
+    state = "Memory of weights, gradients and optimizer"
+    return [
+        chart("pipeline", "Pipeline: the schedule", note, timeline),
+        chart("memory-by-rank", state, "", charts.by_rank(memory, charts.STATE)),
+    ]
+
+
+def _layout(ranks: Sequence[Data]) -> list[PageSection]:
+    """The map of the ranks, and of the experts' grid where it is another one."""
+    from mtcli.core.profile.render import charts
+
+    note = "A row per pipeline rank with its layers; within it, neighbours in a row talk most."
+    found = [chart("layout", "Layout", note, charts.grid_map(ranks, "attention"))]
+    if any(one["experts"]["ep"] or one["experts"]["etp"] for one in ranks):
+        note = "The same ranks as the experts see them."
+        figure = charts.grid_map(ranks, "experts")
+        found.append(chart("experts", "Layout of the experts", note, figure))
+    return found
+
+
+def _config(config: RunConfig) -> PageSection:
+    """The whole config, defaults included."""
+    return PageSection("Config", "", f"<pre>{escape(dump_toml(config))}</pre>")
+
+
+def chart(name: str, title: str, note: str, figure: "go.Figure") -> PageSection:
+    """A section with a chart, in the page's look."""
+    figure.update_layout(
+        template="none",
+        margin={"l": 64, "r": 16, "t": 48 if len(figure.data) > 1 else 20, "b": 52},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        hoverlabel={"align": "left"},
+    )
+    figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
+    figure.update_yaxes(gridcolor=GRID, zerolinecolor=GRID, automargin=True)
+    return PageSection(title, note, chart=json.loads(figure.to_json()), name=name)
+
+
+def _write(target: str, title: str, sections: Sequence[PageSection], data: Data) -> None:
+    """Writes a page, or nothing; `data` is what `--json` holds."""
+    charts = {f"chart-{s.name}": s.chart for s in sections if s.chart is not None}
+    parts = (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width, initial-scale=1'>",
+        f"<title>{escape(title)}</title><link rel=icon href='data:,'>",
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>",
+        *map(_section, sections),
+        f"<script type='application/json' id='mtcli-data'>{_embedded(data)}</script>\n",
+        f"<script type='application/json' id='mtcli-charts'>{_embedded(charts)}</script>\n",
+        f"<script type='text/plain' id='plotly'>{_packed_plotly()}</script>",
+        f"<script>{LOADER}</script></body></html>\n",
+    )
+    with aside(target) as path, path.open("w", encoding="utf-8") as file:
+        file.writelines(parts)
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table whose first column names its rows."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _embedded(data: object) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+@cache
+def _packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+
+
+def _section(section: PageSection) -> str:
+    note = f"<p class=note>{escape(section.note)}</p>" if section.note else ""
+    chart = f"<div id='chart-{section.name}'></div>" if section.chart is not None else ""
+    heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
+    return f"<section>{heading}{note}{section.html}{chart}</section>"

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from mtcli.core.profile.compare import fullest_stage, planned_memory
-from mtcli.core.profile.figures import Json, Profile
+from mtcli.core.profile.figures import Json, Profile, fullest_stage, planned_memory
 from mtcli.core.runtime.console import print_line, print_table, width
 from mtcli.core.schedule.timeline import Timeline, draw
 

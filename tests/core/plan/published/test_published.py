@@ -16,7 +16,7 @@ import pytest
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.plan.hardware import GPUS
-from mtcli.core.plan.predict import HARDWARE, MODEL, predict_workload
+from mtcli.core.plan.predict import HARDWARE, MODEL
 from mtcli.core.plan.published.records import device_of, read_record
 from mtcli.core.plan.published.validate import score
 
@@ -236,7 +236,7 @@ def test_a_missing_micro_batch_is_the_quickest_that_fits():
         layout = {"tp": 1, "pp": 1, "vpp": 1, "global_batch": 512, "sp": False, "micro_batch": size}
         said = {"source": NARAYANAN, "recompute": "full", **layout}
         one = run((24, 2304, 24), 32, {"tflops_per_gpu": 137}, **said)
-        found = predict_workload(one.work, one.device)
+        found = one.predict()
         seconds[size] = found.step_seconds if found.fits else float("inf")
     assert record.work.micro_batch_size == min(seconds, key=seconds.get)
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.plan.hardware import GPUS
-from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.published.records import read_record
 from mtcli.core.plan.published.validate import (
     read_records,
@@ -133,7 +131,7 @@ def test_state_of_which_nothing_is_said_is_cut_over_the_data_ranks_where_it_does
 def test_attention_that_writes_no_scores_keeps_none_for_its_dropout():
     """In sequences 8 times as long no token leaves more than it does in short ones."""
     short, long = (
-        predict_workload(read_record(one).work, GPUS["a100-80gb"]).memory.activations
+        read_record(one).predict().memory.activations
         for one in (row(), row({"seq": 16384}, {"micro_batch": 1, "global_batch": 8}))
     )
     assert long <= 2 * short

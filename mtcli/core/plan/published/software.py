@@ -1,0 +1,111 @@
+"""What the software of published runs did otherwise than ours, by the year of their preprint.
+
+Each function registered here takes the place of plan's own for a `PublishedWork`.
+"""
+
+import re
+from dataclasses import dataclass
+
+from mtcli.core.plan.communication import crossing_share
+from mtcli.core.plan.gpu_time import (
+    Physics,
+    attention_flops,
+    attention_rate,
+    attention_seconds,
+    elementwise_bytes,
+)
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.step_time import hidden_gather
+from mtcli.core.plan.workload import Pass, Workload
+
+# Years and months from which a source's own code may have them.
+FUSED_SOFTMAX = 2104  # scale, mask and softmax in one kernel of 16 bits: arXiv:2104.04473, 4.2
+FLASH_ATTENTION = 2206  # arXiv:2205.14135 appeared at the end of the month before
+ONCE_PER_NODE = 2505  # DeepEP and what followed it; arXiv:2504.14960 sends a copy to each expert
+
+UNFUSED = 1.5  # more traffic where bias, GELU, dropout and addition are kernels of their own
+
+
+@dataclass(frozen=True)
+class PublishedWork(Workload):
+    """A published step and its software."""
+
+    flash: bool = True  # attention never writes its scores
+    fused: bool = True  # scale, mask and softmax are one kernel
+    gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
+    once_per_node: bool = False  # a token crosses to another node once for all of its experts there
+
+    @property
+    def block_bytes(self) -> float:
+        """Of code from before flash attention: arXiv:2205.05198, equations 1 to 6, with general
+        widths, gated MLPs and experts."""
+        if self.flash:
+            return 0.0
+        m, size, tp = self.model, self.sizes.weight, self.layout.tp
+        queries, keys = m.num_heads * m.head_dim, 2 * m.num_kv_heads * m.head_dim
+        shared = 4 * size * m.hidden_size + 2 * m.hidden_size * bool(m.dropout)
+        heads = size * (2 * queries + keys)
+        if self.recompute == "none":  # the softmax, and where it is dropped a mask and the result
+            per_score = size + (1 + size) * bool(m.attention_dropout)
+            heads += per_score * m.num_heads * self.seq_len
+        widths = 3 if m.activation == "swiglu" else 2
+        mlp = widths * m.ffn_hidden_size * size / tp
+        if m.num_experts:
+            routed = 2 * m.hidden_size * self.layout.etp + widths * m.moe_ffn_hidden_size
+            mlp = (m.top_k * routed + widths * m.shared_expert_ffn_hidden_size) * size / tp
+            mlp += 2 * 4 * m.num_experts / self.sequence_cut
+        return self.tokens * (shared / self.sequence_cut + heads / tp + mlp)
+
+
+@dataclass(frozen=True)
+class PublishedPhysics(Physics):
+    """`Physics`, and the constants of attention before flash attention."""
+
+    unfused_attention: float = 0.265
+    """of the sustained rate, reached by the batched products around a written-out softmax"""
+    misaligned: float = 0.123
+    """of that, where a head's rows are no multiple of 16 bytes and tensor cores idle"""
+
+
+PUBLISHED = PublishedPhysics()
+
+
+def since(source: str, month: int) -> bool:
+    """Whether a source may use what appeared in a month, by the number of its preprint."""
+    preprint = re.search(r"arXiv[: ]*(\d{4})\.", source)
+    return preprint is None or int(preprint[1]) >= month
+
+
+@attention_seconds.register
+def _(work: PublishedWork, device: Device, physics: PublishedPhysics) -> Pass:
+    """Unfused attention computes the whole square, and moves every score."""
+    if work.flash:
+        return attention_seconds.dispatch(Workload)(work, device, physics)
+    aligned = 1.0 if work.model.head_dim % 8 == 0 else physics.misaligned
+    rate = attention_rate(work, device) * physics.unfused_attention * aligned
+    seconds = attention_flops(work) / rate
+    heads = work.model.num_heads / work.layout.tp
+    scores = work.tokens * work.seq_len * heads * work.sizes.weight
+    # Products write and read them once each, softmax and dropout read and write them once each, and
+    # so do scale and mask where they are kernels of their own; a byte of the dropout's mask.
+    passes = 6.5 if work.fused else 10.5
+    moved = scores * passes / (device.memory_bandwidth * physics.memory)
+    return Pass(seconds + moved, 2 * seconds + 1.5 * moved)
+
+
+@elementwise_bytes.register
+def _(work: PublishedWork, physics: Physics) -> float:
+    moved = elementwise_bytes.dispatch(Workload)(work, physics)
+    return moved if work.fused else moved * UNFUSED
+
+
+@crossing_share.register
+def _(work: PublishedWork, nodes: float) -> float:
+    """Every copy, or one for each node that some of a token's experts are in."""
+    copies = work.model.top_k
+    return nodes * (1 - (1 - 1 / nodes) ** copies) / copies if work.once_per_node else 1.0
+
+
+@hidden_gather.register
+def _(work: PublishedWork, behind: Pass) -> float:
+    return behind.forward * work.gathers_ahead

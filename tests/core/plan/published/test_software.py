@@ -1,0 +1,65 @@
+"""Software of former years takes the time of its own attention, elements and collectives."""
+
+from dataclasses import replace
+
+import pytest
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan import communication as sent
+from mtcli.core.plan.gpu_time import PHYSICS, attention_seconds, elementwise_bytes
+from mtcli.core.plan.hardware import GPUS, Link
+from mtcli.core.plan.published.software import PUBLISHED, PublishedWork
+from mtcli.core.plan.step_time import step_costs
+from mtcli.core.plan.workload import Workload
+
+H100 = GPUS["h100"]
+LARGE = ModelConfig(
+    num_layers=48, hidden_size=8192, num_heads=64, vocab_size=51200, max_seq_len=2048
+)
+
+
+def step(layout=None, model=LARGE, kind=PublishedWork, **fields):
+    sizes = {"seq_len": 2048, "micro_batch_size": 1, "global_batch_size": 256}
+    return kind(model=model, layout=layout or ParallelLayout(1), **{**sizes, **fields})
+
+
+def test_unaligned_heads_slow_only_written_out_attention():
+    narrow = LARGE.model_copy(update={"head_dim": 150})
+    times = [
+        attention_seconds(step(model=m, flash=False), H100, PUBLISHED) for m in (LARGE, narrow)
+    ]
+    assert times[1].forward > 150 / 128 * times[0].forward * 1.2
+    flash = [attention_seconds(step(model=m), H100, PUBLISHED) for m in (LARGE, narrow)]
+    assert flash[1].forward == pytest.approx(150 / 128 * flash[0].forward)
+
+
+def test_new_weights_gathered_ahead_hide_behind_the_next_forward_pass():
+    slow = replace(H100, network=Link(1e8, 0.0))
+    waits, ahead = (
+        step_costs(step(ParallelLayout(64, tp=8), zero=1, gathers_ahead=kind), slow, PUBLISHED)
+        for kind in (False, True)
+    )
+    hidden = PHYSICS.data_overlap * 48 * waits.block.forward
+    assert waits.gradients == ahead.gradients
+    assert waits.gradients_exposed - ahead.gradients_exposed == pytest.approx(hidden)
+
+
+def test_a_token_crosses_to_a_node_once_for_all_of_its_experts_there():
+    """Of two nodes, a token's two experts are in both in half of the cases: 1.5 of 2 copies."""
+    moe = LARGE.model_copy(update={"num_experts": 16, "top_k": 2, "moe_ffn_hidden_size": 1024})
+    device = replace(H100, node_size=8, link=Link(1e15, 0.0), network=Link(1e9, 0.0))
+    every, once = (
+        sent.expert_parallel(
+            step(ParallelLayout(16, ep=16), model=moe, once_per_node=kind),
+            device,
+            PUBLISHED,
+        )
+        for kind in (False, True)
+    )
+    assert once.forward == pytest.approx(0.75 * every.forward)
+
+
+def test_kernels_apart_move_half_as_much_again():
+    apart, fused = (elementwise_bytes(step(fused=kind), PHYSICS) for kind in (False, True))
+    assert apart == 1.5 * fused == 1.5 * elementwise_bytes(step(kind=Workload), PHYSICS)
