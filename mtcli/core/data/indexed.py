@@ -16,7 +16,7 @@ import numpy as np
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
-from mtcli.core.runtime.atomic_writes import whole
+from mtcli.core.runtime.atomic_writes import atomic_file
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
@@ -135,7 +135,8 @@ def write_dataset(
     """
     lengths, limits = [], np.iinfo(dtype)
     index, data = (with_suffix(prefix, suffix) for suffix in (".idx", ".bin"))
-    with whole(index) as index_path, whole(data) as data_path:  # index last: it finds tokens
+    # The index gets its name last, since it is what readers look for.
+    with atomic_file(index) as index_path, atomic_file(data) as data_path:
         with open(data_path, "wb") as file:
             for sequence in sequences:
                 tokens = np.asarray(sequence, np.int64)

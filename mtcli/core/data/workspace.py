@@ -22,7 +22,7 @@ from mtcli.core.config.fields import Count
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.encoders import TextCounts
 from mtcli.core.data.indexed import with_suffix, write_index
-from mtcli.core.runtime.atomic_writes import sync_folder, write_whole
+from mtcli.core.runtime.atomic_writes import sync_folder, write_text
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
 COMMIT_SECONDS = 1.0  # at most this much work is done again after a crash of the machine
@@ -127,7 +127,7 @@ class Workspace:
             idx_hash = hashlib.file_digest(file, "sha256").hexdigest()
         facts = {**facts, "sha256": {"bin": self._hash.hexdigest(), "idx": idx_hash}}
         text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-        write_whole(self.folder / "facts.json", text)
+        write_text(self.folder / "facts.json", text)
         ready = self.subfolder("ready")
         for name in READY:
             (self.folder / name).replace(ready / name)

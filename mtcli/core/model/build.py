@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mtcli.core.checkpoint.names import OPTIMIZER
+from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig

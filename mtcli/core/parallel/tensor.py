@@ -132,7 +132,7 @@ class VocabEmbedding(nn.Module):
         self.weight = build.parameter(f"{name}.weight")
         self.tp = build.groups.tp
         layout = build.groups.layout
-        box = build.table[f"{name}.weight"].rectangle(layout, build.groups.rank)
+        box = build.table[f"{name}.weight"].box(layout, build.groups.rank)
         self.first, self.valid = box.start[0], box.size[0]
         self.leave = scatter_out if build.sequence_parallel else sum_out
         self.enter = gather_in if build.sequence_parallel else copy_in

@@ -11,9 +11,15 @@ from typing import NamedTuple
 import torch
 import typer
 
-from mtcli.core.checkpoint.consensus import newest_step, open_agreed, require_alike, together
-from mtcli.core.checkpoint.names import CHECKPOINTS
-from mtcli.core.checkpoint.opening import offering_earlier
+from mtcli.core.checkpoint.folder import CHECKPOINTS
+from mtcli.core.checkpoint.opening import (
+    newest_step,
+    offering_earlier,
+    open_agreed,
+    require_alike,
+    together,
+)
+from mtcli.core.checkpoint.progress import planned_samples, progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, failed
 from mtcli.core.config.schema import RunConfig
@@ -27,7 +33,7 @@ from mtcli.core.training.metrics import RunLog
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
-from mtcli.core.training.state import planned_samples, progress, progress_of, resume
+from mtcli.core.training.state import progress, resume
 from mtcli.core.training.step import Step, Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what

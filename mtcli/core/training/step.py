@@ -17,7 +17,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import cuts_parameters
+from mtcli.core.mesh.sharding import shards_parameters
 from mtcli.core.model.build import DTYPES, activation_format, build_stages, load_weights
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.init import initialise
@@ -195,7 +195,7 @@ class Trainer:
     @property
     def is_sharded(self) -> bool:
         """Whether each data rank holds some rows of the parameters, by FSDP2."""
-        return cuts_parameters(self.config.parallel.zero, self.layout, self.config.model)
+        return shards_parameters(self.config.parallel.zero, self.layout, self.config.model)
 
     def _reduction(self) -> Reduction:
         if not self.is_sharded:
