@@ -1,7 +1,7 @@
 """The state of a run: where it starts, how a checkpoint captures it, and how it is restored.
 
-Weights, optimizer and strategy state go as shards, each rank its own boxes; counters, loss scale and
-the sample ledger go into the manifest's `extra`. Any layout restores what any other has captured.
+Weights, optimizer and strategy state go as shards, each rank its own boxes. Counters, loss scale
+and the sample ledger go into the manifest's `extra`. Any layout restores what any other captured.
 """
 
 from operator import attrgetter
