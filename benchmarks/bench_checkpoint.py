@@ -13,7 +13,7 @@ Training stands still (the stall) until an asynchronous save returns, which is w
 before the next: mtcli's snapshot, and DCP's async_save with a stager that keeps its memory. The
 first of each, in new memory, is told apart.
 Resharding is 2 ranks' Shard(0) read as Shard(1) by 4 ranks, each a process: DCP with DTensors, and
-ours by rectangles.
+ours by boxes.
 
     python benchmarks/bench_checkpoint.py [--gib 0.5] [--repeats 5] [--folder DIR] [--json FILE]
 """
@@ -154,8 +154,8 @@ def save_raw(folder, tensors):
 
 
 def save_ours(folder, tensors):
-    pieces = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
-    save(folder / "ours", 1, pieces, rank=0, gather=lambda thing: [thing], **ABOUT)
+    shards = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
+    save(folder / "ours", 1, shards, rank=0, gather=lambda thing: [thing], **ABOUT)
 
 
 def save_safetensors(folder, tensors):
@@ -243,15 +243,15 @@ LOADERS = {
 
 def stalls(tensors, root, repeats):
     """Seconds until an asynchronous save returns, for ours and DCP in turn, first in new memory."""
-    pieces = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
+    shards = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
     held, stager = Snapshot(torch.device("cpu")), DefaultStager(StagingOptions(*[False] * 4))
     times = {"mtcli": [], "DCP": []}
     for _ in each(range(repeats + 1)):
         start = perf_counter()
-        taken = held.take(pieces)
+        taken = held.take(shards)
         times["mtcli"].append(perf_counter() - start)
         folder = root / "ours"
-        save(folder, 1, taken.pieces, rank=0, gather=lambda thing: [thing], **ABOUT)
+        save(folder, 1, taken.shards, rank=0, gather=lambda thing: [thing], **ABOUT)
         start = perf_counter()
         writer = FileSystemWriter(root / "dcp", thread_count=2, overwrite=True)
         done = dcp.async_save(tensors, storage_writer=writer, async_stager=stager, no_dist=True)
@@ -307,8 +307,8 @@ def write_halves(rank, world, root, gib):
         return gather_json(value, dist.group.WORLD)
 
     start = (rank * SHAPE[0] // world, 0)
-    pieces = [Shard(name, t.to_local(), start, SHAPE) for name, t in cut.items()]
-    save(root / "ours", 1, pieces, rank=rank, gather=gather, **ABOUT)
+    shards = [Shard(name, t.to_local(), start, SHAPE) for name, t in cut.items()]
+    save(root / "ours", 1, shards, rank=rank, gather=gather, **ABOUT)
 
 
 def read_columns(rank, world, root, gib, name):

@@ -52,7 +52,9 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("MTCLI_TRACEBACK") == "1":
             raise
-        return _fail(_unexpected(error), Exit.FAILED)
+        what = f"unexpected {type(error).__name__}: {error}".splitlines()[0]
+        problem = Problem(what, "set MTCLI_TRACEBACK=1 to see where it came from")
+        return _fail(str(problem), Exit.FAILED)
 
 
 def _fail(text: str, code: Exit) -> Exit:
@@ -65,11 +67,6 @@ def _usage(error: typer.TyperException) -> str:
     message = error.format_message().rstrip(".")  # all that Typer raises for usage have it, and ctx
     command = error.ctx.command_path if error.ctx else "mtcli"
     return str(Problem(message[0].lower() + message[1:], f"`{command} --help` shows its usage"))
-
-
-def _unexpected(error: Exception) -> str:
-    what = f"unexpected {type(error).__name__}: {error}".splitlines()[0]
-    return str(Problem(what, "set MTCLI_TRACEBACK=1 to see where it came from"))
 
 
 if __name__ == "__main__":

@@ -114,14 +114,13 @@ def _without_option(words: list[str], error: typer.TyperException) -> list[str]:
     """The words without the option that an error is about. Raises it where there is none."""
     name = getattr(error, "option_name", None)
     for place, word in enumerate(words):
-        if name is not None and (word.partition("=")[0] == name or _is_short(word, name)):
+        if name is None:
+            break
+        # In a cluster of short options, such as -xn, it is one of the letters.
+        in_cluster = len(name) == 2 and word[:1] == "-" != word[1:2] and name[1] in word
+        if word.partition("=")[0] == name or in_cluster:
             return words[:place] + words[place + 1 :]
     raise error
-
-
-def _is_short(word: str, name: str) -> bool:
-    """Whether a word is a cluster of short options with this one in it."""
-    return len(name) == 2 and word[:1] == "-" != word[1:2] and name[1] in word
 
 
 def _wrong_value(

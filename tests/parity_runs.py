@@ -143,7 +143,7 @@ def slices(row, rank, mine, whole):
     layout = ParallelLayout.of(row.config().parallel, row.world)
     table, found = parameters(row.config().model), []
     for name, gradient in mine.gradients.items():
-        box = table[name].rectangle(layout, rank)
+        box = table[name].box(layout, rank)
         shape, stored = table[name].local_shape(layout), table[name].stored_shape(layout)
         weight, expected = (torch.zeros(shape, dtype=gradient.dtype) for _ in range(2))
         everything = table[name].local_shape(ParallelLayout(1))

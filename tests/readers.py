@@ -140,16 +140,16 @@ def safetensors(folder):
 
 
 def _hf_folder(folder):
-    from mtcli.core.checkpoint.huggingface.registry import BY_TYPE
+    from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE
     from mtcli.core.mesh.parameters import parameters
 
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
     model, family = model_of(HF_CONFIG, folder / "config.json"), BY_TYPE["llama"]
-    parts = [part for p in parameters(model).values() for part in family.parts(p, model)]
-    header = encode_header([(part.name, "F32", part.shape) for part in parts], {})
-    size = 4 * sum(int(np.prod(part.shape)) for part in parts)
+    boxes = [box for p in parameters(model).values() for box in family.boxes(p, model)]
+    header = encode_header([(box.key, "F32", box.shape) for box in boxes], {})
+    size = 4 * sum(int(np.prod(box.shape)) for box in boxes)
     (folder / "w.safetensors").write_bytes(header + bytes(size))
-    index = {"weight_map": dict.fromkeys((part.name for part in parts), "w.safetensors")}
+    index = {"weight_map": dict.fromkeys((box.key for box in boxes), "w.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return json.dumps(index).encode()
 
@@ -162,8 +162,8 @@ def hf_index(folder):
         (folder / "model.safetensors.index.json").write_bytes(data)
         found = open_checkpoint(folder)
         named = set(json.loads(data)["weight_map"].values())
-        regions = (region for stored in found.tensors.values() for region in stored.regions)
-        assert {region.file for region in regions} <= named == {"w.safetensors"}
+        boxes = (box for stored in found.tensors.values() for box in stored.boxes)
+        assert {box.file for box in boxes} <= named == {"w.safetensors"}
 
     return check, [seed]
 
@@ -208,7 +208,7 @@ def manifest(folder):
         (folder / "manifest.json").write_bytes(data)
         found = read_manifest(folder)
         assert found.to_bytes() == type(found).model_validate(json.loads(data)).to_bytes()
-        cells = [(p.file, p.key) for tensor in found.tensors.values() for p in tensor.pieces]
+        cells = [(s.file, s.key) for tensor in found.tensors.values() for s in tensor.shards]
         assert len(set(cells)) == len(cells)
         assert {(folder / name).resolve().parent for name in found.files} <= {folder.resolve()}
 

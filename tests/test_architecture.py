@@ -1,14 +1,16 @@
 """The house: which room may import which, and what is torch-free.
 
-Read from the syntax trees, so an import inside a function counts as well; docs/architecture.md
-draws the same arrows.
+Read from the syntax trees, so an import inside a function counts as well. docs/architecture.md has
+the same table, and a picture that scripts/draw_architecture.py draws from the imports.
 """
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic a
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "mtcli").rglob("*.py"))
 
-# What each folder may import of the others, besides itself; docs/architecture.md draws the same.
+# What each folder may import of the others, besides itself.
 FACTS = {"config", "mesh", "schedule"}
 ENGINES = FACTS | {"parallel", "kernels", "runtime"}
 STEP = ENGINES | {"data", "checkpoint", "model", "sync", "optim"}
@@ -31,12 +33,12 @@ ARROWS = {
     "data": {"config", "runtime"},
     "checkpoint": {"config", "mesh", "parallel", "runtime"},
     "sync": FACTS | {"parallel", "kernels"},
-    "optim": FACTS | {"parallel", "kernels"},
+    "optim": FACTS | {"parallel", "kernels", "checkpoint"},
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP,
     "inference": STEP,
     "evaluate": {"config", "data", "inference"},
-    "convert": STEP | {"training", "inference"},
+    "convert": STEP | {"inference"},
     "plan": STEP | {"training"},
     "profile": STEP | {"training", "plan"},
     "commands": STEP | {"training", "inference", "evaluate", "convert", "plan", "profile"},
@@ -107,6 +109,54 @@ def test_every_folder_has_a_row_and_the_rows_make_no_circle():
     packages = {name for name in folders if (ROOT / "mtcli/core" / name / "__init__.py").exists()}
     assert set(ARROWS) == packages | {"commands", "kernels", "cli"}
     assert not _in_circles(ARROWS)
+
+
+def test_the_docs_table_of_arrows_is_this_one():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = page[page.index("## The folders") : page.index("## Eight types")]
+    sets = {"nothing": set()}
+    for name, words in re.findall(r"^\| \*(\w+)\* \| (.*) \|$", page, re.MULTILINE):
+        sets[name] = _folders_named(words.partition(":")[0], sets)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)
+    assert {name: _folders_named(words, sets) for name, words in rows} == ARROWS
+
+
+def _folders_named(words, sets):
+    """The folders in a cell: `named` ones, and those of the sets that it names."""
+    named = {re.sub(r"\W", "", word): word for word in words.split(",")}
+    return set().union(*({n} if "`" in word else sets[n] for n, word in named.items()))
+
+
+def test_the_docs_picture_is_drawn_from_the_imports_as_they_are():
+    script = _script("draw_architecture")
+    assert script.PICTURE.read_text() == script.picture(), "run python scripts/draw_architecture.py"
+
+
+def test_the_picture_has_a_path_for_every_import_and_for_no_other():
+    """The oracle is this file's own reading of the imports."""
+    script = _script("draw_architecture")
+    graph = defaultdict(set)
+    for path in SOURCES:
+        here = room(module_name(path))
+        graph[here] |= {room(n) for n in imports(path) if n.startswith("mtcli.")} - {here}
+    drawn = defaultdict(set)
+    for user, used in script.reduced(script.folder_imports()[0]):
+        drawn[user].add(used)
+    assert {n: _reached(graph, n) for n in ARROWS} == {n: _reached(drawn, n) for n in ARROWS}
+    for user, useds in drawn.items():
+        for used in useds:  # each arrow is needed: no other way leads there
+            assert all(used not in _reached(drawn, other) for other in useds - {used}), (user, used)
+
+
+def _reached(graph, node):
+    return set().union(*({n} | _reached(graph, n) for n in graph.get(node, ())))
+
+
+def _script(name):
+    spec = spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

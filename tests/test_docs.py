@@ -5,12 +5,14 @@ code that a closing `# exit 2` states; the lines below it must be in its output.
 an empty folder of its own, with a small trained run at runs/tiny where it names one.
 """
 
+import ast
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from mtcli.core.config.schema import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("mtcli", "tests", "benchmarks", "scripts", "fuzz")
+CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 MAKE_TINY = (
     "mtcli preprocess text.txt --output tiny --tokenizer bytes",
     "mtcli train tiny --set model.num_layers=2 --set model.hidden_size=64 "
@@ -112,6 +116,74 @@ def test_a_page_s_links_within_the_project_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_s_anchors_are_headings(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        if "://" not in target:
+            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def anchors(page):
+    """The anchors that GitHub gives a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_s_python_imports_is_there(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                names = vars(import_module(node.module))
+                assert [alias.name for alias in node.names if alias.name not in names] == []
+
+
+# Files that are named and are not ours: of torch, of Megatron-LM, and of a user.
+THEIRS = {"_fsdp_collectives.py", "_fsdp_param_group.py", "preprocess_data.py", "parallel_state.py"}
+THEIRS |= {"sitecustomize.py"}
+# What a name may begin with: the docs name files of the package from any of these folders on.
+BASES = ("", "mtcli/", "mtcli/core/", "docs/")
+PLACES = r"`((?:mtcli|core|tests|benchmarks|scripts|fuzz|docs|spec|cost|report)/[\w/.*-]*)`"
+
+
+def files_named(text):
+    """The Python files that a text names, such as `tensor.py` or `parallel/tensor.py`."""
+    names = re.findall(r"(?<![\w/.*<-])(?:\.\./)*(\w+(?:/\w+)*\.py)\b", text)
+    return {name for name in names if name.rsplit("/", 1)[-1] not in THEIRS}
+
+
+def test_every_file_that_a_page_names_is_there():
+    for page in PAGES:
+        text = page.read_text()
+        assert sorted(name for name in files_named(text) if not is_there(name)) == [], page.name
+        gone = [
+            n for n in re.findall(PLACES, text) if not any(any(ROOT.glob(b + n)) for b in BASES)
+        ]
+        assert gone == [], page.name
+
+
+def test_every_file_that_a_docstring_or_comment_names_is_there():
+    missing = {}
+    for path in CODE:
+        source = path.read_text()
+        text = "\n".join([*docstrings(source), *re.findall(r"#.*", source)])
+        if names := [name for name in files_named(text) if not is_there(name)]:
+            missing[str(path.relative_to(ROOT))] = names
+    assert missing == {}
+
+
+def docstrings(source):
+    """The docstrings of a file."""
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    found = [ast.get_docstring(n) for n in ast.walk(ast.parse(source)) if isinstance(n, nodes)]
+    return [text for text in found if text]
+
+
+def is_there(name):
+    """Whether a file of the project has this name, or ends with it after a folder's name."""
+    return any(f"/{path.relative_to(ROOT)}".endswith(f"/{name}") for path in CODE)
 
 
 def test_the_index_lists_every_page():

@@ -171,10 +171,9 @@ def hf_state(
     family, state = family or config_json.family_of(model), {}
     for name, described in parameters(model).items():
         weight = initial_weight(config, name, made_on or device).to(dtype).float()
-        for part in family.parts(described, model):
-            order = [part.axes.index(axis) for axis in range(len(part.axes))]
-            value = weight[part.box.slices].permute(order).reshape(part.shape)
-            state[part.name] = value.to(device).contiguous()
+        for stored in family.boxes(described, model):
+            value = weight[stored.box.slices].permute(stored.order).reshape(stored.shape)
+            state[stored.key] = value.to(device).contiguous()
     return state
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from contenders import Contender, hf_state, initial_weight, stepper
 from torch import Tensor
 
-from mtcli.core.checkpoint.megatron.names import alternatives
+from mtcli.core.checkpoint.megatron.gpt import alternatives
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig

@@ -184,14 +184,12 @@ def _show(
 
     layout = found.prediction.work.layout
     if json_out:
-        data = tables.as_json(found)
-        if ranks:
-            data |= {"ranks": tables.rank_places(layout), "groups": tables.rank_groups(layout)}
-        if counted:
-            data["dry_run"] = counted.as_json()
-        write_json(data, json_out)
-        if json_out == "-":
-            return
+        places, groups = tables.rank_places, tables.rank_groups
+        more = {"ranks": places(layout), "groups": groups(layout)} if ranks else {}
+        more |= {"dry_run": counted.as_json()} if counted else {}
+        write_json(tables.as_json(found) | more, json_out)
+    if json_out == "-":
+        return
     print_table(found.title, ("", ""), tables.summary_rows(found))
     stages = tables.stage_table(found.prediction)
     print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)

@@ -86,8 +86,8 @@ def shard(
     json_out: JsonOut = None,
 ) -> None:
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
-    from mtcli.core.checkpoint.dtype_names import parse_dtype
-    from mtcli.core.checkpoint.folder import find_checkpoint
+    from mtcli.core.checkpoint.folder import find_checkpoint, require_free
+    from mtcli.core.checkpoint.safetensors_file import parse_dtype
     from mtcli.core.convert.layout import parse_layout
 
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
@@ -105,11 +105,9 @@ def shard(
     wanted = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], wanted, layout, max_shard_size)
-        from mtcli.core.checkpoint.aside import require_free
-
         require_free(Path(words[1]), force)
-    from mtcli.core.checkpoint.dtypes import DTYPES
     from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.checkpoint.resharding import DTYPES
     from mtcli.core.convert.shard import ConversionPlan, compare
     from mtcli.core.convert.upcycle_recipe import recipe_of
 
@@ -194,39 +192,35 @@ def _shape(model: dict[str, Any]) -> str:
 
 
 def _convert(
-    dense: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str, json_out: str | None
+    source: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str, json_out: str | None
 ) -> None:
     from mtcli.core.convert.shard import convert, require_target
-    from mtcli.core.convert.upcycle import upcycled
 
-    source = dense if plan.recipe is None else upcycled(dense, plan.recipe)
     require_target(source, target, plan)
-    typer.echo(_announcement(dense, source, target, plan, layout), err=True)
-    _finish(convert(dense, source, target, plan), json_out)
+    typer.echo(_announcement(source, target, plan, layout), err=True)
+    _finish(convert(source, target, plan), json_out)
     say_wrote(str(target))
 
 
-def _announcement(
-    dense: "Checkpoint", source: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str
-) -> str:
+def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str) -> str:
     from mtcli.core.convert.inspect import describe
     from mtcli.core.convert.shard import left_out
     from mtcli.core.mesh.parameters import count_active, count_parameters
 
-    before = describe(dense)
+    before = describe(source)
     line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
     step = "" if before["step"] is None else f", step {before['step']:,}"
     line += f"{before['bytes']:,} bytes{step}; writing {plan.to} to {target}"
     line += f", {layout}" if layout else ""
-    model = source.model
     if plan.recipe:
+        model = plan.recipe.model
         line += f"; {model.num_experts} experts of {model.moe_ffn_hidden_size}, {model.top_k} for "
         line += f"each token: {count_parameters(model):,} parameters, {count_active(model):,} used"
-    if dropped := left_out(dense, plan):
+    if dropped := left_out(source, plan):
         why = "the model is new" if plan.recipe else "Hugging Face has no place"
         line += f"; leaving out {', '.join(dropped)}: {why}"
-    if dense.unread:
-        line += f"; not reading {', '.join(dense.unread)}"
+    if source.unread:
+        line += f"; not reading {', '.join(source.unread)}"
     return line
 
 

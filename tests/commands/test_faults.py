@@ -132,7 +132,7 @@ def half_written(folder, *_):
 
 @pytest.mark.parametrize(
     ("name", "act", "on"),
-    [("write_pieces", half_written, 1), ("commit", kill, 0), ("replace_folder", kill, 0)],
+    [("write_shards", half_written, 1), ("commit", kill, 0), ("replace_folder", kill, 0)],
 )
 def test_a_rank_killed_in_a_save(drill, undisturbed, name, act, on):
     run = drill.train(nproc=2, fault=partial(in_save, name=name, act=act, on=on, calls=2))
@@ -146,15 +146,15 @@ def slow_disk(rank, seconds, *, on):
     """On rank `on`, every tensor of a save takes its time."""
     if rank != on:
         return
-    from mtcli.core.checkpoint import writer
+    from mtcli.core.checkpoint.blocks import BlockWriter
 
-    real = writer._bytes
+    write = BlockWriter.write
 
-    def slow(tensor):
+    def slow(self, data):
         time.sleep(seconds)
-        return real(tensor)
+        write(self, data)
 
-    writer._bytes = slow
+    BlockWriter.write = slow
 
 
 def test_a_save_that_takes_longer_than_the_timeout_ends_no_run(tmp_path, undisturbed):

@@ -170,11 +170,11 @@ def test_checkpoints_of_one_name_and_other_bytes_are_not_mixed(machines):
 
 def stale(rank):
     """Rank 1's list of checkpoints is an old one, though it can open the new one by its name."""
-    from mtcli.core.checkpoint import consensus
+    from mtcli.core.checkpoint import opening
 
     if rank == 1:
-        real = consensus.step_folders
-        consensus.step_folders = lambda root: real(root)[:-1]
+        real = opening.step_folders
+        opening.step_folders = lambda root: real(root)[:-1]
 
 
 def test_a_stale_list_of_checkpoints_does_not_mix_them(machines):

@@ -1,1 +1,1 @@
-"""Checkpoints: named tensors cut into rectangles, ours and Hugging Face's, read from any layout."""
+"""The checkpoint format: named tensors in boxes, ours and Hugging Face's, read from any layout."""

@@ -1,6 +1,6 @@
-"""A copy of a rank's pieces in host memory, so that training goes on while they are written.
+"""Snapshots of a rank's shards in host memory, so that training goes on while they are written.
 
-The memory is taken once, in a thread beside the first steps, and used by every save: on a busy
+The memory is allocated once, in a thread beside the first steps, and used by every save: on a busy
 machine a copy into new memory took 0.65 s of a core per GB, and into memory used before 0.18.
 """
 
@@ -19,9 +19,9 @@ ALIGNMENT = 64  # bytes: of every dtype's elements, and a cache line
 
 
 class HostCopy(NamedTuple):
-    """Pieces in host memory. `wait` returns once they are there: the seconds a device took."""
+    """Shards in host memory. `wait` returns once they are there: the seconds a device took."""
 
-    pieces: list[Shard]
+    shards: list[Shard]
     wait: Callable[[], float]
 
 
@@ -33,31 +33,31 @@ class Snapshot:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.reserving: Thread | None = None
 
-    def reserve(self, pieces: list[Shard]) -> None:
-        """Begins to take the memory for pieces of these sizes."""
-        size = _ends(pieces)[-1]
+    def reserve(self, shards: list[Shard]) -> None:
+        """Begins to allocate the memory for shards of these sizes."""
+        size = _ends(shards)[-1]
         self.reserving = Thread(target=self._reserve, args=(size,), daemon=True)
         self.reserving.start()
 
     def close(self) -> None:
-        """Waits for memory that is being taken."""
+        """Waits for an allocation that is under way."""
         if self.reserving is not None:
             self.reserving.join()
 
-    def take(self, pieces: list[Shard]) -> HostCopy:
-        """Copies of pieces, which are good until the next call.
+    def take(self, shards: list[Shard]) -> HostCopy:
+        """Copies shards; the copies are good until the next call.
 
         On CUDA they are copied in the stream of what computed them, so what comes later in it may
         change the originals. Raises MemoryError where there is no room for them.
         """
         self.close()
-        ends = _ends(pieces)
+        ends = _ends(shards)
         if len(self.memory) < ends[-1]:
-            self.memory = torch.empty(0, dtype=torch.uint8)  # before more is taken
+            self.memory = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
             self.memory = _host_memory(ends[-1], self.device)
         done = _timer(self.device)
-        places = zip(pieces, ends[:-1], strict=True)
-        return HostCopy([self._copy(piece, start) for piece, start in places], done())
+        starts = zip(shards, ends[:-1], strict=True)
+        return HostCopy([self._copy(shard, start) for shard, start in starts], done())
 
     def _reserve(self, size: int) -> None:
         if self.device.type == "cuda":
@@ -67,23 +67,23 @@ class Snapshot:
             memory.numpy().fill(0)  # numpy's, which leaves the training's threads alone
             self.memory = memory
 
-    def _copy(self, piece: Shard, start: int) -> Shard:
-        source = piece.tensor.detach()
+    def _copy(self, shard: Shard, start: int) -> Shard:
+        source = shard.tensor.detach()
         room = self.memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
-        return piece._replace(tensor=room.copy_(source, non_blocking=True))
+        return shard._replace(tensor=room.copy_(source, non_blocking=True))
 
 
-def _ends(pieces: list[Shard]) -> list[int]:
-    """Where each piece's place in memory begins, and where the last one ends."""
+def _ends(shards: list[Shard]) -> list[int]:
+    """The offset of each shard in the memory, and where the last one ends."""
     ends = [0]
-    for piece in pieces:
-        ends.append(ends[-1] + -(-piece.tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+    for shard in shards:
+        ends.append(ends[-1] + -(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT)
     return ends
 
 
-def in_place(pieces: list[Shard]) -> HostCopy:
-    """The pieces in host memory, without a copy where they are there already."""
-    return HostCopy([piece._replace(tensor=piece.tensor.cpu()) for piece in pieces], lambda: 0.0)
+def in_place(shards: list[Shard]) -> HostCopy:
+    """Shards in host memory, without a copy where they are there already."""
+    return HostCopy([shard._replace(tensor=shard.tensor.cpu()) for shard in shards], lambda: 0.0)
 
 
 def _host_memory(size: int, device: torch.device) -> Tensor:
@@ -96,7 +96,7 @@ def _host_memory(size: int, device: torch.device) -> Tensor:
 
 
 def _timer(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Called where copies begin; what it returns, where all are queued, gives Taken's `wait`."""
+    """Called where copies begin; what it returns, where all are queued, gives `HostCopy.wait`."""
     if device.type != "cuda":
         return lambda: lambda: 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,28 +1,43 @@
-"""Which checkpoint a path names, and the model that its config says: known without torch."""
+"""Names inside run and checkpoint folders, and which checkpoint a path names; without torch."""
 
+import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.checkpoint.manifest import NAME as MANIFEST
-from mtcli.core.checkpoint.names import CHECKPOINTS, CONFIG, TOKENIZER, step_folders
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import open_untrusted
+from mtcli.core.runtime.atomic_writes import folder_of
 
+CHECKPOINTS = "checkpoints"  # of a run folder
+CONFIG = "config.toml"
+TOKENIZER = "tokenizer"
+HUGGINGFACE = "huggingface"  # the config.json that converted weights came with
 KINDS = "give a checkpoint, a run, or a Hugging Face or Megatron folder"
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")  # of a Hugging Face folder
+TOKENIZER_FILES = (
+    *TOKENIZERS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 METADATA = "metadata.json"  # of Megatron's torch_dist
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "mp_rank_00*"  # folders of Megatron's checkpoints before torch_dist
 MAX_LATEST = 64  # characters of a step's number, or of "release"
+_STEP = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint's folder, whose format it has, and whether a run was named, of which it is the
-    newest."""
+    """A checkpoint's folder and format, and whether a run was named, of which it is the newest."""
 
     format: Literal["mtcli", "hf", "megatron"]
     folder: Path
@@ -30,7 +45,7 @@ class CheckpointFolder(NamedTuple):
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """Where its tokenizer is, if it has one."""
+        """The folder of its tokenizer, if it has one."""
         if self.format == "mtcli":
             return self.folder / TOKENIZER if (self.folder / TOKENIZER).is_dir() else None
         names = TOKENIZERS if self.format == "hf" else ()
@@ -38,12 +53,37 @@ class CheckpointFolder(NamedTuple):
 
 
 def find_checkpoint(path: Path) -> CheckpointFolder:
-    """The checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
+    """Finds the checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
     Megatron's. Raises MtcliError where there is none."""
     try:
-        return _find(path)
+        if (path / MANIFEST).exists():
+            return CheckpointFolder("mtcli", path)
+        if (path / config_json.NAME).exists():
+            return CheckpointFolder("hf", path)
+        if folder := _find_megatron(path):
+            return CheckpointFolder("megatron", folder)
+        for root in (path / CHECKPOINTS, path):
+            if steps := step_folders(root):
+                return CheckpointFolder("mtcli", steps[-1], of_run=True)
     except OSError as error:  # of a name that is too long, or a folder that may not be read
         raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
+    if not path.is_dir():
+        raise wrong(f"there is no folder {path}", KINDS)
+    hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
+    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
+    raise wrong(f"{path} holds no checkpoint", hint)
+
+
+def _find_megatron(path: Path) -> Path | None:
+    """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
+    latest = path / LATEST
+    if latest.is_file():
+        with open_untrusted(latest) as file:
+            text = file.read(MAX_LATEST).decode(errors="replace").strip()
+        name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
+        return path / name
+    is_legacy = path.is_dir() and any(path.glob(LEGACY))
+    return path if is_legacy or (path / METADATA).is_file() else None
 
 
 def model_of(source: CheckpointFolder) -> ModelConfig | None:
@@ -66,40 +106,82 @@ def config_in(folder: Path) -> RunConfig:
     path = folder / CONFIG
     try:
         return load_config(str(path))
-    except MtcliError as error:  # which names fields, and a user has set none
-        raise MtcliError(*(_at(path, problem) for problem in error.problems)) from None
+    except MtcliError as error:  # it names fields, where a user has set none
+        raise MtcliError(
+            *(
+                Problem(f"{path}: {p.field}: {p.message}", p.hint) if p.field else p
+                for p in error.problems
+            )
+        ) from None
 
 
-def _find(path: Path) -> CheckpointFolder:
-    if (path / MANIFEST).exists():
-        return CheckpointFolder("mtcli", path)
-    if (path / config_json.NAME).exists():
-        return CheckpointFolder("hf", path)
-    if folder := _find_megatron(path):
-        return CheckpointFolder("megatron", folder)
-    for root in (path / CHECKPOINTS, path):
-        if steps := step_folders(root):
-            return CheckpointFolder("mtcli", steps[-1], of_run=True)
-    if not path.is_dir():
-        raise wrong(f"there is no folder {path}", KINDS)
-    hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
-    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
-    raise wrong(f"{path} holds no checkpoint", hint)
+def step_name(step: int) -> str:
+    """The folder of a step, such as step-00000100."""
+    return f"step-{step:08d}"
 
 
-def _find_megatron(path: Path) -> Path | None:
-    """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
-    latest = path / LATEST
-    if latest.is_file():
-        with open_untrusted(latest) as file:
-            text = file.read(MAX_LATEST).decode(errors="replace").strip()
-        name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
-        return path / name
-    is_legacy = path.is_dir() and any(path.glob(LEGACY))
-    return path if is_legacy or (path / METADATA).is_file() else None
+def rank_file(rank: int) -> str:
+    """The tensor file of a rank, such as rank-00003.safetensors."""
+    return f"rank-{rank:05d}.safetensors"
 
 
-def _at(path: Path, problem: Problem) -> Problem:
-    if not problem.field:  # no file, or no TOML: the path is in the message
-        return problem
-    return Problem(f"{path}: {problem.field}: {problem.message}", problem.hint)
+def step_folders(root: Path) -> list[Path]:
+    """The complete checkpoints under a folder, oldest step first."""
+    if not root.is_dir():
+        return []
+    steps = (path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir())
+    return sorted(steps, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def require_free(final: Path, force: bool) -> None:
+    """Raises MtcliError where a new checkpoint cannot have a name: something that may not be
+    replaced has it already, or a folder that it would be in is a file."""
+    with folder_of("DST", final):
+        inside = next(path for path in final.absolute().parents if path.exists())
+        if not inside.is_dir():
+            message = f"{inside} is a file, and {final} would be inside of it"
+            raise wrong(message, "name another folder", "DST")
+        if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+            return
+    if not force:
+        raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
+    if not any((final / name).is_file() for name in (MANIFEST, config_json.NAME)):
+        message = f"{final} is not a checkpoint, and --force replaces nothing else"
+        raise wrong(message, "name another folder, or remove it yourself")
+
+
+def require_inside(folder: Path, path: Path) -> Path:
+    """Returns `path`, a file of `folder` that is to be copied as it is.
+
+    Raises MtcliError where a link leads it out of the folder: a checkpoint from elsewhere could
+    else have any file of this machine copied into what its user publishes. Links of the Hugging
+    Face cache, from snapshots/<revision>/ to blobs/, are its own.
+    """
+    root, real = folder.resolve(), path.resolve()
+    homes = [root]
+    if root.parent.name == "snapshots":
+        homes.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(home) for home in homes):
+        raise wrong(f"{path} is a link out of {folder}, to {real}", "copy the file in its place")
+    return path
+
+
+def tokenizer_files(
+    tokenizer: Path | None, root: Path | None = None, names: Container[str] | None = None
+) -> dict[str, Path]:
+    """The files of a tokenizer's folder by name, of `names` alone where that is given.
+
+    Raises MtcliError where a link leads out of `root`, by default that folder.
+    """
+    if tokenizer is None:
+        return {}
+    return {
+        path.name: require_inside(root or tokenizer, path)
+        for path in sorted(tokenizer.iterdir())
+        if path.is_file() and path.name[0] != "." and (names is None or path.name in names)
+    }

@@ -1,8 +1,12 @@
-"""The manifest of a checkpoint folder: names, global shapes, the rectangles and where they are.
+"""The manifest of a checkpoint folder: tensors by name, their global shapes, and their shards.
 
-A manifest is read as untrusted: names may not leave the folder, and the pieces of every tensor must
-tile it, each element exactly once. It ends with a hash of its own bytes, so that damage to it is
-never laid on the files whose hashes it holds.
+A tensor has the name of its parameter, or `optimizer.<kind>/<parameter>`. Data-parallel replicas
+that have the same elements write them once; where replicas differ, a shard says whose it is, and
+the manifest how many there are.
+
+A manifest is read as untrusted: names may not leave the folder, and the shards of every tensor, of
+each replica, must tile it, each element exactly once. It ends with a hash of its own bytes, so that
+damage to it is never laid on the files whose hashes it holds.
 """
 
 import re
@@ -15,15 +19,16 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtcli.core.checkpoint.safetensors_file import damaged
-from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.mesh.sharding import Box
 
 NAME = "manifest.json"
-Version = Literal[2, 3]  # that are read; the last is written
+Version = Literal[2, 3, 4]  # 4 is written where replicas differ, and 3 elsewhere
+OPTIMIZER = "optimizer."  # tensors "optimizer.<kind>/<parameter>"
 BLOCK_BYTES = 2 << 20  # of hashes and writing
 MAX_MANIFEST_BYTES = 1 << 30
-MAX_CELLS = 1 << 24  # of the grid that proves that pieces tile a tensor
+MAX_CELLS = 1 << 24  # of the grid that proves that boxes tile a tensor
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Extents = Annotated[tuple[Count, ...], Field(max_length=16)]
@@ -33,13 +38,15 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _SEAL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"}$')
 
 
-class ManifestPart(BaseModel):
-    """A frozen part of the manifest that refuses unknown keys and guesses no types."""
+class ManifestSection(BaseModel):
+    """A frozen section of the manifest that refuses unknown keys and guesses no types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
+    )
 
 
-class FileRecord(ManifestPart):
+class FileRecord(ManifestSection):
     """A file of the checkpoint."""
 
     bytes: Count
@@ -48,29 +55,38 @@ class FileRecord(ManifestPart):
     """of each BLOCK_BYTES of it in turn"""
 
 
-class ShardRecord(ManifestPart):
-    """A rectangle of a tensor: the whole of one tensor of one file."""
+class ShardRecord(ManifestSection):
+    """A box of a tensor, which is one tensor of one file."""
 
     file: FileName
     key: str
     start: Extents
     size: Extents
+    replica: Count | None = None
+    """the data-parallel replica that has these elements; None: all have them"""
 
     @property
     def box(self) -> Box:
-        """The rectangle of the global tensor."""
+        """The box of the global tensor."""
         return Box(self.start, self.size)
 
 
-class TensorRecord(ManifestPart):
-    """A global tensor and the pieces that tile it."""
+class TensorRecord(ManifestSection):
+    """A global tensor and the shards that tile it."""
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"]
     shape: Extents
-    pieces: list[ShardRecord]
+    shards: Annotated[list[ShardRecord], Field(alias="pieces")]
 
 
-class Manifest(ManifestPart):
+class RankManifest(ManifestSection):
+    """What one rank wrote of a checkpoint."""
+
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
+
+
+class Manifest(ManifestSection):
     """What a checkpoint folder holds."""
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
@@ -79,6 +95,8 @@ class Manifest(ManifestPart):
     """optimizer steps done"""
     world: Annotated[int, Field(ge=1)]
     """ranks that wrote it; config.toml says their layout"""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """data-parallel replicas whose tensors differ; 1: all are equal"""
     extra: dict[str, Any]
     """what the writer wanted to keep: consumed samples, random state, ..."""
     tensors: Annotated[dict[str, TensorRecord], Field(min_length=1)]
@@ -88,8 +106,9 @@ class Manifest(ManifestPart):
     """of the JSON without it, where it comes last; version 2 has none"""
 
     def to_bytes(self) -> bytes:
-        """The manifest as the JSON of its file."""
-        text = self.model_dump_json().encode()
+        """The manifest as the JSON of its file; nothing of replicas where they are equal."""
+        equal = {"replicas": True, "tensors": {"__all__": {"shards": {"__all__": {"replica"}}}}}
+        text = self.model_dump_json(exclude=equal if self.replicas == 1 else None).encode()
         return text[:-1] + b',"xxh3_128":"%b"}' % xxhash.xxh3_128_hexdigest(text).encode()
 
 
@@ -109,7 +128,10 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",) and isinstance(first["input"], int):
-            raise _other_version(path, first["input"]) from None
+            *known, last = map(str, get_args(Version))
+            message = f"{path} is of version {first['input']} of the format, and this mtcli reads "
+            hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
+            raise wrong(f"{message}{', '.join(known)} and {last}", hint) from None
         where = ".".join(map(str, first["loc"]))
         raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
     if not is_sealed and (manifest.xxh3_128 or manifest.version > 2):
@@ -131,13 +153,6 @@ def _check_seal(path: Path, text: bytes) -> bool:
     return True
 
 
-def _other_version(path: Path, version: int) -> MtcliError:
-    known = " and ".join(map(str, get_args(Version)))
-    message = f"{path} is of version {version} of the format, and this mtcli reads {known}"
-    hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
-    return wrong(message, hint)
-
-
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raises MtcliError that names the first file that is missing or of another size."""
     for name, record in manifest.files.items():
@@ -151,18 +166,25 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_shards(path: Path, manifest: Manifest) -> None:
-    """Raises MtcliError where the pieces of a tensor do not tile it, or name no known file, or one
-    tensor of a file twice."""
+    """Raises MtcliError where the shards of a tensor, of any replica, do not tile it, or name no
+    known file or replica, or one tensor of a file twice."""
     seen: set[tuple[str, str]] = set()
     for name, tensor in manifest.tensors.items():
-        for piece in tensor.pieces:
-            if piece.file not in manifest.files:
-                raise damaged(path, f"{name} is in {piece.file}, which it does not list")
-            if (piece.file, piece.key) in seen:  # a small file would be a model of any size
-                raise damaged(path, f"{piece.key} of {piece.file} is in it twice")
-            seen.add((piece.file, piece.key))
-        if fault := tiling_fault(tensor.shape, [piece.box for piece in tensor.pieces]):
-            raise damaged(path, f"the pieces of {name} {fault}")
+        for shard in tensor.shards:
+            if shard.file not in manifest.files:
+                raise damaged(path, f"{name} is in {shard.file}, which it does not list")
+            if (shard.file, shard.key) in seen:  # a small file would be a model of any size
+                raise damaged(path, f"{shard.key} of {shard.file} is in it twice")
+            seen.add((shard.file, shard.key))
+            if shard.replica is not None and shard.replica >= manifest.replicas:
+                has = f"replica {shard.replica} of {name}"
+                raise damaged(path, f"it has {has} and says that there are {manifest.replicas}")
+        differs = any(shard.replica is not None for shard in tensor.shards)
+        for replica in range(manifest.replicas) if differs else (None,):
+            boxes = [shard.box for shard in tensor.shards if shard.replica in (None, replica)]
+            if fault := tiling_fault(tensor.shape, boxes):
+                which = name if replica is None else f"replica {replica} of {name}"
+                raise damaged(path, f"the pieces of {which} {fault}")
 
 
 def tiling_fault(shape: tuple[int, ...], boxes: list[Box]) -> str:
@@ -193,3 +215,13 @@ def _overlap(boxes: list[Box]) -> str:
             return f"overlap at {start.tolist()}"
         cells[index] = True
     return ""
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a tensor is optimizer state."""
+    return name.startswith(OPTIMIZER)
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a tensor belongs to: itself, or what follows `optimizer.<kind>/`."""
+    return name.partition("/")[2] if is_optimizer(name) else name

@@ -1,12 +1,13 @@
-"""A checkpoint to read: named global tensors, whichever files and rectangles they are kept in.
+"""A checkpoint to read: named global tensors, whichever files and boxes they are stored in.
 
-Ours and Hugging Face's are the same thing: every tensor is an assembly of regions, each of them a
-stored tensor seen in another shape and order of dimensions.
+Ours, Hugging Face's and Megatron's are the same thing: every tensor is tiled by boxes, each of them
+a stored tensor seen in another shape and order of dimensions.
 """
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,12 +15,10 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.blocks import verify_file
-from mtcli.core.checkpoint.boxes import intersection, read_box
-from mtcli.core.checkpoint.dtypes import dtype_of_code
-from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord
-from mtcli.core.checkpoint.names import is_optimizer
-from mtcli.core.checkpoint.retention import Hold
-from mtcli.core.checkpoint.safetensors_file import OpenFiles, TensorEntry, damaged, read_header
+from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord, is_optimizer
+from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, intersection, read_box
+from mtcli.core.checkpoint.retention import ReadLock
+from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry, damaged, read_header
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
@@ -27,37 +26,22 @@ from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box, Parameter
 
 
-class StoredBox(NamedTuple):
-    """A stored tensor as a rectangle of a global one.
-
-    The tensor `key` of `file`, of a dtype code and a shape, is seen as shape `view`; dimension d of
-    the rectangle, which starts at `start`, is dimension axes[d] of the view.
-    """
-
-    file: str
-    key: str
-    code: str
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
-    axes: tuple[int, ...]
-    start: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        """The rectangle of the global tensor."""
-        return Box(self.start, tuple(self.view[axis] for axis in self.axes))
-
-
 class StoredTensor(NamedTuple):
-    """A global tensor: its dtype and shape, and the regions that tile it.
+    """A global tensor: its dtype and shape, and the boxes that tile it, for each replica where
+    replicas differ.
 
-    Where no file holds it, `computed` gives the elements of a box of it, and there are no regions.
+    Where no file has it, `computed` gives the elements of a box of it, and there are no boxes.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    regions: tuple[StoredBox, ...]
+    boxes: tuple[StoredBox, ...]
     computed: Callable[[Box], Tensor] | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether data-parallel replicas have other elements."""
+        return any(stored.replica is not None for stored in self.boxes)
 
 
 @dataclass(frozen=True)
@@ -73,7 +57,7 @@ class Checkpoint:
     files: dict[str, FileRecord]
     tokenizer_folder: Path | None
     world: int = 1
-    held: Hold = field(default_factory=Hold, repr=False, compare=False)
+    lock: ReadLock = field(default_factory=ReadLock, repr=False, compare=False)
     """keeps the checkpoint from being pruned, as long as this is not collected"""
     headers: dict[str, dict[str, TensorEntry]] = field(default_factory=dict, repr=False)
     """of the files, read when they are first needed"""
@@ -82,6 +66,8 @@ class Checkpoint:
     """whose folder it is"""
     unread: tuple[str, ...] = ()
     """what the folder holds besides, and nobody reads"""
+    replicas: int = 1
+    """data-parallel replicas, where some tensors differ between them"""
 
     def names(self) -> list[str]:
         """The names of all tensors."""
@@ -95,54 +81,83 @@ class Checkpoint:
         """The dtype of a tensor."""
         return self._stored(name).dtype
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """The elements of a tensor in a box [box.size], or all of them; only they are read.
+    def num_bytes(self, name: str) -> int:
+        """The size of a tensor, of all replicas where they differ."""
+        stored = self._stored(name)
+        copies = self.replicas if stored.differs else 1
+        return prod(stored.shape) * stored.dtype.itemsize * copies
 
-        Raises MtcliError where the tensor is unknown or a file is damaged.
+    def replicas_of(self, name: str) -> tuple[int | None, ...]:
+        """The replicas whose elements of a tensor differ; (None,) where all are equal."""
+        return tuple(range(self.replicas)) if self._stored(name).differs else (None,)
+
+    def replica(self, index: int) -> "Checkpoint":
+        """The checkpoint as one replica has it."""
+        tensors = {
+            name: stored._replace(
+                boxes=tuple(
+                    box._replace(replica=None)
+                    for box in stored.boxes
+                    if box.replica in (None, index)
+                )
+            )
+            for name, stored in self.tensors.items()
+        }
+        return replace(self, tensors=tensors, replicas=1)
+
+    def read(self, name: str, box: Box | None = None, replica: int | None = None) -> Tensor:
+        """Reads the elements of a tensor in a box [box.size], or all of them, and no others.
+
+        Where replicas differ, `replica` says whose. Raises MtcliError where the tensor or replica
+        is unknown or a file is damaged.
         """
         stored = self._stored(name)
-        box = box or Box((0,) * len(stored.shape), stored.shape)
-        if not _is_inside(box, stored.shape):
+        box = box or Box.of(stored.shape)
+        is_inside = len(box.start) == len(box.size) == len(stored.shape) and all(
+            min(a, n) >= 0 and a + n <= size for a, n, size in zip(*box, stored.shape, strict=True)
+        )
+        if not is_inside:
             raise wrong(f"{name} has the shape {stored.shape} and the box {box} is not in it")
+        if stored.differs and replica not in range(self.replicas):
+            which = "none is named" if replica is None else f"there is no replica {replica}"
+            message = f"{name} differs between the {self.replicas} replicas of {self.folder}"
+            raise wrong(f"{message}, and {which}", f"replicas 0 to {self.replicas - 1}")
         if stored.computed is not None:
             return stored.computed(box)
         out = torch.empty(box.size, dtype=stored.dtype)
-        for region in stored.regions:
-            if shared := intersection(region.box, box):
-                target = tuple(
-                    slice(a - b, a - b + n)
-                    for a, b, n in zip(shared.start, box.start, shared.size, strict=True)
-                )
-                self._read_region(region, shared, out[target])
+        for source in stored.boxes:
+            if source.replica in (None, replica) and (shared := intersection(source.box, box)):
+                at = shared.moved(tuple(-start for start in box.start))
+                self._read_stored(source, shared, out[at.slices])
         return out
 
-    def verify_hashes(self, part: int = 0, parts: int = 1) -> None:
-        """Reads a share of the files, so that `parts` ranks together read each once, and checks
-        their hashes. Hugging Face folders have none.
+    def verify_hashes(self, rank: int = 0, world: int = 1) -> None:
+        """Checks the hashes of a rank's share of the files, of which each is read by one rank.
+        Hugging Face folders have none.
 
         Raises MtcliError that names the first damaged file.
         """
-        for name in sorted(self.files)[part::parts]:
+        for name in sorted(self.files)[rank::world]:
             verify_file(self.folder / name, self.files[name])
 
-    def verify_weights(self, part: int = 0, parts: int = 1) -> None:
+    def verify_weights(self, rank: int = 0, world: int = 1) -> None:
         """As `verify_hashes`, but for the blocks that hold nothing but optimizer state."""
         blocks: dict[str, set[int]] = {}
         for name, stored in self.tensors.items():
-            for region in stored.regions:
-                found = blocks.setdefault(region.file, set())
-                entry = self._entry(region)
+            for box in stored.boxes:
+                of_file = blocks.setdefault(box.file, set())
+                entry = self._entry(box)
                 if entry.bytes and not is_optimizer(name):
                     last = (entry.offset + entry.bytes - 1) // BLOCK_BYTES
-                    found.update(range(entry.offset // BLOCK_BYTES, last + 1))
-        for name in sorted(self.files)[part::parts]:
+                    of_file.update(range(entry.offset // BLOCK_BYTES, last + 1))
+        for name in sorted(self.files)[rank::world]:
             verify_file(self.folder / name, self.files[name], blocks.get(name))
 
     def check_headers(self) -> None:
         """Raises MtcliError where a file's header does not agree with what is expected of it."""
         for stored in self.tensors.values():
-            for region in stored.regions:
-                self._entry(region)
+            for box in stored.boxes:
+                self._entry(box)
 
     def require_model(self, model: ModelConfig) -> None:
         """Raises MtcliError with every parameter of `model` that is not here in its shape, and
@@ -162,18 +177,23 @@ class Checkpoint:
                 problems.append(Problem(message))
         for name in sorted(parameters(self.model).keys() - parameters(model).keys()):
             problems.append(Problem(f"{self.folder} has the tensor {name}, and the model has not"))
-        if problems:
-            raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=self._way_to(model)))
+        if not problems:
+            return
+        hint = "the checkpoint is of another model; compare its config.toml with yours"
+        if model.num_experts and not self.model.num_experts:
+            sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
+            slices = self.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)
+            sizes += f",granularity={slices}" * (slices > 1)
+            made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
+            hint = f"the checkpoint is dense: {made} makes a mixture of experts of it"
+        raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=hint))
 
-    def _way_to(self, model: ModelConfig) -> str:
-        """What to do about a model whose tensors are not here."""
-        if not model.num_experts or self.model.num_experts:
-            return "the checkpoint is of another model; compare its config.toml with yours"
-        sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
-        if (parts := self.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)) > 1:
-            sizes += f",granularity={parts}"
-        made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
-        return f"the checkpoint is dense: {made} makes a mixture of experts of it"
+    def require_equal_replicas(self, target: str) -> None:
+        """Raises MtcliError where replicas differ, of which `target` has no more than one."""
+        if self.replicas > 1:
+            message = f"{self.folder} has {self.replicas} replicas that differ, and {target} has 1"
+            hint = "replicas are not averaged: train on, and save when they have become equal"
+            raise wrong(message, f"{hint}; or --to mtcli --layout dp={self.replicas}")
 
     def begins_at_zero(self, parameter: Parameter) -> bool:
         """Whether a parameter is missing because this model was made without it: the bias of a
@@ -192,40 +212,28 @@ class Checkpoint:
             raise wrong(f"{self.folder} has no tensor {name!r}", f"near: {near[0]}" if near else "")
         return self.tensors[name]
 
-    def _read_region(self, region: StoredBox, shared: Box, out: Tensor) -> None:
-        entry = self._entry(region)
-        start, size = [0] * len(region.view), [0] * len(region.view)
-        for d, axis in enumerate(region.axes):
-            start[axis], size[axis] = shared.start[d] - region.start[d], shared.size[d]
-        order = [region.axes.index(axis) for axis in range(len(region.axes))]
-        into = out.permute(order)
-        box = Box(tuple(start), tuple(size))
-        stored = dtype_of_code(entry.code)
-        file = self.open_files.get(self.folder / region.file)
-        if stored == out.dtype:
-            read_box(file, entry.offset, region.view, box, into)
+    def _read_stored(self, source: StoredBox, shared: Box, out: Tensor) -> None:
+        """Fills `out` with a box of a global tensor that lies in a stored one."""
+        entry, order = self._entry(source), source.order
+        inner = shared.moved(tuple(-start for start in source.start))
+        view = Box(tuple(inner.start[d] for d in order), tuple(inner.size[d] for d in order))
+        into, dtype = out.permute(order), DTYPE_OF_CODE[entry.code]
+        file = self.open_files.get(self.folder / source.file)
+        if dtype == out.dtype:
+            read_box(file, entry.offset, source.view, view, into)
         else:
-            plain = torch.empty(box.size, dtype=stored)
-            read_box(file, entry.offset, region.view, box, plain)
-            into.copy_(plain)
+            uncast = torch.empty(view.size, dtype=dtype)
+            read_box(file, entry.offset, source.view, view, uncast)
+            into.copy_(uncast)
 
-    def _entry(self, region: StoredBox) -> TensorEntry:
-        path = self.folder / region.file
-        if region.file not in self.headers:
-            self.headers[region.file] = read_header(path)
-        entry = self.headers[region.file].get(region.key)
+    def _entry(self, source: StoredBox) -> TensorEntry:
+        path = self.folder / source.file
+        if source.file not in self.headers:
+            self.headers[source.file] = read_header(path)
+        entry = self.headers[source.file].get(source.key)
         if entry is None:
-            raise damaged(path, f"it has no tensor {region.key}")
-        if (entry.code, entry.shape) != (region.code, region.shape):
-            what = f"{region.key} is {entry.code} {list(entry.shape)}"
-            raise damaged(path, f"{what} and should be {region.code} {list(region.shape)}")
+            raise damaged(path, f"it has no tensor {source.key}")
+        if (entry.code, entry.shape) != (source.code, source.shape):
+            what = f"{source.key} is {entry.code} {list(entry.shape)}"
+            raise damaged(path, f"{what} and should be {source.code} {list(source.shape)}")
         return entry
-
-
-def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if not len(box.start) == len(box.size) == len(shape):
-        return False
-    return all(
-        min(a, n) >= 0 and a + n <= size
-        for a, n, size in zip(box.start, box.size, shape, strict=True)
-    )

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run stay, and how one that is being read is left alone.
+"""Retention of a run's checkpoints, and the lock that keeps those that are being read.
 
-Whoever opens a checkpoint holds a shared lock on its manifest; it goes with the `Checkpoint` or the
-process. Pruning needs that lock for itself alone, and passes over what it does not get.
+Whoever opens a checkpoint takes a shared lock on its manifest, which is released with the
+`Checkpoint` or the process. Pruning needs the lock alone, and passes over what it does not get.
 """
 
 import fcntl
@@ -11,49 +11,51 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from mtcli.core.checkpoint.folder import step_folders, step_of
 from mtcli.core.checkpoint.manifest import NAME
-from mtcli.core.checkpoint.names import PARTIAL, step_folders, step_of
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import open_untrusted
+from mtcli.core.runtime.atomic_writes import PARTIAL
 
 
-class Hold:
-    """A lock on a checkpoint until this is collected. A pickled copy, in a process that works for
-    the one that holds it, has none.
+class ReadLock:
+    """A shared lock on a checkpoint until this is collected.
+
+    A pickled copy, in a process that works for the one that has the lock, has none.
     """
 
     def __init__(self, file: IO[bytes] | None = None) -> None:
         self._file = file
 
-    def __reduce__(self) -> tuple[type["Hold"], tuple[()]]:
-        return Hold, ()
+    def __reduce__(self) -> tuple[type["ReadLock"], tuple[()]]:
+        return ReadLock, ()
 
 
-def hold(folder: Path) -> Hold:
-    """A shared lock that keeps a checkpoint from being pruned.
+def lock_for_reading(folder: Path) -> ReadLock:
+    """Takes a shared lock that keeps a checkpoint from being pruned.
 
-    An empty `Hold` where there is no manifest, or the file system has no locks. Raises MtcliError
+    The lock is empty where there is no manifest, or the file system has no locks. Raises MtcliError
     where the checkpoint is being removed at this moment.
     """
     path = folder / NAME
     try:
         file = open_untrusted(path)
     except OSError:
-        return Hold()  # whoever reads it says why
+        return ReadLock()  # whoever reads it says why
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-            return Hold(file)
+            return ReadLock(file)
     except (BlockingIOError, FileNotFoundError):
         pass
     except OSError:
-        return Hold()
+        return ReadLock()
     message = f"{folder} is being removed by its run, which keeps newer checkpoints"
     raise wrong(message, "open the run's folder, or raise train.keep")
 
 
 def steps_to_remove(steps: list[int], keep: int, every: int) -> list[int]:
-    """All steps but the newest `keep` (0: all) and the multiples of `every` (0: none)."""
+    """Selects all steps but the newest `keep` (0: all) and the multiples of `every` (0: none)."""
     old = sorted(steps)[:-keep] if keep else []
     return [step for step in old if not every or step % every]
 
@@ -71,8 +73,8 @@ def prune(root: Path, keep: int, every: int, newest: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    left = folder.with_name(folder.name + PARTIAL)
+    partial = folder.with_name(folder.name + PARTIAL)
     with suppress(FileNotFoundError), open_untrusted(folder / NAME) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.rename(left)  # never half of one under its name
-        shutil.rmtree(left)
+        folder.rename(partial)  # never half of one under its name
+        shutil.rmtree(partial)

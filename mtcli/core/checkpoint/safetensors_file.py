@@ -4,28 +4,50 @@ A file is a little-endian uint64 header length, a JSON header of name -> {dtype,
 data_offsets}, and the tensors' bytes, which tile the rest of the file without holes. Nothing in a
 file is executed. Every failure is an MtcliError that names the file.
 
-Files that stay open between reads: the kernel reads ahead in an open file, and forgets where it
-was in one that is closed. A checkpoint of 16 MiB tensors loads a fifth faster.
+The dtypes that checkpoints of any format hold are named here too, without torch: by our names, by
+those of flags and by the codes of the header.
 """
 
 import json
-from collections import OrderedDict
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.dtype_names import CODE_BYTES
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import is_text, open_untrusted, shown
+from mtcli.core.mesh.sharding import Box
 
 MAX_HEADER_BYTES = 100_000_000  # as in the reference reader
 MAX_DIMS = 16
 MAX_NUMEL = 2**59  # 64-bit arithmetic on bytes holds it, whatever the dtype
 
+# Sizes in bytes of every code that a safetensors header may name. Tensors of the codes of CODES can
+# be read, the others only stepped over (GPT-2's boolean masks, say).
+CODE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+}  # fmt: skip
+CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+Planned = tuple[str, str, tuple[int, ...]]  # a tensor to be written: its name, code and shape
+
+
+def parse_dtype(text: str) -> str:
+    """Our name of a dtype such as "bf16" or "bfloat16", as flags give it.
+
+    Raises MtcliError that lists the names.
+    """
+    name = SHORT.get(text, text)
+    if name not in CODES:
+        raise wrong(f"there is no dtype {text!r}", f"one of {', '.join(SHORT)}", "--dtype")
+    return name
+
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file: its dtype's code, its shape, and where its bytes are in the file."""
+    """One tensor of a file: its dtype's code, its shape, and where its bytes lie in the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -33,17 +55,46 @@ class TensorEntry(NamedTuple):
     bytes: int
 
 
-class PlannedTensor(NamedTuple):
-    """A tensor of a file to be written: its name, its dtype's code and its shape."""
+class StoredBox(NamedTuple):
+    """A tensor of a file as a box of a global tensor.
 
-    name: str
-    code: str
+    The tensor `key` of `shape` is seen as shape `view`; dimension d of the box, which starts at
+    `start`, is dimension axes[d] of the view. A Hugging Face family names keys and leaves `file`
+    and the dtype's `code` to the folder. `replica` is the data-parallel replica that has these
+    elements, or None where all have them.
+    """
+
+    key: str
     shape: tuple[int, ...]
+    view: tuple[int, ...]
+    axes: tuple[int, ...]
+    start: tuple[int, ...]
+    file: str = ""
+    code: str = ""
+    replica: int | None = None
+
+    @classmethod
+    def plain(
+        cls, file: str, key: str, code: str, box: Box, replica: int | None = None
+    ) -> "StoredBox":
+        """A tensor that is stored as the box is, in order."""
+        start, size = box
+        return cls(key, size, size, tuple(range(len(size))), start, file, code, replica)
 
     @property
-    def bytes(self) -> int:
-        """Its size in a file."""
-        return prod(self.shape) * CODE_BYTES[self.code]
+    def box(self) -> Box:
+        """The box of the global tensor."""
+        return self.box_of(Box.of(self.view))
+
+    @property
+    def order(self) -> list[int]:
+        """The permutation of the box's dimensions that gives the view's."""
+        return [self.axes.index(axis) for axis in range(len(self.axes))]
+
+    def box_of(self, part: Box) -> Box:
+        """The box of the global tensor that is a box of the view."""
+        start, size = (tuple(numbers[axis] for axis in self.axes) for numbers in part)
+        return Box(start, size).moved(self.start)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -64,9 +115,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return _entries(path, _json_object(path, text), 8 + length, size)
 
 
-def encode_header(
-    tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
-) -> bytes:
+def encode_header(tensors: list[Planned], metadata: dict[str, str]) -> bytes:
     """The first bytes of a file of tensors, in that order."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
@@ -137,38 +186,3 @@ def _entry(path: Path, name: str, value: Any, start: int) -> TensorEntry:
 
 def _is_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
-
-
-# Far from a process's limit, and more than the files that hold one tensor's pieces.
-MAX_OPEN = 32
-
-
-def open_file(path: Path) -> FileIO:
-    """A file to read at any place. Raises MtcliError where it cannot be opened."""
-    try:
-        return open_untrusted(path, 0)
-    except OSError as error:
-        raise damaged(path, f"it cannot be opened ({error.strerror})") from None
-
-
-class OpenFiles:
-    """The files that were read last, at most MAX_OPEN of them, closed with this object."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[Path, FileIO] = OrderedDict()
-
-    def get(self, path: Path) -> FileIO:
-        """A file, opened unless it still is. Raises MtcliError where it cannot be."""
-        if path not in self._files:
-            self._files[path] = open_file(path)
-            if len(self._files) > MAX_OPEN:
-                self._files.popitem(last=False)[1].close()
-        self._files.move_to_end(path)
-        return self._files[path]
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return OpenFiles, ()  # another process opens its own
-
-    def __del__(self) -> None:
-        for file in self._files.values():
-            file.close()

@@ -1,50 +1,58 @@
-"""What a checkpoint is, in numbers that a user can read or a machine can parse."""
+"""Facts of a checkpoint: for `mtcli shard inspect`, and for what a conversion answers."""
 
 from collections import Counter
-from math import prod
 from typing import Any
 
-from mtcli.core.checkpoint.dtypes import dtype_name
-from mtcli.core.checkpoint.names import is_optimizer
+from mtcli.core.checkpoint.manifest import is_optimizer
+from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.checkpoint.resharding import dtype_name
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import count_parameters
-from mtcli.core.training.state import progress_of
 
 SHOWN = 8  # steps of skipped batches
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Format, step, layout, parameters, bytes, dtypes, optimizer, files, progress and tensors."""
-    names = checkpoint.names()
+    names, stored = checkpoint.names(), checkpoint.tensors
+    dtypes = Counter(dtype_name(checkpoint.dtype(n)) for n in names if not is_optimizer(n))
+    largest = max(names, key=checkpoint.num_bytes)
+    files = sorted({box.file for tensor in stored.values() for box in tensor.boxes})
     return {
         "path": str(checkpoint.folder),
         "format": checkpoint.format,
         "step": None if checkpoint.format == "hf" else checkpoint.step,  # its folders keep none
         "layout": layout_of(checkpoint),
+        "replicas": checkpoint.replicas,
         "model": checkpoint.model.model_dump(mode="json"),
         "parameters": count_parameters(checkpoint.model),
-        "bytes": sum(tensor_bytes(checkpoint, name) for name in names),
-        "dtype": _most(dtype_name(checkpoint.dtype(n)) for n in names if not is_optimizer(n)),
-        "optimizer": sorted({name.partition("/")[0] for name in names if is_optimizer(name)}),
-        "largest_tensor": max(names, key=lambda name: tensor_bytes(checkpoint, name)),
-        "largest_tensor_bytes": max(tensor_bytes(checkpoint, name) for name in names),
+        "bytes": sum(checkpoint.num_bytes(name) for name in names),
+        "dtype": dtypes.most_common(1)[0][0],
+        "optimizer": optimizer_kinds(checkpoint),
+        "largest_tensor": largest,
+        "largest_tensor_bytes": checkpoint.num_bytes(largest),
         "tokenizer": checkpoint.tokenizer_folder is not None,
-        "files": {name: (checkpoint.folder / name).stat().st_size for name in _files(checkpoint)},
+        "files": {file: (checkpoint.folder / file).stat().st_size for file in files},
         "progress": checkpoint.extra,
         "tensors": {
             name: {
                 "shape": list(checkpoint.shape(name)),
                 "dtype": dtype_name(checkpoint.dtype(name)),
-                "pieces": len(checkpoint.tensors[name].regions),
+                "pieces": len(stored[name].boxes),
             }
             for name in names
         },
     }
 
 
+def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
+    """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg."""
+    return sorted({name.partition("/")[0] for name in checkpoint.names() if is_optimizer(name)})
+
+
 def progress_rows(checkpoint: Checkpoint) -> dict[str, str]:
-    """The sample ledger and the random state in words; nothing where a checkpoint has none."""
+    """Consumed samples and random state in words; nothing where a checkpoint has none."""
     done = progress_of(checkpoint)
     rows = {"consumed samples": f"{done.consumed_samples:,}"} if checkpoint.extra else {}
     if done.random:
@@ -53,9 +61,9 @@ def progress_rows(checkpoint: Checkpoint) -> dict[str, str]:
         return rows
     rows["trained tokens"] = f"{done.samples.tokens:,}"
     for source in done.samples.sources:
-        found = f"sha256 {source.sha256}" if source.sha256 else f"hash {source.sampled}"
+        digest = f"sha256 {source.sha256}" if source.sha256 else f"hash {source.sampled}"
         share = "" if source.weight is None else f"share {source.weight:g}, "
-        text = f"{share}{source.samples:,} samples, epoch {source.epoch:,}, {found}"
+        text = f"{share}{source.samples:,} samples, epoch {source.epoch:,}, {digest}"
         rows[f"data {source.prefix}"] = text
     steps = [str(batch.step) for batch in done.samples.skipped]
     some = ", ".join(steps[:SHOWN]) + (", ..." if len(steps) > SHOWN else "")
@@ -71,17 +79,3 @@ def layout_of(checkpoint: Checkpoint) -> dict[str, int]:
     axes = ("dp", "cp", "tp", "pp", "vpp", "ep", "etp")
     sizes = {axis: getattr(layout, axis) for axis in axes}
     return {"world": layout.world} | sizes | {"zero": checkpoint.config.parallel.zero}
-
-
-def tensor_bytes(checkpoint: Checkpoint, name: str) -> int:
-    """The size of a tensor."""
-    return prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize
-
-
-def _files(checkpoint: Checkpoint) -> list[str]:
-    regions = (region for tensor in checkpoint.tensors.values() for region in tensor.regions)
-    return sorted({region.file for region in regions})
-
-
-def _most(names: Any) -> str:
-    return Counter(names).most_common(1)[0][0]

@@ -18,7 +18,7 @@ LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
 ZEROS = (0, 1, 3)
 MAX_RANKS = 1 << 16
 MAX_DIGITS = 9  # of a size: a larger one is none of a config either
-SECTIONS = ("parallel", "model")  # whose rules decide how a model may be cut
+SECTIONS = ("parallel", "model")  # whose rules decide how a model may be sharded
 
 
 def parse_layout(text: str) -> tuple[ParallelConfig, int]:
@@ -45,9 +45,9 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
     try:
         parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule})
     except ValidationError as error:
-        found = (refused_value(ParallelConfig, detail) for detail in error.errors())
+        refused = (refused_value(ParallelConfig, detail) for detail in error.errors())
         raise MtcliError(
-            *(Problem(f"{p.field}: {p.message}", p.hint, "--layout") for p in found)
+            *(Problem(f"{p.field}: {p.message}", p.hint, "--layout") for p in refused)
         ) from None
     world = parallel.tp * parallel.cp * parallel.pp * dp
     if world > MAX_RANKS:
@@ -58,8 +58,14 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
 def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) -> RunConfig:
     """The config of a checkpoint converted to a layout, which keeps zero where that says nothing.
 
-    Raises MtcliError with all that is illegal, and the nearest layouts that are not.
+    Raises MtcliError with all that is illegal, and the nearest layouts that are not; and where
+    replicas differ, of which a layout of another dp has another number.
     """
+    dp = world // (parallel.tp * parallel.cp * parallel.pp)
+    if source.replicas not in (1, dp):
+        message = f"{source.folder} has {source.replicas} replicas that differ, and the layout has "
+        hint = f"dp={source.replicas} copies each to one of its own; replicas are not averaged"
+        raise wrong(f"{message}dp={dp}", hint, "--layout")
     base = source.config or RunConfig.model_validate(
         {"model": source.model, "batch": {"seq_len": min(1024, source.model.max_seq_len)}}
     )
@@ -69,24 +75,19 @@ def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) ->
     changes |= {"stage_layers": ()}
     config = base.model_copy(update={"parallel": base.parallel.model_copy(update=changes)})
     if broken := _broken(config, world):
-        raise MtcliError(*broken, hint=_nearest(config, world))
+        near = nearest_layouts(config, None, lambda candidate, n: not _broken(candidate, n))
+        lines = dict.fromkeys(f"  --layout {_words(config, one, dp)}" for one in near)
+        hint = "\n".join(["the nearest legal layouts:", *lines]) if lines else ""
+        raise MtcliError(*broken, hint=hint)
     return config
 
 
 def _broken(config: RunConfig, world: int) -> list[Problem]:
-    """The rules of the model's cuts that a layout breaks, whatever the batch: that is the run's."""
+    """The rules of sharding that a layout breaks, whatever the batch, which is the run's."""
     fits = BatchConfig(seq_len=2 * config.parallel.cp * config.parallel.tp)
-    rules_of_run = rules.TRAINING_RULES
-    found = rules.problems(config.model_copy(update={"batch": fits}), world, rules_of_run)
-    return [problem for problem in found if problem.field.split(".")[0] in SECTIONS]
-
-
-def _nearest(config: RunConfig, world: int) -> str:
-    ranks = config.parallel
-    dp = world // (ranks.tp * ranks.cp * ranks.pp)
-    found = nearest_layouts(config, None, lambda candidate, n: not _broken(candidate, n))
-    lines = [f"  --layout {_words(config, near, dp)}" for near in found]
-    return "\n".join(["the nearest legal layouts:", *dict.fromkeys(lines)]) if lines else ""
+    candidate = config.model_copy(update={"batch": fits})
+    problems = rules.problems(candidate, world, rules.TRAINING_RULES)
+    return [problem for problem in problems if problem.field.split(".")[0] in SECTIONS]
 
 
 def _words(config: RunConfig, near: Near, dp: int) -> str:

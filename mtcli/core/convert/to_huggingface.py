@@ -1,49 +1,27 @@
-"""Writing a complete Hugging Face folder: config, generation config, tokenizer, weights, index."""
+"""Conversion to a Hugging Face folder: config, generation config, tokenizer, weights, index."""
 
 import json
-from collections.abc import Iterator
 from functools import partial as partial_of
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from mtcli.core.checkpoint.aside import written_aside
-from mtcli.core.checkpoint.dtype_names import CODE_BYTES
-from mtcli.core.checkpoint.dtypes import code_of, dtype_name
+from mtcli.core.checkpoint.blocks import write_bytes, write_tensors
+from mtcli.core.checkpoint.folder import require_free, require_inside
 from mtcli.core.checkpoint.huggingface import config_json
-from mtcli.core.checkpoint.huggingface.family import Family, Part, Table
-from mtcli.core.checkpoint.huggingface.reader import GENERATION, INDEX, SINGLE
-from mtcli.core.checkpoint.huggingface.registry import BY_TYPE
-from mtcli.core.checkpoint.names import require_inside
+from mtcli.core.checkpoint.huggingface.family import Family, Table
+from mtcli.core.checkpoint.huggingface.reader import INDEX, SINGLE
 from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.checkpoint.safetensors_file import PlannedTensor
-from mtcli.core.checkpoint.writer import write_bytes, write_tensors
+from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, code_of, dtype_name
+from mtcli.core.checkpoint.safetensors_file import CODE_BYTES, StoredBox
 from mtcli.core.config.untrusted import read_untrusted
-from mtcli.core.convert.to_mtcli import WriteOptions, original_config, tokenizer_files
+from mtcli.core.convert.to_mtcli import WriteOptions, original_config, read_stored, tokenizer_of
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import BOX_BYTES, boxes_of_at_most
+from mtcli.core.runtime.atomic_writes import atomic_folder
 from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, shares
 
-
-class Export(NamedTuple):
-    """A Hugging Face tensor to write: what it is made of, and in which dtype."""
-
-    parameter: str
-    part: Part
-    dtype: torch.dtype
-
-    @property
-    def planned(self) -> PlannedTensor:
-        """Its entry of a file's header."""
-        return PlannedTensor(self.part.name, code_of(self.dtype), self.part.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Its size in a file."""
-        return prod(self.part.shape) * self.dtype.itemsize
+Export = tuple[str, StoredBox]  # a parameter, and a Hugging Face tensor that is a box of it
 
 
 def to_hf(
@@ -51,86 +29,79 @@ def to_hf(
 ) -> ProcessMemory:
     """Writes the weights of `source` as a Hugging Face folder that transformers loads.
 
-    Tensors go to shards in order, each of at most `max_shard_bytes` or one tensor. Returns what its
-    workers took at most. Raises MtcliError for a model that no family has.
+    Tensors go to files in order, each of at most `max_shard_bytes` or one tensor. Returns the peak
+    memory of the workers. Raises MtcliError for a model that no family has, and for replicas that
+    differ.
     """
     source.require_model(source.model)
+    source.require_equal_replicas("a Hugging Face folder")
     original = original_config(source)
-    family = _family(source, original)
-    exports = _exports(source, family, options)
-    shards = _shards(exports, max_shard_bytes)
-    with written_aside(final, sum(e.bytes for e in exports), options.force) as partial:
-        files, sizes = list(shards.items()), [sum(e.bytes for e in s) for s in shards.values()]
-        parts = [[files[i] for i in part] for part in shares(sizes, options.nproc)]
-        work = partial_of(_write_shards, source, partial)
+    if original is None:
+        family = config_json.family_of(source.model)
+    else:
+        family = config_json.BY_TYPE[config_json.read_json(original)["model_type"]]
+    exports = [
+        (name, box._replace(code=code_of(options.dtype or source.dtype(name))))
+        for name, parameter in parameters(source.model).items()
+        for box in family.boxes(parameter, source.model)
+    ]
+    files = _files(exports, max_shard_bytes)
+    sizes = [sum(_bytes(box) for _, box in tensors) for tensors in files.values()]
+    require_free(final, options.force)
+    with atomic_folder(final, sum(sizes)) as partial:
+        items = list(files.items())
+        parts = [[items[i] for i in part] for part in shares(sizes, options.nproc)]
+        work = partial_of(_write_files, source, partial)
         _, memory = run_parts(work, parts, options.progress)
-        if len(shards) > 1:
-            _write_json(partial / INDEX, _index(shards))
-        for name, path in tokenizer_files(source, "").items():
+        if len(files) > 1:
+            names = {box.key: file for file, tensors in files.items() for _, box in tensors}
+            weight_map = dict(sorted(names.items()))
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+            _write_json(partial / INDEX, index)
+        for name, path in tokenizer_of(source).items():
             write_bytes(partial / name, read_untrusted(path))
-        _write_configs(partial, source, family, original, exports[0].dtype)
+        _write_configs(partial, source, family, original, DTYPE_OF_CODE[exports[0][1].code])
     return memory
 
 
-def _family(source: Checkpoint, original: Path | None) -> Family:
-    if original is None:
-        return config_json.family_of(source.model)
-    return BY_TYPE[config_json.read_json(original)["model_type"]]
+def _bytes(box: StoredBox) -> int:
+    return prod(box.shape) * CODE_BYTES[box.code]
 
 
-def _exports(source: Checkpoint, family: Family, options: WriteOptions) -> list[Export]:
-    return [
-        Export(name, part, options.dtype or source.dtype(name))
-        for name, parameter in parameters(source.model).items()
-        for part in family.parts(parameter, source.model)
-    ]
-
-
-def _shards(exports: list[Export], limit: int) -> dict[str, list[Export]]:
+def _files(exports: list[Export], limit: int) -> dict[str, list[Export]]:
     groups: list[list[Export]] = [[]]
     size = 0
-    for export in exports:
-        if groups[-1] and size + export.bytes > limit:
+    for name, box in exports:
+        if groups[-1] and size + _bytes(box) > limit:
             groups.append([])
             size = 0
-        groups[-1].append(export)
-        size += export.bytes
+        groups[-1].append((name, box))
+        size += _bytes(box)
     for group in groups:
-        group.sort(key=lambda export: -CODE_BYTES[export.planned.code])  # all stay aligned
+        group.sort(key=lambda export: -CODE_BYTES[export[1].code])  # all stay aligned
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     total = len(groups)
     return {f"model-{i:05d}-of-{total:05d}.safetensors": g for i, g in enumerate(groups, start=1)}
 
 
-def _write_shards(
-    source: Checkpoint, folder: Path, shards: list[tuple[str, list[Export]]], progress: Progress
+def _write_files(
+    source: Checkpoint, folder: Path, files: list[tuple[str, list[Export]]], progress: Progress
 ) -> None:
-    for name, exports in shards:
-        plan = [export.planned for export in exports]
-        tensors = _read_all(source, exports, progress)
-        write_tensors(folder / name, plan, tensors, {"format": "pt"})
-
-
-def _read_all(source: Checkpoint, exports: list[Export], progress: Progress) -> Iterator[Tensor]:
-    for parameter, part, dtype in exports:
-        order = [part.axes.index(axis) for axis in range(len(part.axes))]
-        for slab in boxes_of_at_most(part.view, BOX_BYTES // dtype.itemsize):
-            block = source.read(parameter, part.box_of(slab))
-            yield block.permute(order).to(dtype)
-            progress(block.nbytes)
-
-
-def _index(shards: dict[str, list[Export]]) -> Table:
-    files = {export.part.name: name for name, shard in shards.items() for export in shard}
-    total = sum(export.bytes for shard in shards.values() for export in shard)
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    for file, exports in files:
+        tensors = (
+            tensor
+            for name, box in exports
+            for tensor in read_stored(source, name, box, DTYPE_OF_CODE[box.code], progress)
+        )
+        plan = [(box.key, box.code, box.shape) for _, box in exports]
+        write_tensors(folder / file, plan, tensors, {"format": "pt"})
 
 
 def _write_configs(
     folder: Path, source: Checkpoint, family: Family, original: Path | None, dtype: torch.dtype
 ) -> None:
-    """config.json and generation_config.json: the originals where the weights came with them."""
+    """Writes config.json and generation_config.json: the originals where weights came with them."""
     tokens = _token_ids(source)
     if original is None:
         table = config_json.config_to_hf(source.model, family) | tokens
@@ -141,13 +112,13 @@ def _write_configs(
         write_bytes(folder / config_json.NAME, read_untrusted(original))
     else:
         _write_json(folder / config_json.NAME, table | dict.fromkeys(names, dtype_name(dtype)))
-    generation = original.with_name(GENERATION) if original is not None else None
+    generation = original.with_name(config_json.GENERATION) if original is not None else None
     if generation is not None and generation.is_file():
         require_inside(source.folder, generation)
-        write_bytes(folder / GENERATION, read_untrusted(generation))
+        write_bytes(folder / config_json.GENERATION, read_untrusted(generation))
     else:
         kept = {name: table.get(name) for name in tokens}
-        _write_json(folder / GENERATION, {"_from_model_config": True} | kept)
+        _write_json(folder / config_json.GENERATION, {"_from_model_config": True} | kept)
 
 
 def _token_ids(source: Checkpoint) -> Table:

@@ -20,9 +20,10 @@ from mtcli.core.model.init import initial_values
 def upcycled(dense: Checkpoint, recipe: UpcycleRecipe) -> Checkpoint:
     """The checkpoint of a new model at step 0: no optimizer state, nothing of the run before.
 
-    Raises MtcliError where the dense checkpoint lacks a tensor.
+    Raises MtcliError where the dense checkpoint lacks a tensor, or has replicas that differ.
     """
     dense.require_model(dense.model)
+    dense.require_equal_replicas("a mixture of experts")
     table = parameters(recipe.model)
     return replace(
         dense,
@@ -58,17 +59,17 @@ def _stored(dense: Checkpoint, recipe: UpcycleRecipe, described: Parameter) -> S
     return StoredTensor(dtype, shape, (), partial(_router, recipe, described, dtype))
 
 
-def _experts(dense: Checkpoint, source: str, described: Parameter, parts: int, box: Box) -> Tensor:
-    """A box of the experts' [E, ..., ffn / parts, ...]; expert e is slice e % parts of `source`."""
+def _experts(dense: Checkpoint, source: str, described: Parameter, slices: int, box: Box) -> Tensor:
+    """A box of experts [E, ..., ffn / slices, ...]: expert e is slice e % slices of `source`."""
     out = torch.empty(box.size, dtype=dense.dtype(source))
-    cut = described.cut.index("etp")
-    scale = parts if source.endswith(".down.weight") else 1
-    for part in range(parts):
-        copies = out[(part - box.start[0]) % parts :: parts]
+    inner = described.shard_axes.index("etp")
+    scale = slices if source.endswith(".down.weight") else 1
+    for index in range(slices):
+        copies = out[(index - box.start[0]) % slices :: slices]
         if not len(copies):
             continue
         start = list(box.start)
-        start[cut] += part * described.shape[cut]
+        start[inner] += index * described.shape[inner]
         copies.copy_(dense.read(source, Box(tuple(start[1:]), box.size[1:])).mul_(scale))
     return out
 

@@ -68,16 +68,13 @@ def _parse(text: str) -> tuple[dict[str, Any], list[Problem]]:
             problems.append(_unknown(name))
         elif not value:
             problems.append(Problem(f"{name} has no value", f"such as {name}=2", FLAG))
-        elif name in OWN and not (value.isdecimal() and SMALLEST[name] <= _number(value) < 2**32):
+        # of thousands of digits Python makes no number
+        elif name in OWN and not (value.isdecimal() and SMALLEST[name] <= int(value[:11]) < 2**32):
             hint = f"a whole number from {SMALLEST[name]} on, and below 2**32"
             problems.append(Problem(f"{name}={value[:40]}", hint, FLAG))
         else:
             given[name] = with_overrides({}, [f"{name}={value}"])[name]
     return given, problems
-
-
-def _number(digits: str) -> int:
-    return int(digits[:11])  # of thousands of them Python makes no number
 
 
 def _unknown(name: str) -> Problem:
@@ -91,11 +88,11 @@ def _unknown(name: str) -> Problem:
 
 
 def _mixture(
-    dense: ModelConfig, given: dict[str, Any], parts: int
+    dense: ModelConfig, given: dict[str, Any], granularity: int
 ) -> tuple[ModelConfig, list[Problem]]:
     """The mixture's config, with illegal values left at their defaults, and problems of those."""
     table = dense.model_dump(exclude_none=True) | given
-    table["moe_ffn_hidden_size"] = dense.ffn_hidden_size // parts
+    table["moe_ffn_hidden_size"] = dense.ffn_hidden_size // granularity
     table["architecture"] = "mixtral" if dense.architecture == "llama" else dense.architecture
     config, problems = validate({"model": table})
     assert config is not None, f"the dense model's fields were legal: {problems}"
@@ -118,17 +115,17 @@ def _has_sizes(given: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(message, "such as num_experts=8,top_k=2", FLAG)
 
 
-def _slices(model: ModelConfig, dense: ModelConfig, parts: int) -> Iterator[Problem]:
+def _slices(model: ModelConfig, dense: ModelConfig, granularity: int) -> Iterator[Problem]:
     """Slices are equal, and top-k chooses all of a group's or none."""
     sizes = {"ffn_hidden_size": dense.ffn_hidden_size}
     sizes |= {"num_experts": model.num_experts, "top_k": model.top_k}
     for name, size in sizes.items():
-        if size % parts:
-            message = f"granularity={parts} does not divide {name}={size}"
+        if size % granularity:
+            message = f"granularity={granularity} does not divide {name}={size}"
             yield Problem(message, listing(divisors(size)), FLAG)
     share = model.num_experts // model.router_groups
-    if parts > 1 and model.router_groups > 1 and share % parts:
-        message = f"granularity={parts} does not divide the {share} experts of a router group"
+    if granularity > 1 and model.router_groups > 1 and share % granularity:
+        message = f"granularity={granularity} does not divide the {share} experts of a router group"
         yield Problem(message, f"granularity {listing(divisors(share))}", FLAG)
 
 

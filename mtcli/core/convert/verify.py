@@ -1,28 +1,29 @@
-"""The proof of a conversion: the same tensors, and the same logits on seeded tokens.
-
-Comparing two checkpoints tensor by tensor, whatever their layouts and formats.
-"""
+"""The proof of a conversion: the same tensors, and the same logits on seeded tokens, whatever the
+layouts and formats of the two checkpoints."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import filterfalse
+from itertools import filterfalse, product
 from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.dtypes import dtype_name
 from mtcli.core.checkpoint.huggingface.config_json import differing_fields
-from mtcli.core.checkpoint.names import is_optimizer
+from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.checkpoint.resharding import dtype_name
 from mtcli.core.config.errors import MtcliError, failed
-from mtcli.core.convert.inspect import tensor_bytes
-from mtcli.core.inference.model import InferenceModel, open_inference_model
+from mtcli.core.convert.inspect import optimizer_kinds
+from mtcli.core.inference.model import open_inference_model
 from mtcli.core.mesh.sharding import BOX_BYTES, boxes_of_at_most
 from mtcli.core.model.inputs import Cache
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, shares
+
+SEQUENCES, TOKENS = 2, 32
+ROUNDINGS = 16  # of the weights, that logits may be apart after a change of dtype
 
 
 class Difference(NamedTuple):
@@ -30,11 +31,6 @@ class Difference(NamedTuple):
 
     name: str
     what: str
-
-
-def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
-    """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg."""
-    return sorted({name.partition("/")[0] for name in checkpoint.names() if is_optimizer(name)})
 
 
 def shared_names(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -45,38 +41,45 @@ def shared_names(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def differences(
-    a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None = None
+    a: Checkpoint,
+    b: Checkpoint,
+    dtype: torch.dtype | None = None,
+    names: Iterable[str] | None = None,
+    progress: Progress = lambda _: None,
 ) -> Iterator[Difference]:
-    """Every tensor that differs in shape, dtype or any bit, in order.
+    """Every tensor, of all or some, that differs in shape, dtype or any bit, in order.
 
-    With `dtype`, weights of `a` are first converted to it. A slab of each side is held at a time.
+    With `dtype`, weights of `a` are first converted to it. A box of each is in memory at a time.
     """
-    return _differences(a, b, dtype, shared_names(a, b), lambda _: None)
+    for name in shared_names(a, b) if names is None else names:
+        if what := _difference(a, b, name, None if a.keeps_dtype(name) else dtype):
+            yield Difference(name, what)
+        if name in a.tensors:
+            progress(a.num_bytes(name))
 
 
 def first_difference(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int, progress: Progress
 ) -> tuple[Difference | None, ProcessMemory]:
-    """The first of `differences`, which `nproc` processes look for, and what they took at most."""
+    """The first of `differences`, which `nproc` processes look for, and their peak memory."""
     names = shared_names(a, b)
-    weights = [tensor_bytes(a if name in a.tensors else b, name) for name in names]
+    weights = [(a if name in a.tensors else b).num_bytes(name) for name in names]
     parts = [[names[i] for i in part] for part in shares(weights, nproc)]
-    found, memory = run_parts(partial(_first, a, b, dtype), parts, progress)
+    firsts, memory = run_parts(partial(_first, a, b, dtype), parts, progress)
     order = {name: index for index, name in enumerate(names)}
-    known = [difference for difference in found if difference is not None]
-    return min(known, key=lambda found: order[found.name], default=None), memory
-
-
-def verify_hashes(a: Checkpoint, nproc: int, progress: Progress) -> ProcessMemory:
-    """`Checkpoint.verify_hashes` by `nproc` processes, and what they took at most."""
-    weights = [record.bytes for _, record in sorted(a.files.items())]
-    return run_parts(partial(_verify, a), shares(weights, nproc), progress)[1]
+    return min(filter(None, firsts), key=lambda first: order[first.name], default=None), memory
 
 
 def _first(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, names: list[str], progress: Progress
 ) -> Difference | None:
-    return next(_differences(a, b, dtype, names, progress), None)
+    return next(differences(a, b, dtype, names, progress), None)
+
+
+def verify_hashes(a: Checkpoint, nproc: int, progress: Progress) -> ProcessMemory:
+    """Runs `Checkpoint.verify_hashes` in `nproc` processes; returns their peak memory."""
+    weights = [record.bytes for _, record in sorted(a.files.items())]
+    return run_parts(partial(_verify, a), shares(weights, nproc), progress)[1]
 
 
 def _verify(a: Checkpoint, files: list[int], progress: Progress) -> None:
@@ -85,62 +88,49 @@ def _verify(a: Checkpoint, files: list[int], progress: Progress) -> None:
         progress(0)
 
 
-def _differences(
-    a: Checkpoint,
-    b: Checkpoint,
-    dtype: torch.dtype | None,
-    names: Iterable[str],
-    progress: Progress,
-) -> Iterator[Difference]:
-    for name in names:
-        if what := _difference(a, b, name, None if a.keeps_dtype(name) else dtype):
-            yield Difference(name, what)
-        if name in a.tensors:
-            progress(tensor_bytes(a, name))
-
-
 def _difference(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype | None) -> str:
+    """How a tensor differs; "" where every bit is the same."""
     for side in (a, b):
         if name not in side.tensors:
             return f"is not in {side.folder}"
     if a.shape(name) != b.shape(name):
         return f"is {list(a.shape(name))} and {list(b.shape(name))}"
-    expected = dtype or a.dtype(name)
-    if expected != b.dtype(name):
-        return f"is {dtype_name(expected)} and {dtype_name(b.dtype(name))}"
-    return _unequal(a, b, name, expected)
-
-
-def _unequal(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype) -> str:
-    """How many elements of a tensor differ, and by how much; "" where every bit is the same."""
-    same, unequal, largest, count = True, 0, -inf, 0
-    for slab in boxes_of_at_most(a.shape(name), BOX_BYTES // dtype.itemsize):
-        x, y = a.read(name, slab).to(dtype), b.read(name, slab)
+    counts = [len(side.replicas_of(name)) for side in (a, b)]
+    if counts[0] != counts[1]:
+        return f"is of {counts[0]} and of {counts[1]} replicas"
+    dtype = dtype or a.dtype(name)
+    if dtype != b.dtype(name):
+        return f"is {dtype_name(dtype)} and {dtype_name(b.dtype(name))}"
+    unequal, largest, count = 0, -inf, 0
+    boxes = list(boxes_of_at_most(a.shape(name), BOX_BYTES // dtype.itemsize))
+    for replica, box in product(a.replicas_of(name), boxes):
+        x, y = a.read(name, box, replica).to(dtype), b.read(name, box, replica)
         count += x.numel()
         bits = [z.reshape(-1, 1).view(torch.uint8) for z in (x, y)]  # [elements, bytes of one]
-        if torch.equal(*bits):
-            continue
-        same, unequal = False, unequal + int((bits[0] != bits[1]).any(1).sum())
-        apart = float((x.double() - y.double()).abs().max())
-        largest = nan if apart != apart or largest != largest else max(largest, apart)
-    if same:
+        if not torch.equal(*bits):
+            unequal += int((bits[0] != bits[1]).any(1).sum())
+            apart = float((x.double() - y.double()).abs().max())
+            largest = nan if apart != apart or largest != largest else max(largest, apart)
+    if not unequal:
         return ""
     how = f"by at most {largest:g}" if isfinite(largest) else "NaN or infinity among them"
     return f"differs in {unequal} of {count} elements, {how}"
 
 
-SEQUENCES, TOKENS = 2, 32
-ROUNDINGS = 16  # of the weights, that logits may be apart after a change of dtype
-
-
 def logits_of(checkpoint: Checkpoint) -> Tensor:
     """Float32 logits [SEQUENCES, positions, vocabulary] of a checkpoint on tokens of seed 0."""
     runtime = Runtime(0, 1, 0, 1, torch.device("cpu"))
-    engine = open_inference_model(checkpoint, (), runtime)
-    count = min(TOKENS, engine.max_seq_len)
+    model = open_inference_model(checkpoint, (), runtime)
+    count = min(TOKENS, model.max_seq_len)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(engine.vocab_size, (SEQUENCES, count), generator=generator)
-    return torch.stack([_last_logits(engine, tokens[:, :end]) for end in _ends(count)], 1)
+    tokens = torch.randint(model.vocab_size, (SEQUENCES, count), generator=generator)
+    ends = sorted({1, count // 2 + 1, count})
+
+    def last_logits(tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        return model.next_logits(tokens, positions, Cache())
+
+    return torch.stack([last_logits(tokens[:, :end]) for end in ends], 1)
 
 
 def logit_difference(a: Checkpoint, b: Checkpoint) -> tuple[float, float]:
@@ -162,8 +152,8 @@ def tolerance(largest: float, dtype: torch.dtype | None, resummed: int = 0) -> f
 def require_same(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int, progress: Progress
 ) -> tuple[dict[str, Any], ProcessMemory]:
-    """What was compared: every tensor of either, those of `a` converted to `dtype` first, and the
-    memory that `nproc` processes took for it.
+    """Compares every tensor of either, those of `a` converted to `dtype` first; returns what was
+    compared, and the peak memory of `nproc` processes.
 
     Raises MtcliError (exit 1) that names the first tensor that differs, the fields by which the
     models do where no tensor does, or a damaged file of `b`.
@@ -177,35 +167,36 @@ def require_same(
     if fields := differing_fields(a.model, b.model):
         hint = "one of the folders has the config of another model"
         raise failed(f"{sides}: their tensors are, and {', '.join(fields)}", hint)
-    facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": _optimizer(a, b)}
-    return facts, memory.or_more(hashing)
-
-
-def _optimizer(a: Checkpoint, b: Checkpoint) -> str:
-    """Whether optimizer state was compared, in words."""
-    with_some = [side for side in (a, b) if optimizer_kinds(side)]
+    optimizer, with_some = "none", [side for side in (a, b) if optimizer_kinds(side)]
     if len(with_some) == 1:
         kinds = ", ".join(optimizer_kinds(with_some[0]))
-        return f"not compared: only {with_some[0].folder} has {kinds}"
-    return "the same" if with_some else "none"
+        optimizer = f"not compared: only {with_some[0].folder} has {kinds}"
+    elif with_some:
+        optimizer = "the same"
+    facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": optimizer}
+    return facts, memory.or_more(hashing)
 
 
 def require_same_logits(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, resummed: int = 0
 ) -> dict[str, Any]:
-    """How far the logits of two folders are apart.
+    """The largest difference of two checkpoints' logits, over all replicas.
 
     Raises MtcliError (exit 1) where that is more than `tolerance` takes for rounding, and where
     logits of NaN or infinity prove nothing.
     """
-    apart, largest = logit_difference(a, b)
-    if not isfinite(apart):
-        raise _no_logits(b if isfinite(largest) else a)
-    limit = tolerance(largest, dtype, resummed)
-    if apart > limit:
-        message = f"the logits of {a.folder} and {b.folder} are {apart:g} apart"
-        raise failed(f"{message}, and {limit:g} at most is rounding", "trust neither of them")
-    return {"logits_apart": apart}
+    largest_difference = 0.0
+    for replica in range(a.replicas):
+        ours, theirs = a.replica(replica), b.replica(replica)
+        apart, largest = logit_difference(ours, theirs)
+        if not isfinite(apart):
+            raise _no_logits(theirs if isfinite(largest) else ours)
+        limit = tolerance(largest, dtype, resummed)
+        if apart > limit:
+            message = f"the logits of {a.folder} and {b.folder} are {apart:g} apart"
+            raise failed(f"{message}, and {limit:g} at most is rounding", "trust neither of them")
+        largest_difference = max(largest_difference, apart)
+    return {"logits_apart": largest_difference}
 
 
 def _no_logits(checkpoint: Checkpoint) -> MtcliError:
@@ -213,8 +204,8 @@ def _no_logits(checkpoint: Checkpoint) -> MtcliError:
     for name in filterfalse(is_optimizer, checkpoint.names()):
         shape, step = checkpoint.shape(name), BOX_BYTES // checkpoint.dtype(name).itemsize
         if not all(
-            bool(checkpoint.read(name, slab).isfinite().all())
-            for slab in boxes_of_at_most(shape, step)
+            bool(checkpoint.read(name, box).isfinite().all())
+            for box in boxes_of_at_most(shape, step)
         ):
             why = f"{name} holds NaN or infinity"
             break
@@ -222,12 +213,3 @@ def _no_logits(checkpoint: Checkpoint) -> MtcliError:
         why = "its weights are finite, and overflow"
     message = f"the logits of {checkpoint.folder} are not finite and prove nothing: {why}"
     return failed(message, "`mtcli shard verify A B` compares the tensors alone, bit for bit")
-
-
-def _ends(count: int) -> list[int]:
-    return sorted({1, count // 2 + 1, count})
-
-
-def _last_logits(engine: InferenceModel, tokens: Tensor) -> Tensor:
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    return engine.next_logits(tokens, positions, Cache())

@@ -123,7 +123,7 @@ class TextCounts:
     examples: list[str] = field(default_factory=list)  # the first skipped: file, line, why
 
     def add(self, other: "TextCounts") -> None:
-        """Count `other` too."""
+        """Counts `other` too."""
         for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_token_id = max(self.max_token_id, other.max_token_id)
@@ -131,7 +131,7 @@ class TextCounts:
             self.skip(kind, count)
 
     def skip(self, kind: str, count: int = 1) -> None:
-        """Count documents that were left out for a fault of this kind."""
+        """Counts documents that were left out for a fault of this kind."""
         self.skipped[kind] = self.skipped.get(kind, 0) + count
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
-from mtcli.core.runtime.atomic_writes import whole
+from mtcli.core.runtime.atomic_writes import atomic_file
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
@@ -129,13 +129,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def write_dataset(
     prefix: str | Path, sequences: Iterable[Sequence[int] | np.ndarray], dtype: np.dtype
 ) -> None:
-    """Write `sequences`, a document each, as `PREFIX.bin` and `.idx`, both under their final names.
+    """Writes `sequences`, a document each, as `PREFIX.bin` and `.idx`, each whole or not at all.
 
     Raises MtcliError for a token that `dtype` cannot hold. Only the lengths are kept in memory.
     """
     lengths, limits = [], np.iinfo(dtype)
     index, data = (with_suffix(prefix, suffix) for suffix in (".idx", ".bin"))
-    with whole(index) as index_path, whole(data) as data_path:  # index last: it finds tokens
+    # The index gets its name last, since it is what readers look for.
+    with atomic_file(index) as index_path, atomic_file(data) as data_path:
         with open(data_path, "wb") as file:
             for sequence in sequences:
                 tokens = np.asarray(sequence, np.int64)
@@ -150,7 +151,7 @@ def write_dataset(
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Write an `.idx` of one sequence per document, in bounded memory, and sync it.
+    """Writes an `.idx` of one sequence per document, in bounded memory, and sync it.
 
     `lengths` int32 [S] may be a memory map of the spilled lengths.
     """

@@ -344,7 +344,7 @@ class Prefetcher(Generic[Ready]):
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and drop what is ready."""
+        """Stops the thread and drops what is ready."""
         self._stopped.set()
         while self._thread.is_alive():
             while not self._ready.empty():

@@ -22,7 +22,7 @@ from numpy.lib.format import read_array_header_1_0, read_magic
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted
 from mtcli.core.data.blend import BlendOrder, blend_indices
 from mtcli.core.data.indexed import Indexed, with_suffix
-from mtcli.core.runtime.atomic_writes import whole
+from mtcli.core.runtime.atomic_writes import atomic_file
 
 FINAL_EPOCH_THRESHOLD = 0.80  # a last epoch of which less is needed is shuffled on its own
 CHUNK = 1 << 20  # rows of the sample index found at a time
@@ -206,5 +206,5 @@ def _are_indices(arrays: Samples | BlendOrder) -> bool:
 def _store(folder: Path, arrays: Samples | BlendOrder) -> None:
     folder.mkdir(exist_ok=True)
     for name, array in zip(arrays._fields, arrays, strict=True):
-        with whole(folder / f"{name}.npy") as path:
+        with atomic_file(folder / f"{name}.npy") as path:
             np.save(path, array)

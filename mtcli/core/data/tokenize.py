@@ -83,7 +83,7 @@ class Tokenizer:
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the files that `load_tokenizer(folder)` reads; returns the folder."""
+        """Writes the files that `load_tokenizer(folder)` reads; returns the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.definition, encoding="utf-8")

@@ -22,7 +22,7 @@ from mtcli.core.config.fields import Count
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.encoders import TextCounts
 from mtcli.core.data.indexed import with_suffix, write_index
-from mtcli.core.runtime.atomic_writes import sync_folder, write_whole
+from mtcli.core.runtime.atomic_writes import sync_folder, write_text
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
 COMMIT_SECONDS = 1.0  # at most this much work is done again after a crash of the machine
@@ -77,7 +77,7 @@ class Workspace:
         self.close()
 
     def remove(self) -> None:
-        """Closes, and leave nothing."""
+        """Closes, and leaves nothing."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -105,7 +105,7 @@ class Workspace:
             self.commit()
 
     def commit(self) -> None:
-        """Makes all that was appended safe, and say so in the journal."""
+        """Makes all that was appended durable, and says so in the journal."""
         for file in (self._tokens, self._lengths):
             file.flush()
             os.fsync(file.fileno())
@@ -119,7 +119,7 @@ class Workspace:
         self._committed = time.monotonic()
 
     def finish(self, facts: dict[str, object], dtype: np.dtype) -> dict[str, object]:
-        """Writes index and facts, then give everything its final name; the facts with hashes."""
+        """Writes index and facts, then gives all its final name; returns the facts with hashes."""
         self.commit()
         index = self.folder / "index.idx"
         write_index(index, dtype, np.memmap(self.folder / "lengths.i32", "<i4", "r"))
@@ -127,7 +127,7 @@ class Workspace:
             idx_hash = hashlib.file_digest(file, "sha256").hexdigest()
         facts = {**facts, "sha256": {"bin": self._hash.hexdigest(), "idx": idx_hash}}
         text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-        write_whole(self.folder / "facts.json", text)
+        write_text(self.folder / "facts.json", text)
         ready = self.subfolder("ready")
         for name in READY:
             (self.folder / name).replace(ready / name)
@@ -175,7 +175,7 @@ class Workspace:
             raise self._damaged(error.errors()[0]["msg"]) from None
 
     def _take_up(self, kept: Journaled) -> None:
-        """Cuts both files to what the journal vouches for, and count and hash that again."""
+        """Cuts both files to what the journal vouches for, and counts and hashes that again."""
         self.blocks, self.counts = kept.blocks, kept.counts
         for file, size in (
             (self._tokens, kept.token_bytes),

@@ -49,16 +49,12 @@ class Encoder:
         """
         stripped = context.rstrip()
         if not stripped:
-            return [self._alone(context + continuation) for continuation in continuations]
+            texts = [list(self.encode(context + continuation)) for continuation in continuations]
+            prefix = [self.prefix_id]
+            return [request(prefix, ids[1:] if ids[:1] == prefix else ids) for ids in texts]
         spaces, head = context[len(stripped) :], self.text(stripped)
         wholes = [self.text(stripped + spaces + continuation) for continuation in continuations]
         return [request(head, whole[len(head) :]) for whole in wholes]
-
-    def _alone(self, continuation: str) -> Request:
-        ids = list(self.encode(continuation))
-        if ids and ids[0] == self.prefix_id:
-            return request(ids[:1], ids[1:])
-        return request([self.prefix_id], ids)
 
 
 def encoder_for(tokenizer: Tokenizer) -> Encoder:

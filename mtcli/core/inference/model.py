@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.consensus import open_agreed, together
-from mtcli.core.checkpoint.huggingface.config_json import read_json
-from mtcli.core.checkpoint.huggingface.reader import CONFIG, GENERATION
-from mtcli.core.checkpoint.names import HUGGINGFACE
+from mtcli.core.checkpoint.folder import HUGGINGFACE
+from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read_json
+from mtcli.core.checkpoint.opening import open_agreed, together
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.rules import forward_config, require_causal
@@ -195,7 +194,7 @@ def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
     """
     is_theirs = checkpoint.format == "hf"
     folder = checkpoint.folder if is_theirs else checkpoint.folder / HUGGINGFACE
-    path = next((folder / n for n in (GENERATION, CONFIG) if (folder / n).is_file()), None)
+    path = next((folder / n for n in (GENERATION, NAME) if (folder / n).is_file()), None)
     if path is None:
         return None
     value = read_json(path).get("eos_token_id")

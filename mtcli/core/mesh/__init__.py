@@ -1,1 +1,1 @@
-"""Which rank holds what: the two grids, the parameter table and its shards. Imports no torch."""
+"""Ranks by axis, the parameter table, and each rank's shards. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Which rank is where: two grids over the same ranks, one for attention and one for experts.
+"""Ranks by mesh axis: two grids over the same ranks, one for attention and one for experts.
 
 The rank grid is one mixed-radix number, innermost axis first: attention is tp-cp-dp-pp and experts
 etp-ep-edp-pp, with pp outermost so that both agree on the pipeline (MoE Parallel Folding,
@@ -30,17 +30,17 @@ class Grid:
         return self.sizes[self.axes.index(axis)]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place along each axis."""
-        places = {}
+        """The rank's index along each axis."""
+        found = {}
         for axis, size in zip(self.axes, self.sizes, strict=True):
-            rank, places[axis] = divmod(rank, size)
-        return places
+            rank, found[axis] = divmod(rank, size)
+        return found
 
-    def rank(self, **places: int) -> int:
-        """The rank at a place; axes not named are at 0."""
+    def rank(self, **coordinates: int) -> int:
+        """The rank at some coordinates; axes not named are at 0."""
         rank = 0
         for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
-            rank = rank * size + places.get(axis, 0)
+            rank = rank * size + coordinates.get(axis, 0)
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
@@ -50,8 +50,8 @@ class Grid:
         return [[base + offset for offset in offsets] for base in bases]
 
     def _ranks(self, axes: list[str]) -> list[int]:
-        places = product(*(range(self.size(axis)) for axis in axes))
-        return [self.rank(**dict(zip(axes, place, strict=True))) for place in places]
+        indices = product(*(range(self.size(axis)) for axis in axes))
+        return [self.rank(**dict(zip(axes, index, strict=True))) for index in indices]
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,16 @@ class ParallelLayout:
 
     @cached_property
     def attention(self) -> Grid:
-        """Places of everything but the experts."""
+        """The grid of everything but the experts."""
         return Grid(("tp", "cp", "dp", "pp"), (self.tp, self.cp, self.dp, self.pp))
 
     @cached_property
     def experts(self) -> Grid:
-        """Places of the experts, over the same ranks."""
+        """The grid of the experts, over the same ranks."""
         return Grid(("etp", "ep", "edp", "pp"), (self.etp, self.ep, self.edp, self.pp))
 
-    def place(self, rank: int) -> dict[str, int]:
-        """The rank's place along every axis of both grids."""
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's index along every axis of both grids."""
         return self.attention.coordinates(rank) | self.experts.coordinates(rank)
 
     def size(self, axis: str) -> int:
@@ -107,5 +107,5 @@ class ParallelLayout:
         return grid.size(axis)
 
     def stages(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages a pipeline rank holds: r, r + pp, r + 2 pp, ... (arXiv:2104.04473, 2.2)."""
+        """The stages of a pipeline rank: r, r + pp, r + 2 pp, ... (arXiv:2104.04473, 2.2)."""
         return tuple(range(pp_rank, self.num_stages, self.pp))

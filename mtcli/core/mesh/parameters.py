@@ -1,10 +1,10 @@
-"""What a model is made of: its parameters by canonical name, their counts and its FLOPs.
+"""The parameter table of a model: canonical names, shapes and shardings, counts and FLOPs.
 
 Names follow the token: embedding, blocks.<i>.attention, blocks.<i>.mlp, final_norm, head. A fused
-projection is one rectangle per shard: query, key and value are one tensor
-[kv_heads, q_per_kv + 2, head_dim, hidden] cut on dim 0, and by more ranks than it has heads on dim
-2 too; gate and up are one [2, ffn, hidden] cut on dim 1. So a cut of any layout is a slice, and
-Hugging Face names are plain reshapes.
+projection is one box per shard: query, key and value are one tensor
+[kv_heads, q_per_kv + 2, head_dim, hidden] sharded on dim 0, and by more ranks than it has heads on
+dim 2 too; gate and up are one [2, ffn, hidden] sharded on dim 1. So a shard of any layout is a
+slice, and Hugging Face names are plain reshapes.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,24 @@ StageOwner = int | Literal["first", "last"]
 @cache
 def parameters(model: ModelConfig) -> dict[str, Parameter]:
     """Every parameter of the model by canonical name, in the order a token meets them."""
-    found = [*_embeddings(model)]
+    table = [_vocabulary(model, "embedding.weight", "first")]
+    if model.position == "learned":
+        shape = (model.max_seq_len, model.hidden_size)
+        name = "position_embedding.weight"
+        table.append(Parameter(name, shape, (None, None), "normal", "first"))
     for layer in range(model.num_layers):
-        found += _block(model, layer)
-    found += _norm(model, "final_norm", "last")
+        block = f"blocks.{layer}"
+        table += _norm(model, f"{block}.attention_norm", layer)
+        table += _attention(model, f"{block}.attention", layer)
+        table += _norm(model, f"{block}.mlp_norm", layer)
+        if model.num_experts:
+            table += _experts(model, f"{block}.mlp", layer)
+        else:
+            table += _feed_forward(model, f"{block}.mlp", layer, model.ffn_hidden_size)
+    table += _norm(model, "final_norm", "last")
     if not model.tie_embeddings:
-        found.append(_vocabulary(model, "head.weight", "last"))
-    return {parameter.name: parameter for parameter in found}
+        table.append(_vocabulary(model, "head.weight", "last"))
+    return {parameter.name: parameter for parameter in table}
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -43,7 +54,7 @@ def count_active(model: ModelConfig) -> int:
 
 
 def stage_parameters(model: ModelConfig, layers: range, first: bool, last: bool) -> list[Parameter]:
-    """The parameters of a pipeline stage. The last stage holds a copy of a tied embedding."""
+    """The parameters of a pipeline stage. The last stage has a copy of a tied embedding."""
     tied = ("embedding.weight",) if last and model.tie_embeddings else ()
     return [
         p
@@ -79,27 +90,9 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     return 2.0 * weights + attention
 
 
-def _embeddings(model: ModelConfig) -> Iterator[Parameter]:
-    yield _vocabulary(model, "embedding.weight", "first")
-    if model.position == "learned":
-        shape = (model.max_seq_len, model.hidden_size)
-        yield Parameter("position_embedding.weight", shape, (None, None), "normal", "first")
-
-
 def _vocabulary(model: ModelConfig, name: str, owner: StageOwner) -> Parameter:
     shape = (model.vocab_size, model.hidden_size)
     return Parameter(name, shape, ("tp", None), "normal", owner, padded=0)
-
-
-def _block(model: ModelConfig, layer: int) -> list[Parameter]:
-    name = f"blocks.{layer}"
-    mlp = _experts if model.num_experts else _mlp
-    return [
-        *_norm(model, f"{name}.attention_norm", layer),
-        *_attention(model, f"{name}.attention", layer),
-        *_norm(model, f"{name}.mlp_norm", layer),
-        *mlp(model, f"{name}.mlp", layer),
-    ]
 
 
 def _norm(model: ModelConfig, name: str, owner: StageOwner) -> list[Parameter]:
@@ -115,28 +108,24 @@ def _norm(model: ModelConfig, name: str, owner: StageOwner) -> list[Parameter]:
 def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     groups, hidden = model.num_kv_heads, model.hidden_size
     fused = (groups, model.num_heads // groups + 2, model.head_dim)
-    cut = ("tp", None, "tp")
-    yield Parameter(f"{name}.qkv.weight", (*fused, hidden), (*cut, None), "normal", layer)
+    axes = ("tp", None, "tp")
+    yield Parameter(f"{name}.qkv.weight", (*fused, hidden), (*axes, None), "normal", layer)
     if model.qkv_bias:
-        yield Parameter(f"{name}.qkv.bias", fused, cut, "zeros", layer)
+        yield Parameter(f"{name}.qkv.bias", fused, axes, "zeros", layer)
     shape = (hidden, model.num_heads * model.head_dim)
     yield Parameter(f"{name}.out.weight", shape, (None, "tp"), "residual", layer)
     if model.bias:
         yield Parameter(f"{name}.out.bias", (hidden,), (None,), "zeros", layer)
 
 
-def _mlp(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
-    yield from _feed_forward(model, name, layer, model.ffn_hidden_size)
-
-
 def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterator[Parameter]:
     hidden = model.hidden_size
     gated = model.activation == "swiglu"
     up = "gate_up" if gated else "up"
-    shape, cut = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
-    yield Parameter(f"{name}.{up}.weight", (*shape, hidden), (*cut, None), "normal", layer)
+    shape, axes = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
+    yield Parameter(f"{name}.{up}.weight", (*shape, hidden), (*axes, None), "normal", layer)
     if model.bias:
-        yield Parameter(f"{name}.{up}.bias", shape, cut, "zeros", layer)
+        yield Parameter(f"{name}.{up}.bias", shape, axes, "zeros", layer)
     yield Parameter(f"{name}.down.weight", (hidden, ffn), (None, "tp"), "residual", layer)
     if model.bias:
         yield Parameter(f"{name}.down.bias", (hidden,), (None,), "zeros", layer)
@@ -149,9 +138,9 @@ def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
         bias = f"{name}.router.bias"
         yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
     gated = model.activation == "swiglu"
-    shape, cut = ((2, ffn), (None, "etp")) if gated else ((ffn,), ("etp",))
+    shape, axes = ((2, ffn), (None, "etp")) if gated else ((ffn,), ("etp",))
     up = f"{name}.experts.{'gate_up' if gated else 'up'}.weight"
-    yield Parameter(up, (experts, *shape, hidden), ("ep", *cut, None), "normal", layer)
+    yield Parameter(up, (experts, *shape, hidden), ("ep", *axes, None), "normal", layer)
     down = f"{name}.experts.down.weight"
     yield Parameter(down, (experts, hidden, ffn), ("ep", None, "etp"), "residual", layer)
     if shared := model.shared_expert_ffn_hidden_size:

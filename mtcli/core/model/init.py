@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.names import OPTIMIZER
+from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.parameters import parameters

@@ -4,26 +4,11 @@ Mixed precision training (arXiv:1710.03740, section 3.2) with Megatron-LM's rule
 """
 
 import math
-from typing import Annotated
 
-from pydantic import Field
-
-from mtcli.core.config.fields import Count, Section
+from mtcli.core.checkpoint.progress import LOWEST, ScaleState
 from mtcli.core.config.schema import TrainConfig
 
-LOWEST = 1.0  # a dynamic scale does not fall below; Megatron-LM's --min-loss-scale
 FACTOR = 2.0  # of growing and falling: a power of two, so that scaling rounds nothing
-
-
-class ScaleState(Section):
-    """What a checkpoint keeps of a dynamic scale."""
-
-    scale: Annotated[float, Field(ge=LOWEST, allow_inf_nan=False)]
-    """the factor on the next step's loss"""
-    good_steps: Count
-    """in a row, since the scale last changed"""
-    patience: Count
-    """overflows until it falls"""
 
 
 class LossScale:

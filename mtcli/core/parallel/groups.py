@@ -79,12 +79,12 @@ class Groups:
     @property
     def pp_rank(self) -> int:
         """This rank's place in the pipeline."""
-        return self.layout.place(self.rank)["pp"]
+        return self.layout.coordinates(self.rank)["pp"]
 
     @property
     def dp_rank(self) -> int:
         """This rank's share of each global batch."""
-        return self.layout.place(self.rank)["dp"]
+        return self.layout.coordinates(self.rank)["dp"]
 
     def over(self, axes: tuple[str, ...]) -> Axis:
         """The group along a set of axes; of no axes, this rank alone."""

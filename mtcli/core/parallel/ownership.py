@@ -1,4 +1,4 @@
-"""Who sums, keeps and answers for each parameter on this rank, by the arithmetic of spec/owning.
+"""Who sums, keeps and answers for each parameter on this rank, by `mesh.sharding`.
 
 Sums over whole parameters, of which each rank holds some parts.
 """
@@ -27,7 +27,7 @@ class OwnedShard(NamedTuple):
 
     def blocks(self, described: Parameter, groups: Groups) -> Iterator[tuple[Box, Tensor]]:
         """The rectangles of the global tensor that are here, and a view of each."""
-        for rows, box in described.blocks(groups.layout, groups.rank, self.rows):
+        for rows, box in described.row_boxes(groups.layout, groups.rank, self.rows):
             yield box, self.tensor[rows].view(box.size)
 
 
@@ -78,9 +78,8 @@ class Ownership:
 
     def answers_for(self, name: str) -> bool:
         """Whether this rank counts and saves its share of a parameter's optimizer state."""
-        where, cut = (self.groups.layout, self.groups.rank), self.owner_axes(name)
-        mine = sharding.answers_for(self.table[name], *where, cut)
-        return mine and not self.is_second_copy(name)
+        where = self.groups.layout, self.groups.rank, self.owner_axes(name)
+        return self.table[name].is_primary(*where) and not self.is_second_copy(name)
 
     def is_second_copy(self, name: str) -> bool:
         """Whether this is the last stage's copy of a tied embedding."""

@@ -89,7 +89,7 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         layout = build.groups.layout
-        box = build.table[f"{name}.weight"].rectangle(layout, build.groups.rank)
+        box = build.table[f"{name}.weight"].box(layout, build.groups.rank)
         self.shard = VocabShard(box.start[0], box.size[0], build.groups.tp)
         self.leave = scatter_out if build.sequence_parallel else sum_out
         self.enter = gather_in if build.sequence_parallel else copy_in

@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import read_untrusted
-from mtcli.core.runtime.atomic_writes import whole
+from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.machine import ALLOCATOR, cores
 
 VERSION = 5  # of the file, of what its numbers multiply, and of how steps are made
@@ -254,7 +254,7 @@ def _measured(file: Path, facts: Facts, measure: Measure) -> Calibration | Failu
         found = Failure(str(error), time.time(), file)
         data = {"failed": {"reason": found.reason, "at": found.at}}
     try:
-        with whole(file) as path:
+        with atomic_file(file) as path:
             path.write_text(json.dumps({"facts": facts, **data}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         _say(f"what was measured is not kept: {file}: {error.strerror}")

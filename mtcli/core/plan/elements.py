@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import Parameter, cuts_parameters, owner_axes
+from mtcli.core.mesh.sharding import Parameter, owner_axes, shards_parameters
 from mtcli.core.plan.tape.ops import Group
 from mtcli.core.plan.workload import Workload
 
@@ -46,7 +46,7 @@ class RankElements(NamedTuple):
 
 def owner_of(work: Workload, rank: int) -> Owner:
     """Which of the ranks that share a parameter's rows a rank is."""
-    place = work.layout.place(rank)
+    place = work.layout.coordinates(rank)
     return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
 
 
@@ -64,7 +64,7 @@ def block_elements(work: Workload) -> RankElements:
 
 def is_sharded(work: Workload) -> bool:
     """Whether each data rank holds some rows of the parameters."""
-    return cuts_parameters(work.zero, work.layout, work.model)
+    return shards_parameters(work.zero, work.layout, work.model)
 
 
 def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...]:

@@ -93,7 +93,7 @@ def fullest_rank(work: Workload, device: Device) -> int:
 
 def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
     """The bytes of one rank. Of rows that do not divide, the last data ranks hold fewer."""
-    place = work.layout.place(rank)
+    place = work.layout.coordinates(rank)
     weights, gradients, optimizer = state_bytes(work, place["pp"], owner_of(work, rank))
     stage = memory_by_stage(work, device)[place["pp"]]
     working = stage.working

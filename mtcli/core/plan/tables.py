@@ -201,7 +201,7 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
 def _fullest(p: Prediction) -> str:
     """The rank that holds most, and its place on both grids."""
     rank = fullest_rank(p.work, p.device)
-    place = p.work.layout.place(rank)
+    place = p.work.layout.coordinates(rank)
     sizes = [f"{axis}={i}" for axis, i in place.items() if p.work.layout.size(axis) > 1]
     return f"{rank} ({', '.join(sizes)})" if sizes else str(rank)
 

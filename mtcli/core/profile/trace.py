@@ -216,8 +216,8 @@ def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[Even
     mark = next(e["ts"] for e in trace["traceEvents"] if e.get("name") == STEP)
     begin = next(r for r in records if r.rank == 0).profiled.step.phases.begin
 
-    def named(kind: str, track: int, name: str) -> Event:
-        return {"ph": "M", "name": kind, "pid": PROCESS, "tid": track, "args": {"name": name}}
+    def named(kind: str, number: int, name: str) -> Event:
+        return {"ph": "M", "name": kind, "pid": PROCESS, "tid": number, "args": {"name": name}}
 
     events = [named("process_name", 0, "mtcli: pipeline")]
     for record in speakers(records):
@@ -228,9 +228,9 @@ def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[Even
         spans.append(("reduce", phases.pipeline, phases.reduce))
         spans.append(("agree", phases.norm, phases.agree))
         spans.append(("optimizer", phases.agree, phases.end))
-        track_of = {"ph": "X", "cat": "mtcli", "pid": PROCESS, "tid": track}
+        common = {"ph": "X", "cat": "mtcli", "pid": PROCESS, "tid": track}
         events += [
-            {**track_of, "name": name, "ts": mark + (a - begin) * 1e6, "dur": (b - a) * 1e6}
+            {**common, "name": name, "ts": mark + (a - begin) * 1e6, "dur": (b - a) * 1e6}
             for name, a, b in spans
         ]
     return events

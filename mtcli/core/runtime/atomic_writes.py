@@ -1,6 +1,9 @@
-"""Files that are written whole: known to be writable before the work, and never half there."""
+"""Atomic writes: a file or folder is written aside, fsynced and renamed, so that nothing
+half-written has the final name. Outputs that a user names are checked before the work.
+"""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -8,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mtcli.core.config.errors import failed, wrong
+
+PARTIAL = ".partial"  # a folder being written, or left by a process that was killed
 
 
 def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> None:
@@ -39,7 +44,7 @@ def require_extra(module: str, flag: str) -> None:
 
 @contextmanager
 def aside(target: str | Path) -> Iterator[Path]:
-    """As `whole`, of a file that the user named. Raises MtcliError (exit 1) where it fails.
+    """As `atomic_file`, of a file that the user named. Raises MtcliError (exit 1) where it fails.
 
     A link, a device or a pipe (`/dev/stdout`, `>(jq .)`) stays what it is: it is written through.
     """
@@ -51,7 +56,7 @@ def aside(target: str | Path) -> Iterator[Path]:
                 with named.open("wb") as file:
                     file.write(made.read_bytes())
         else:
-            with whole(named) as path:
+            with atomic_file(named) as path:
                 yield path
     except OSError as error:
         raise failed(f"{target} cannot be written: {error.strerror}", "name another file") from None
@@ -68,8 +73,8 @@ def folder_of(field: str, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A name to write to; it becomes `path` when all is written, and vanishes otherwise.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Gives a name to write to, which becomes `path` at the end, and vanishes after a failure.
 
     Raises OSError where the disk does not take it.
     """
@@ -83,13 +88,68 @@ def whole(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Writes a file in UTF-8; a link or a pipe of its name is replaced, and not written through.
 
     Raises OSError where the disk does not take it.
     """
-    with whole(path) as made:
+    with atomic_file(path) as made:
         made.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
+    """Gives a folder to write in, which gets the name `final` at the end, over what may be there.
+
+    After a failure nothing is left of it. Raises MtcliError (exit 1) where the disk is too small or
+    fails.
+    """
+    partial = final.with_name(final.name + PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        make_partial(partial, needed_bytes)
+        yield partial
+        replace_folder(partial, final)
+    except OSError as error:
+        message = f"{final} was not written: {error.strerror or error}"
+        raise failed(message, "is the disk full or read-only?") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def make_partial(partial: Path, needed_bytes: int) -> None:
+    """Makes a folder to write in, and those above it.
+
+    Raises MtcliError (exit 1) where its disk has not so many bytes free.
+    """
+    make_folder(partial.parent)
+    partial.mkdir()
+    free = shutil.disk_usage(partial).free
+    if needed_bytes > free:
+        message = f"{partial.with_suffix('')} takes {needed_bytes} bytes and the disk has {free}"
+        hint = "free some space, or write elsewhere"
+        raise failed(f"No space left on device: {message} free", hint)
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Renames a finished folder to its name, over one that may be there.
+
+    Raises OSError where it cannot have the name; what had it before then has it still.
+    """
+    for folder in (path for path in (partial, *partial.iterdir()) if path.is_dir()):
+        sync_folder(folder)
+    old = final.with_name(final.name + ".old" + PARTIAL)
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed
+        final.rename(old)
+    try:
+        partial.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -107,7 +167,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Makes the names in a folder durable (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

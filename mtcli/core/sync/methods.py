@@ -8,7 +8,7 @@ from torch import nn
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import cuts_parameters
+from mtcli.core.mesh.sharding import shards_parameters
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
@@ -17,7 +17,7 @@ from mtcli.core.sync.strategy import Strategy
 
 def builds_hollow(config: RunConfig, layout: ParallelLayout) -> bool:
     """Whether the strategy takes stages without memory and allocates this rank's shards."""
-    return cuts_parameters(config.parallel.zero, layout, config.model)
+    return shards_parameters(config.parallel.zero, layout, config.model)
 
 
 def strategy_for(

@@ -7,58 +7,13 @@ depends on no layout: samples are numbered over the whole run.
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict
-
 from mtcli.core.checkpoint.blocks import sampled_hash
+from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedBatch
 from mtcli.core.config.errors import MtcliError, Problem
-from mtcli.core.config.fields import Count, Section
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import parse_split
 from mtcli.core.data.indexed import describe, with_suffix
 from mtcli.core.data.loader import Batches
-
-
-class DatasetRecord(Section):
-    """A data set that samples are drawn from."""
-
-    prefix: str
-    """where it was"""
-    weight: float | None
-    """share of the samples; None: by its tokens"""
-    sha256: str
-    """of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
-    sampled: str
-    """XXH3 (128 bits) of the sizes of .bin and .idx and of 64 blocks of 64 KiB of each"""
-    samples: Count
-    """sequences drawn from it"""
-    epoch: Count
-    """whole passes over its part of the split that these make"""
-
-
-class Skipped(Section):
-    """A batch that made no update."""
-
-    step: Count
-    first: Count
-    """its first sample"""
-    last: Count
-    """its last sample"""
-    why: Literal["overflow", "fault"]
-
-
-class SampleRecord(Section):
-    """The sample ledger as a checkpoint holds it."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    split: tuple[float, float, float]
-    """shares of train, valid and test"""
-    tokens: Count
-    """trained on"""
-    sources: tuple[DatasetRecord, ...]
-    skipped: tuple[Skipped, ...]
-    planned: Count | None = None
-    """samples that the run was to have when it began, which decides the order of all"""
 
 
 class ConsumedSamples:
@@ -71,13 +26,13 @@ class ConsumedSamples:
         self.hashes = [(_sha256(prefix), sampled(prefix)) for prefix in batches.prefixes]
         self.samples = [0] * len(batches.prefixes)
         self.consumed = 0
-        self.skipped: list[Skipped] = []
+        self.skipped: list[SkippedBatch] = []
 
     def skip(self, step: int, why: Literal["overflow", "fault"]) -> None:
         """Notes that the batch of a step made no update."""
         size = self.batch.global_batch_size
         first, last = (step - 1) * size, step * size - 1
-        self.skipped.append(Skipped(step=step, first=first, last=last, why=why))
+        self.skipped.append(SkippedBatch(step=step, first=first, last=last, why=why))
 
     def record(self, consumed: int) -> SampleRecord:
         """The ledger after so many samples; `consumed` never falls."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import typer
 
-from mtcli.core.checkpoint.consensus import require_alike, together
+from mtcli.core.checkpoint.opening import require_alike, together
+from mtcli.core.checkpoint.progress import planned_samples
 from mtcli.core.config.errors import collect_errors, failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
@@ -22,13 +23,7 @@ from mtcli.core.training.metrics import RunLog
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
-from mtcli.core.training.state import (
-    StartingPoint,
-    planned_samples,
-    progress,
-    restore,
-    starting_point,
-)
+from mtcli.core.training.state import StartingPoint, progress, restore, starting_point
 from mtcli.core.training.step import Step, Trainer
 
 

@@ -19,7 +19,7 @@ from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
 from mtcli.core.mesh.parameters import count_parameters, forward_flops
-from mtcli.core.runtime.atomic_writes import folder_of, write_whole
+from mtcli.core.runtime.atomic_writes import folder_of, write_text
 
 
 def open_trackers(config: RunConfig) -> list[Any]:
@@ -107,8 +107,8 @@ class RunLog:
         config, batch = self.config, self.config.batch
         with folder_of("train.output", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / "config.toml", dump_toml(config))
-            write_whole(self.folder / FACTS, json.dumps({"world": world}) + "\n")
+            write_text(self.folder / "config.toml", dump_toml(config))
+            write_text(self.folder / FACTS, json.dumps({"world": world}) + "\n")
             self.metrics = _truncated(self.folder / METRICS, self.first_step)
             self.events = _truncated(self.folder / EVENTS, self.first_step)
         if self.first_step:
@@ -249,7 +249,7 @@ def _truncated(path: Path, step: int) -> Any:
     if path.exists() and step:
         lines = read_untrusted(path).decode(errors="replace").splitlines()
         kept = [line for line in lines if _is_before(line, step)]
-    write_whole(path, "".join(line + "\n" for line in kept))
+    write_text(path, "".join(line + "\n" for line in kept))
     return TextIOWrapper(append_untrusted(path), encoding="utf-8")
 
 

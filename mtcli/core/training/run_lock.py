@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.checkpoint.names import CHECKPOINTS, step_folders
+from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import QUIETLY, open_untrusted, parse_json
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, in_place
-from mtcli.core.checkpoint.names import CHECKPOINTS
+from mtcli.core.checkpoint.folder import CHECKPOINTS
+from mtcli.core.checkpoint.progress import RunProgress
 from mtcli.core.checkpoint.store import save, together
 from mtcli.core.config.errors import Exit, MtcliError, failed
 from mtcli.core.config.loading import dump_toml
@@ -28,7 +29,7 @@ from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.health.flight_recorder import SAVING
 from mtcli.core.training.metrics import RunLog, SaveRecord
-from mtcli.core.training.state import RunProgress, shards
+from mtcli.core.training.state import shards
 from mtcli.core.training.step import Trainer
 
 
@@ -160,7 +161,7 @@ class Saver:
         folder = save(
             Path(config.train.output) / CHECKPOINTS,
             step,
-            taken.pieces,
+            taken.shards,
             rank=self.axis.rank,
             gather=gather,
             progress=self.note_progress,
@@ -170,7 +171,7 @@ class Saver:
             keep=config.train.keep,
             keep_every=config.train.keep_every,
         )
-        mine = sum(piece.tensor.nbytes for piece in taken.pieces)
+        mine = sum(shard.tensor.nbytes for shard in taken.shards)
         all_ranks = gather((mine, max(stall, device_seconds), perf_counter() - start))
         sizes, stalls, seconds = zip(*all_ranks, strict=True)
         return SaveSeconds(folder, sum(sizes), max(stalls), max(seconds))

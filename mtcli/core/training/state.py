@@ -6,58 +6,28 @@ and the sample ledger go into the manifest's `extra`. Any layout restores what a
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import ConfigDict, ValidationError
 
-from mtcli.core.checkpoint.consensus import newest_step, open_agreed, together
-from mtcli.core.checkpoint.names import CHECKPOINTS, OPTIMIZER
-from mtcli.core.checkpoint.opening import offering_earlier
+from mtcli.core.checkpoint.folder import CHECKPOINTS
+from mtcli.core.checkpoint.manifest import OPTIMIZER
+from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed, together
+from mtcli.core.checkpoint.progress import RandomState, RunProgress, progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.checkpoint.safetensors_file import damaged
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
-from mtcli.core.config.fields import Count, Section
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.model import init
-from mtcli.core.optim.loss_scale import ScaleState
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import OwnedShard
-from mtcli.core.training.consumed_samples import ConsumedSamples, SampleRecord
+from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.step import Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
 FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("data.document_mask", "data.document_positions")
-
-
-class RandomState(Section):
-    """The whole state of the random numbers: each is a function of the seed, a name, the step and a
-    global index (keyed counters), so no generator has a state of its own.
-    """
-
-    kind: Literal["counter"] = "counter"
-    seed: Count
-    step: Count
-
-
-class RunProgress(Section):
-    """What a run's checkpoint keeps besides its tensors: the manifest's `extra`."""
-
-    model_config = ConfigDict(extra="ignore")  # notes of others, which no step depends on
-
-    consumed_samples: Count = 0
-    """sequences trained on"""
-    updates: Count | None = None
-    """updates made; fewer than steps where some were skipped"""
-    loss_scale: ScaleState | None = None
-    """of a float16 run whose scale is dynamic"""
-    random: RandomState | None = None
-    """of initial weights, dropout and the order of the data"""
-    samples: SampleRecord | None = None
-    """the sample ledger"""
 
 
 class StartingPoint(NamedTuple):
@@ -121,27 +91,6 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     if problems:
         hint = "to change them, train from the run's weights: --init, and another train.output"
         raise MtcliError(*problems, hint=hint)
-
-
-def progress_of(checkpoint: Checkpoint) -> RunProgress:
-    """What a checkpoint says of its run's progress; raises MtcliError where it makes no sense."""
-    try:
-        return RunProgress.model_validate(checkpoint.extra)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise damaged(checkpoint.folder, f"extra.{where}: {first['msg']}") from None
-
-
-def planned_samples(checkpoint: Checkpoint) -> int | None:
-    """How many samples a checkpoint's run was to have when it began, as far as that is known.
-
-    Where its ledger does not say, it was written while each resume planned anew.
-    """
-    record, config = progress_of(checkpoint).samples, checkpoint.config
-    if record is not None and record.planned is not None:
-        return record.planned
-    return config and config.train.steps * config.batch.global_batch_size
 
 
 def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunProgress:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtcli.core.checkpoint.megatron.config import model_of
-from mtcli.core.checkpoint.megatron.names import factored_boxes
+from mtcli.core.checkpoint.megatron.gpt import factored_boxes, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.convert.inspect import describe
@@ -273,7 +272,7 @@ def test_a_chunk_is_rectangles_of_the_split_tensor():
     for start, size in ((0, 12), (2, 7), (3, 1), (8, 4)):
         chunk = whole[1:, start : start + size].reshape(-1)
         found = torch.full((3, 4, 5), -1)
-        for first, at, extent in factored_boxes(
+        for first, (at, extent) in factored_boxes(
             Box((1, start, 0), (1, size, 5)), (1,), ((3, 4), (5,))
         ):
             count = torch.Size(extent).numel()

@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 
-from mtcli.core.checkpoint import safetensors_file
-from mtcli.core.checkpoint.safetensors_file import OpenFiles
+from mtcli.core.checkpoint import resharding
+from mtcli.core.checkpoint.resharding import OpenFiles
 from mtcli.core.config.errors import MtcliError
 
 
 def test_a_file_is_opened_once_and_the_one_used_longest_ago_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_file, "MAX_OPEN", 2)
+    monkeypatch.setattr(resharding, "MAX_OPEN", 2)
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.write_text(path.name)

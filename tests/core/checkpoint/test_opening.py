@@ -222,12 +222,12 @@ def test_a_manifest_that_cannot_be_true_is_refused(run, change, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("version", [1, 4])
+@pytest.mark.parametrize("version", [1, 5])
 def test_a_checkpoint_of_another_version_says_both_versions(run, version):
     edit_manifest(newest(run), lambda m: m.update(version=version))
     with pytest.raises(MtcliError) as error:
         open_checkpoint(newest(run))
-    expected = f"is of version {version} of the format, and this mtcli reads 2 and 3"
+    expected = f"is of version {version} of the format, and this mtcli reads 2, 3 and 4"
     assert expected in str(error.value) and "mtcli shard SRC DST --to hf" in str(error.value)
     assert "damaged" not in str(error.value)
 

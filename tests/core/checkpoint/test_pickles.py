@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtcli.core.checkpoint.megatron.pickles import (
+from mtcli.core.checkpoint.megatron.torch_save import (
     NamedClass,
     Pair,
     PickledObject,

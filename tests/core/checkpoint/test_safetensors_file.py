@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mtcli.core.checkpoint.safetensors_file import (
-    PlannedTensor,
     TensorEntry,
     encode_header,
     read_header,
@@ -44,9 +43,9 @@ def test_entries_are_where_the_library_puts_them(tmp_path):
 
 def test_the_library_reads_an_encoded_header(tmp_path):
     plan = [
-        PlannedTensor("x", "F32", (2, 2)),
-        PlannedTensor("é", "F16", (0, 3)),
-        PlannedTensor("s", "F32", ()),
+        ("x", "F32", (2, 2)),
+        ("é", "F16", (0, 3)),
+        ("s", "F32", ()),
     ]
     values = torch.arange(5, dtype=torch.float32)
     (tmp_path / "f").write_bytes(encode_header(plan, {"format": "pt"}) + values.numpy().tobytes())
@@ -58,7 +57,7 @@ def test_the_library_reads_an_encoded_header(tmp_path):
 
 def test_tensors_start_at_a_multiple_of_eight():
     for name in ("a", "ab", "abc", "abcdefgh"):
-        assert len(encode_header([PlannedTensor(name, "F32", (1,))], {})) % 8 == 0
+        assert len(encode_header([(name, "F32", (1,))], {})) % 8 == 0
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from ranks import run_ranks
 from safetensors import safe_open
 from saving import MODEL, save_halves, values
 
-from mtcli.core.checkpoint.aside import written_aside
+from mtcli.core.checkpoint.folder import require_free
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import About, Shard, commit, save, write_shards
+from mtcli.core.checkpoint.store import Shard, commit, save, write_shards
 from mtcli.core.config import rules
 from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import dump_toml
@@ -31,6 +31,7 @@ from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.verify import differences, shared_names
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
+from mtcli.core.runtime.atomic_writes import atomic_folder
 
 DENSE = ModelConfig(
     num_layers=4, hidden_size=8, num_heads=4, vocab_size=300, max_seq_len=6, ffn_hidden_size=12
@@ -65,7 +66,7 @@ def legal_layouts(model):
 
 
 def write_layout(folder, tensors, model, text):
-    """A checkpoint on a layout, made of the rectangles of the spec and the store alone."""
+    """A checkpoint on a layout, made of the boxes of the parameter table and the store alone."""
     parallel, world = parse_layout(text)
     layout, table = ParallelLayout.of(parallel, world), parameters(model)
     per_stage = model.num_layers // layout.num_stages
@@ -79,13 +80,14 @@ def write_layout(folder, tensors, model, text):
             ends = {"first": 0, "last": last}
             owner = parameter.owner
             stage = ends[owner] if owner in ends else owner // per_stage
-            here = stage % layout.pp == layout.place(rank)["pp"]
+            here = stage % layout.pp == layout.coordinates(rank)["pp"]
             if here and parameter.is_primary(layout, rank):
-                box = parameter.rectangle(layout, rank)
+                box = parameter.box(layout, rank)
                 pieces.append(Shard(name, tensor[box.slices], box.start, parameter.shape))
         written.append(write_shards(folder, rank, pieces))
     config = RunConfig(model=model, parallel=parallel)
-    commit(folder, written, About(5, {"consumed_samples": 40}, dump_toml(config), {}))
+    about = {"step": 5, "extra": {"consumed_samples": 40}}
+    commit(folder, written, about, dump_toml(config), {})
     return open_checkpoint(folder)
 
 
@@ -114,12 +116,12 @@ def test_any_layout_to_any_other_and_back_is_bit_exact(tmp_path_factory, model):
 
 def cuts(checkpoint):
     return {
-        name: sorted((region.file, region.start, region.view) for region in stored.regions)
+        name: sorted((box.file, box.start, box.view) for box in stored.boxes)
         for name, stored in checkpoint.tensors.items()
     }
 
 
-def test_each_rank_has_the_rectangles_of_its_place(tmp_path):
+def test_each_rank_has_the_boxes_of_its_coordinates(tmp_path):
     source = open_checkpoint(save_halves(tmp_path / "src")[0])
     to_mtcli(source, tmp_path / "dst", *parse_layout("tp=2,pp=2"), WriteOptions())
     with safe_open(tmp_path / "dst" / "rank-00003.safetensors", "pt") as file:
@@ -258,11 +260,8 @@ def test_a_replacement_that_cannot_get_its_name_leaves_what_it_would_replace(tmp
 def test_force_replaces_nothing_but_a_checkpoint(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("precious")
-    with (
-        pytest.raises(MtcliError, match="home is not a checkpoint, and --force replaces"),
-        written_aside(tmp_path / "home", 0, force=True),
-    ):
-        pass
+    with pytest.raises(MtcliError, match="home is not a checkpoint, and --force replaces"):
+        require_free(tmp_path / "home", force=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "precious"
 
 
@@ -271,7 +270,7 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tmp_path):
         pytest.raises(
             MtcliError, match=rf"takes {10**18} bytes and the disk has \d+ free"
         ) as error,
-        written_aside(tmp_path / "dst", 10**18, force=False),
+        atomic_folder(tmp_path / "dst", 10**18),
     ):
         pass
     assert error.value.code == Exit.FAILED
@@ -281,7 +280,7 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tmp_path):
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     with (
         pytest.raises(MtcliError, match="dst was not written: No space left on device"),
-        written_aside(tmp_path / "dst", 0, force=False) as partial,
+        atomic_folder(tmp_path / "dst", 0) as partial,
     ):
         (partial / "half").write_text("half")
         raise OSError(28, "No space left on device")
@@ -347,12 +346,12 @@ def test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_te
     code = f"""
 import resource, sys
 from pathlib import Path
-from mtcli.core.convert import to_huggingface as export, to_mtcli as convert
+from mtcli.core.convert import to_mtcli as convert
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.checkpoint.opening import open_checkpoint
-convert.BOX_BYTES = export.BOX_BYTES = {slab}
+convert.BOX_BYTES = {slab}
 root = Path(sys.argv[1])
 source = open_checkpoint(root)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

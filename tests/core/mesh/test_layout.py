@@ -65,7 +65,7 @@ def test_both_grids_agree_on_the_pipeline_for_every_legal_layout(tp, cp, dp, pp,
     assert layout.attention.world == layout.experts.world == layout.world
     assert layout.attention.groups("pp") == layout.experts.groups("pp")
     for rank in range(layout.world):
-        place, q = layout.place(rank), rank % stage  # arXiv:2504.14960, with pp outermost
+        place, q = layout.coordinates(rank), rank % stage  # arXiv:2504.14960, with pp outermost
         assert place["pp"] == rank // stage
         assert (place["tp"], place["cp"], place["dp"]) == (q % tp, q // tp % cp, q // tp // cp)
         assert (place["etp"], place["ep"], place["edp"]) == (q % etp, q // etp % ep, q // etp // ep)

@@ -45,7 +45,7 @@ def test_the_primary_slices_tile_every_tensor_exactly_once(run):
         held = np.zeros(parameter.shape, dtype=int)
         for rank in range(layout.world):
             if parameter.is_primary(layout, rank):
-                held[parameter.rectangle(layout, rank).slices] += 1
+                held[parameter.box(layout, rank).slices] += 1
         assert (held == 1).all(), parameter.name
 
 
@@ -59,13 +59,13 @@ def test_the_rows_that_owners_share_are_blocks_that_tile_the_slice_in_order(run,
         assert prod(stored) == prod(local) and len(stored) <= 2
         for rank in range(layout.world):
             mine = np.full(local, -1)  # as it lies in memory, padding marked
-            box = parameter.rectangle(layout, rank)
+            box = parameter.box(layout, rank)
             mine[box.inside] = whole[box.slices]
             mine, share = mine.reshape(stored), -(-stored[0] // owners)
             for first in range(0, stored[0], share):
                 part = mine[first : first + share]
                 found = np.full_like(part, -1)
-                for rows, at in parameter.blocks(layout, rank, slice(first, first + len(part))):
+                for rows, at in parameter.row_boxes(layout, rank, slice(first, first + len(part))):
                     found[rows] = whole[at.slices].reshape(found[rows].shape)
                 assert (found == part).all(), parameter.name
 
@@ -77,7 +77,7 @@ def test_ranks_apart_only_along_replicated_axes_hold_the_same_slice(run):
     for parameter in parameters(model).values():
         grid = layout.experts if parameter.is_expert else layout.attention
         for group in grid.groups(*parameter.replicated_over(layout)):
-            slices = {parameter.rectangle(layout, rank) for rank in group}
+            slices = {parameter.box(layout, rank) for rank in group}
             assert len(slices) == 1, parameter.name
             assert sum(parameter.is_primary(layout, rank) for rank in group) == 1
 
@@ -89,7 +89,7 @@ def test_a_rank_allocates_at_least_its_slice_and_only_vocabularies_are_padded(ru
     for parameter in parameters(model).values():
         local = parameter.local_shape(layout)
         for rank in range(layout.world):
-            size = parameter.rectangle(layout, rank).size
+            size = parameter.box(layout, rank).size
             if parameter.padded is None:
                 assert size == local, parameter.name
             else:
@@ -102,7 +102,7 @@ def test_a_padded_vocabulary_leaves_the_last_ranks_short_or_empty():
     embedding = parameters(GPT)["embedding.weight"]  # 301 rows over 4 ranks of 128
     layout = ParallelLayout(4, tp=4)
     assert embedding.local_shape(layout) == (128, 32)
-    rows = [embedding.rectangle(layout, rank) for rank in range(4)]
+    rows = [embedding.box(layout, rank) for rank in range(4)]
     assert [(r.start[0], r.size[0]) for r in rows] == [(0, 128), (128, 128), (256, 45), (301, 0)]
 
 
@@ -117,23 +117,23 @@ def test_a_head_is_never_split_and_gate_and_up_are_cut_alike():
     layout = ParallelLayout(2, tp=2)
     qkv = parameters(LLAMA)["blocks.0.attention.qkv.weight"]
     assert qkv.shape == (4, 4, 4, 32)  # kv heads, 2 queries + key + value, head dim, hidden
-    assert qkv.rectangle(layout, 1) == Box((2, 0, 0, 0), (2, 4, 4, 32))
+    assert qkv.box(layout, 1) == Box((2, 0, 0, 0), (2, 4, 4, 32))
     gate_up = parameters(LLAMA)["blocks.0.mlp.gate_up.weight"]
-    assert gate_up.rectangle(layout, 1) == Box((0, 12, 0), (2, 12, 32))
+    assert gate_up.box(layout, 1) == Box((0, 12, 0), (2, 12, 32))
     out = parameters(LLAMA)["blocks.0.attention.out.weight"]
-    assert out.rectangle(layout, 1) == Box((0, 16), (32, 16))
+    assert out.box(layout, 1) == Box((0, 16), (32, 16))
 
 
 def test_ranks_beyond_the_key_value_heads_cut_the_columns_of_one_that_they_share():
     qkv, layout = parameters(TWO_KEYS)["blocks.0.attention.qkv.weight"], ParallelLayout(4, tp=4)
     assert qkv.shape == (2, 6, 4, 32)  # kv heads, 4 queries + key + value, head dim, hidden
-    boxes = [qkv.rectangle(layout, rank) for rank in range(4)]
+    boxes = [qkv.box(layout, rank) for rank in range(4)]
     assert [box.start for box in boxes] == [(0, 0, 0, 0), (0, 0, 2, 0), (1, 0, 0, 0), (1, 0, 2, 0)]
     assert {box.size for box in boxes} == {(1, 6, 2, 32)}
     bias = parameters(TWO_KEYS)["blocks.0.attention.qkv.bias"]
-    assert bias.rectangle(layout, 3) == Box((1, 0, 2), (1, 6, 2))
+    assert bias.box(layout, 3) == Box((1, 0, 2), (1, 6, 2))
     out = parameters(TWO_KEYS)["blocks.0.attention.out.weight"]
-    assert out.rectangle(layout, 3) == Box((0, 24), (32, 8)), "its queries follow each other"
+    assert out.box(layout, 3) == Box((0, 24), (32, 8)), "its queries follow each other"
 
 
 def test_a_gradient_is_partial_over_data_and_under_sequence_parallelism_over_tp():

@@ -107,7 +107,7 @@ def test_gradients_are_those_of_the_formulas(world, parallel):
         for name in LOSSES:
             for parameter, gradient in measured[name].items():
                 described, whole = table[parameter], by_hand(name)[parameter]
-                box = described.rectangle(layout, rank)
+                box = described.box(layout, rank)
                 expected = whole.view(described.local_shape(alone))[box.slices]
                 found = gradient.view(described.local_shape(layout))[box.inside]
                 assert (found - expected).norm() < 1e-10 * whole.norm(), (name, parameter)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny import run_config
 
-from mtcli.core.optim.loss_scale import LossScale, ScaleState
+from mtcli.core.checkpoint.progress import ScaleState
+from mtcli.core.optim.loss_scale import LossScale
 
 
 def overflows(seed, count=400):

@@ -134,7 +134,7 @@ def layer(runtime, kind, scaling):
     build = TensorParallelLayers(table, groups, torch.bfloat16, gemms=fp8_gemms(scaling))
     x, weight, _, grad = operands() if kind == "up" else operands(D, H)
     name, module = f"{kind}.weight", (ColumnLinear if kind == "up" else RowLinear)(kind, build)
-    box = table[name].rectangle(groups.layout, runtime.rank)
+    box = table[name].box(groups.layout, runtime.rank)
     module.weight.data.copy_(weight[box.slices])
     tp, rank = groups.tp.size, groups.tp.rank
     inner = (lambda t: t.chunk(tp, 1)[rank]) if tp > 1 else lambda t: t

@@ -91,7 +91,7 @@ def test_what_no_token_meets_has_zero_gradients_on_every_layout(world, parallel,
             for key, gradient in answer.gradients.items():
                 described = table[key]
                 expected = torch.zeros(described.local_shape(layout), dtype=torch.float64)
-                box = described.rectangle(layout, rank)
+                box = described.box(layout, rank)
                 inside = tuple(slice(n) for n in box.size)
                 everything = described.local_shape(ParallelLayout(1))
                 expected[inside] = whole.gradients[key].view(everything)[box.slices]

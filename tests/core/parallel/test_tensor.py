@@ -36,7 +36,7 @@ def build(runtime, sequence_parallel, vocab=1):
 
 def fill(parameter, name, whole, build):
     """Puts this rank's rectangle of a global tensor into a parameter, and nothing elsewhere."""
-    box = build.table[name].rectangle(build.groups.layout, build.groups.rank)
+    box = build.table[name].box(build.groups.layout, build.groups.rank)
     with torch.no_grad():
         parameter.zero_()
         parameter[tuple(slice(n) for n in box.size)] = whole[box.slices]
@@ -90,7 +90,7 @@ def some_heads(runtime, kv_heads, sequence_parallel):
     groups = make_groups(ParallelLayout(tp, tp=tp), runtime.rank, "cpu", recorder=recorder)
     made = TensorParallelLayers(table, groups, torch.float64, sequence_parallel)
     layer = HeadsLinear("qkv", made)
-    boxes = {name: table[name].rectangle(groups.layout, runtime.rank).slices for name in table}
+    boxes = {name: table[name].box(groups.layout, runtime.rank).slices for name in table}
     for name, parameter in (("qkv.weight", layer.weight), ("qkv.bias", layer.bias)):
         parameter.data.copy_(values[name][boxes[name]].reshape(parameter.shape))
     x = made.my_tokens(seeded(T, D, seed=5)).requires_grad_()

@@ -49,7 +49,7 @@ def _lost(runtime, dtype, vocab, weights):
     groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
     build = TensorParallelLayers({parameter.name: parameter}, groups, dtype, sequence_parallel=True)
     table = VocabEmbedding("table", build)
-    box = parameter.rectangle(groups.layout, groups.rank)
+    box = parameter.box(groups.layout, groups.rank)
     with torch.no_grad():
         table.weight.zero_()
         table.weight[: box.size[0]] = seeded(vocab, D, seed=1)[box.slices]

@@ -44,6 +44,6 @@ def test_the_planned_state_bytes_are_those_that_the_fullest_rank_allocates(row):
     work = Workload.of(config, world)
     found = run_ranks(world, _allocated, config)
     for pp_rank in range(work.layout.pp):
-        places = [rank for rank in range(world) if work.layout.place(rank)["pp"] == pp_rank]
+        places = [rank for rank in range(world) if work.layout.coordinates(rank)["pp"] == pp_rank]
         most = tuple(max(found[rank][kind] for rank in places) for kind in range(3))
         assert most == state_bytes(work, pp_rank)

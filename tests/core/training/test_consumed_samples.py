@@ -11,13 +11,13 @@ from ranks import run_ranks
 from tiny import GPT, documents, run_config
 
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.progress import RunProgress, SampleRecord
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.inspect import progress_rows
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.data.loader import Batches
-from mtcli.core.training.consumed_samples import ConsumedSamples, SampleRecord, sampled
+from mtcli.core.training.consumed_samples import ConsumedSamples, sampled
 from mtcli.core.training.loop import train
-from mtcli.core.training.state import RunProgress
 from mtcli.core.training.step import Trainer
 
 STEPS = 6

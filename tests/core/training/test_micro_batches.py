@@ -18,7 +18,7 @@ BATCH = {"global_batch_size": 12, "micro_batch_size": 2}
 
 def groups_of(layout, rank):
     """The groups of a rank with nobody else there: enough for reading data."""
-    cp = layout.place(rank)["cp"]
+    cp = layout.coordinates(rank)["cp"]
     axis = Axis("cp", (0,) * layout.cp, cp, None, FlightRecorder())
     return Groups(layout, rank, torch.device("cpu"), {"cp": axis})
 

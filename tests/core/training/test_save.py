@@ -301,13 +301,13 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():
         torch.ones(4).view(2, 2).T,
     ]
     pieces = [Shard(str(i), t, (0,) * t.dim(), tuple(t.shape)) for i, t in enumerate(tensors)]
-    taken = held.take(pieces).pieces
+    taken = held.take(pieces).shards
     expected = [t.clone() for t in tensors]
     for tensor in tensors:
         tensor.fill_(9.0)
     assert all(torch.equal(p.tensor, e) for p, e in zip(taken, expected, strict=True))
     first = taken[0].tensor.data_ptr()
-    again = held.take(pieces).pieces
+    again = held.take(pieces).shards
     assert again[0].tensor.data_ptr() == first and again[0].tensor.tolist() == [9.0] * 5
     assert [p.tensor.dtype for p in again] == [t.dtype for t in tensors]
 
@@ -319,7 +319,7 @@ def test_memory_that_was_reserved_is_what_the_first_snapshot_uses():
     held.close()
     assert len(held.memory) == 448 and not held.memory.any()
     place = held.memory.data_ptr()
-    (taken,) = held.take(pieces).pieces
+    (taken,) = held.take(pieces).shards
     assert taken.tensor.data_ptr() == place and torch.equal(taken.tensor, torch.arange(100.0))
 
 

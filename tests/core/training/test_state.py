@@ -318,6 +318,6 @@ def test_a_conversion_cuts_as_a_run_of_that_layout_does(tmp_path, model, world, 
 
 def regions(checkpoint):
     return {
-        name: sorted((region.file, region.box) for region in stored.regions)
+        name: sorted((box.file, box.box) for box in stored.boxes)
         for name, stored in checkpoint.tensors.items()
     }

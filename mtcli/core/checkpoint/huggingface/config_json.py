@@ -1,60 +1,24 @@
-"""config.json of a Hugging Face folder: to our ModelConfig and from it.
-
-Fields of config.json by which related models compute something that no family here does.
-
-transformers ignores some of them in these families and reads others (`is_causal`). Whoever wrote
-one meant it, so each is refused unless its value changes nothing.
-"""
+"""config.json of a Hugging Face folder: to our ModelConfig and from it, by the families we know."""
 
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from mtcli.core.checkpoint.huggingface.family import Family, Field, RequiredValue, Table
-from mtcli.core.checkpoint.huggingface.registry import BY_TYPE, FAMILIES
+from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
+from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
+from mtcli.core.checkpoint.huggingface.llama import LLAMA
+from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
+from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import parse_json, read_untrusted, shown
 
-FULL = "full_attention"
-UNSUPPORTED = (
-    RequiredValue("is_causal", (None, True)),
-    RequiredValue("use_bidirectional_attention", (None, False)),
-    RequiredValue("partial_rotary_factor", (None, 1.0)),
-    RequiredValue("no_rope_layers", (None, [])),
-    RequiredValue("attention_chunk_size", (None,)),
-    RequiredValue("attention_multiplier", (None,)),
-    RequiredValue("query_pre_attn_scalar", (None,)),
-    RequiredValue("attn_logit_softcapping", (None, 0)),
-    RequiredValue("final_logit_softcapping", (None, 0)),
-    RequiredValue("logit_softcap", (None, 0)),
-    RequiredValue("logit_scale", (None, 1.0)),
-    RequiredValue("logits_scaling", (None, 1.0)),
-    RequiredValue("embedding_multiplier", (None, 1.0)),
-    RequiredValue("residual_multiplier", (None, 1.0)),
-    RequiredValue("clip_qkv", (None,)),
-    RequiredValue("qk_norm", (None, False)),
-    RequiredValue("use_qk_norm", (None, False)),
-    RequiredValue("num_nextn_predict_layers", (None, 0)),
-    RequiredValue("scoring_func", (None, "softmax")),
-    RequiredValue("routed_scaling_factor", (None, 1.0)),
-    RequiredValue("n_shared_experts", (None, 0)),
-    RequiredValue("first_k_dense_replace", (None, 0)),
-    RequiredValue("quantization_config", (None,)),
-)
-
-
-def windowed_layers(theirs: Table) -> list[Problem]:
-    """A problem where a layer's attention does not see the whole context; none otherwise."""
-    kinds = theirs.get("layer_types")
-    if kinds is None or (isinstance(kinds, list) and all(kind == FULL for kind in kinds)):
-        return []
-    return [Problem(f"layer_types={shown(kinds)} cannot be represented", f"only {FULL} can")]
-
-
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE)
+BY_TYPE = {family.model_type: family for family in FAMILIES}
 NAME = "config.json"
+GENERATION = "generation_config.json"
 MAX_BYTES = 16 << 20
 # Fields that training alone reads: a family that lacks them still represents the model. Every
 # other field counts, so that a new one is refused until a family can say it.
@@ -64,6 +28,25 @@ TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
 EXPERTS |= {"router_bias_update_rate"}
+FULL = "full_attention"
+# Fields by which related models compute something that no family here does. transformers ignores
+# some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
+# is refused unless its value changes nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "no_rope_layers": (None, []),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "scoring_func": (None, "softmax"),
+}
+ONES = ("partial_rotary_factor", "logit_scale", "logits_scaling", "embedding_multiplier")
+ZEROS = ("attn_logit_softcapping", "final_logit_softcapping", "logit_softcap", "n_shared_experts")
+ZEROS += ("num_nextn_predict_layers", "first_k_dense_replace")
+ABSENT = ("attention_chunk_size", "attention_multiplier", "query_pre_attn_scalar", "clip_qkv")
+UNSUPPORTED |= dict.fromkeys((*ONES, "residual_multiplier", "routed_scaling_factor"), (None, 1.0))
+UNSUPPORTED |= dict.fromkeys(ZEROS, (None, 0))
+UNSUPPORTED |= dict.fromkeys((*ABSENT, "quantization_config"), (None,))
 
 
 def read_json(path: Path) -> Table:
@@ -94,8 +77,16 @@ def family_in(table: Table, path: Path) -> Family:
 def model_of(table: Table, path: Path) -> ModelConfig:
     """The ModelConfig of a config.json. Raises MtcliError with everything that it cannot say."""
     family = family_in(table, path)
-    demands = (*UNSUPPORTED, *family.demands)
-    problems = [p for demand in demands if (p := _unmet(demand, table))] + windowed_layers(table)
+    required = UNSUPPORTED | {one.theirs: one.values for one in family.required}
+    problems = [
+        _unmet(name, table.get(name), values)
+        for name, values in required.items()
+        if table.get(name) not in values
+    ]
+    kinds = table.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(k == FULL for k in kinds)):
+        layers = f"layer_types={shown(kinds)} cannot be represented"
+        problems.append(Problem(layers, f"only {FULL} can"))
     values: Table = dict(family.constants)
     for field in family.fields:
         problems += _read_field(field, table, values)
@@ -104,7 +95,7 @@ def model_of(table: Table, path: Path) -> ModelConfig:
     except MtcliError as error:
         problems += error.problems
     if problems:
-        raise MtcliError(*(_at(path, problem) for problem in problems))
+        raise MtcliError(*(p._replace(message=f"{path}: {p.message}") for p in problems))
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
@@ -126,9 +117,9 @@ def config_to_hf(model: ModelConfig, family: Family) -> Table:
             names = [theirs for theirs, ours in field.values.items() if ours == value]
             value = (names or list(field.values))[0]
         table[field.theirs] = value
-    for demand in family.demands:
-        if demand.values[0] is not None:
-            table[demand.theirs] = demand.values[0]
+    for required in family.required:
+        if required.values[0] is not None:
+            table[required.theirs] = required.values[0]
     return table | family.write_more(model)
 
 
@@ -146,11 +137,6 @@ def family_of(model: ModelConfig) -> Family:
     message = f"no Hugging Face family has this model: {near} cannot have "
     hint = f"the families are {', '.join(BY_TYPE)}; a checkpoint of ours holds any model"
     raise wrong(message + ", ".join(differences[near]), hint)
-
-
-def says_the_same(model: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two models compute the same function of the same tensors."""
-    return not differing_fields(model, other)
 
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
@@ -190,17 +176,10 @@ def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:
     return []
 
 
-def _unmet(demand: RequiredValue, table: Table) -> Problem | None:
-    value = table.get(demand.theirs)
-    if value in demand.values:
-        return None
-    known = " or ".join(shown(value) for value in demand.values if value is not None)
+def _unmet(name: str, value: Any, values: tuple[Any, ...]) -> Problem:
+    known = " or ".join(shown(value) for value in values if value is not None)
     hint = f"only {known} can" if known else "only a model without it can"
-    return Problem(f"{demand.theirs}={shown(value)} cannot be represented", hint)
-
-
-def _at(path: Path, problem: Problem) -> Problem:
-    return problem._replace(message=f"{path}: {problem.message}")
+    return Problem(f"{name}={shown(value)} cannot be represented", hint)
 
 
 def _fault(path: Path, family: Family, detail: Any) -> Problem:

@@ -1,45 +1,23 @@
-"""What a Hugging Face family says: how its config's fields and its tensors are named.
+"""A Hugging Face family as data: the names of its config's fields and of its tensors.
 
-A family is data: `Field`s that are read and written, constants, demands on what cannot be
-represented, and for each of our parameters a rule that gives its Hugging Face tensors as rectangles
-of it (`Part`). Reading and writing use the same rules in both directions.
+A family has `Field`s that are read and written, constants, required values of what cannot be
+represented, and for each of our parameters a rule that gives its Hugging Face tensors as boxes of
+it: a reshape, a permutation and a start. Reading and writing use the same rules.
+
+Shapes: K key-value heads, Q query heads per key-value head, D head_dim, H hidden, F inner width,
+E experts.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from mtcli.core.checkpoint.safetensors_file import StoredBox
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.mesh.sharding import Box, Parameter
+from mtcli.core.mesh.sharding import Parameter
 
 Table = dict[str, Any]
-
-
-class Part(NamedTuple):
-    """A Hugging Face tensor as a rectangle of one of our parameters.
-
-    The tensor `name` of `shape`, seen as shape `view`, has its dimensions reordered so that
-    dimension d of the rectangle is dimension axes[d] of the view. The rectangle starts at `start`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
-    axes: tuple[int, ...]
-    start: tuple[int, ...]
-
-    @property
-    def box(self) -> Box:
-        """The rectangle of our parameter."""
-        return self.box_of(Box((0,) * len(self.view), self.view))
-
-    def box_of(self, part: Box) -> Box:
-        """The rectangle of our parameter that is a rectangle of the view."""
-        size = tuple(part.size[axis] for axis in self.axes)
-        return Box(tuple(part.start[axis] for axis in self.axes), size).moved(self.start)
-
-
-TensorRule = Callable[[Parameter, ModelConfig], list[Part]]
+TensorRule = Callable[[Parameter, ModelConfig], list[StoredBox]]
 
 
 class Field(NamedTuple):
@@ -79,7 +57,7 @@ class Family:
     fields: tuple[Field, ...]
     constants: Mapping[str, Any]
     """fields of ModelConfig that have one value in this family"""
-    demands: tuple[RequiredValue, ...]
+    required: tuple[RequiredValue, ...]
     outer: Mapping[str, TensorRule]
     """rules of parameters outside the blocks"""
     inner: Mapping[str, TensorRule]
@@ -91,16 +69,110 @@ class Family:
     write_more: Callable[[ModelConfig], Table]
     """more fields of config.json"""
 
-    def parts(self, parameter: Parameter, model: ModelConfig) -> list[Part]:
-        """The Hugging Face tensors of a parameter."""
+    def boxes(self, parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
+        """The Hugging Face tensors of a parameter, whichever files they are in."""
         if not parameter.name.startswith("blocks."):
             return self.outer[parameter.name](parameter, model)
         _, layer, name = parameter.name.split(".", 2)
         prefix = self.block.format(layer=layer)
-        found = self.inner[name](parameter, model)
-        return [part._replace(name=prefix + part.name) for part in found]
+        inner = self.inner[name](parameter, model)
+        return [box._replace(key=prefix + box.key) for box in inner]
 
 
 def nothing_written(_: ModelConfig) -> Table:
     """No more fields than the table's."""
     return {}
+
+
+def same(name: str) -> TensorRule:
+    """The same tensor under another name."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        return [_in_order(name, parameter.shape, parameter.shape)]
+
+    return rule
+
+
+def transposed(name: str) -> TensorRule:
+    """GPT-2's Conv1D: ours [out, in] is stored as [in, out]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        out, into = parameter.shape
+        return [StoredBox(name, (into, out), (into, out), (1, 0), (0, 0))]
+
+    return rule
+
+
+def joined_qkv(name: str) -> TensorRule:
+    """GPT-2's c_attn: ours [K, 3, D, H] is stored as [H, 3 * K * D], and its bias as [3 * K * D].
+
+    Without grouped queries Q is 1, so each head's query, key and value are ours in turn.
+    """
+
+    def rule(parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
+        heads, _, dim, *hidden = parameter.shape
+        view = (*hidden, 3, heads, dim)
+        axes = (2, 1, 3, 0) if hidden else (1, 0, 2)
+        shape = (*hidden, 3 * heads * dim)
+        return [StoredBox(name, shape, view, axes, (0,) * len(view))]
+
+    return rule
+
+
+def separate_qkv(template: str) -> TensorRule:
+    """Llama's q_proj, k_proj and v_proj: ours [K, Q + 2, D, H] in three tensors [heads * D, H]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        groups, slots, dim, *hidden = parameter.shape
+        boxes = []
+        for letter, first, count in (("q", 0, slots - 2), ("k", slots - 2, 1), ("v", slots - 1, 1)):
+            view = (groups, count, dim, *hidden)
+            shape = (groups * count * dim, *hidden)
+            boxes.append(_in_order(template.format(letter), shape, view, (0, first)))
+        return boxes
+
+    return rule
+
+
+def gate_and_up(gate: str, up: str) -> TensorRule:
+    """Llama's gate_proj and up_proj [F, H]: ours [2, F, H]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        shape = parameter.shape[1:]
+        names = enumerate((gate, up))
+        return [_in_order(name, shape, (1, *shape), (i,)) for i, name in names]
+
+    return rule
+
+
+def expert_gate_and_up(gate: str, up: str) -> TensorRule:
+    """A gate and an up tensor [F, H] of each {expert}: ours [E, 2, F, H]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        shape = parameter.shape[2:]
+        return [
+            _in_order(name.format(expert=e), shape, (1, 1, *shape), (e, i))
+            for e in range(parameter.shape[0])
+            for i, name in enumerate((gate, up))
+        ]
+
+    return rule
+
+
+def expert(name: str) -> TensorRule:
+    """One tensor [H, F] of each {expert}: ours [E, H, F]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        experts, *shape = parameter.shape
+        view = (1, *shape)
+        return [_in_order(name.format(expert=e), view[1:], view, (e,)) for e in range(experts)]
+
+    return rule
+
+
+def _in_order(
+    key: str, shape: tuple[int, ...], view: tuple[int, ...], first: tuple[int, ...] = ()
+) -> StoredBox:
+    """A tensor whose dimensions are in our order; the box starts at `first`, and then at 0."""
+    start = first + (0,) * (len(view) - len(first))
+    return StoredBox(key, shape, view, tuple(range(len(view))), start)

@@ -5,9 +5,11 @@ from mtcli.core.checkpoint.huggingface.family import (
     Field,
     RequiredValue,
     Table,
+    joined_qkv,
     nothing_written,
+    same,
+    transposed,
 )
-from mtcli.core.checkpoint.huggingface.rules import joined_qkv, same, transposed
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import shown
 
@@ -21,7 +23,7 @@ ALIASES = {
 
 
 def _require_one_meaning(theirs: Table) -> Table:
-    """No more fields; raises MtcliError where two that are one in ours differ."""
+    """Reads no more fields; raises MtcliError where two that are one in ours differ."""
     for alias, name in ALIASES.items():
         if alias in theirs and theirs[alias] != theirs.get(name):
             message = f"{alias}={shown(theirs[alias])} and {name}={shown(theirs.get(name))} differ"
@@ -58,7 +60,7 @@ GPT2 = Family(
     ),
     constants={"architecture": "gpt", "norm": "layernorm", "position": "learned"}
     | {"bias": True, "qkv_bias": True},
-    demands=(
+    required=(
         RequiredValue("scale_attn_weights", (None, True)),
         RequiredValue("scale_attn_by_inverse_layer_idx", (None, False)),
         RequiredValue("add_cross_attention", (None, False)),

@@ -1,12 +1,18 @@
 """Llama 1, 2 and 3: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
 
-Both sides keep rotary pairs as halves (dimension i turns with i + head_dim / 2), so the rows of
+Both formats have rotary pairs as halves (dimension i turns with i + head_dim / 2), so the rows of
 q_proj and k_proj need no reordering.
 """
 
-from mtcli.core.checkpoint.huggingface.family import Family, Field, RequiredValue
+from mtcli.core.checkpoint.huggingface.family import (
+    Family,
+    Field,
+    RequiredValue,
+    gate_and_up,
+    same,
+    separate_qkv,
+)
 from mtcli.core.checkpoint.huggingface.rope import read_windowed, write_rope
-from mtcli.core.checkpoint.huggingface.rules import gate_and_up, same, separate_qkv
 
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 SIZES = (
@@ -52,7 +58,7 @@ LLAMA = Family(
     block="model.layers.{layer}.",
     fields=SIZES,
     constants=CONSTANTS,
-    demands=NO_BIAS,
+    required=NO_BIAS,
     outer=OUTER,
     inner=ATTENTION | MLP,
     ignored=ROTARY,

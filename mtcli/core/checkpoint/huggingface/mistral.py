@@ -1,13 +1,21 @@
-"""Mistral: Llama with a window that may limit how far a token sees."""
+"""Mistral, which is Llama with an optional sliding window, and Mixtral: Mistral with experts."""
 
 from dataclasses import replace
 
-from mtcli.core.checkpoint.huggingface.family import Table
-from mtcli.core.checkpoint.huggingface.llama import LLAMA
+from mtcli.core.checkpoint.huggingface.family import (
+    Field,
+    RequiredValue,
+    Table,
+    expert,
+    expert_gate_and_up,
+    same,
+)
+from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, SIZES
 from mtcli.core.checkpoint.huggingface.rope import read_windowed, write_rope
 from mtcli.core.config.model import ModelConfig
 
-WINDOW = 4096  # where config.json does not say
+WINDOW = 4096  # of Mistral, where config.json does not say
+THETA = 1e6  # of Mixtral, where config.json does not say
 
 
 def write_windowless(model: ModelConfig) -> Table:
@@ -19,7 +27,32 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    demands=(),
+    required=(),
     read_more=lambda theirs: read_windowed({"sliding_window": WINDOW} | theirs),
     write_more=write_windowless,
+)
+
+MIXTRAL = replace(
+    MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    required=(RequiredValue("norm_topk_prob", (None, True)),),
+    read_more=lambda theirs: read_windowed({"rope_theta": THETA} | theirs),
+    fields=(
+        *(field for field in SIZES if field.ours != "norm_eps"),
+        Field("norm_eps", "rms_norm_eps", 1e-5),
+        Field("moe_ffn_hidden_size", "intermediate_size"),
+        Field("num_experts", "num_local_experts"),
+        Field("top_k", "num_experts_per_tok"),
+    ),
+    constants=CONSTANTS | {"architecture": "mixtral", "normalize_top_k": True},
+    inner=ATTENTION
+    | {
+        "mlp.router.weight": same("block_sparse_moe.gate.weight"),
+        "mlp.experts.gate_up.weight": expert_gate_and_up(
+            "block_sparse_moe.experts.{expert}.w1.weight",
+            "block_sparse_moe.experts.{expert}.w3.weight",
+        ),
+        "mlp.experts.down.weight": expert("block_sparse_moe.experts.{expert}.w2.weight"),
+    },
 )

@@ -1,11 +1,21 @@
-"""Qwen2 and Qwen2.5: Llama with biases on query, key and value."""
+"""Qwen2 and Qwen2.5, which are Llama with biases on query, key and value, and Qwen2-MoE.
+
+Qwen2-MoE has small experts, and a shared one behind a sigmoid gate, in every layer.
+"""
 
 from dataclasses import replace
 
-from mtcli.core.checkpoint.huggingface.family import RequiredValue
-from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, MLP
+from mtcli.core.checkpoint.huggingface.family import (
+    Field,
+    RequiredValue,
+    expert,
+    expert_gate_and_up,
+    gate_and_up,
+    same,
+    separate_qkv,
+)
+from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, MLP, SIZES
 from mtcli.core.checkpoint.huggingface.rope import read_rope
-from mtcli.core.checkpoint.huggingface.rules import separate_qkv
 
 QKV_BIAS = {"attention.qkv.bias": separate_qkv("self_attn.{}_proj.bias")}
 NO_WINDOW = RequiredValue("use_sliding_window", (False, None))
@@ -15,7 +25,43 @@ QWEN2 = replace(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     constants=CONSTANTS | {"qkv_bias": True},
-    demands=(NO_WINDOW,),
+    required=(NO_WINDOW,),
     read_more=read_rope,
     inner=ATTENTION | QKV_BIAS | MLP,
+)
+
+QWEN2_MOE = replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    fields=(
+        *SIZES,
+        Field("moe_ffn_hidden_size", "moe_intermediate_size"),
+        Field("shared_expert_ffn_hidden_size", "shared_expert_intermediate_size"),
+        Field("num_experts", "num_experts"),
+        Field("top_k", "num_experts_per_tok"),
+        Field("normalize_top_k", "norm_topk_prob", False),
+    ),
+    constants=CONSTANTS
+    | {"architecture": "qwen2-moe", "qkv_bias": True, "shared_expert_gate": True},
+    required=(
+        NO_WINDOW,
+        RequiredValue("qkv_bias", (True, None)),
+        RequiredValue("decoder_sparse_step", (1, None)),
+        RequiredValue("mlp_only_layers", ([], None)),
+    ),
+    inner=ATTENTION
+    | QKV_BIAS
+    | {
+        "mlp.router.weight": same("mlp.gate.weight"),
+        "mlp.experts.gate_up.weight": expert_gate_and_up(
+            "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
+        ),
+        "mlp.experts.down.weight": expert("mlp.experts.{expert}.down_proj.weight"),
+        "mlp.shared_expert.gate_up.weight": gate_and_up(
+            "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+        ),
+        "mlp.shared_expert.down.weight": same("mlp.shared_expert.down_proj.weight"),
+        "mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight"),
+    },
 )

@@ -2,7 +2,7 @@
 them in `rope_parameters` since 5. The older form is written: every version reads it, and where a
 file has both every version believes `rope_scaling`.
 
-Sliding windows: fine where they are no shorter than the context, and refused elsewhere.
+Sliding windows are read where they are no shorter than the context, and refused elsewhere.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ NESTED = "one rope_theta and rope_type for all layers"
 
 
 def read_rope(theirs: Table) -> Table:
-    """rope_theta and rope_scaling; raises MtcliError for a scaling other than llama3's."""
+    """Reads rope_theta and rope_scaling; raises MtcliError for a scaling other than llama3's."""
     given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise wrong(f"rope_scaling is {shown(given)}, which is not a table", "null or a table")
@@ -32,8 +32,8 @@ def read_rope(theirs: Table) -> Table:
     if kind not in ("default", "llama3"):
         raise wrong(f"rope_type={shown(kind)} cannot be represented", "'default' or 'llama3'")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        part = given["partial_rotary_factor"]
-        raise wrong(f"partial_rotary_factor={shown(part)} cannot be represented", "1.0")
+        factor = shown(given["partial_rotary_factor"])
+        raise wrong(f"partial_rotary_factor={factor} cannot be represented", "1.0")
     theta = given.get("rope_theta", theirs.get("rope_theta", 10000.0))
     scaling = None
     if kind == "llama3":
@@ -42,7 +42,7 @@ def read_rope(theirs: Table) -> Table:
 
 
 def write_rope(model: ModelConfig) -> Table:
-    """The fields rope_theta and rope_scaling of config.json."""
+    """Writes the fields rope_theta and rope_scaling of config.json."""
     scaling = None
     if model.rope_scaling is not None:
         given = model.rope_scaling.model_dump()
@@ -61,7 +61,10 @@ def _number(given: Table, name: str, outer: Table) -> Any:
 
 
 def read_windowed(theirs: Table) -> Table:
-    """Rotary positions; raises MtcliError where a sliding window is shorter than the context."""
+    """Reads rotary positions.
+
+    Raises MtcliError where a sliding window is shorter than the context.
+    """
     window, context = theirs.get("sliding_window"), theirs.get("max_position_embeddings")
     if window is not None and not isinstance(window, int):
         raise wrong(f"sliding_window={shown(window)} is not a whole number", "null, or a number")

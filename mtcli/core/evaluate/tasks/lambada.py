@@ -27,7 +27,10 @@ def prepare_lambada(path: Path, encoder: Encoder, options: TaskOptions) -> Prepa
 
     Raises MtcliError naming file and line of the first bad row.
     """
-    passages = _passages(find_file(path, "*.jsonl"))[: options.limit]
+    file = find_file(path, "*.jsonl")
+    lines = enumerate(read_text(file).split("\n"), start=1)
+    passages = [_passage(file, number, line) for number, line in lines if line.strip()]
+    passages = passages[: options.limit]
     requests = [
         encoder.requests(context, [" " + word])[0] for context, word in map(split_last, passages)
     ]
@@ -51,11 +54,6 @@ def report_lambada(scores: Sequence[Score]) -> Report:
         "total": total,
         "nll_sum": nll,
     }
-
-
-def _passages(path: Path) -> list[str]:
-    lines = enumerate(read_text(path).split("\n"), start=1)
-    return [_passage(path, number, line) for number, line in lines if line.strip()]
 
 
 def _passage(path: Path, number: int, line: str) -> str:

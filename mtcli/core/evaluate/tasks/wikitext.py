@@ -16,7 +16,7 @@ import numpy as np
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.requests import Request, Score, overlapping_windows, rolling_windows
+from mtcli.core.evaluate.requests import Score, overlapping_windows, rolling_windows
 from mtcli.core.evaluate.tasks.task import (
     PreparedTask,
     Report,
@@ -94,7 +94,12 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> Prep
         raise wrong(message, "a longer file, or a larger --limit", "--task")
     overlapping = overlapping_windows(tokens, window, overlap)
     pages = split_pages(text if options.limit is None else " ".join(original))
-    rolling = _rolling(pages, encoder, options.max_seq_len)
+    texts = (np.array(encoder.text(detokenise(page)), np.int64) for page in pages)
+    rolling = [
+        window
+        for ids in texts
+        for window in rolling_windows(ids, encoder.prefix_id, options.max_seq_len)
+    ]
     counts = TextLengths(
         num_tokens=len(tokens),
         num_original_tokens=len(original),
@@ -106,12 +111,6 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> Prep
         num_pages=len(pages),
     )
     return PreparedTask(len(original), overlapping + rolling, partial(report_wikitext, counts))
-
-
-def _rolling(pages: Sequence[str], encoder: Encoder, max_seq_len: int) -> list[Request]:
-    texts = (np.array(encoder.text(detokenise(page)), np.int64) for page in pages)
-    windows = (rolling_windows(ids, encoder.prefix_id, max_seq_len) for ids in texts)
-    return [window for page in windows for window in page]
 
 
 def detokenise(text: str) -> str:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_hf import FAMILIES
 
-from mtcli.core.checkpoint import boxes
 from mtcli.core.checkpoint import reader as our_reader
+from mtcli.core.checkpoint import resharding
 from mtcli.core.checkpoint.huggingface import reader
 from mtcli.core.checkpoint.huggingface.config_json import family_of
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -23,7 +23,6 @@ from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config, preset_names
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.convert import to_huggingface
 from mtcli.core.convert import to_mtcli as conversion
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
@@ -64,8 +63,7 @@ def edited(source, target, change=lambda tensors: None, config=lambda table: Non
 def test_a_folder_comes_back_byte_identical_through_a_layout(
     hf_folders, tmp_path, monkeypatch, name, slab
 ):
-    for module in (conversion, to_huggingface):
-        monkeypatch.setattr(module, "BOX_BYTES", slab)
+    monkeypatch.setattr(conversion, "BOX_BYTES", slab)
     source = hf_folders[name]
     layout = parse_layout(LAYOUTS[name])
     to_mtcli(open_checkpoint(source), tmp_path / "ours", *layout, WriteOptions())
@@ -215,7 +213,7 @@ def test_a_tied_head_is_compared_a_slab_at_a_time(hf_folders, tmp_path, monkeypa
     def copy(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    read, sizes = boxes.read_box, []
+    read, sizes = resharding.read_box, []
 
     def watched(file, offset, shape, box, into):
         sizes.append(into.nbytes)

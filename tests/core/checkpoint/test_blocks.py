@@ -9,23 +9,21 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from mtcli.core.checkpoint import writer
-from mtcli.core.checkpoint.blocks import hash_of
+from mtcli.core.checkpoint import blocks
+from mtcli.core.checkpoint.blocks import hash_of, write_bytes, write_tensors
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES
-from mtcli.core.checkpoint.safetensors_file import PlannedTensor
-from mtcli.core.checkpoint.writer import write_bytes, write_tensors
 
 
 def write(path, tensors):
     codes = {torch.float32: "F32", torch.bfloat16: "BF16"}
-    plan = [PlannedTensor(name, codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    plan = [(name, codes[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
     return write_tensors(path, plan, iter(tensors.values()), {"format": "pt"})
 
 
 def blocks_of(path):
     data = path.read_bytes()
-    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-    return [streamed(block) for block in blocks]
+    starts = range(0, len(data), BLOCK_BYTES)
+    return [streamed(data[at : at + BLOCK_BYTES]) for at in starts]
 
 
 def streamed(data):
@@ -45,7 +43,7 @@ def test_the_hash_is_the_published_one_of_128_bits():
 def direct(request, monkeypatch):
     """With direct I/O, without any, and on a file system that refuses it at the first write."""
     if request.param == "buffered":
-        monkeypatch.setattr(writer, "DIRECT", 0)
+        monkeypatch.setattr(blocks, "DIRECT", 0)
     if request.param == "refused":
         pwrite, refused = os.pwrite, []
 
@@ -117,9 +115,9 @@ def test_a_buffer_is_filled_again_only_when_it_has_been_written(tmp_path, monkey
         sleep(0.05)
         write_at(file, view, offset)
 
-    write_at = writer._write_at
-    monkeypatch.setattr(writer, "_write_at", slow)
-    monkeypatch.setattr(writer, "WRITE_BYTES", BLOCK_BYTES)
+    write_at = blocks._write_at
+    monkeypatch.setattr(blocks, "_write_at", slow)
+    monkeypatch.setattr(blocks, "WRITE_BYTES", BLOCK_BYTES)
     tensors = {f"{i}": torch.full((BLOCK_BYTES // 4,), float(i)) for i in range(8)}
     write(tmp_path / "file", tensors)
     found = load_file(tmp_path / "file")

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtcli.core.checkpoint import boxes
-from mtcli.core.checkpoint.boxes import intersection, read_box
-from mtcli.core.checkpoint.safetensors_file import open_file
+from mtcli.core.checkpoint import resharding
+from mtcli.core.checkpoint.resharding import intersection, read_box
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.mesh.sharding import Box
 
@@ -33,12 +32,12 @@ def shapes_and_boxes(draw):
 @given(case=shapes_and_boxes(), run=st.sampled_from([1, 16, 1 << 18]), window=st.integers(1, 200))
 def test_a_box_is_the_slice_of_the_whole(tmp_path_factory, monkeypatch_module, case, run, window):
     shape, box = case
-    monkeypatch_module.setattr(boxes, "RUN_BYTES", run)
-    monkeypatch_module.setattr(boxes, "WINDOW_BYTES", window)
+    monkeypatch_module.setattr(resharding, "RUN_BYTES", run)
+    monkeypatch_module.setattr(resharding, "WINDOW_BYTES", window)
     whole = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
     path = store(tmp_path_factory.mktemp("b") / "f", whole)
     into = torch.full(box.size, -1.0)
-    read_box(open_file(path), PREFIX, shape, box, into)
+    read_box(path.open("rb", 0), PREFIX, shape, box, into)
     assert np.array_equal(into.numpy(), whole[box.slices])
 
 
@@ -46,7 +45,9 @@ def test_a_box_fills_strided_memory(tmp_path):
     whole = np.arange(60, dtype=np.float64).reshape(3, 4, 5)
     path = store(tmp_path / "f", whole)
     target = torch.zeros(5, 4, 3, dtype=torch.float64)
-    read_box(open_file(path), PREFIX, (3, 4, 5), Box((0, 0, 0), (3, 4, 5)), target.permute(2, 1, 0))
+    read_box(
+        path.open("rb", 0), PREFIX, (3, 4, 5), Box((0, 0, 0), (3, 4, 5)), target.permute(2, 1, 0)
+    )
     assert np.array_equal(target.numpy(), whole.transpose(2, 1, 0))
 
 
@@ -58,11 +59,11 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path, monkeypatch):
         os, "preadv", lambda f, b, at: (read.append(len(b[0])), preadv(f, b, at))[1]
     )
     into = torch.empty(512, 1024)
-    read_box(open_file(path), PREFIX, (1024, 1024), Box((256, 0), (512, 1024)), into)
+    read_box(path.open("rb", 0), PREFIX, (1024, 1024), Box((256, 0), (512, 1024)), into)
     assert sum(read) == 512 * 1024 * 4
     read.clear()
     narrow = torch.empty(1024, 4)  # 16 bytes of every 4096: the gaps are not read
-    read_box(open_file(path), PREFIX, (1024, 1024), Box((0, 8), (1024, 4)), narrow)
+    read_box(path.open("rb", 0), PREFIX, (1024, 1024), Box((0, 8), (1024, 4)), narrow)
     assert sum(read) == 1024 * 4 * 4
     assert np.array_equal(narrow.numpy(), whole[:, 8:12])
 
@@ -70,7 +71,7 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path, monkeypatch):
 def test_a_file_that_ends_early_is_named(tmp_path):
     path = store(tmp_path / "f", np.zeros(10, dtype=np.float32))
     with pytest.raises(MtcliError, match=r"f is damaged: it ends at byte 64 and 68 are needed"):
-        read_box(open_file(path), PREFIX, (11,), Box((0,), (11,)), torch.empty(11))
+        read_box(path.open("rb", 0), PREFIX, (11,), Box((0,), (11,)), torch.empty(11))
 
 
 def test_a_read_that_fails_is_named(tmp_path, monkeypatch):
@@ -81,7 +82,7 @@ def test_a_read_that_fails_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(MtcliError, match=r"byte 24 cannot be read \(Input/output error\)"):
-        read_box(open_file(path), PREFIX, (4,), Box((0,), (4,)), torch.empty(4))
+        read_box(path.open("rb", 0), PREFIX, (4,), Box((0,), (4,)), torch.empty(4))
 
 
 @given(shapes_and_boxes(), st.data())

@@ -1,0 +1,216 @@
+"""Megatron-LM's GPT models in our terms: the arguments that say the architecture, and the tensors.
+
+Megatron-LM keeps its arguments in common.pt; megatron-core by itself keeps none.
+
+Shapes: K key-value heads, Q query heads of each, D head_dim, H hidden, F inner width, E experts.
+Rows of query, key and value are grouped by K as ours are, and gate comes before up, so every tensor
+of theirs is one of ours with neighbouring dimensions joined.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.fields import refused_value
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.untrusted import shown
+from mtcli.core.mesh.sharding import Box, Parameter, boxes_of_range, flat_index
+
+Arguments = dict[str, Any]
+HINT = "say what it is: --config FILE, a TOML file with the [model] of these weights"
+
+
+# Fields of ModelConfig and the arguments that may say them; the first that is there counts.
+NEEDED = {
+    "num_layers": ("num_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_heads": ("num_attention_heads",),
+    "ffn_hidden_size": ("ffn_hidden_size",),
+    "vocab_size": ("padded_vocab_size",),
+    "max_seq_len": ("max_position_embeddings",),
+    "norm_eps": ("norm_epsilon", "layernorm_epsilon"),
+}
+NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+POSITIONS = {"learned_absolute": "learned", "rope": "rope"}
+# What we have one way of, with the values that say so; an argument that is absent says so too.
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm", None),
+    "position_embedding_type": ("learned_absolute", "rope", None),
+    "rotary_percent": (1.0, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "window_size": (None,),
+    "softmax_type": ("vanilla", None),
+    "mtp_num_layers": (None, 0),
+    "moe_layer_freq": (1, None, "1"),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_score_function": ("softmax", "sigmoid", None),
+}
+ABSENT = ("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "squared_relu")
+ABSENT += ("quick_geglu", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention")
+ABSENT += ("qk_layernorm", "moe_router_enable_expert_bias")
+REQUIRED |= dict.fromkeys(ABSENT, (False, None))
+
+OUTER = {
+    "embedding.weight": ("embedding.word_embeddings.weight",),
+    "position_embedding.weight": ("embedding.position_embeddings.weight",),
+    "final_norm.weight": ("decoder.final_layernorm.weight",),
+    "final_norm.bias": ("decoder.final_layernorm.bias",),
+    "head.weight": ("output_layer.weight",),
+}
+# The modules of a block. A norm is part of the linear layer after it in Transformer Engine, and in
+# what others save too.
+INNER = {
+    "attention_norm": ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    "mlp_norm": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    "attention.qkv": ("self_attention.linear_qkv.",),
+    "attention.out": ("self_attention.linear_proj.",),
+    "mlp.gate_up": ("mlp.linear_fc1.",),
+    "mlp.up": ("mlp.linear_fc1.",),
+    "mlp.down": ("mlp.linear_fc2.",),
+    "mlp.router": ("mlp.router.",),
+    "mlp.experts.gate_up": ("mlp.experts.experts.linear_fc1.",),
+    "mlp.experts.up": ("mlp.experts.experts.linear_fc1.",),
+    "mlp.experts.down": ("mlp.experts.experts.linear_fc2.",),
+    "mlp.shared_expert.gate_up": ("mlp.shared_experts.linear_fc1.",),
+    "mlp.shared_expert.up": ("mlp.shared_experts.linear_fc1.",),
+    "mlp.shared_expert.down": ("mlp.shared_experts.linear_fc2.",),
+    "mlp.shared_expert_gate": ("mlp.shared_experts.gate_",),
+}
+PADDED = ("embedding.weight", "head.weight")  # which may have more rows than the vocabulary
+
+Factors = tuple[tuple[int, ...], ...]  # of each dimension of theirs: those of ours that it joins
+
+
+def model_of(arguments: Arguments, path: Path) -> ModelConfig:
+    """The model of Megatron-LM's arguments.
+
+    Raises MtcliError with all that they do not say, and all that cannot be represented.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    said = {
+        ours: next((given[name] for name in names if name in given), None)
+        for ours, names in NEEDED.items()
+    }
+    if missing := [name for name, value in said.items() if value is None]:
+        message = f"{path.parent} does not say its architecture: {', '.join(missing)}"
+        raise wrong(f"{message} are not in the args of {path.name}", HINT)
+    problems = [
+        Problem(f"{path}: {name}={shown(arguments[name])} cannot be represented")
+        for name, values in REQUIRED.items()
+        if arguments.get(name) not in values
+    ]
+    if problems:
+        raise MtcliError(*problems)
+    values = said | _attention(arguments) | _layers(arguments) | _experts(arguments)
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        refused = (refused_value(ModelConfig, detail) for detail in error.errors())
+        raise MtcliError(
+            *(Problem(f"{path}: {p.field}: {p.message}", HINT) for p in refused)
+        ) from None
+
+
+def _attention(arguments: Arguments) -> Arguments:
+    groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
+    bias = bool(arguments.get("add_bias_linear", True))
+    return {
+        "num_kv_heads": groups or arguments["num_attention_heads"],
+        "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),
+        "position": POSITIONS[arguments.get("position_embedding_type") or "learned_absolute"],
+        "rope_theta": arguments.get("rotary_base") or 10000.0,
+    } | ({"head_dim": arguments["kv_channels"]} if arguments.get("kv_channels") else {})
+
+
+def _layers(arguments: Arguments) -> Arguments:
+    gated = bool(arguments.get("swiglu"))
+    # Megatron's fused bias and GELU computes the tanh form, whatever --openai-gelu says.
+    tanh = arguments.get("openai_gelu") or (
+        arguments.get("bias_gelu_fusion") and arguments.get("add_bias_linear", True)
+    )
+    return {
+        "architecture": "llama" if gated else "gpt",
+        "activation": "swiglu" if gated else "gelu_tanh" if tanh else "gelu",
+        "norm": NORMS[arguments.get("normalization") or "LayerNorm"],
+        "bias": bool(arguments.get("add_bias_linear", True)),
+        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
+    }
+
+
+def _experts(arguments: Arguments) -> Arguments:
+    if not arguments.get("num_experts"):
+        return {}
+    score = arguments.get("moe_router_score_function") or "softmax"
+    return {
+        "num_experts": arguments["num_experts"],
+        "top_k": arguments.get("moe_router_topk", 2),
+        "moe_ffn_hidden_size": arguments.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"],
+        "shared_expert_ffn_hidden_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
+        "shared_expert_gate": bool(arguments.get("moe_shared_expert_gate")),
+        "router_score": score,
+        # A softmax over the chosen logits is the softmax over all of them, rescaled to sum to 1.
+        "normalize_top_k": score == "sigmoid" or not arguments.get("moe_router_pre_softmax"),
+    }
+
+
+def alternatives(name: str) -> Iterator[tuple[str, int | None]]:
+    """The names that a parameter may have, each with its layer where layers are stacked."""
+    if not name.startswith("blocks."):
+        yield from ((theirs, None) for theirs in OUTER[name])
+        return
+    _, layer, ours = name.split(".", 2)
+    module, _, kind = ours.rpartition(".")
+    for theirs in INNER.get(module, (f"{module}.",)):
+        yield f"decoder.layers.{theirs}{kind}", int(layer)
+        yield f"decoder.layers.{layer}.{theirs}{kind}", None
+
+
+def factors(parameter: Parameter, shape: tuple[int, ...]) -> Factors:
+    """For each dimension of their tensor, the dimensions of ours that it joins."""
+    ours = parameter.shape
+    if parameter.name in PADDED and shape:
+        return ((shape[0],), *((size,) for size in ours[1:]))
+    if ".qkv." in parameter.name:
+        return (ours[:3], *((size,) for size in ours[3:]))
+    if ".gate_up." in parameter.name:
+        before = len(ours) - (3 if parameter.name.endswith("weight") else 2)
+        joined = ours[before : before + 2]
+        return (*((n,) for n in ours[:before]), joined, *((n,) for n in ours[before + 2 :]))
+    return tuple((size,) for size in ours)
+
+
+def factored_boxes(box: Box, lead: tuple[int, ...], inner: Factors) -> Iterator[tuple[int, Box]]:
+    """Maps a chunk of their tensor to boxes of ours, each with its first element in the chunk.
+
+    Of theirs, only what is at the indices `lead` counts, and the other dimensions are products of
+    `inner`; none where the chunk has nothing of it. Raises MtcliError where the chunk's elements of
+    a box are not consecutive.
+    """
+    first = 0
+    for dim, index in enumerate(lead):
+        at = index - box.start[dim]
+        if not 0 <= at < box.size[dim]:
+            return
+        first += at * prod(box.size[dim + 1 :])
+    starts, sizes = box.start[len(lead) :], box.size[len(lead) :]
+    choices = [
+        list(boxes_of_range(dims, start, start + size))
+        for dims, start, size in zip(inner, starts, sizes, strict=True)
+    ]
+    for dim, boxes in enumerate(choices):
+        if len(boxes) > 1 and prod(sizes[:dim]) > 1:
+            raise wrong(f"a chunk of {list(box.size)} at {list(box.start)} cuts heads apart")
+    for choice in product(*choices):
+        corner = [flat_index(start, dims) for (start, _), dims in zip(choice, inner, strict=True)]
+        skipped = sum(
+            (at - start) * prod(sizes[dim + 1 :])
+            for dim, (at, start) in enumerate(zip(corner, starts, strict=True))
+        )
+        joined = (tuple(n for part in parts for n in part) for parts in zip(*choice, strict=True))
+        yield first + skipped, Box(*joined)

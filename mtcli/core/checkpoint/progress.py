@@ -1,0 +1,116 @@
+"""The progress of a run as its checkpoint holds it, in the manifest's `extra`.
+
+It has no tensors: samples consumed and from which data, updates, the loss scale, random state.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.checkpoint.safetensors_file import damaged
+from mtcli.core.config.fields import Count, Section
+
+LOWEST = 1.0  # loss scale, below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
+
+
+class ScaleState(Section):
+    """The state of a dynamic loss scale."""
+
+    scale: Annotated[float, Field(ge=LOWEST, allow_inf_nan=False)]
+    """the factor on the next step's loss"""
+    good_steps: Count
+    """in a row, since the scale last changed"""
+    patience: Count
+    """overflows until it falls"""
+
+
+class DatasetRecord(Section):
+    """A data set that samples are drawn from, and how many were."""
+
+    prefix: str
+    """where it was"""
+    weight: float | None
+    """share of the samples; None: by its tokens"""
+    sha256: str
+    """of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
+    sampled: str
+    """XXH3 (128 bits) of the sizes of .bin and .idx and of 64 blocks of 64 KiB of each"""
+    samples: Count
+    """sequences drawn from it"""
+    epoch: Count
+    """whole passes over its part of the split that these make"""
+
+
+class SkippedBatch(Section):
+    """A batch that made no update."""
+
+    step: Count
+    first: Count
+    """its first sample"""
+    last: Count
+    """its last sample"""
+    why: Literal["overflow", "fault"]
+
+
+class SampleRecord(Section):
+    """The sample ledger as a checkpoint holds it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    split: tuple[float, float, float]
+    """shares of train, valid and test"""
+    tokens: Count
+    """trained on"""
+    sources: tuple[DatasetRecord, ...]
+    skipped: tuple[SkippedBatch, ...]
+    planned: Count | None = None
+    """samples that the run was to have when it began, which decides the order of all"""
+
+
+class RandomState(Section):
+    """The whole state of the random numbers: each is a function of the seed, a name, the step and a
+    global index (keyed counters), so no generator has a state of its own.
+    """
+
+    kind: Literal["counter"] = "counter"
+    seed: Count
+    step: Count
+
+
+class RunProgress(Section):
+    """The progress of a run: the manifest's `extra`."""
+
+    model_config = ConfigDict(extra="ignore")  # notes of others, which no step depends on
+
+    consumed_samples: Count = 0
+    """sequences trained on"""
+    updates: Count | None = None
+    """updates made; fewer than steps where some were skipped"""
+    loss_scale: ScaleState | None = None
+    """of a float16 run whose scale is dynamic"""
+    random: RandomState | None = None
+    """of initial weights, dropout and the order of the data"""
+    samples: SampleRecord | None = None
+    """the sample ledger"""
+
+
+def progress_of(checkpoint: Checkpoint) -> RunProgress:
+    """Reads the progress of a checkpoint's run; raises MtcliError where it makes no sense."""
+    try:
+        return RunProgress.model_validate(checkpoint.extra)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(checkpoint.folder, f"extra.{where}: {first['msg']}") from None
+
+
+def planned_samples(checkpoint: Checkpoint) -> int | None:
+    """Samples that a checkpoint's run was to have when it began, as far as that is known.
+
+    Where its ledger does not say, it was written while each resume planned anew.
+    """
+    record, config = progress_of(checkpoint).samples, checkpoint.config
+    if record is not None and record.planned is not None:
+        return record.planned
+    return config and config.train.steps * config.batch.global_batch_size
