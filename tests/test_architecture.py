@@ -34,7 +34,7 @@ ARROWS = {
     "checkpoint": {"config", "mesh", "parallel", "runtime"},
     "sync": FACTS | {"parallel", "kernels"},
     "optim": FACTS | {"parallel", "kernels", "checkpoint"},
-    "model": FACTS | {"parallel", "kernels", "sync", "checkpoint"},
+    "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP,
     "inference": STEP,
     "evaluate": {"config", "data", "inference"},

@@ -54,7 +54,7 @@ class SkippedBatch(Section):
 
 
 class SampleRecord(Section):
-    """The sample ledger as a checkpoint holds it."""
+    """The record of consumed samples, as a checkpoint holds it."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -92,7 +92,7 @@ class RunProgress(Section):
     random: RandomState | None = None
     """of initial weights, dropout and the order of the data"""
     samples: SampleRecord | None = None
-    """the sample ledger"""
+    """the consumed samples"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:
@@ -108,7 +108,7 @@ def progress_of(checkpoint: Checkpoint) -> RunProgress:
 def planned_samples(checkpoint: Checkpoint) -> int | None:
     """Samples that a checkpoint's run was to have when it began, as far as that is known.
 
-    Where its ledger does not say, it was written while each resume planned anew.
+    Where its record does not say, it was written while each resume planned anew.
     """
     record, config = progress_of(checkpoint).samples, checkpoint.config
     if record is not None and record.planned is not None:

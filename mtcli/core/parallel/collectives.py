@@ -1,8 +1,8 @@
 """Collectives: plain ones, and differentiable ones that are each other's transposes.
 
-All cut and gather dim 0. An axis of one rank is the identity. Sums are done in the tensor's own
-dtype; callers that need float32 sums cast first (gradient buckets are float32 always). Each one is
-written in the axis's recorder, so that a rank that waits can say for whom.
+All shard and gather dim 0. An axis of one rank is the identity. Sums are in the tensor's own dtype;
+callers that need float32 sums cast first (gradient buckets are float32 always). Each one is written
+in the axis's flight recorder, so that a rank that waits can say for whom.
 """
 
 import json
@@ -47,7 +47,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 class Pending:
-    """A collective under way, beside what this rank does next."""
+    """A collective that overlaps what this rank does next."""
 
     def __init__(self, call: Call, start: Callable[[], PendingWork]) -> None:
         self.call = call
@@ -113,59 +113,7 @@ def _summed(x: Tensor, axis: Axis) -> Tensor:
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
-def _differentiable(forward: Callable, backward: Callable) -> Callable[[Tensor, Axis], Tensor]:
-    """A collective is linear, so its gradient is its transpose, itself a collective."""
-
-    class Collective(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-            ctx.axis = axis
-            return forward(x, axis).view_as(x) if forward is _identity else forward(x, axis)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return backward(grad, ctx.axis), None
-
-    def apply(x: Tensor, axis: Axis) -> Tensor:
-        return x if axis.size == 1 else Collective.apply(x, axis)
-
-    return apply
-
-
-# fmt: off
-#                              forward         backward          x on each of n ranks -> result
-copy_in     = _differentiable(_identity,       _summed)        # [T, D]   -> same   (Megatron's f)
-sum_out     = _differentiable(_summed,         _identity)      # [T, D]   -> sum    (Megatron's g)
-gather_in   = _differentiable(all_gather,      reduce_scatter) # [T/n, D] -> [T, D]
-scatter_out = _differentiable(reduce_scatter,  all_gather)     # [T, D]   -> summed [T/n, D]
-# fmt: on
-
-
-def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[k, ...], part i for rank i -> [k, ...], part i from rank i, of each k consecutive ranks of
-    the axis, which are all of them or fewer.
-
-    Differentiable, and its own transpose.
-    """
-    return _exchange_even(x, axis)
-
-
-class RingShift:
-    """x of the previous rank of a ring, on its way while this rank computes."""
-
-    def __init__(self, x: Tensor, axis: Axis) -> None:
-        x = x.contiguous()
-        self.received = torch.empty_like(x)
-        call = axis.recorder.call("rotate", axis, x)
-        self.pending = Pending(call, lambda: axis.transport.shift(self.received, x))
-
-    def wait(self) -> Tensor:
-        """The tensor, once it is here."""
-        self.pending.wait()
-        return self.received
-
-
-def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
+def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out, k = torch.empty_like(x, memory_format=torch.contiguous_format), len(x)
@@ -175,25 +123,6 @@ def _all_to_all_even(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-_exchange_even = _differentiable(_all_to_all_even, _all_to_all_even)
-
-
-def all_to_all_v(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-    """[sum(sent), ...] -> [sum(received), ...]: sent[i] rows go to rank i. Differentiable."""
-    return x if axis.size == 1 else _AllToAllV.apply(x, sent, received, axis)
-
-
-class _AllToAllV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
-        ctx.arguments = received, sent, axis
-        return _exchange(x, sent, received, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, *ctx.arguments), None, None, None
-
-
 def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     with axis.recorder.call("all_to_all_v", axis, x, (sent, received)):
@@ -201,36 +130,8 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Te
     return out
 
 
-def all_gather_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """[sizes[rank], ...] on each rank -> [sum(sizes), ...]. Its transpose is reduce_scatter_v."""
-    return x if axis.size == 1 else _AllGatherV.apply(x, sizes, axis)
-
-
-def reduce_scatter_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    """[sum(sizes), ...] on each rank -> the sum's [sizes[rank], ...] of this rank."""
-    return x if axis.size == 1 else _ReduceScatterV.apply(x, sizes, axis)
-
-
-class _AllGatherV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-        ctx.arguments = sizes, axis
-        return _gather_v(x, sizes, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_v(grad, *ctx.arguments), None, None
-
-
-class _ReduceScatterV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-        ctx.arguments = sizes, axis
-        return _scatter_v(x, sizes, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_v(grad, *ctx.arguments), None, None
+def _exchange_back(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    return _exchange(x, received, sent, axis)
 
 
 def _gather_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
@@ -242,3 +143,52 @@ def _scatter_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     mine = sizes[axis.rank]
     parts = _exchange(x, sizes, [mine] * axis.size, axis)
     return parts.view(axis.size, mine, *x.shape[1:]).sum(0)
+
+
+def _differentiable(forward: Callable, backward: Callable) -> Callable[..., Tensor]:
+    """A collective of (x, ..., axis), whose gradient is its transpose, itself a collective."""
+
+    class Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *about: Any) -> Tensor:
+            ctx.about = about
+            return forward(x, *about).view_as(x) if forward is _identity else forward(x, *about)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            return backward(grad, *ctx.about), *[None] * len(ctx.about)
+
+    def apply(x: Tensor, *about: Any) -> Tensor:
+        return x if about[-1].size == 1 else Collective.apply(x, *about)
+
+    return apply
+
+
+# all_to_all exchanges among each k consecutive ranks of the axis, which are all of them or fewer:
+# x[i] goes to rank i. The _v ones have rows of their own for each rank: sent[i] rows go to rank i.
+# fmt: off
+#                                   forward         backward          x on each of n ranks -> result
+copy_in          = _differentiable(_identity,       _summed)        # [T, D] -> same  (Megatron's f)
+sum_out          = _differentiable(_summed,         _identity)      # [T, D] -> sum   (Megatron's g)
+gather_in        = _differentiable(all_gather,      reduce_scatter) # [T/n, D] -> [T, D]
+scatter_out      = _differentiable(reduce_scatter,  all_gather)     # [T, D] -> summed [T/n, D]
+all_to_all       = _differentiable(_all_to_all,     _all_to_all)    # [k, ...] -> [k, ...]
+all_to_all_v     = _differentiable(_exchange,       _exchange_back) # (x, sent, received, axis)
+all_gather_v     = _differentiable(_gather_v,       _scatter_v)     # (x, sizes, axis)
+reduce_scatter_v = _differentiable(_scatter_v,      _gather_v)      # (x, sizes, axis)
+# fmt: on
+
+
+class RingShift:
+    """Sends x to the next rank of a ring while this rank computes."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        x = x.contiguous()
+        self.received = torch.empty_like(x)
+        call = axis.recorder.call("rotate", axis, x)
+        self.pending = Pending(call, lambda: axis.transport.shift(self.received, x))
+
+    def wait(self) -> Tensor:
+        """Returns the previous rank's tensor once it is here."""
+        self.pending.wait()
+        return self.received

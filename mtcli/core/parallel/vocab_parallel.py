@@ -116,8 +116,7 @@ class VocabLoss:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
         if not runs_triton(x_TD):
             return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
-        if torch.is_grad_enabled():
-            return FusedCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+        assert not torch.is_grad_enabled(), "on a GPU `loss` is what has a gradient"
         x_TD = self.table.enter(x_TD, self.tp)
         return losses_in_chunks(x_TD, self.table.weight, labels_T, self.shard)
 
@@ -178,24 +177,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
         exps, sums_T, local_T, owned_T = ctx.saved_tensors
         return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
-
-
-class FusedCrossEntropy(torch.autograd.Function):
-    """The losses [T] of logits, in two passes over them: they become their own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard) -> Tensor:
-        """Returns the losses [T]."""
-        logits_TV, local_T = logits_TV.detach(), shard.column_or_none(labels_T)
-        lse_T, target_T = shard.lse_and_target(logits_TV, local_T)
-        ctx.save_for_backward(logits_TV, lse_T, local_T)
-        ctx.valid = shard.valid
-        return lse_T - target_T
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
-        """(softmax - onehot) * grad."""
-        return logits_gradient_(*ctx.saved_tensors, grad_T, ctx.valid), None, None
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The sample ledger: which data a run has drawn its samples from, how far, and what it passed over.
+"""The record of consumed samples: which data a run has drawn its samples from, how far, and what it passed over.
 
 A checkpoint holds it, so that a resumed run goes on with the same data or says that it cannot. It
 depends on no layout: samples are numbered over the whole run.
@@ -17,7 +17,7 @@ from mtcli.core.data.loader import Batches
 
 
 class ConsumedSamples:
-    """The sample ledger of a run that goes on. The same on every rank."""
+    """The record of a run that goes on. The same on every rank."""
 
     def __init__(self, config: RunConfig, batches: Batches) -> None:
         self.batches, self.batch = batches, config.batch
@@ -35,7 +35,7 @@ class ConsumedSamples:
         self.skipped.append(SkippedBatch(step=step, first=first, last=last, why=why))
 
     def record(self, consumed: int) -> SampleRecord:
-        """The ledger after so many samples; `consumed` never falls."""
+        """The record after so many samples; `consumed` never falls."""
         self._draw(consumed)
         passed = sum(batch.last - batch.first + 1 for batch in self.skipped)
         return SampleRecord(

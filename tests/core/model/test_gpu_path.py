@@ -78,11 +78,17 @@ def losses_and_gradients(model):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     tokens, labels = torch.randint(config.model.vocab_size, (2, B, S), generator=generator)
     numbers = torch.arange(B * S).view(B, S)
-    inputs = make_inputs(config.model, torch.float32, tokens, labels=labels, numbers=numbers)
-    losses = stage.losses(stage(None, inputs), inputs)
-    losses.backward(torch.linspace(0.5, 1.5, B * S))
+    weights = torch.linspace(0.5, 1.5, B * S).view(B, S)
+    given = {"labels": labels, "weights": weights, "numbers": numbers}
+    inputs = make_inputs(config.model, torch.float32, tokens, **given)
+    x_TD = stage(None, inputs)
+    total, scaled = stage.loss(x_TD, inputs, 1.0)
+    scaled.backward()
+    with torch.no_grad():
+        losses = stage.losses(x_TD, inputs)
+    torch.testing.assert_close(losses.sum(), total)
     gradients = {name: p.grad for name, p in stage.named_parameters()}
-    return losses.detach(), {name: x for name, x in gradients.items() if x is not None}
+    return losses, {name: x for name, x in gradients.items() if x is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)
