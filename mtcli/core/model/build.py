@@ -9,7 +9,7 @@ from mtcli.core.parallel.engines import layer_factory
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.pipeline import ActivationFormat
 
-HOLLOW = torch.device("meta")  # where stages are built whose shards are allocated later
+META = torch.device("meta")  # where stages are built whose shards are allocated later
 
 
 DTYPES = {
@@ -21,15 +21,15 @@ DTYPES = {
 }
 
 
-def build_stages(config: RunConfig, groups: Groups, hollow: bool = False) -> dict[int, Stage]:
+def build_stages(config: RunConfig, groups: Groups, on_meta: bool = False) -> dict[int, Stage]:
     """This rank's stages, uninitialised, by stage number.
 
-    A tied embedding of one rank's first and last stage is one parameter. `hollow` stages take no
-    memory and are float32 at least, for a strategy that allocates shards of them.
+    A tied embedding of one rank's first and last stage is one parameter. Stages `on_meta`
+    have no memory and are float32 at least, for a strategy that allocates shards of them.
     """
     dtype, layout = DTYPES[config.train.precision], groups.layout
-    wide = torch.promote_types(dtype, torch.float32) if hollow else dtype
-    build = layer_factory(config, groups, wide, HOLLOW if hollow else groups.device)
+    wide = torch.promote_types(dtype, torch.float32) if on_meta else dtype
+    build = layer_factory(config, groups, wide, META if on_meta else groups.device)
     layers = stage_layers(config.model, layout, config.parallel.stage_layers)
     about = {"seed": config.seed, "recompute": config.parallel.recompute}
     stages = {

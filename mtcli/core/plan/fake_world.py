@@ -80,7 +80,7 @@ def fake_shards(where: torch.device) -> Iterator[None]:
 
     replaced = (
         (torch, "meta", torch.cpu),
-        (build, "HOLLOW", where),
+        (build, "META", where),
         (_fully_shard, "_get_device_from_mesh", lambda mesh: where),
         (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         (_fsdp_param.FSDPParam, "reset_sharded_param", lambda parameter: None),
