@@ -149,7 +149,7 @@ FAULTS = [
         "part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]", "part = flat[:size]",
         lambda f: f.no_sp and f.p.pp > 1),
     Fault("wrong scale: a gradient doubles at every hop back", "parallel/pipeline.py",
-        "self.hops.send(op, x.grad)", "self.hops.send(op, x.grad * 2)",
+        "self.p2p.send(op, x.grad)", "self.p2p.send(op, x.grad * 2)",
         lambda f: f.p.pp * f.p.vpp > 1),
     Fault("lost work: the split backward's weight halves", "parallel/zero_bubble.py",
         "self.pending.append(partial(left.backward, left.detach()))",

@@ -56,7 +56,7 @@ class Attention(nn.Module):
         if self.drop > 0.0 and inputs.numbers is not None:
             return self._attend_with_dropout(q, k, v, inputs)
         if inputs.mask is None and q.shape[2] == k.shape[2]:
-            return self.attend(q, k, v, self.cp, inputs.seen)
+            return self.attend(q, k, v, self.cp, inputs.attention_mask)
         new = q.shape[2]
         assert inputs.mask is not None or new == 1, f"{new} tokens after a cache need a mask"
         mask = None if inputs.mask is None else inputs.mask[:, None]
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
         s = k.shape[2]
         keys = torch.arange(s, device=q.device)
-        mask = inputs.seen.mask(keys[zigzag(s, self.cp.size, self.cp.rank)], keys)
+        mask = inputs.attention_mask.mask(keys[zigzag(s, self.cp.size, self.cp.rank)], keys)
         q = q * self.head_dim**-0.5  # first, for float16
         probabilities = masked_softmax(matmul(q, k.transpose(-1, -2)), mask)
         heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]

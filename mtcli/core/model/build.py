@@ -24,8 +24,8 @@ DTYPES = {
 def build_stages(config: RunConfig, groups: Groups, on_meta: bool = False) -> dict[int, Stage]:
     """This rank's stages, uninitialised, by stage number.
 
-    A tied embedding of one rank's first and last stage is one parameter. Stages `on_meta` take no
-    memory and are float32 at least, for a strategy that allocates shards of them.
+    A tied embedding of one rank's first and last stage is one parameter. Stages `on_meta`
+    have no memory and are float32 at least, for a strategy that allocates shards of them.
     """
     dtype, layout = DTYPES[config.train.precision], groups.layout
     wide = torch.promote_types(dtype, torch.float32) if on_meta else dtype

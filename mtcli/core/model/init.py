@@ -93,8 +93,9 @@ def _normal_box(
     """A box of the tensor whose element i (row-major, from `offset`) is normal number i."""
     (start, *starts), (size, *sizes) = box
     inner = math.prod(shape[1:])
-    whole = tuple(sizes) == shape[1:]
-    if whole or inner < BLOCK:  # contiguous, or rows so short that generating all is cheaper
+    if (
+        tuple(sizes) == shape[1:] or inner < BLOCK
+    ):  # contiguous, or rows so short that generating all is cheaper
         rows = numbers(offset + start * inner, size * inner).view(size, *shape[1:])
         return rows[(slice(None), *Box(tuple(starts), tuple(sizes)).slices)]
     rest = Box(tuple(starts), tuple(sizes))

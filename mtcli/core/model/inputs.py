@@ -1,4 +1,4 @@
-"""What a stage is given besides activations: the tokens of a micro-batch and where they stand."""
+"""The inputs of a stage besides activations: a micro-batch's tokens, positions, labels, masks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,10 +30,10 @@ class Cache:
 class Inputs:
     """One micro-batch of b sequences of s tokens; T = b * s tokens, sequence by sequence.
 
-    `positions` are the tokens' places in their sequence or document, `seen` says which keys of
-    their row they attend to. `numbers` are the tokens' global numbers, sample * seq_len + position
-    over the whole run, which index every dropout mask; None means no dropout. `weights` are those
-    of the labels' losses; None means 1 each.
+    `positions` count within a sequence or document; `attention_mask` says which keys of their row
+    tokens attend to. `numbers` are global token numbers, sample * seq_len + position over the run,
+    which index every dropout mask; None means no dropout. `weights` are those of the labels'
+    losses; None means 1 each.
     """
 
     tokens: Tensor  # [b, s] int64
@@ -41,8 +41,8 @@ class Inputs:
     labels: Tensor | None = None  # [b, s] int64
     weights: Tensor | None = None  # [b, s] float32
     numbers: Tensor | None = None  # [b, s] int64
-    seen: AttentionMask = AttentionMask()
-    mask: Tensor | None = None  # [b, s, s] bool, True may attend, in place of what `seen` says
+    attention_mask: AttentionMask = AttentionMask()
+    mask: Tensor | None = None  # [b, s, s] bool, True may attend, instead of `attention_mask`
     rotation: RotaryTable | None = None
     cache: Cache | None = None
     aux_scale: float = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
@@ -54,13 +54,13 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """All that a training step reads, in a fixed order; what there is none of is left out."""
-        optional = self.labels, self.weights, self.numbers, self.seen.documents
+        optional = self.labels, self.weights, self.numbers, self.attention_mask.documents
         given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
         return [x for x in given if x is not None]
 
     def clone(self) -> "Inputs":
         """The same, in memory of its own."""
-        optional = self.labels, self.weights, self.numbers, self.seen.documents
+        optional = self.labels, self.weights, self.numbers, self.attention_mask.documents
         labels, weights, numbers, documents = (None if x is None else x.clone() for x in optional)
         return replace(
             self,
@@ -69,7 +69,7 @@ class Inputs:
             labels=labels,
             weights=weights,
             numbers=numbers,
-            seen=AttentionMask(self.seen.causal, documents),
+            attention_mask=AttentionMask(self.attention_mask.causal, documents),
             rotation=self.rotation and RotaryTable(*(x.clone() for x in self.rotation)),
         )
 
@@ -86,13 +86,12 @@ def make_inputs(
 ) -> Inputs:
     """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation.
 
-    `documents` [b, s of whole rows] keep tokens from seeing other documents than their own. Where
-    nothing is `attended`, on a rank without blocks, there is no rotation. `others` are further
-    fields of `Inputs`.
+    `documents` [b, s of full rows] keep tokens from attending to other documents. Where nothing is
+    `attended`, on a rank without blocks, there is no rotation. `others` are further fields.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turned = attended and model.position == "rope"
     turns = rotary_table(model, positions, dtype) if turned else None
-    seen = AttentionMask(model.causal, documents)
-    return Inputs(tokens, positions, rotation=turns, seen=seen, **others)
+    mask = AttentionMask(model.causal, documents)
+    return Inputs(tokens, positions, rotation=turns, attention_mask=mask, **others)

@@ -76,8 +76,8 @@ class Router(nn.Module):
         if self.model.drop_scope == "sub_sequence":
             keeps = self._within_capacity((scores_TE * chosen)[None], chosen[None])[0]
         else:
-            whole = [self._whole_sequences(x, inputs) for x in (scores_TE * chosen, chosen)]
-            keeps = self._my_part(self._within_capacity(*whole))
+            full = [self._full_sequences(x, inputs) for x in (scores_TE * chosen, chosen)]
+            keeps = self._my_part(self._within_capacity(*full))
         return keeps.gather(1, experts)
 
     def _within_capacity(self, scores_bsE: Tensor, chosen_bsE: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ class Router(nn.Module):
         # Equal tokens, as in a run of spaces, have equal scores but for rounding, which depends on
         # the layout. So scores are compared to 16 bits, and of equal ones the earlier wins.
         scores = (scores_bsE * 2.0**16).round().masked_fill(chosen_bsE == 0, -1.0)
-        place = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        return (place < limit) & (chosen_bsE > 0)
+        rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        return (rank < limit) & (chosen_bsE > 0)
 
-    def _whole_sequences(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
+    def _full_sequences(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
         """[T, E] of every rank that shares these sequences -> [b, s, E] in order of position."""
         groups, (b, n) = self.build.groups, inputs.shape
         axis = groups.axes["sequence"] if self.build.sequence_parallel else groups.cp
@@ -117,9 +117,9 @@ class Router(nn.Module):
                 scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
             chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
             rows = self.build.my_tokens(_sequence_of(inputs)) if inputs.shape[0] > 1 else None
-            whole = m.aux_loss_coeff * self._balance(scores_TE, chosen, None, inputs)
+            batch = m.aux_loss_coeff * self._balance(scores_TE, chosen, None, inputs)
             each = m.sequence_aux_loss_coeff * self._balance(scores_TE, chosen, rows, inputs)
-            total = total + whole + each
+            total = total + batch + each
         return total
 
     def _balance(

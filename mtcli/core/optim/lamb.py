@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from mtcli.core.parallel.ownership import Ownership, WholeSums
+from mtcli.core.parallel.ownership import GlobalSums, Ownership
 from mtcli.kernels.lamb import (
     lamb_moments_,
     lamb_moments_reference_,
@@ -28,7 +28,7 @@ class Lamb:
         self, names: Iterable[str], ownership: Ownership, bounds: tuple[float, float]
     ) -> None:
         """`bounds` are the least and the largest trust ratio of norms that are not 0."""
-        self.whole, self.bounds = WholeSums(names, ownership), bounds
+        self.global_sums, self.bounds = GlobalSums(names, ownership), bounds
 
     def __call__(
         self,
@@ -39,8 +39,8 @@ class Lamb:
     ) -> None:
         """One update in place, by our kernels where `packed` is given."""
         if packed is None:
-            squares = self.whole(lamb_moments_reference_(parts, gradients, update))
+            squares = self.global_sums(lamb_moments_reference_(parts, gradients, update))
             lamb_step_reference_(parts, trust_ratios(squares, self.bounds), update)
         else:
-            squares = self.whole(lamb_moments_(packed, parts, gradients, update))
+            squares = self.global_sums(lamb_moments_(packed, parts, gradients, update))
             lamb_step_(packed, parts, trust_ratios(squares, self.bounds), update)

@@ -1,7 +1,7 @@
-"""What an optimizer keeps: float32 masters, two moments, and weights rounded from the masters.
+"""Optimizer state: float32 master weights, two moments, and weights rounded from the masters.
 
-Parameters of 16 bits have a float32 master that the update is made on and that they are rounded
-from; wider ones are their own master. How an update is made is a rule's: `adamw`, or a `Lamb`.
+Parameters of 16 bits have a float32 master that is updated and that they are rounded from; wider
+ones are their own master. How an update is made is a rule's: `adamw`, or a `Lamb`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ UpdateRule = Callable[[OptimizerTensors, Sequence[Tensor], OptimizerStep, Tensor
 
 
 class Optimizer:
-    """The optimizer of the parts of parameters that this rank updates, by canonical name."""
+    """The optimizer of the owned rows of parameters, by canonical name."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Optimizer:
         self.rule: UpdateRule = adamw
         if config.name == "lamb":
             self.rule = Lamb(self.named, ownership, config.trust_bounds)
-        held = (*self.masters.values(), *self.named.values())
+        tensors = (*self.masters.values(), *self.named.values())
         alike = len({part.dtype for part in self.named.values()}) == 1
-        self.by_kernels = alike and all(runs_triton(x) and x.is_contiguous() for x in held)
+        self.by_kernels = alike and all(runs_triton(x) and x.is_contiguous() for x in tensors)
         self.packed: TensorTable | None = None
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What attention sees: which keys each query of a row may look at."""
+"""Attention masks: which keys each query of a row attends to."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,28 +11,28 @@ from mtcli.kernels.attention.tiles import KeyRanges
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """With `causal` no key that comes later, with `documents` none of another document.
+    """Masks later keys with `causal`, and keys of other documents with `documents`.
 
-    `documents` [b, s] integers, ascending along a row, are those of whole rows on every context
-    parallel rank: so the documents of another rank's keys are known without asking it.
+    `documents` [b, s] integers, ascending along a row, are those of full rows on every context
+    parallel rank: so the documents of another rank's keys need no exchange.
     """
 
     causal: bool = True
     documents: Tensor | None = None
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """bool [b or 1, 1, n, m] for places in the row [n] and [m]; None where all are seen."""
-        seen = None
+        """bool [b or 1, 1, n, m] for positions in the row [n] and [m]; None masks nothing."""
+        visible = None
         if self.documents is not None:
             same = self.documents[:, queries, None] == self.documents[:, None, keys]
-            seen = same[:, None]
+            visible = same[:, None]
         if self.causal:
             past = queries[:, None] >= keys
-            seen = past[None, None] if seen is None else seen & past
-        return seen
+            visible = past[None, None] if visible is None else visible & past
+        return visible
 
     def spans(self, queries: Tensor, keys: Tensor) -> KeyRanges:
-        """The same as an interval of the keys for each query; places ascend."""
+        """The same as an interval of the keys for each query; positions ascend."""
         if self.documents is None:
             first, end = torch.zeros_like(queries)[None], torch.full_like(queries, len(keys))[None]
         else:
@@ -46,7 +46,7 @@ class AttentionMask:
     @cached_property
     def lengths(self) -> list[list[int]]:
         """The tokens of each document, row by row. Asked of one micro-batch by every layer."""
-        assert self.documents is not None, "a row without documents is not cut"
+        assert self.documents is not None, "there are documents"
         rows = self.documents.cpu()
         return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in rows]
 

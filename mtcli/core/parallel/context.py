@@ -1,6 +1,6 @@
-"""Context parallelism: each rank holds part of every sequence, and attention sees all of it.
+"""Context parallelism: each rank has a shard of every sequence, and attention sees all of it.
 
-A sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r (zigzag), so that
+A sequence is split into 2 * cp chunks and rank r has chunks r and 2 * cp - 1 - r (zigzag), so that
 under a causal mask every rank has the same work. b sequences, h query heads, g groups, n local
 tokens (half early, half late), d head width.
 """
@@ -37,7 +37,7 @@ def zigzag(seq_len: int, axis_size: int, rank: int) -> Tensor:
 
 
 def attention_over(mode: str) -> Attend:
-    """Attention over a context cut by `zigzag`, in one of three ways.
+    """Attention over a context sharded by `zigzag`, in one of three ways.
 
     Each takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens, the axis and what a query
     sees, and gives [b, h, n, d].
@@ -53,45 +53,45 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     return parts[sequence_order(parts.shape[0], axis)].transpose(0, 2)
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
+def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
     if axis.size == 1:
-        return _whole(q, k, v, seen)
-    return _Ring.apply(q, torch.stack([k, v]), axis, seen)
+        return _local(q, k, v, masking)
+    return _Ring.apply(q, torch.stack([k, v]), axis, masking)
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
+def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
     if axis.size == 1:
-        return _whole(q, k, v, seen)
+        return _local(q, k, v, masking)
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
     mine = zigzag(k.shape[2], axis.size, axis.rank).to(q.device)
     keys = torch.arange(k.shape[2], device=q.device)
     if runs_triton(q):
-        return flash_attention(q, k, v, seen.spans(mine, keys))
-    mask = seen.mask(mine, keys)
+        return flash_attention(q, k, v, masking.spans(mine, keys))
+    mask = masking.mask(mine, keys)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
-    """Ulysses (arXiv:2309.14509): whole sequences for 1/cp of the heads, and back."""
+def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
+    """Ulysses (arXiv:2309.14509): full sequences for 1/cp of the heads, and back."""
     if axis.size == 1:
-        return _whole(q, k, v, seen)
-    mixed = _whole(*(_to_heads(x, axis) for x in (q, k, v)), seen)
+        return _local(q, k, v, masking)
+    mixed = _local(*(_to_heads(x, axis) for x in (q, k, v)), masking)
     return _to_tokens(mixed, axis)
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask) -> Tensor:
-    """Attention of whole rows [b, h, s, d]; on CPU of documents one by one, without a mask."""
-    if seen.documents is None:
-        return sdpa(q, k, v, seen.causal)
+def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
+    """Attention of full rows [b, h, s, d]; on CPU of documents one by one, without a mask."""
+    if masking.documents is None:
+        return sdpa(q, k, v, masking.causal)
     if runs_triton(q):
-        places = torch.arange(q.shape[2], device=q.device)
-        return flash_attention(q, k, v, seen.spans(places, places))
-    lengths = [length for row in seen.lengths for length in row]
+        positions = torch.arange(q.shape[2], device=q.device)
+        return flash_attention(q, k, v, masking.spans(positions, positions))
+    lengths = [length for row in masking.lengths for length in row]
     tokens = (x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v))  # [n, h, d] each
-    parts = [_document(*qkv, seen.causal) for qkv in zip(*tokens, strict=True)]
+    parts = [_document(*qkv, masking.causal) for qkv in zip(*tokens, strict=True)]
     return torch.cat(parts).unflatten(0, (len(q), -1)).transpose(1, 2)
 
 
@@ -106,8 +106,8 @@ def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     b, h, n, d = x.shape
     sent = x.view(b, axis.size, h // axis.size, n, d).transpose(0, 1)
     parts = all_to_all(sent.contiguous(), axis)  # [cp of the sender, b, h / cp, n, d]
-    whole = parts.permute(1, 2, 0, 3, 4).reshape(b, h // axis.size, axis.size * n, d)
-    return whole[:, :, sequence_order(whole.shape[2], axis)]
+    full = parts.permute(1, 2, 0, 3, 4).reshape(b, h // axis.size, axis.size * n, d)
+    return full[:, :, sequence_order(full.shape[2], axis)]
 
 
 def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
@@ -128,21 +128,21 @@ def sequence_order(seq_len: int, axis: Axis) -> Tensor:
 class _Ring(torch.autograd.Function):
     """Partial attention against one rank's keys at a time, merged by log-sum-exp.
 
-    Of another rank's block a causal mask leaves a rectangle: all queries see the early half of an
-    earlier rank's keys, and the late half of the queries sees all of a later rank's. Full attention
-    sees the square.
+    Of another rank's block a causal mask leaves half: all queries see the early half of an earlier
+    rank's keys, and the late half of the queries sees all of a later rank's. Full attention sees
+    all of it.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis, seen: AttentionMask) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
         """q [b, h, n, d], kv [2, b, g, n, d] -> [b, h, n, d]."""
         wide = torch.promote_types(q.dtype, torch.float32)
         mixed = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
         block = kv
-        for hop in range(axis.size):
-            coming = RingShift(block, axis) if hop + 1 < axis.size else None
-            if met := _meeting(q, hop, axis, seen):
+        for step in range(axis.size):
+            coming = RingShift(block, axis) if step + 1 < axis.size else None
+            if met := _meeting(q, step, axis, masking):
                 at, keys, causal, mask = met
                 k, v = block[:, :, :, keys]
                 part, part_lse = attention(q[:, :, at], k, v, causal, mask)
@@ -150,7 +150,7 @@ class _Ring(torch.autograd.Function):
             block = coming.wait() if coming else block
         out = mixed.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
-        ctx.axis, ctx.seen = axis, seen
+        ctx.axis, ctx.masking = axis, masking
         return out
 
     @staticmethod
@@ -160,15 +160,15 @@ class _Ring(torch.autograd.Function):
         axis, grad = ctx.axis, grad.contiguous()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         block, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
-        for hop in range(axis.size):
-            coming = RingShift(block, axis) if hop + 1 < axis.size else None
-            if met := _meeting(q, hop, axis, ctx.seen):
+        for step in range(axis.size):
+            coming = RingShift(block, axis) if step + 1 < axis.size else None
+            if met := _meeting(q, step, axis, ctx.masking):
                 at, keys, causal, mask = met
                 saved = q[:, :, at], *block[:, :, :, keys], out[:, :, at]
                 parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal, mask)
                 dq[:, :, at] += parts[0]
                 dkv[:, :, :, keys] += torch.stack(parts[1:])
-                del parts  # before the next hop's are there
+                del parts  # before the next step's are there
             dkv = RingShift(dkv, axis).wait()
             block = coming.wait() if coming else block
         return dq.to(q.dtype), dkv.to(kv.dtype), None, None
@@ -183,29 +183,29 @@ class _Meeting(NamedTuple):
     mask: Tensor | KeyRanges | None
 
 
-def _meeting(q: Tensor, hop: int, axis: Axis, seen: AttentionMask) -> _Meeting | None:
-    """What this rank computes with the keys of rank - hop; None where no query sees a key.
+def _meeting(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Meeting | None:
+    """What this rank computes with the keys of rank - step; None where no query sees a key.
 
-    A GPU is not asked whether one does: its kernel skips what is not seen.
+    A GPU is not asked whether one does: its kernel skips what is not masking.
     """
     tokens, square = q.shape[2], (slice(None), slice(None))
-    queries, keys = _rectangle(tokens, hop, axis) if seen.causal else square
-    if seen.documents is None:
-        return _Meeting(queries, keys, seen.causal and hop == 0, None)
-    ranks = axis.rank, (axis.rank - hop) % axis.size
-    device = seen.documents.device
+    queries, keys = _visible_half(tokens, step, axis) if masking.causal else square
+    if masking.documents is None:
+        return _Meeting(queries, keys, masking.causal and step == 0, None)
+    ranks = axis.rank, (axis.rank - step) % axis.size
+    device = masking.documents.device
     mine, theirs = (zigzag(tokens * axis.size, axis.size, rank).to(device) for rank in ranks)
     if runs_triton(q):
-        return _Meeting(queries, keys, False, seen.spans(mine[queries], theirs[keys]))
-    mask = seen.mask(mine[queries], theirs[keys])
+        return _Meeting(queries, keys, False, masking.spans(mine[queries], theirs[keys]))
+    mask = masking.mask(mine[queries], theirs[keys])
     assert mask is not None, "documents make a mask"
     return _Meeting(queries, keys, False, mask) if mask.any() else None
 
 
-def _rectangle(tokens: int, hop: int, axis: Axis) -> tuple[slice, slice]:
-    """(queries, keys) that see each other causally when this rank meets the keys of rank - hop."""
-    if hop == 0:
+def _visible_half(tokens: int, step: int, axis: Axis) -> tuple[slice, slice]:
+    """(queries, keys) that see each other causally when this rank meets the keys of rank - step."""
+    if step == 0:
         return slice(None), slice(None)
-    if hop <= axis.rank:  # an earlier rank
+    if step <= axis.rank:  # an earlier rank
         return slice(None), slice(0, tokens // 2)
     return slice(tokens // 2, None), slice(None)

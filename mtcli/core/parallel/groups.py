@@ -18,8 +18,8 @@ from mtcli.core.parallel.transport.process_group import Transport, transport_bet
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
 # Every set of axes along which something is exchanged. Those that hold the same ranks share a
-# group, but for pipeline hops, which use one per direction, because on NCCL a forward and a
-# backward hop on one communicator can wait for each other.
+# group, but for pipeline p2p, which uses one per direction: on NCCL a forward and a backward
+# transfer on one communicator can wait for each other.
 AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -33,7 +33,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "pp_forward": ("pp",),
     "pp_backward": ("pp",),
 }
-HOPS = ("pp_forward", "pp_backward")
+P2P = ("pp_forward", "pp_backward")
 
 
 class Axis(NamedTuple):
@@ -96,8 +96,8 @@ class Groups:
 
 def world_axis(rank: int, world: int, recorder: FlightRecorder) -> Axis:
     """Every rank, for what is exchanged before there is a layout: objects, and no tensors."""
-    whole = dist.group.WORLD if world > 1 else None
-    return Axis("world", tuple(range(world)), rank, whole, recorder)
+    group = dist.group.WORLD if world > 1 else None
+    return Axis("world", tuple(range(world)), rank, group, recorder)
 
 
 def make_groups(
@@ -120,7 +120,7 @@ def make_groups(
         known = {(world.ranks,): axes["world"]}
         for name, groups in lists.items():
             same = tuple(tuple(ranks) for ranks in groups)
-            axis = None if name in HOPS else known.get(same)
+            axis = None if name in P2P else known.get(same)
             if axis is None:
                 axis = _connected(_axis(name, groups, world, timeout), timeout + LATER)
                 known.setdefault(same, axis)

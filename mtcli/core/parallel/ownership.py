@@ -1,7 +1,4 @@
-"""Who sums, keeps and answers for each parameter on this rank, by `mesh.sharding`.
-
-Sums over whole parameters, of which each rank holds some parts.
-"""
+"""Which rows of each parameter this rank owns, and over which ranks its gradients are summed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,13 +17,13 @@ HEAD = "head.weight"  # in the table where it is not
 
 
 class OwnedShard(NamedTuple):
-    """The memory that a rank keeps of a parameter: `tensor` is some of the stored rows."""
+    """A rank's memory of a parameter: `tensor` is some of the stored rows."""
 
     tensor: Tensor
     rows: slice
 
     def blocks(self, described: Parameter, groups: Groups) -> Iterator[tuple[Box, Tensor]]:
-        """The rectangles of the global tensor that are here, and a view of each."""
+        """The boxes of the global tensor that are in this shard, and a view of each."""
         for rows, box in described.row_boxes(groups.layout, groups.rank, self.rows):
             yield box, self.tensor[rows].view(box.size)
 
@@ -42,7 +39,7 @@ def unsharded(stages: Mapping[int, nn.Module]) -> dict[str, OwnedShard]:
 
 @dataclass(frozen=True)
 class Ownership:
-    """What a rank has to do with each parameter; `shard` cuts ownership over data ranks."""
+    """What a rank has to do with each parameter; `shard` shards ownership over data ranks."""
 
     groups: Groups
     table: Mapping[str, Parameter]
@@ -58,16 +55,16 @@ class Ownership:
         return self.table[name].gradient_axes(self.groups.layout, self.sequence_parallel)
 
     def owner_axes(self, name: str) -> tuple[str, ...]:
-        """The axes over which the optimizer state of a parameter is cut."""
+        """The axes over which a parameter's optimizer state is sharded."""
         layout, parallel = self.groups.layout, self.sequence_parallel
         return sharding.owner_axes(self.table[name], layout, parallel) if self.shard else ()
 
     def owners(self, name: str) -> Axis:
-        """The ranks that share a parameter's rows; this rank alone where they are not cut."""
+        """The ranks that share a parameter's rows; this rank alone where they are not sharded."""
         return self.groups.over(self.owner_axes(name))
 
     def rest(self, name: str) -> Axis:
-        """The ranks over which owners have to sum what they keep."""
+        """The reduction group that is left after the reduce-scatter to owners."""
         left = set(self.summed_over(name)) - set(self.owner_axes(name))
         return self.groups.over(tuple(left))
 
@@ -96,16 +93,16 @@ def owned_rows(rows: int, owners: Axis) -> slice:
     return sharding.owned_rows(rows, owners.rank, owners.size)
 
 
-class WholeSums:
-    """Adds up what ranks have summed over their parts of each parameter.
+class GlobalSums:
+    """All-reduces what ranks have summed over their shards of each parameter.
 
-    A part that several ranks hold counts on the one that answers for it, as it does in the gradient
-    norm, so a tied embedding's second copy gets the sums of the first. One all-reduce of the world
-    does, of a row for every trained parameter of the model.
+    A replicated shard counts on the rank that answers for it, as in the gradient norm, so a tied
+    embedding's second copy gets the sums of the first. It is one all-reduce of the world, of a row
+    for every trained parameter of the model.
     """
 
     def __init__(self, names: Iterable[str], ownership: Ownership) -> None:
-        """`names` are the parameters that this rank has parts of."""
+        """`names` are the parameters that this rank has shards of."""
         trained = (name for name, parameter in ownership.table.items() if parameter.trained)
         row_of, here = {name: row for row, name in enumerate(trained)}, list(names)
         self.world, device = ownership.groups.world, ownership.groups.device
@@ -115,7 +112,7 @@ class WholeSums:
         self.num_rows = len(row_of)
 
     def __call__(self, sums: Tensor) -> Tensor:
-        """[this rank's names, k] of its parts -> float64 of the whole parameters. Collective."""
+        """[this rank's names, k] of its shards -> float64 of the global parameters. Collective."""
         every = self.counts.new_zeros(self.num_rows, sums.shape[1])
         every[self.rows] = sums.to(self.counts) * self.counts
         return all_reduce(every, self.world)[self.rows]

@@ -1,9 +1,9 @@
 """Pipeline parallelism: runs this rank's ops of a Schedule, whatever the schedule.
 
-A need that sits on another rank is the send and the receive. pp = 1 is gradient accumulation by the
-same code. T tokens, D hidden: a hop carries x_TD as the stage holds it; without sequence
-parallelism, where every tp rank holds the same [T, D], each sends 1/tp of it and the receivers
-gather (PTD-P's scatter/gather, arXiv:2104.04473, section 4.1).
+A need on another rank is the send and the receive. pp = 1 is gradient accumulation by the same
+code. T tokens, D hidden: p2p sends x_TD as the stage has it. Without sequence parallelism, where tp
+ranks replicate [T, D], each sends 1/tp of it and the receivers all-gather (PTD-P's scatter/gather,
+arXiv:2104.04473, section 4.1).
 """
 
 from collections import deque
@@ -21,13 +21,13 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.zero_bubble import WeightStep
 from mtcli.core.schedule.ops import Op, Schedule, needs
 
-SENT_AHEAD = 1  # of a forward pass: it travels while the next micro-batch's is computed
+SENT_AHEAD = 1  # activations of a forward pass, sent while the next micro-batch is computed
 
 Given = TypeVar("Given")
 
 
 class StageModule(Protocol[Given]):
-    """One stage of the model; Given is what it reads besides activations."""
+    """A stage of the model; Given is what it reads besides activations."""
 
     build: LayerFactory
 
@@ -39,7 +39,7 @@ class StageModule(Protocol[Given]):
 
 
 class OpSpan(NamedTuple):
-    """When an op ran on this rank, by the pipeline's clock; waiting for others is not in it."""
+    """When an op ran on this rank, by the pipeline's clock, without waiting for others."""
 
     op: Op
     start: float
@@ -47,7 +47,7 @@ class OpSpan(NamedTuple):
 
 
 class ActivationFormat(NamedTuple):
-    """How activations travel: dtype, columns, and whether tp ranks hold the same ones."""
+    """How activations are sent: dtype, columns, and whether tp ranks replicate them."""
 
     dtype: torch.dtype
     columns: int
@@ -66,7 +66,7 @@ class Pipeline(Generic[Given]):
     ) -> None:
         self.stages, self.schedule = stages, schedule
         self.ops = schedule.ops[groups.pp_rank]
-        self.hops = _Hops(schedule, groups, format)
+        self.p2p = _P2P(schedule, groups, format)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
         self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # each op
         self.spans: list[OpSpan] = []
@@ -94,7 +94,7 @@ class Pipeline(Generic[Given]):
             self.current = op
             with self.around(op):
                 actions[op.kind](op)
-        self.hops.wait()
+        self.p2p.wait()
         self.spans = run.spans
         return run.total_loss()
 
@@ -105,14 +105,13 @@ class Pipeline(Generic[Given]):
         tokens: int,
         take: Callable[[Tensor, Given], object],
     ) -> None:
-        """Forwards alone. On the last stage's rank `take` is called with the activations and inputs
-        of each micro-batch, in order; of no other micro-batch is anything alive then but what is on
-        its way to a stage.
+        """Runs forwards alone. On the last stage's rank `take` is called with each micro-batch's
+        activations and inputs, in order; other micro-batches are alive only while they are sent.
         """
         run = _Step(self, load, tokens, 0.0)
         for op in self.ops:
             run.infer(op, take)
-        self.hops.wait()
+        self.p2p.wait()
         self.spans = run.spans
 
 
@@ -122,7 +121,7 @@ class _Step(Generic[Given]):
     def __init__(
         self, pipeline: Pipeline[Given], load: Callable[[int], Given], tokens: int, scale: float
     ) -> None:
-        self.stages, self.hops, self.scale = pipeline.stages, pipeline.hops, scale
+        self.stages, self.p2p, self.scale = pipeline.stages, pipeline.p2p, scale
         self.last_stage = pipeline.schedule.num_stages - 1
         self.load, self.tokens, self.clock = load, tokens, pipeline.clock
         self.loaded: dict[int, Given] = {}
@@ -132,7 +131,7 @@ class _Step(Generic[Given]):
         self.spans: list[OpSpan] = []
 
     def forward(self, op: Op) -> None:
-        """F: activations in, activations (or the loss) out, both kept for B."""
+        """F: activations in, activations (or the loss) out, both alive until B."""
         x = self._activations(op)
         if x is not None:
             x.requires_grad_()
@@ -142,7 +141,7 @@ class _Step(Generic[Given]):
             total, y = self.stages[op.stage].loss(y, inputs, self.scale)
             self.losses.append(total)
         else:
-            self.hops.send(op, y.detach())
+            self.p2p.send(op, y.detach())
         self.saved[op.micro_batch, op.stage] = (x, y)
         self.spans.append(OpSpan(op, start, self.clock()))
 
@@ -153,7 +152,7 @@ class _Step(Generic[Given]):
         """
         gradient = None
         if op.stage < self.last_stage:
-            gradient = self.hops.receive(needs(op, self.last_stage + 1)[1], self.tokens)
+            gradient = self.p2p.receive(needs(op, self.last_stage + 1)[1], self.tokens)
         x, y = self.saved.pop((op.micro_batch, op.stage))
         start = self.clock()
         if op.kind == "B":
@@ -164,7 +163,7 @@ class _Step(Generic[Given]):
             self.weight_work[op.micro_batch, op.stage] = work
         if x is not None:
             assert x.grad is not None, f"{op} left no gradient for the stage before"
-            self.hops.send(op, x.grad)
+            self.p2p.send(op, x.grad)
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def weights(self, op: Op) -> None:
@@ -172,7 +171,7 @@ class _Step(Generic[Given]):
         start = self.clock()
         work = self.weight_work.pop((op.micro_batch, op.stage))
         while work:
-            work.pop(0)()  # which is let go of when it has run
+            work.pop(0)()  # freed once it has run
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def infer(self, op: Op, take: Callable[[Tensor, Given], object]) -> None:
@@ -184,8 +183,8 @@ class _Step(Generic[Given]):
         if op.stage == self.last_stage:
             take(y, inputs)
         else:
-            self.hops.limit_sending()
-            self.hops.send(op, y)
+            self.p2p.limit_sending()
+            self.p2p.send(op, y)
 
     def total_loss(self) -> float:
         """The sum of the losses of every micro-batch, 0 on ranks without the last stage."""
@@ -194,10 +193,10 @@ class _Step(Generic[Given]):
     def _activations(self, op: Op) -> Tensor | None:
         if op.stage == 0:
             return None
-        return self.hops.receive(needs(op, self.last_stage + 1)[0], self.tokens)
+        return self.p2p.receive(needs(op, self.last_stage + 1)[0], self.tokens)
 
     def _inputs(self, op: Op) -> Given:
-        """A micro-batch's inputs, let go of by the last of this rank's stages that reads them."""
+        """A micro-batch's inputs, freed by the last of this rank's stages that reads them."""
         micro_batch = op.micro_batch
         if micro_batch not in self.loaded:
             self.loaded[micro_batch] = self.load(micro_batch)
@@ -207,7 +206,7 @@ class _Step(Generic[Given]):
 
 
 class _Sent(NamedTuple):
-    """What is on its way to a pipeline rank, whose op number `taker` takes it."""
+    """A send in flight to a pipeline rank, whose op number `taker` consumes it."""
 
     pending: Pending
     part: Tensor
@@ -215,11 +214,11 @@ class _Sent(NamedTuple):
     taker: int
 
 
-class _Hops:
-    """Results that travel between stages: handed over on this rank, or sent and received.
+class _P2P:
+    """Passes results between stages: on this rank by reference, to others by send and receive.
 
-    A receiver takes messages in the order in which the sender's ops produce them and keeps those
-    that come early, so any schedule without a deadlock works over first-in first-out channels.
+    A receiver takes messages in the order in which the sender's ops produce them and stores early
+    ones, so any schedule without a deadlock works over first-in first-out channels.
     """
 
     def __init__(self, schedule: Schedule, groups: Groups, format: ActivationFormat) -> None:
@@ -229,11 +228,11 @@ class _Hops:
         self.me, self.device = groups.pp_rank, groups.device
         self.arrived: dict[Op, Tensor] = {}
         self.sending: list[_Sent] = []
-        self.places = [{op: place for place, op in enumerate(ops)} for ops in schedule.ops]
+        self.order = [{op: number for number, op in enumerate(ops)} for ops in schedule.ops]
         self.expected: dict[tuple[str, int], deque[Op]] = {}
 
     def send(self, op: Op, x: Tensor) -> None:
-        """Gives an op's result to the op that needs it."""
+        """Sends an op's result to the op that needs it."""
         peer = self._receiver(op)
         if peer == self.me:
             self.arrived[op] = x
@@ -241,7 +240,7 @@ class _Hops:
         part = self._my_part(x)
         pending = start_send(part, self.axes[op.kind], peer, str(op))
         taker = op._replace(stage=self._next_stage(op))
-        self.sending.append(_Sent(pending, part, peer, self.places[peer][taker]))
+        self.sending.append(_Sent(pending, part, peer, self.order[peer][taker]))
 
     def receive(self, op: Op, tokens: int) -> Tensor:
         """The result of an op, once it is there."""
@@ -251,23 +250,23 @@ class _Hops:
         while op not in self.arrived:
             next_op = self.expected[op.kind, sender].popleft()
             self.arrived[next_op] = self._receive(next_op, sender, tokens)
-        self._forget_sent(sender, self.places[sender][op])
+        self._free_sent(sender, self.order[sender][op])
         return self.arrived.pop(op)
 
-    def _forget_sent(self, peer: int, place: int) -> None:
-        """Lets go of what has left: all that ops of a peer before that place have taken, and what
-        the backend says (gloo says nothing before it is waited for)."""
+    def _free_sent(self, peer: int, number: int) -> None:
+        """Frees send buffers: those that a peer's ops before that number have consumed, and those
+        that the backend reports complete (gloo reports none before a wait)."""
         left = []
         for one in self.sending:
-            if one.peer == peer and one.taker < place:
+            if one.peer == peer and one.taker < number:
                 one.pending.wait()
             elif not one.pending.is_completed():
                 left.append(one)
         self.sending = left
 
     def limit_sending(self) -> None:
-        """Waits until SENT_AHEAD messages are on their way, the oldest first. For forwards alone:
-        no gradient comes back, by which a sender would know what its peers have taken."""
+        """Waits until SENT_AHEAD sends are in flight, the oldest first. For forwards alone: no
+        gradient comes back, by which a sender would know what its peers have consumed."""
         while len(self.sending) > SENT_AHEAD:
             self.sending.pop(0).pending.wait()
 

@@ -210,7 +210,7 @@ class ChunkedLoss(torch.autograd.Function):
             parts.append(losses_C)
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
             of_x[rows] = matmul(logits_CV, weight_VD)
-            of_weight = _with_product(of_weight, logits_CV, x_TD[rows], len(x_TD))
+            of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
             del logits_CV  # before the next chunk's are made
         assert of_weight is not None, "a micro-batch has tokens"
         ctx.save_for_backward(of_x, of_weight)
@@ -245,7 +245,7 @@ def chunks(x_TD: Tensor, weight_VD: Tensor) -> list[slice]:
     return [slice(i, min(i + step, len(x_TD))) for i in range(0, len(x_TD), step)]
 
 
-def _with_product(total: Tensor | None, g_CV: Tensor, x_CD: Tensor, tokens: int) -> Tensor:
+def _add_gemm(total: Tensor | None, g_CV: Tensor, x_CD: Tensor, tokens: int) -> Tensor:
     """total + g^T x, in float32 at least where there are other chunks."""
     wide = torch.promote_types(x_CD.dtype, torch.float32)
     if total is None and len(x_CD) == tokens:

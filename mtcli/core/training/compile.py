@@ -1,4 +1,4 @@
-"""Blocks compiled by torch.compile: what lies between two products becomes a few fused loops.
+"""Blocks compiled by torch.compile: operations between two GEMMs become a few fused loops.
 
 The collectives of tensor parallel layers are part of a block's graph. All else that talks to other
 ranks, reads a tensor's values on the host, or depends on the layer's number (such as dropout's key)

@@ -1,7 +1,7 @@
-"""The record of consumed samples: which data a run has drawn its samples from, how far, and what it passed over.
+"""The record of consumed samples: from which data a run drew them, how many, and which it skipped.
 
-A checkpoint holds it, so that a resumed run goes on with the same data or says that it cannot. It
-depends on no layout: samples are numbered over the whole run.
+A checkpoint holds it, so that a resumed run continues with the same data or says that it cannot. It
+depends on no layout: samples are numbered over the run.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from mtcli.core.data.loader import Batches
 
 
 class ConsumedSamples:
-    """The record of a run that goes on. The same on every rank."""
+    """The consumed samples of a run under way. The same on every rank."""
 
     def __init__(self, config: RunConfig, batches: Batches) -> None:
         self.batches, self.batch = batches, config.batch
@@ -69,13 +69,13 @@ class ConsumedSamples:
             self.consumed = consumed
 
     def _source(self, number: int) -> DatasetRecord:
-        whole, part = self.hashes[number]
+        sha256, sample_hash = self.hashes[number]
         tokens = self.samples[number] * self.batch.seq_len
         return DatasetRecord(
             prefix=self.batches.prefixes[number],
             weight=self.weights[number],
-            sha256=whole,
-            sampled=part,
+            sha256=sha256,
+            sampled=sample_hash,
             samples=self.samples[number],
             epoch=tokens // self.batches.tokens[number],
         )

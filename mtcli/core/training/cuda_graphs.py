@@ -15,19 +15,19 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.pipeline import OpSpan, Pipeline
 from mtcli.core.sync.strategy import Strategy
 
-WARM_UPS = 2  # kernels are chosen and compiled, and libraries take their memory, in the first run
+WARM_UPS = 2  # the first run chooses and compiles kernels, and libraries allocate in it
 
 Run = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """What records the work of a function."""
+    """Records the work of a function."""
 
     def warm_up(self) -> AbstractContextManager[None]:
-        """What to run in before anything is recorded."""
+        """The context of runs before anything is recorded."""
 
     def record(self, run: Run) -> Run:
-        """What does `run`'s work when called; it has not been done by then, but noted."""
+        """Records `run` without doing its work; returns what does it when called."""
 
 
 class CudaGraphs:
@@ -53,7 +53,7 @@ class CudaGraphs:
         return graph.replay
 
 
-class GraphedPipeline:
+class CudaGraphPipeline:
     """Runs a Pipeline of one rank and one stage, micro-batch by micro-batch, from recordings."""
 
     def __init__(self, pipeline: Pipeline[Inputs], strategy: Strategy, recorder: Recorder) -> None:

@@ -43,7 +43,7 @@ def train(
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
-    with _held(config, resume, world):
+    with _locked(config, resume, world):
         start = starting_point(config, init, world)
         if start.step >= config.train.steps:
             if world.rank == 0:
@@ -54,7 +54,7 @@ def train(
 
 
 @contextmanager
-def _held(config: RunConfig, resumes: bool, world: Axis) -> Iterator[None]:
+def _locked(config: RunConfig, resumes: bool, world: Axis) -> Iterator[None]:
     """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused."""
     with ExitStack() as stack:
 

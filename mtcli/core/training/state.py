@@ -1,7 +1,7 @@
 """The state of a run: where it starts, how a checkpoint captures it, and how it is restored.
 
 Weights, optimizer and strategy state go as shards, each rank its own boxes. Counters, loss scale
-and consumed samples go into the manifest's `extra`. Any layout restores what any has captured.
+and consumed samples go into the manifest's `extra`. Any layout restores what any other captured.
 """
 
 from operator import attrgetter
@@ -94,7 +94,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunProgress:
-    """How far a run has come, and with which data where there is a ledger of it."""
+    """How far a run has come, and with which data where that is recorded."""
     return RunProgress(
         consumed_samples=trainer.consumed_samples,
         updates=trainer.optimizer.updates,
@@ -153,7 +153,7 @@ def load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Restores a run's checkpoint but its sample ledger, whatever layout and precision wrote it.
+    """Restores a run's checkpoint but its consumed samples, whatever layout and precision wrote it.
 
     Master weights are lost in no precision; one that a checkpoint of fp32 lacks is the weight
     itself. Strategy state that it lacks, of another method, starts at zero. Raises MtcliError where

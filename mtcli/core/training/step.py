@@ -1,7 +1,7 @@
 """One training step, as data flows: batch, forward, backward, reduce, clip, update.
 
-The same code runs one process and thousands: what is cut over ranks is decided by the layout, and
-this file only names what happens to a step.
+The same code runs one process and thousands: the layout decides what is sharded over ranks, and
+this file only names what happens in a step.
 """
 
 import math
@@ -28,9 +28,9 @@ from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only, schedule_for
-from mtcli.core.sync.methods import builds_on_meta, strategy_for
+from mtcli.core.sync.methods import allocates_shards, strategy_for
 from mtcli.core.training.compile import compile_blocks, compiler_errors
-from mtcli.core.training.cuda_graphs import CudaGraphs, GraphedPipeline
+from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader
 
 
@@ -69,11 +69,12 @@ class Trainer:
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self.config = config
         self.layout = ParallelLayout.of(config.parallel, runtime.world)
-        place, timeout = (runtime.rank, runtime.device), config.train.timeout
-        self.groups = make_groups(self.layout, *place, timeout, runtime.recorder)
+        self.groups = make_groups(
+            self.layout, runtime.rank, runtime.device, config.train.timeout, runtime.recorder
+        )
         b, p = config.batch, config.parallel
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
-        self.stages = build_stages(config, self.groups, builds_on_meta(config, self.layout))
+        self.stages = build_stages(config, self.groups, allocates_shards(config, self.layout))
         self.strategy = strategy_for(config, self.stages, self.groups, self.dtype)
         if config.train.compile:
             compile_blocks(self.stages.values(), config.data.document_mask)
@@ -89,7 +90,7 @@ class Trainer:
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
-        self.graphed = self._graphed()
+        self.cuda_graphs = self._cuda_graphs()
         self.micro_batch_tokens = b.micro_batch_size * b.seq_len // p.cp
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
@@ -162,8 +163,8 @@ class Trainer:
     def _micro_batches(
         self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
     ) -> float:
-        if self.graphed and not as_written:
-            return self.graphed.train_step(load, gradient_scale)
+        if self.cuda_graphs and not as_written:
+            return self.cuda_graphs.train_step(load, gradient_scale)
         return self.pipeline.train_step(
             load,
             tokens=self.micro_batch_tokens,
@@ -171,7 +172,7 @@ class Trainer:
             before_last_backward=self.strategy.before_last_backward,
         )
 
-    def _graphed(self) -> GraphedPipeline | None:
+    def _cuda_graphs(self) -> CudaGraphPipeline | None:
         """What replays micro-batches, where the config asks for that."""
         if not self.config.train.cuda_graphs:
             return None
@@ -179,7 +180,7 @@ class Trainer:
             hint = "set train.cuda_graphs = false"
             message = "cuda_graphs=true, and there is no CUDA device here"
             raise wrong(message, hint, "train.cuda_graphs")
-        return GraphedPipeline(self.pipeline, self.strategy, CudaGraphs())
+        return CudaGraphPipeline(self.pipeline, self.strategy, CudaGraphs())
 
     def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
         """The same on every rank, as the loss and the norm are."""

@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks
 from tiny import GPT, MOE, run_config
 
-from mtcli.core.parallel.ownership import WholeSums
+from mtcli.core.parallel.ownership import GlobalSums
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -28,7 +28,7 @@ def squares(runtime, config):
     initialise(trainer)
     parts = trainer.optimizer.masters
     sums = [torch.tensor([float(x.square().sum()), x.count_nonzero()]) for x in parts.values()]
-    whole = WholeSums(parts, trainer.strategy.ownership)(torch.stack(sums))
+    whole = GlobalSums(parts, trainer.strategy.ownership)(torch.stack(sums))
     return dict(zip(parts, whole.tolist(), strict=True))
 
 

@@ -8,7 +8,7 @@ from tiny import GPT, LLAMA, Samples, Weighted, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.training.cuda_graphs import GraphedPipeline
+from mtcli.core.training.cuda_graphs import CudaGraphPipeline
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -37,7 +37,7 @@ def curve(config, recorder=None, samples=Samples):
     trainer = Trainer(config, ALONE)
     initialise(trainer)
     if recorder:
-        trainer.graphed = GraphedPipeline(trainer.pipeline, trainer.strategy, recorder)
+        trainer.cuda_graphs = CudaGraphPipeline(trainer.pipeline, trainer.strategy, recorder)
     loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(3)]
     loader.close()
