@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from progress import each, say
 
-from mtcli.core.runtime.machine import ALLOCATOR
+from mtcli.core.runtime.launch import ALLOCATOR
 from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width

@@ -100,7 +100,7 @@ def make_inputs(folder, size, items):
 
 def spawn(name, folder, arguments):
     """One run in a new process: seconds, processor seconds, [[log-likelihood] * 4] per item."""
-    from mtcli.core.runtime.machine import ALLOCATOR
+    from mtcli.core.runtime.launch import ALLOCATOR
 
     settings = {} if name == "lm-eval" else ALLOCATOR
     settings |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": f"{folder}/cache"}

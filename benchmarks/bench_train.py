@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
 
 
 def spawn(args: argparse.Namespace, name: str) -> dict:
-    from mtcli.core.runtime.machine import ALLOCATOR
+    from mtcli.core.runtime.launch import ALLOCATOR
 
     env = dict(os.environ)
     if name.startswith(("ours", "product")) or name.endswith("-tuned"):

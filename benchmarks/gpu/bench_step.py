@@ -126,7 +126,7 @@ def say(row: dict[str, Any], record: Record) -> bool:
 
 def spawn(args: argparse.Namespace, *words: str) -> Child:
     """A process of this script that is one contender, or that measures the ceilings."""
-    from mtcli.core.runtime.machine import ALLOCATOR
+    from mtcli.core.runtime.launch import ALLOCATOR
 
     flags = ["--device", args.device, *(["--tiny"] if args.tiny else [])]
     return Child([__file__, *flags, "--child", *words], ALLOCATOR)

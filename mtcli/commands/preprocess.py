@@ -85,7 +85,7 @@ def preprocess(
     """Turn text into token files that Megatron and mtcli train read."""
     from mtcli.core.data.preprocess import PreprocessRequest
     from mtcli.core.data.preprocess import preprocess as run
-    from mtcli.core.runtime.machine import cores
+    from mtcli.core.runtime.launch import cores
 
     request = PreprocessRequest(
         inputs=tuple(inputs),

@@ -29,7 +29,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.runtime.atomic_writes import atomic_file
-from mtcli.core.runtime.machine import ALLOCATOR, cores
+from mtcli.core.runtime.launch import ALLOCATOR, cores
 
 VERSION = 5  # of the file, of what its numbers multiply, and of how steps are made
 BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes

@@ -2,17 +2,22 @@
 
 The classes that train are built with fake tensors in a fake world, and a real step runs through
 them under a count of live bytes. So what is counted is what the code allocates, and the plan's
-closed forms, which share no code with it, are held against that.
+tape, which shares no code with it, is compared with that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as has_parts
+from torch.utils._pytree import tree_leaves
 
 from mtcli.core.config import rules
 from mtcli.core.config.errors import failed, wrong
@@ -20,13 +25,14 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import SampleId
 from mtcli.core.plan.fake_world import fake_shards, fake_world
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.live_memory import LiveMemory
 from mtcli.core.plan.memory import Memory, fullest_rank, rank_memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.step import Trainer
 from mtcli.kernels.gemm import set_bfloat16_in_float32
+
+pass
 
 KINDS = ("weights", "gradients", "optimizer")
 TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
@@ -218,3 +224,67 @@ class Blank:
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """None: these come from nowhere."""
         return []
+
+
+resize_storage = torch.UntypedStorage.resize_
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts live bytes of a kind of device; `where` names the moment, such as an op that runs."""
+
+    def __init__(self, device: str = "cpu", where: Callable[[], str] = str) -> None:
+        super().__init__()
+        self.device, self.where = device, where
+        self.sizes: dict[int, int] = {}  # of each storage
+        self.references: dict[int, ref] = {}
+        self.bytes = self.peak = 0
+        self.peak_at = ""
+
+    def begin(self) -> None:
+        """Forgets the peak so far."""
+        self.peak, self.peak_at = self.bytes, self.where()
+
+    def __enter__(self) -> "LiveMemory":
+        """Counts from here on, storages that are resized without an operation (FSDP2's) too."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized = resize_storage(storage, size)
+            if id(resized) in self.sizes:
+                self.add(resized)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends the count."""
+        torch.UntypedStorage.resize_ = resize_storage
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The operation's result, whose memory counts from here on."""
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.device.type == self.device and not has_parts(x):
+                self.add(x.untyped_storage())
+        return result
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage, at its present size."""
+        key = id(storage)
+        if key not in self.references:
+            self.references[key] = ref(storage, lambda _: self._remove(key))
+        self.bytes += storage.nbytes() - self.sizes.get(key, 0)
+        self.sizes[key] = storage.nbytes()
+        if self.bytes > self.peak:
+            self.begin()
+
+    def _remove(self, key: int) -> None:
+        self.bytes -= self.sizes.pop(key)
+        del self.references[key]

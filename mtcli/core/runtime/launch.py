@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder, Reached
-from mtcli.core.runtime.machine import ALLOCATOR, cores
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
     end_rank,
@@ -27,6 +26,8 @@ from mtcli.core.runtime.worker_errors import (
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+pass
 
 
 @dataclass(frozen=True)
@@ -255,3 +256,17 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
         raise first_failure(error) from None
+
+
+# glibc gives freed blocks back to the system and faults them in again at the next step; keeping
+# them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read at exec.
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.strategy import Strategy
 
 
-def allocates_shards(config: RunConfig, layout: ParallelLayout) -> bool:
+def builds_on_meta(config: RunConfig, layout: ParallelLayout) -> bool:
     """Whether the strategy takes stages on the meta device and allocates this rank's shards."""
     return shards_parameters(config.parallel.zero, layout, config.model)
 
@@ -26,7 +26,7 @@ def strategy_for(
     """The strategy of a run over this rank's stages, which compute in `dtype`."""
     parallel, table = config.parallel, parameters(config.model)
     ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
-    if not allocates_shards(config, groups.layout):
+    if not builds_on_meta(config, groups.layout):
         return BucketedDataParallel(stages, ownership, parallel.bucket_mib * 2**20)
     from mtcli.core.sync.fsdp import FullyShardedDataParallel  # half a second of torch's imports
 

@@ -28,7 +28,7 @@ from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only, schedule_for
-from mtcli.core.sync.methods import allocates_shards, strategy_for
+from mtcli.core.sync.methods import builds_on_meta, strategy_for
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader
@@ -74,7 +74,7 @@ class Trainer:
         )
         b, p = config.batch, config.parallel
         self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
-        self.stages = build_stages(config, self.groups, allocates_shards(config, self.layout))
+        self.stages = build_stages(config, self.groups, builds_on_meta(config, self.layout))
         self.strategy = strategy_for(config, self.stages, self.groups, self.dtype)
         if config.train.compile:
             compile_blocks(self.stages.values(), config.data.document_mask)

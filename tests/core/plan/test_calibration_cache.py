@@ -19,7 +19,7 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.plan import calibration as cache
 from mtcli.core.plan.calibration import Calibration, calibrated, kept_or_measured
 from mtcli.core.plan.hardware import device_named, for_run, measure_cpu
-from mtcli.core.runtime.machine import cores
+from mtcli.core.runtime.launch import cores
 
 FIXED = Path(__file__).parents[2] / "calibration.json"
 FACTS = {"version": 1, "ranks": 2, "precision": "fp32"}

@@ -11,9 +11,8 @@ import torch
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.plan.calibration import Calibration
-from mtcli.core.plan.dry_run import dry_run
+from mtcli.core.plan.dry_run import LiveMemory, dry_run
 from mtcli.core.plan.hardware import GPUS
-from mtcli.core.plan.live_memory import LiveMemory
 from mtcli.core.plan.memory import rank_memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader

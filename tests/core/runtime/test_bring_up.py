@@ -8,8 +8,7 @@ import torch
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime import launch as bringing_up
-from mtcli.core.runtime.launch import StopSignal, bring_up, environment_world
-from mtcli.core.runtime.machine import cores
+from mtcli.core.runtime.launch import StopSignal, bring_up, cores, environment_world
 from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -12,7 +12,7 @@ from tiny import GPT, LLAMA, Samples, documents, run_config
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.plan.live_memory import LiveMemory
+from mtcli.core.plan.dry_run import LiveMemory
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.loop import train

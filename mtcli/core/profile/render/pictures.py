@@ -26,7 +26,7 @@ LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 TIME = dict(zip(KINDS, (BLUE, ORANGE, PINK, LIGHT, GREEN, YELLOW, DARK), strict=True))
 MEMORY = {"weights": BLUE, "gradients": ORANGE, "optimizer": GREEN}
 MEMORY |= {"activations": PINK, "temporary": YELLOW, "other": LIGHT}
-BESIDE = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False, "fontsize": 8}
+LEGEND = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False, "fontsize": 8}
 
 
 def memory_layers(data: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -48,7 +48,7 @@ def save_profile(target: str, profile: Profile) -> None:
         _draw(axes, timeline)
         axes.set(xlim=(0, end), ylabel="pipeline rank", yticks=range(ranks))
         axes.set_title(f"{name}, bubble {bubble:.1%} of busy time", loc="left", fontsize=10)
-    drawn[0].legend(**BESIDE)
+    drawn[0].legend(**LEGEND)
     drawn[-1].set_xlabel("seconds since the first op of the step")
     _stack(shared, profile.shares_by_rank)
     data = memory_over_time(profile.fullest)
@@ -58,7 +58,7 @@ def save_profile(target: str, profile: Profile) -> None:
     held.set(xlim=(0, step[-1]), ylim=(0, None), ylabel="MiB")
     held.set_xlabel("seconds of the profiled step")
     held.set_title(f"memory of rank {data['rank']}", loc="left", fontsize=10)
-    held.legend(**BESIDE, reverse=True)
+    held.legend(**LEGEND, reverse=True)
     _save(figure, target)
 
 
@@ -148,7 +148,7 @@ def _stack(axes: "Axes", rows: Sequence[Mapping[str, float]]) -> None:
     axes.set(xlim=(0, 100), xlabel="% of the step", ylabel="pipeline rank", yticks=range(len(rows)))
     axes.invert_yaxis()
     axes.set_title("where the step goes", loc="left", fontsize=10)
-    axes.legend(**BESIDE)
+    axes.legend(**LEGEND)
 
 
 def _figure(width: float, height: float) -> "Figure":
