@@ -1,4 +1,4 @@
-"""Even loads without an auxiliary loss (arXiv:2408.15664; arXiv:2412.19437, section 2.1.2).
+"""Expert load balancing without auxiliary loss (arXiv:2408.15664; arXiv:2412.19437, section 2.1.2).
 
 After each step the bias of an expert that got more than its share of the global batch falls by a
 fixed rate, and that of one that got less rises. No gradient is involved. E experts, L layers.
@@ -29,7 +29,7 @@ class ExpertBalance:
         self.rate, self.groups, self.tokens = rate, groups, tokens
 
     def begin(self) -> None:
-        """Starts a step: forgets the copies that an earlier one has counted."""
+        """Starts a step: resets the counts of copies."""
         for router in self.routers:
             router.load_E.zero_()
 

@@ -22,7 +22,7 @@ from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTa
 
 
 class Lamb:
-    """The rule for a rank's parts of parameters. Calling it is collective: every rank does."""
+    """The update rule for a rank's shards. Calling it is collective."""
 
     def __init__(
         self, names: Iterable[str], ownership: Ownership, bounds: tuple[float, float]

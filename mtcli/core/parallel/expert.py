@@ -1,7 +1,7 @@
-"""Expert parallelism: takes tokens to the ranks that hold their experts, and brings results back.
+"""Expert parallelism: sends tokens to the ranks of their experts, and results back.
 
 The expert grid is edp x ep x etp over the same ranks as the attention grid (MoE Parallel Folding,
-arXiv:2504.14960, section 3): a rank's own tokens are simply its tokens, whatever axes cut them.
+arXiv:2504.14960, section 3): a rank's own tokens are simply its tokens, whatever axes shard them.
 T local tokens of D, k experts of each, N copies of tokens, E experts of which E/ep are local.
 """
 
@@ -35,7 +35,7 @@ class Experts(Protocol):
     """The local experts: rows [N, D] sorted by expert, and how many each has, to [N, D]."""
 
     def __call__(self, x_ND: Tensor, counts: list[int]) -> Tensor:
-        """Partial sums over etp, where the experts' width is cut."""
+        """Partial sums over etp, which shards the experts' width."""
 
 
 def dispatch(
@@ -53,7 +53,7 @@ def dispatch(
 def _all_to_all(
     x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
 ) -> Tensor:
-    """Each copy travels to its expert's ranks: all-to-all over ep, all-gather over etp."""
+    """Sends each copy to its expert's ranks: all-to-all over ep, all-gather over etp."""
     ep, etp = groups.axes["ep"], groups.axes["etp"]
     copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
     # rows of every rank of this expert group, on the host: [ep, etp, ep of the expert, E/ep]
@@ -75,7 +75,7 @@ def _all_to_all(
 def _all_gather(
     x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
 ) -> Tensor:
-    """Every rank sees the tokens of its whole expert group and computes its own experts' part."""
+    """All-gathers the tokens of the expert group; each rank computes its own experts' part."""
     axis, ep = groups.axes["experts"], groups.axes["ep"]
     per_rank = routing.num_experts // ep.size
     x_all = gather_in(x_TD, axis)

@@ -49,7 +49,7 @@ class TensorParallelLayers(LayerFactory):
 
 
 class ColumnLinear(nn.Module):
-    """y = x W^T + b with the rows of W split over tp: each rank computes its own slice of y.
+    """y = x W^T + b with the rows of W sharded over tp: each rank computes its own slice of y.
 
     x_TD [T/tp, D] -> y_TF [T, F/tp]. Pair it with RowLinear; nothing is exchanged between.
     Of several leading dimensions [..., D] of a weight, y has the product.
@@ -77,10 +77,10 @@ class HeadsLinear(ColumnLinear):
     """Query, key and value of this rank's heads: x_TD [T/tp, D] -> [T, g * (q + 2) * d], of g
     key-value heads with q query heads each, d wide.
 
-    Of a weight with fewer key-value heads than tp, r consecutive ranks share one. A rank computes
-    1/r of the columns of all its query heads, key and value, and the r ranks then exchange them:
-    each gets 1/r of the query heads, and the key and the value head, whole. So no weight is on two
-    ranks; key and value activations are.
+    With fewer key-value heads than tp, r consecutive ranks share one. A rank computes 1/r of the
+    columns of all its query heads, key and value, and an all-to-all of the r ranks gives each 1/r
+    of the query heads, and all of the key and value head. So no weight is replicated; key and value
+    activations are.
     """
 
     def __init__(self, name: str, build: LayerFactory) -> None:
@@ -104,7 +104,7 @@ class HeadsLinear(ColumnLinear):
 
 
 class RowLinear(nn.Module):
-    """y = x W^T + b with the columns of W split over tp: partial products are summed.
+    """y = x W^T + b with the columns of W sharded over tp: partial products are summed.
 
     x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum.
     """

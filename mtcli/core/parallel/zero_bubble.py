@@ -1,6 +1,6 @@
-"""A backward pass in two halves: input gradients now, weight gradients when the schedule says.
+"""Zero-bubble backward passes: input gradients (I) now, weight gradients (W) when scheduled.
 
-Zero-bubble schedules (arXiv:2401.10241, section 2) put the weight half W where a rank would wait.
+Zero-bubble schedules (arXiv:2401.10241, section 2) put W where a rank would wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ WeightStep = Callable[[], None]
 
 
 class WeightPasses:
-    """Collects the weight halves of a stage's linear layers while one micro-batch's I runs."""
+    """Collects the W passes of a stage's linear layers while a micro-batch's I runs."""
 
     def __init__(self, gemms: LinearGemms = DEFAULT_GEMMS) -> None:
         self.gemms = gemms
@@ -42,17 +42,17 @@ class WeightPasses:
     ) -> Tensor:
         """activation(x + bias) weight^T: x [T, F], of SwiGLU [T, 2F], weight [D, F] -> [T, D].
 
-        The activation's result is made again for the weight's gradient, beside its own gradient.
+        The activation is recomputed for the weight's gradient, with its own gradient.
         """
         return _ActivatedLinear.apply(x, bias, weight, activation, self)
 
     def weight_half(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-        """The weight's gradient, or None where it is left for later. It then goes from the weight's
-        place in autograd's graph, which keeps no copy that was made of it, to the parameter."""
+        """The weight's gradient, or None where W computes it later: from the weight's node in
+        autograd's graph, so that no copy of the weight stays alive."""
         of_weight = self.gemms.wgrad
         if self.pending is None:
             return of_weight(grad, x)
-        x = x.detach()  # whose graph leads back to the stage's input and its gradient
+        x = x.detach()  # its graph leads to the stage's input and that one's gradient
         with torch.enable_grad():
             left = _Left.apply(weight, lambda: of_weight(grad, x))
         self.pending.append(partial(left.backward, left.detach()))
@@ -60,7 +60,7 @@ class WeightPasses:
 
 
 class _Left(torch.autograd.Function):
-    """A gradient that is made on the way back: one that is given to a backward would be copied."""
+    """Computes dW lazily inside backward(), so that autograd assigns it without a copy."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, make: Callable[[], Tensor]) -> Tensor:

@@ -36,7 +36,7 @@ from mtcli.core.parallel.groups import Groups
 
 
 class ReadAhead(NamedTuple):
-    """A micro-batch as the reader hands it on; for a GPU in pinned memory."""
+    """A micro-batch as the reader returns it; for a GPU in pinned memory."""
 
     tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
     documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
@@ -160,7 +160,7 @@ class MicroBatchLoader:
         )
 
     def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:
-        """(positions [mbs, s of this rank], the documents of the whole rows if they are masked)."""
+        """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
         positions, data = self.positions.expand(self._mbs, -1), self.config.data
         if read.documents is None:
             return positions, None

@@ -1,6 +1,6 @@
-"""Where the first value that is not finite came from: module, rank, micro-batch and samples.
+"""Finds the first value that is not finite: its module, rank, micro-batch and samples.
 
-The step is run once more with a look at every module's output and at the gradient of it. Weights
+The step is run once more with hooks on every module's output and its gradient. Weights
 have not moved and dropout is a function of its index, so the same value comes again; a step without
 fault costs nothing.
 """

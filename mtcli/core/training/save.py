@@ -1,8 +1,8 @@
-"""Saving beside training: a snapshot in host memory, and a thread that writes and commits it.
+"""Asynchronous saves: a snapshot in host memory, and a thread that writes and commits it.
 
-Training stands still for the snapshot, and for a save that is not written when the next one, or the
-end of the run, comes. The threads of all ranks agree through a process group of their own, so that
-nothing they exchange can meet a step's collectives. A save that fails leaves the run going.
+Training stands still for the snapshot, and for a save that is unfinished when the next one, or the
+end of the run, comes. The threads of all ranks exchange through a process group of their own, which
+no collective of a step uses. A save that fails leaves the run going.
 """
 
 import os
@@ -34,7 +34,7 @@ from mtcli.core.training.step import Trainer
 
 
 class SaveSeconds(NamedTuple):
-    """A save that is done; the seconds are those of the slowest rank."""
+    """A finished save; seconds are those of the slowest rank."""
 
     folder: Path
     bytes: int  # of all ranks' tensors
@@ -43,7 +43,7 @@ class SaveSeconds(NamedTuple):
 
 
 class BackgroundWrite:
-    """Work in a thread of its own."""
+    """A save under way in a thread."""
 
     def __init__(self, work: Callable[[], SaveSeconds]) -> None:
         self._future: Future[SaveSeconds] = Future()
@@ -55,7 +55,7 @@ class BackgroundWrite:
         return self._future.done()
 
     def result(self) -> SaveSeconds:
-        """What it gave, or the error it raised, once it has ended.
+        """Returns its result, or raises its error, once it has ended.
 
         The thread has ended too: one that frees tensors while the interpreter ends aborts it.
         """
@@ -120,7 +120,7 @@ class Saver:
             self._collect()
 
     def poll(self) -> None:
-        """Tells the log of a save that has ended since the last call."""
+        """Logs a save that has ended since the last call."""
         if self.pending is not None and self.pending.is_done():
             self._collect()
 
@@ -133,7 +133,7 @@ class Saver:
             raise failed(f"step {self.step}: {self.fault}", hint + "and --resume")
 
     def _collect(self, training: bool = True) -> None:
-        """Waits for the save in flight, and tells the log how it ended; `training` stands still."""
+        """Waits for the save in flight and logs how it ended; `training` stands still."""
         if self.pending is None:
             return
         pending, self.pending, start = self.pending, None, perf_counter()
@@ -151,7 +151,7 @@ class Saver:
     def _write(
         self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float
     ) -> SaveSeconds:
-        """The work of the thread, which has no other tie to training than what it is given."""
+        """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
 
         def gather(value: object) -> list[Any]:
             return gather_values(value, self.axis)
@@ -178,9 +178,9 @@ class Saver:
 
 
 def _own_axis(groups: Groups) -> Axis:
-    """All ranks, through a group that nothing else uses and that needs no device.
+    """All ranks, through a gloo group that nothing else uses.
 
-    gloo's own timeout would end a save that only takes long; the watch ends one that hangs.
+    gloo's own timeout would end a save that only takes long; the watchdog ends one that hangs.
     """
     world = groups.world._replace(
         name=SAVING, transport=None, recorder=groups.world.recorder.beside()
@@ -191,7 +191,7 @@ def _own_axis(groups: Groups) -> Axis:
 
 
 def _unheld(reason: str) -> HostCopy:
-    """What a snapshot for which there was no memory gives: the other ranks hear of it."""
+    """The snapshot of a rank without memory for one, whose wait tells the other ranks."""
 
     def wait() -> float:
         raise failed(f"there is no room for a snapshot of {reason}")
