@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from harness import Entry, leaf
 
-from mtcli.core.parallel.context import _rectangle as rectangle
+from mtcli.core.parallel.context import _visible_half as visible_half
 from mtcli.core.parallel.context import sequence_order, zigzag
 from mtcli.kernels.attention.attention import (
     attention,
@@ -63,7 +63,7 @@ def ring(q, k, v, ranks):
         lse = torch.full(mine.shape[:-1], float("-inf"), device=q.device)
         for hop in range(RING):
             axis = SimpleNamespace(rank=rank, size=RING)
-            at, keys = rectangle(mine.shape[2], hop, axis)
+            at, keys = visible_half(mine.shape[2], hop, axis)
             theirs = [x[:, :, keys] for x in ranks[rank - hop][1:]]
             part, part_lse = attention(mine[:, :, at], *theirs, hop == 0)
             merge_(out[:, :, at], lse[:, :, at], part, part_lse)

@@ -104,9 +104,7 @@ def said(code, errors):
 def test_a_rank_that_sleeps_is_named_with_its_place_and_last_number(config):
     error = failed(config, sleep, "parallel.tp=2")
     expected = r"error: \w+ number (\d+) on tp \(ranks 0, 1\) has waited for \d+ s on rank 0, at "
-    expected += (
-        r"tensor\.py:\d+ in forward \(step \d+\): rank 1 is absent: it is at step\.py:\d+ in "
-    )
+    expected += r"vocab_parallel\.py:\d+ in forward \(step \d+\): rank 1 is absent: it is at step\.py:\d+ in "
     expected += r"forward_backward, and its last collective on tp was number (\d+)"
     found = re.fullmatch(expected + SLOW, error)
     assert found and int(found[1]) == int(found[2]) + 1, error
@@ -132,7 +130,7 @@ def test_ranks_that_wait_for_each_other_are_told_and_how_to_find_out(config):
         r"reduce_scatter number \d+ on tp \(ranks 0, 1\)",
         r"recv number 1 on tp \(rank 0 to rank 1\)",
     ]
-    both = rf"rank 0 is in {parts[0]}, at tensor\.py:\d+ in forward; "
+    both = rf"rank 0 is in {parts[0]}, at vocab_parallel\.py:\d+ in forward; "
     both += rf"rank 1 is in {parts[1]}, at test_stalls\.py:\d+ in wait_for_nothing"
     expected = rf"error: ({parts[0]}|{parts[1]}) has waited for \d+ s on rank \d, at "
     expected += rf".* \(step \d+\): no rank is absent, they wait for each other: {both}\n\n"
@@ -144,7 +142,7 @@ def test_the_debug_mode_names_the_first_call_that_differs(config):
     settings = ["parallel.tp=2", "train.debug_collectives=true"]
     done = ended(config, call_once_more, *settings)
     calls = [
-        r"calls reduce_scatter of \[8, 16\] float32 at tensor\.py:\d+ in forward",
+        r"calls reduce_scatter of \[8, 16\] float32 at vocab_parallel\.py:\d+ in forward",
         r"calls all_reduce of \[3\] float32 \(SUM\) at test_stalls\.py:\d+ in call_once_more",
     ]
     for one, other in ((0, 1), (1, 0)):
