@@ -104,8 +104,10 @@ def said(code, errors):
 def test_a_rank_that_sleeps_is_named_with_its_place_and_last_number(config):
     error = failed(config, sleep, "parallel.tp=2")
     expected = r"error: \w+ number (\d+) on tp \(ranks 0, 1\) has waited for \d+ s on rank 0, at "
-    expected += r"vocab_parallel\.py:\d+ in forward \(step \d+\): rank 1 is absent: it is at step\.py:\d+ in "
-    expected += r"forward_backward, and its last collective on tp was number (\d+)"
+    expected += r"vocab_parallel\.py:\d+ in forward \(step \d+\): rank 1 is absent: "
+    expected += (
+        r"it is at step\.py:\d+ in forward_backward, and its last collective on tp was number (\d+)"
+    )
     found = re.fullmatch(expected + SLOW, error)
     assert found and int(found[1]) == int(found[2]) + 1, error
 
