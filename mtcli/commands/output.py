@@ -1,4 +1,4 @@
-"""What a command prints: JSON with --json, tables for people, and what went wrong in both.
+"""Prints a command's answer: JSON with --json, tables for people, and what went wrong in both.
 
 With `--json -` stdout holds the JSON and nothing else.
 """

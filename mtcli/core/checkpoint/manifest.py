@@ -80,14 +80,14 @@ class TensorRecord(ManifestSection):
 
 
 class RankManifest(ManifestSection):
-    """What one rank wrote of a checkpoint."""
+    """Lists the tensors and files that one rank wrote."""
 
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
 
 
 class Manifest(ManifestSection):
-    """What a checkpoint folder holds."""
+    """Lists the tensors, shards and files of a checkpoint folder."""
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
     version: Version = 3

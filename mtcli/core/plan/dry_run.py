@@ -1,8 +1,8 @@
 """`mtcli plan --dry-run`: the real trainer of any rank of any world takes a step without memory.
 
 The classes that train are built with fake tensors in a fake world, and a real step runs through
-them under a count of live bytes. So what is counted is what the code allocates, and the plan's
-tape, which shares no code with it, is compared with that.
+them under a count of live bytes. The count is what the code allocates. The plan's tape is compared
+with it; the two share the sizes of `kernels/limits.py` and no other code.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
