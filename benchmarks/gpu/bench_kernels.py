@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -153,6 +154,7 @@ def rows_of(entry, limits, repeats):
 
 def sized(entry, size, dtype, limits, repeats):
     import torch
+    import torch._functorch.config
     from harness import agree, milliseconds, passes, tried
 
     arguments = entry.make("cuda", dtype, *size)
@@ -160,6 +162,8 @@ def sized(entry, size, dtype, limits, repeats):
     functions = {"mtcli": entry.ours, **entry.rivals}
     compiled = next(iter(entry.rivals)) if entry.torch_compiles is None else entry.torch_compiles
     if compiled:
+        # A backward is timed many times over one forward.
+        torch._functorch.config.donated_buffer = False
         functions["compiled"] = torch.compile(entry.rivals[compiled])
     for name, make in passes(entry).items():
         moved = (entry.forward_bytes if name == "forward" else entry.backward_bytes)(
@@ -169,7 +173,7 @@ def sized(entry, size, dtype, limits, repeats):
         agree(entry, make(entry, entry.ours, arguments), make(entry, first, arguments), dtype)
         times = {
             who: (tried if who in entry.chosen else milliseconds)(
-                make(entry, function, arguments), moved, repeats
+                partial(make, entry, function, arguments), moved, repeats
             )
             for who, function in functions.items()
         }

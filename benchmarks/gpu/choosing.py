@@ -1,5 +1,7 @@
 """Chooses a kernel's configuration, and a library's function where it is faster, on this GPU."""
 
+from functools import partial
+
 import torch
 from harness import passes, tried
 
@@ -46,7 +48,10 @@ def fastest(entry, arguments) -> str:
     """Who is, forward and backward together: "mtcli" unless another is by more than 2 %."""
     functions = {"mtcli": entry.ours} | {name: entry.rivals[name] for name in entry.chosen}
     times = {
-        name: sum(tried(make(entry, function, arguments), 0, 3) for make in passes(entry).values())
+        name: sum(
+            tried(partial(make, entry, function, arguments), 0, 3)
+            for make in passes(entry).values()
+        )
         for name, function in functions.items()
     }
     best = min(times, key=times.__getitem__)

@@ -71,7 +71,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def float32_precision() -> str:
     """Triton's name of the precision in which torch multiplies float32: "tf32" or "ieee"."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 from mtcli.kernels.attention.tiles import (
     CAUSAL,
     CAUSAL_FROM_KEY,
-    CONFIGS,
     LOG2_E,
     RANGES,
+    config,
     contiguous_rows,
     empty_by_token,
     head_grid,
@@ -35,9 +35,18 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+CONFIGS = (
+    config(128, 64, 8, 3), config(128, 64, 8, 2), config(128, 32, 8, 2), config(64, 64, 8, 2),
+    config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 32, 8, 2), config(64, 32, 4, 2),
+    config(32, 32, 4, 2),
+)  # fmt: skip
+
+
 def backward_config(d: int, itemsize: int) -> dict[str, int]:
-    """The config where nothing was measured: it fits in 227 KiB of shared memory."""
-    return CONFIGS[5 if d * itemsize >= 512 else 4 if itemsize == 4 or d > 128 else 3]
+    """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
+    if itemsize == 4:
+        return config(64, 32, 4, 2) if d <= 64 else config(32, 32, 4, 2)
+    return config(64, 64, 4, 2) if d <= 128 else config(64, 32, 8, 2)
 
 
 @kernel()

@@ -12,8 +12,8 @@ import torch
 
 from mtcli.kernels.attention.flash_backward import flash_backward
 from mtcli.kernels.attention.tiles import (
-    CONFIGS,
     LOG2_E,
+    config,
     contiguous_rows,
     empty_by_token,
     head_grid,
@@ -32,9 +32,20 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+CONFIGS = (
+    config(128, 128, 8, 3), config(128, 128, 8, 2), config(128, 64, 8, 3), config(128, 64, 4, 3),
+    config(128, 32, 8, 2), config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 32, 4, 2),
+    config(32, 32, 4, 2),
+)  # fmt: skip
+
+
 def forward_config(d: int, itemsize: int) -> dict[str, int]:
-    """The config where nothing was measured: it fits in 227 KiB of shared memory."""
-    return CONFIGS[5 if d * itemsize > 512 else 4 if itemsize == 4 else 1 if d > 64 else 2]
+    """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
+    if itemsize == 4:
+        return config(64, 32, 4, 2) if d <= 64 else config(32, 32, 4, 2)
+    if d <= 64:
+        return config(128, 64, 4, 3)
+    return config(128, 64, 8, 3) if d <= 128 else config(128, 32, 8, 2)
 
 
 @kernel()
@@ -47,13 +58,14 @@ def _add_keys(
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         k = load_tile(k_ptr, k_stride, column, m, d, MASKED, EVEN, WIDTH)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        p, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        # One multiply-add per score.
+        p, shrink = tl.exp2(scores * scale - base[:, None]), tl.exp2(top - base)
         v = load_tile(v_ptr, v_stride, column, m, d, MASKED, EVEN, WIDTH)
         mixed = tl.dot(p.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
         sums = sums * shrink + tl.sum(p, 1)

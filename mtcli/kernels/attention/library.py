@@ -31,13 +31,19 @@ class AttentionLibrary(NamedTuple):
 
 
 def library_for(op: str, q: Tensor, k: Tensor) -> AttentionLibrary | None:
-    """The library measured to be faster than our kernel in "attention" or "attention_backward".
+    """The library measured to be fastest in "attention" or "attention_backward".
 
-    None where none was, or where it does not take such heads.
+    Where nothing was measured: cuDNN from compute capability 9.0 on, else FlashAttention, but our
+    kernel under torch.use_deterministic_algorithms. None stands for ours, which also takes what no
+    library does.
     """
-    library = LIBRARIES.get(fastest_backend(op, q, tuned_sizes(k.shape[2], q.shape[3])))
+    best = fastest_backend(op, q, tuned_sizes(k.shape[2], q.shape[3]))
+    if best is None and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        narrow = q.shape[3] <= LIBRARIES["cudnn"].max_head_dim
+        hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
+        best = "cudnn" if narrow and hopper else "flash"
     # They take 16 bits, in rows of a multiple of 16 bytes.
-    fits = q.element_size() == 2 and q.shape[3] % 8 == 0
+    library, fits = LIBRARIES.get(best), q.element_size() == 2 and q.shape[3] % 8 == 0
     return library if library and fits and q.shape[3] <= library.max_head_dim else None
 
 

@@ -51,6 +51,8 @@ def _merge(
     lse_at = lse_ptr + b * lb + head * lh + row
     lse = tl.load(lse_at, mask=real, other=0.0)
     part_lse = tl.load(part_lse_ptr + (b * h + head) * n + row, mask=real, other=0.0)
+    # Every warp reads lse; none may overwrite it before all have.
+    tl.debug_barrier()
     top = tl.maximum(lse, part_lse)
     base = tl.where(top == float("-inf"), 0.0, top)
     share, part_share = tl.exp(lse - base), tl.exp(part_lse - base)

@@ -23,17 +23,11 @@ LOG2_E = 1.4426950408889634
 # The mask of a query: all keys, those up to its own position, or `KeyRanges`. The mask of a key,
 # for its gradient, is over queries: CAUSAL_FROM_KEY are those from its own position on.
 ALL, CAUSAL, CAUSAL_FROM_KEY, RANGES = range(4)
-CONFIGS = tuple(
-    dict(zip(("ROWS", "COLUMNS", "num_warps", "num_stages"), sizes, strict=True))
-    for sizes in (
-        (128, 128, 8, 2),
-        (128, 64, 8, 3),
-        (128, 64, 4, 3),
-        (64, 64, 4, 2),
-        (64, 32, 4, 2),
-        (32, 32, 4, 2),
-    )
-)
+
+
+def config(rows: int, columns: int, warps: int, stages: int) -> dict[str, int]:
+    """A launch of tiles of ROWS, in loops over tiles of COLUMNS."""
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 
 class KeyRanges(NamedTuple):

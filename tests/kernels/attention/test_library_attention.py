@@ -129,6 +129,26 @@ def test_a_library_is_not_asked_for_heads_that_it_does_not_take(device, measured
     assert attention_library.library_for("attention", *made(M, 160, device)[:2]) is not None
 
 
+@pytest.mark.parametrize(
+    ("capability", "d", "expected"),
+    [((9, 0), 128, "cudnn"), ((9, 0), 256, "flash"), ((8, 0), 64, "flash"), ((9, 0), 20, None)],
+)
+def test_a_library_is_the_default_of_a_gpu_that_was_not_measured(
+    monkeypatch, capability, d, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that is not there")
+    with FakeTensorMode():
+        q, k = (torch.empty_like(x, device="cuda") for x in made(M, d)[:2])
+        found = attention_library.library_for("attention_backward", q, k)
+        assert found is LIBRARIES.get(expected)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert attention_library.library_for("attention_backward", q, k) is None
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_torchs_operators_take_these_arguments_without_a_gpu(measured, name):
     with FakeTensorMode():
