@@ -37,16 +37,29 @@ if TYPE_CHECKING:
 
 CONFIGS = (
     config(128, 64, 8, 3), config(128, 64, 8, 2), config(128, 32, 8, 2), config(64, 64, 8, 2),
-    config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 32, 8, 2), config(64, 32, 4, 2),
+    config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 64, 4, 1), config(64, 32, 8, 2), config(64, 32, 4, 2),
     config(32, 32, 4, 2),
 )  # fmt: skip
 
 
-def backward_config(d: int, itemsize: int) -> dict[str, int]:
+def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
     """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
+    if itemsize == 4 or d > 128:
+        return _wide_config(d, itemsize)
+    if mask == RANGES:  # a short range fills few tiles
+        return config(64, 64, 4, 2)
+    return config(64, 64, 4, 3) if d <= 64 else config(128, 64, 8, 3)
+
+
+def dkv_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
+    """`dq_config` for the gradients of keys and values."""
+    return _wide_config(d, itemsize) if itemsize == 4 or d > 128 else config(64, 64, 4, 1)
+
+
+def _wide_config(d: int, itemsize: int) -> dict[str, int]:
     if itemsize == 4:
         return config(64, 32, 4, 2) if d <= 64 else config(32, 32, 4, 2)
-    return config(64, 64, 4, 2) if d <= 128 else config(64, 32, 8, 2)
+    return config(64, 32, 8, 2)
 
 
 @kernel()
@@ -70,7 +83,7 @@ def _add_dq(
     return dq
 
 
-@kernel(CONFIGS, key=["d", "itemsize"], default=backward_config)
+@kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dq_config)
 def _dq(
     q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, end_ptr, delta_ptr, dq_ptr,
     h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
@@ -136,7 +149,7 @@ def _add_dkv(
     return dk, dv
 
 
-@kernel(CONFIGS, key=["d", "itemsize"], default=backward_config)
+@kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dkv_config)
 def _dkv(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr, dk_ptr, dv_ptr,
     h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
@@ -188,7 +201,7 @@ def flash_backward(grad, q, k, v, out, lse, causal, first, end):
     scales, layout = (d**-0.5 * LOG2_E, d**-0.5), (*strides(q), *strides(k), *strides(v))
     _dq[head_grid(n, b * h)](
         q, k, v, out, grad, lse, *ranges, delta, dq, *sizes, range_b, *scales, *layout,
-        *strides(out), *strides(grad), MASK=mask, **flags,
+        *strides(out), *strides(grad), mask, **flags,
     )  # fmt: skip
     if mask == CAUSAL:
         mask = CAUSAL_FROM_KEY
@@ -196,7 +209,7 @@ def flash_backward(grad, q, k, v, out, lse, causal, first, end):
         ranges, range_b = _query_ranges(*ranges, m), m if range_b else 0
     _dkv[head_grid(m, b * g)](
         q, k, v, grad, lse, delta, *ranges, dk, dv, *sizes, range_b, *scales, *layout,
-        *strides(grad), MASK=mask, **flags,
+        *strides(grad), mask, **flags,
     )  # fmt: skip
     return dq, dk, dv
 
