@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 CONFIGS = (
     config(128, 64, 8, 3), config(128, 64, 8, 2), config(128, 32, 8, 2), config(64, 64, 8, 2),
-    config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 64, 4, 1), config(64, 32, 8, 2), config(64, 32, 4, 2),
-    config(32, 32, 4, 2),
+    config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 64, 4, 1), config(64, 32, 8, 2),
+    config(64, 32, 4, 2), config(32, 32, 4, 2),
 )  # fmt: skip
 
 
