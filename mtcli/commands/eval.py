@@ -152,7 +152,7 @@ def _announce(summary: dict[str, Any], runs: "list[TaskRun]") -> None:
 
 
 def _run(runs: "list[TaskRun]", quiet: bool) -> dict[str, Any]:
-    """The report of each task by name, and the seconds they took together."""
+    """Runs the tasks; returns each one's report by name, and the seconds they took together."""
     from time import perf_counter
 
     from tqdm import tqdm

@@ -84,7 +84,7 @@ def generate(
 
 
 def _require_text(prompts: list[str]) -> None:
-    """Bytes of the command line that are no text come as halves of surrogate pairs."""
+    """Raises MtcliError for command-line bytes that are no text: halves of surrogate pairs."""
     for text in prompts:
         try:
             text.encode()

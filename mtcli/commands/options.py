@@ -1,4 +1,4 @@
-"""Flags that several commands share, so that the same flag means the same everywhere.
+"""Defines flags that several commands share, so that the same flag means the same everywhere.
 
 A command's signature reads `config: ConfigFile, overrides: Overrides, nproc: Nproc = 1,
 device: Device = "auto", json_out: JsonOut = None`; `overrides` brings its own default, an empty

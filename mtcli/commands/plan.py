@@ -139,7 +139,7 @@ def plan(
 
 
 def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
-    """What is to be planned. Raises MtcliError where that, or what a flag is for, is missing."""
+    """Chooses what to plan. Raises MtcliError where that, or what a flag is for, is missing."""
     from mtcli.core.config.errors import MtcliError, Problem
 
     problems = []

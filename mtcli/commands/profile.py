@@ -95,7 +95,7 @@ def _require_no_steps(context: typer.Context, run: str) -> None:
 
 
 def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
-    """What is about to be done, in numbers."""
+    """Words what is about to be done, in numbers."""
     from mtcli.core.plan.memory import state_bytes
     from mtcli.core.plan.workload import Workload
 

@@ -56,7 +56,7 @@ class FileRecord(ManifestSection):
 
 
 class ShardRecord(ManifestSection):
-    """A box of a tensor, which is one tensor of one file."""
+    """A box of a global tensor, stored as one tensor of one file."""
 
     file: FileName
     key: str
@@ -113,7 +113,7 @@ class Manifest(ManifestSection):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, with every file there and of the right size.
+    """Reads the manifest of a checkpoint folder; checks that every file is there and of its size.
 
     Raises MtcliError that names the file: missing, damaged, or of another version.
     """
@@ -188,7 +188,7 @@ def check_shards(path: Path, manifest: Manifest) -> None:
 
 
 def tiling_fault(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    """What is wrong with boxes that should cover every element of a tensor once; "" if nothing."""
+    """Words how boxes fail to cover every element of a tensor once; "" if they do."""
     for box in boxes:
         if not len(box.start) == len(box.size) == len(shape):
             return f"do not have the {len(shape)} dimensions of its shape"

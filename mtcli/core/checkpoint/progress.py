@@ -69,7 +69,7 @@ class SampleRecord(Section):
 
 
 class RandomState(Section):
-    """The whole state of the random numbers: each is a function of the seed, a name, the step and a
+    """The state of the random numbers: each is a function of the seed, a name, the step and a
     global index (keyed counters), so no generator has a state of its own.
     """
 

@@ -108,7 +108,7 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
 
 
 def require_causal(path: str, model: ModelConfig) -> None:
-    """Raises MtcliError where the tokens of a checkpoint see those that they would predict."""
+    """Raises MtcliError where a checkpoint's tokens attend to those that they would predict."""
     if not model.causal:
         message = f"{path} has causal=false: its tokens see the ones they would predict"
         hint = "generate and eval take models trained with model.causal=true"
@@ -126,7 +126,7 @@ def _engine_cuts_in_one_dimension(config: RunConfig, world: int) -> Iterator[Pro
 
 
 def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
-    """The largest weight, by hand: this is asked of every layout that is near."""
+    """Checks the largest weight, by hand: this runs for every layout that is near."""
     m = config.model
     rows = {
         "vocab_size": m.vocab_size,
@@ -246,7 +246,7 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
 
 
 def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Where torch.compile looks for one; on a GPU it makes kernels by triton instead."""
+    """Checks for a compiler where torch.compile looks; on a GPU triton makes kernels instead."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if config.train.compile and config.train.device != "cuda" and not shutil.which(name):
         message = f"compile=true needs a C++ compiler, and there is no {name} on PATH"
@@ -255,7 +255,7 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
-    """The one head predicts the next token, which is no prediction where attention sees it."""
+    """Checks that attention is causal: the one head predicts the next token."""
     if not config.model.causal:
         yield Problem(
             "causal=false: every token sees the next one, which the language model is to predict",
@@ -265,7 +265,7 @@ def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
-    """That the words of the data section make sense, whatever is in the files."""
+    """Checks the words of the data section, whatever is in the files."""
     d = config.data
     named = (("data.train", d.train), ("data.valid", d.valid))
     blends = (partial(read_blend, words, field) for field, words in named if words)
@@ -346,7 +346,7 @@ NEEDS = (
 
 
 def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
-    """That no field is set which the rest of the config makes meaningless."""
+    """Checks that no field is set which the rest of the config makes meaningless."""
     by_name = ARCHITECTURES[config.model.architecture]
     for need in NEEDS:
         for field in () if need.met(config) else need.fields:

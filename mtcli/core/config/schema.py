@@ -177,7 +177,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fit_sequences(cls, values: Any) -> Any:
-        """Sequences are as long as the model takes, up to 1024, where nothing is said."""
+        """Defaults the sequence length to the model's longest, up to 1024."""
         match values:
             case {"model": {"max_seq_len": int(longest)}} if 0 < longest < 1024:
                 batch = values.get("batch", {})

@@ -1,4 +1,4 @@
-"""`mtcli shard` with checkpoints that are open: convert, verify and compare them, in numbers."""
+"""Converts, verifies and compares open checkpoints for `mtcli shard`, in numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ Facts = dict[str, Any]
 
 
 class ConversionPlan(NamedTuple):
-    """What a conversion will do; `nproc` processes share its files and its tensors."""
+    """The plan of a conversion; `nproc` processes share its files and its tensors."""
 
     to: str
     layout: tuple[ParallelConfig, int]
@@ -40,7 +40,7 @@ class ConversionPlan(NamedTuple):
 
 
 def left_out(source: Checkpoint, plan: ConversionPlan) -> list[str]:
-    """The optimizer state that what is written does not hold."""
+    """Kinds of optimizer state that the conversion leaves out."""
     return optimizer_kinds(source) if plan.to == "hf" or plan.recipe else []
 
 
@@ -55,7 +55,7 @@ def require_target(source: Checkpoint, target: Path, plan: ConversionPlan) -> No
 
 
 def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Facts:
-    """Writes `source`, or what it is upcycled to, to a folder.
+    """Writes `source`, or the model it is upcycled to, to a folder.
 
     Returns the result in numbers. Raises MtcliError where the input, the disk or a proof fails.
     """
@@ -124,7 +124,7 @@ def _same(
 
 
 def _spent(source: Checkpoint, memory: ProcessMemory) -> Facts:
-    """The peak memory of a process, and the bytes of the largest tensor to compare it with."""
+    """Reports a process's peak memory, and the largest tensor's bytes to compare it with."""
     return {
         "largest_tensor_bytes": max(map(source.num_bytes, source.names())),
         "peak_memory_bytes": memory.peak,

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our models: an `LM` of theirs whose scores are computed by packing.
+"""Runs lm-evaluation-harness on our models: an `LM` of theirs whose scores are computed by packing.
 
 Needs the `eval` extra. Their tasks decide prompts and metrics; the token conventions are lm-eval's
 own (`TemplateLM` calls our `Encoder`), and only the scoring of token ids is ours.
@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before an empty context: lm-eval reads it as `prefix_token_id` too."""
+        """The token before an empty context: lm-eval reads it as `prefix_token_id` too."""
         return self.encoder.prefix_id
 
     def tok_encode(
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores).logprob for _ in document) for document in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Refused: evaluation here scores given continuations.
+        """Refuses to generate: evaluation here scores given continuations.
 
         Raises MtcliError (exit 2).
         """
@@ -121,7 +121,7 @@ def evaluate_harness(name: str, model: HarnessModel, limit: int | None) -> Repor
 
 
 def _find(name: str) -> tuple[TaskManager, str]:
-    """The manager that knows the task, and what it calls it."""
+    """Finds the manager that knows the task, and its name for it."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.exists():

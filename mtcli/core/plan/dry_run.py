@@ -1,4 +1,4 @@
-"""`mtcli plan --dry-run`: the real trainer of any rank of any world takes a step without memory.
+"""Runs `mtcli plan --dry-run`: the real trainer of any rank of any world, with fake tensors.
 
 The classes that train are built with fake tensors in a fake world, and a real step runs through
 them under a count of live bytes. The count is what the code allocates. The plan's tape is compared
@@ -40,7 +40,7 @@ TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a rank's step was counted to hold, beside what the plan says of that rank."""
+    """Bytes that a rank's step allocated, measured vs planned."""
 
     rank: int
     device: str  # whose kernels were assumed
@@ -54,13 +54,13 @@ class DryRun:
 
     @property
     def title(self) -> str:
-        """What was run, in one line."""
+        """The title: the rank, its micro-batches and where memory peaked, in one line."""
         step = f"a step of {self.micro_batches} micro-batches, kernels of a {self.device}"
         return f"Dry run of rank {self.rank}: {step}; {self.seconds:.1f} s; peak in {self.peak_at}"
 
     @property
     def problems(self) -> list[str]:
-        """Where the plan and the step disagree."""
+        """The numbers on which the plan and the step disagree, each in words."""
         found = [
             f"{kind}: the step holds {self.state[kind]:,} bytes and the plan says {said:,}"
             for kind, said in self._predicted_state().items()
@@ -125,7 +125,7 @@ def _products_as_on(device: Device) -> Iterator[None]:
 
 
 def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> DryRun:
-    """One step of a rank (of the fullest one where None) of a config on `world` devices.
+    """Runs a step of a rank (the fullest one where None) of a config on `world` devices.
 
     A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
     MtcliError where there is no such rank.
@@ -182,7 +182,7 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
 
 
 def _as_written(config: RunConfig) -> RunConfig:
-    """The config of a step not compiled nor recorded, which both take tensors with memory."""
+    """The config without compiling and CUDA graphs, which need tensors with memory."""
     plain = config.train.model_copy(
         update={"compile": False, "cuda_graphs": False, "eval_batches": 1}
     )
@@ -201,7 +201,7 @@ def _apart(said: float, held: float) -> float:
 
 
 class Blank:
-    """Data of zeros: as many samples as anyone asks for, each one document."""
+    """A data set of zeros: any number of samples, each one document."""
 
     def __init__(self, config: RunConfig) -> None:
         self.length = config.batch.seq_len + 1
@@ -219,10 +219,10 @@ class Blank:
         return np.zeros((count, self.length), np.int32)
 
     def loss_weights(self, start: int, count: int) -> None:
-        """None: every token's loss weighs 1."""
+        """Returns None: every token's loss weighs 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """None: these come from nowhere."""
+        """Returns None: these samples come from no data set."""
         return []
 
 

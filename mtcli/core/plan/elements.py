@@ -1,4 +1,4 @@
-"""Elements of a rank's parameters, of those that zero=3 gathers, and bytes of zero=1's update."""
+"""Elements of a rank's parameters and of zero=3's groups, and bytes of zero=1's all-gather."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -14,7 +14,7 @@ from mtcli.core.plan.workload import Workload
 
 
 class Owner(NamedTuple):
-    """Which of the data ranks a rank is: of those that share attention, and an expert."""
+    """A rank's index among the data ranks that share attention's rows, and an expert's."""
 
     data: int = 0
     edp: int = 0
@@ -24,7 +24,7 @@ FIRST = Owner()
 
 
 class RankElements(NamedTuple):
-    """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
+    """Elements on a rank: on the attention grid, on the expert grid, and sharded over data ranks.
 
     `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
     all of them take when each has as many as that. `untrained` come on top: they have no gradient
@@ -45,13 +45,13 @@ class RankElements(NamedTuple):
 
 
 def owner_of(work: Workload, rank: int) -> Owner:
-    """Which of the ranks that share a parameter's rows a rank is."""
+    """A rank's index among the ranks that share a parameter's rows."""
     place = work.layout.coordinates(rank)
     return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
 
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
-    """Elements of the weights that a rank of this pipeline rank holds, padding included."""
+    """Elements of the weights of a rank of this pipeline rank, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
     return _elements(work.model, work.layout, layers, ends, owner)
@@ -68,9 +68,9 @@ def is_sharded(work: Workload) -> bool:
 
 
 def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...]:
-    """What zero=3 gathers together on a stage, which is the first, the last, both or neither: a
-    block, its experts, the ends. The gradient of a table that only the head reads is reduced by
-    itself."""
+    """Groups of parameters that zero=3 gathers together on a stage (the first, the last, both or
+    neither): a block, its experts, the ends. The gradient of a table that only the head reads is
+    reduced by itself."""
     if not is_sharded(work):
         return ()
     block, outer = _trained(work.model, 1, (False, False)), _trained(work.model, 0, ends)
@@ -89,7 +89,7 @@ def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...
 
 
 def _trained(model: ModelConfig, layers: int, ends: tuple[bool, bool]) -> list[Parameter]:
-    """In the order of the modules."""
+    """Trained parameters in the order of the modules."""
     parts = _parts(model, layers, ends)
     return [parameter for parameter, times in parts if times and parameter.trained]
 
@@ -104,7 +104,7 @@ def _group(
 
 
 def _padded(parameter: Parameter, layout: ParallelLayout, ranks: int) -> int:
-    """Elements when each of so many ranks has as many rows as the first."""
+    """Elements where each of so many ranks has as many rows as the first."""
     rows, *columns = parameter.stored_shape(layout)
     return -(-rows // ranks) * ranks * prod(columns)
 
@@ -140,7 +140,7 @@ def _elements(
 def _parts(
     model: ModelConfig, layers: int, ends: tuple[bool, bool]
 ) -> Iterable[tuple[Parameter, int]]:
-    """Each parameter of a pipeline rank and how often it holds one; all blocks are alike."""
+    """Yields each parameter of a pipeline rank with its number of copies; all blocks are alike."""
     first, last = ends
     for parameter in parameters(model.model_copy(update={"num_layers": 1})).values():
         if parameter.owner == "first":
@@ -169,7 +169,7 @@ def update_bytes(work: Workload, pp_rank: int) -> float:
 
 def _laid_out(members: Sequence[tuple[int, int]], bucket_bytes: float) -> int:
     """Elements of two parameters that follow each other in a bucket, at most; one alone in its
-    bucket lies there as it is."""
+    bucket is not laid out."""
     most = held = before = 0
     for size, numel in reversed(members):
         if held and 4 * (held + numel) > bucket_bytes:

@@ -1,4 +1,4 @@
-"""Why not another layout: what one changed axis does to the best one found."""
+"""Compares the best layout with those that differ from it in one axis."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ FOLLOWS |= {"tp_mode": ("tp", "micro-batch", "zero")}
 
 
 class Neighbour(NamedTuple):
-    """A layout that differs in one field, and what else had to follow."""
+    """A layout that differs in one field, and in the fields that had to follow."""
 
     field: str
     value: Value
@@ -43,8 +43,9 @@ class Neighbour(NamedTuple):
 
 
 def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[Neighbour]:
-    """Of every field, the next smaller and the next larger value that was tried, each in its
-    quickest layout that fits, and why it falls short of the best, the first of `known`."""
+    """Neighbours by each field: the next smaller and the next larger value that was tried, in its
+    quickest layout that fits, with the reason why it falls short of the best, the first of `known`.
+    """
     best, seen = known[0], {one.work: one for one in known}
     return [
         _quickest(field, value, near, seen, best)
@@ -56,7 +57,7 @@ def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[N
 def _nearest(
     field: str, best: Workload, works: Sequence[Workload]
 ) -> list[tuple[Value, list[Workload]]]:
-    """The values next to the best's, with the layouts that have them and are alike otherwise."""
+    """Values next to the best's, with the layouts that have them and are alike otherwise."""
     free = (field, *FOLLOWS.get(field, ()))
     fixed = [read for name, read in FIELDS.items() if name not in free]
     same = [read(best) for read in fixed]
@@ -94,7 +95,7 @@ def _quickest(
 
 
 def _estimate(work: Workload, best: Prediction) -> Prediction:
-    """A prediction whose step is its lower bound, times what the best's step is of its own."""
+    """Predicts a step as its lower bound, times the best's step over its own bound."""
     device, costs = best.device, step_costs(work, best.device, PHYSICS)
     over = best.step_seconds / lower_bound(best.work, device)
     step = over * lower_bound(work, device)
@@ -106,7 +107,7 @@ def _estimate(work: Workload, best: Prediction) -> Prediction:
 
 
 def _reason(one: Prediction, best: Prediction) -> str:
-    """How much slower, and the part of the step that grew most."""
+    """Words how much slower a layout is, and the part of the step that grew most."""
     slower = one.step_seconds / best.step_seconds - 1
     mine, its = _parts(one), _parts(best)
     grew = max(mine, key=lambda part: mine[part] - its[part])
@@ -117,7 +118,7 @@ def _reason(one: Prediction, best: Prediction) -> str:
 
 
 def _parts(one: Prediction) -> dict[str, float]:
-    """Seconds of a step that wait for the pipeline, that are sent, and that compute."""
+    """Seconds of a step by cause: bubble, communication by axis, recomputation and computing."""
     idle = one.step_seconds * one.bubble_fraction / (1 + one.bubble_fraction)
     sent = one.communication_seconds
     parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}

@@ -1,4 +1,4 @@
-"""An answer as data, the JSON contract of `mtcli plan --json`, and as rows of tables.
+"""Renders an answer as JSON, the contract of `mtcli plan --json`, and as rows of tables.
 
 Ranks of worlds larger than WHOLE are told by ranges: pipeline stages are alike, so that the first
 one says it all, and so do the first and the last group of an axis.
@@ -60,8 +60,8 @@ def as_json(answer: PlanAnswer) -> Json:
 
 
 def evaluation(answer: PlanAnswer) -> Json | None:
-    """Cost of evaluation between the steps, where the config asks for it: {every, batches,
-    seconds of each, seconds_per_step, memory_bytes of a rank at most}."""
+    """Costs of evaluation between the steps, where the config asks for it: {every, batches, seconds
+    of each, seconds_per_step, memory_bytes of a rank at most}."""
     train, p = answer.config.train, answer.prediction
     if not train.eval_every:
         return None
@@ -76,7 +76,7 @@ def evaluation(answer: PlanAnswer) -> Json | None:
 
 
 def figures(p: Prediction) -> Json:
-    """Everything that the JSON says of one layout."""
+    """Figures of one layout in the JSON."""
     model, peak = p.work.model, p.device.peak(p.work.sizes.gemm)
     most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
     return {
@@ -118,7 +118,7 @@ def figures(p: Prediction) -> Json:
 
 
 def layout_of(work: Workload) -> Json:
-    """Every size that says how the step is cut."""
+    """Sizes of every axis, the micro-batch and the options that decide how a step is sharded."""
     layout = work.layout
     axes = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
     return {
@@ -140,14 +140,14 @@ def layout_of(work: Workload) -> Json:
 
 
 def uneven(p: Prediction) -> Prediction | None:
-    """The same step where the busiest rank's experts get UNEVEN times the mean of copies."""
+    """Predicts the step where the busiest rank's experts get UNEVEN times the mean of copies."""
     if not p.work.model.num_experts:
         return None
     return predict_workload(replace(p.work, imbalance=UNEVEN), p.device)
 
 
 def _memory_by_stage(p: Prediction) -> list[Json]:
-    """What the fullest rank of each pipeline rank holds; `in_flight` counts micro-batches."""
+    """Bytes of the fullest rank of each pipeline rank; `in_flight` counts micro-batches."""
     return [
         {"pp_rank": place, "in_flight": chunks / p.work.layout.vpp, **memory.as_dict()}
         for place, (memory, chunks) in enumerate(
@@ -157,7 +157,7 @@ def _memory_by_stage(p: Prediction) -> list[Json]:
 
 
 def summary_rows(answer: PlanAnswer) -> Rows:
-    """Rows of the summary table: what, and how much."""
+    """Rows of the summary table: name and value."""
     rows = [list(row) for row in summary(answer.prediction)]
     if found := evaluation(answer):
         share = found["seconds_per_step"] / answer.prediction.step_seconds
@@ -199,7 +199,7 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
 
 
 def _fullest(p: Prediction) -> str:
-    """The rank that holds most, and its place on both grids."""
+    """The rank with most bytes, and its coordinates on both grids."""
     rank = fullest_rank(p.work, p.device)
     place = p.work.layout.coordinates(rank)
     sizes = [f"{axis}={i}" for axis, i in place.items() if p.work.layout.size(axis) > 1]
@@ -214,7 +214,7 @@ def _uneven_cost(p: Prediction) -> str:
 
 
 def _slow_precision(p: Prediction) -> str:
-    """Of a device that has no arithmetic for narrow products, and makes them in fp32."""
+    """Words a device that lacks arithmetic in narrow dtypes, and makes GEMMs in fp32."""
     asked, found = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
     if asked == found or found != "fp32":
         return ""
@@ -222,7 +222,7 @@ def _slow_precision(p: Prediction) -> str:
 
 
 def _roofline(p: Prediction) -> str:
-    """Of a device that was taken for what three quick rates say of it."""
+    """Words the three quick rates that a device without a calibration was taken for."""
     if p.device.rates != "roofline":
         return ""
     flops, memory, link = p.device.peak("fp32"), p.device.memory_bandwidth, p.device.link.bandwidth
@@ -262,7 +262,7 @@ def candidate_rows(candidates: Sequence[Prediction]) -> Rows:
 
 
 def neighbour_rows(neighbours: Sequence[Neighbour]) -> Rows:
-    """A row of NEIGHBOURS for each changed field of the best layout: what became of it, and why."""
+    """Rows of NEIGHBOURS, one for each changed field of the best layout: reason and cost."""
     rows = []
     for field, value, one, reason in neighbours:
         figures = [f"{one.step_seconds:.4g} s", gib(one.memory.total), one.work.layout_words]
@@ -279,7 +279,7 @@ def enough_table(p: Prediction) -> tuple[str, tuple[str, str], Rows]:
 
 
 def rank_places(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
-    """Each rank's place on the attention grid and on the expert grid, outermost axis first."""
+    """Coordinates of each rank on the attention and the expert grid, outermost axis first."""
     grids = {"attention": layout.attention, "experts": layout.experts}
 
     def place(grid: Grid, rank: int) -> dict[str, int]:
@@ -292,7 +292,7 @@ def rank_places(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
 
 
 def rank_groups(layout: ParallelLayout) -> dict[str, RankGroups]:
-    """Every group of ranks that talk to each other along one axis, per grid and axis."""
+    """Groups of ranks that communicate along one axis, per grid and axis."""
     grids = {"attention": layout.attention, "experts": layout.experts}
     return {
         name: {axis: grid.groups(axis) for axis in reversed(grid.axes)}
@@ -322,7 +322,7 @@ def rank_table(layout: ParallelLayout) -> tuple[str, list[str], list[list[str]]]
 
 
 def group_lines(layout: ParallelLayout) -> list[str]:
-    """A line per axis of either grid with its groups: all, or how many there are and the ends."""
+    """Lists the groups of each axis of either grid in a line: all, or their number and the ends."""
     lines = []
     for grid, axes in rank_groups(layout).items():
         for axis, members in axes.items():
@@ -336,7 +336,7 @@ def group_lines(layout: ParallelLayout) -> list[str]:
 
 
 def _range(numbers: list[int]) -> str:
-    """`0-7`, or `0-56 by 8`, or a list where steps differ."""
+    """Words numbers as `0-7`, or `0-56 by 8`, or a list where steps differ."""
     first, last = numbers[0], numbers[-1]
     steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
     if first == last and steps <= {0}:

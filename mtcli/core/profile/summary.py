@@ -23,7 +23,7 @@ def summarized(
     began: tuple[float, float],
     traffic: Traffic,
 ) -> Profiled:
-    """What a trace tells about its step, beside what the host has sent and waited for.
+    """Summarises a trace of a step, with the traffic and waits of its host.
 
     `began` is when its STEP annotation was entered, on the clock of the step's stamps and on that
     of the waits.
@@ -53,7 +53,7 @@ def summarized(
 
 
 def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds:
-    """How long the host waited for collectives in a step whose stamps are `offset` later."""
+    """Seconds that the host waited for collectives in a step whose stamps are `offset` later."""
     waits = traces.union((w.start + offset, w.end + offset) for w in traffic.waits)
     ops = [(span.op.kind, span.start, span.end) for span in step.spans]
     return WaitSeconds(shares_inside(ops, waits), _waited(traffic))
@@ -62,7 +62,7 @@ def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds
 def shares_inside(
     ops: Sequence[tuple[str, float, float]], exposed: list[traces.Interval]
 ) -> dict[str, float]:
-    """Of the seconds of (kind, start, end) ops, by kind, the share that lies in `exposed`."""
+    """Shares, by kind, of the seconds of (kind, start, end) ops that lie in `exposed`."""
     found = {}
     for kind in sorted({kind for kind, _, _ in ops}):
         mine = traces.union((a, b) for k, a, b in ops if k == kind)
@@ -71,7 +71,7 @@ def shares_inside(
 
 
 def _seconds_on_host(on_wire: list[traces.Event], traffic: Traffic) -> dict[str, float]:
-    """Of waits by their axis; what the transport tells besides is FSDP2's, which is all of dp."""
+    """Seconds of waits by axis; those that the transport does not know are FSDP2's, all of dp."""
     told = _waited(traffic)
     sharding = [e for e in on_wire if not e["name"].startswith(traces.RECEIVE)]
     told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())
@@ -84,7 +84,7 @@ def _waited(traffic: Traffic) -> dict[str, float]:
 
 
 class Allocation(NamedTuple):
-    """Bytes in memory between two moments; `end` is infinite where nobody released them."""
+    """Bytes allocated between two moments; `end` is infinite where nobody freed them."""
 
     start: float
     end: float
@@ -92,7 +92,7 @@ class Allocation(NamedTuple):
 
 
 def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation]:
-    """What was allocated since `begin` (seconds of the trace), in seconds since then.
+    """Finds the allocations since `begin` (seconds of the trace), in seconds since then.
 
     Memory of the device where there are such events, else of the host. The release of what was
     there before is an allocation of negative bytes that stays.
@@ -116,7 +116,7 @@ def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation
 
 
 def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[MemorySample]:
-    """What is held at each change; `bounds` are the moments between which ops run, in order."""
+    """Samples bytes alive at each change; `bounds` are the moments between ops, in order."""
     changes = []
     for place, one in enumerate(found):
         passing = bisect(bounds, one.start) == bisect(bounds, one.end)
@@ -133,7 +133,7 @@ def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[Memo
 
 
 def thinned(curve: Sequence[MemorySample], points: int) -> list[MemorySample]:
-    """At most about `points` of a curve: of each stretch its highest, so that the peak stays."""
+    """Thins a curve to about `points` at most: the highest of each stretch, so the peak stays."""
     stride = -(-len(curve) // points)
     parts = (curve[i : i + stride] for i in range(0, len(curve), stride))
     return [max(part, key=lambda held: held.total) for part in parts]

@@ -1,4 +1,4 @@
-"""The tasks by name, what --task asks for, and a task bound to a model.
+"""Looks up tasks by name, reads --task flags, and binds a task to a model.
 
 A task of ours is a function from a path to a `PreparedTask`; a new one is one row of `TASKS`.
 """
@@ -32,7 +32,7 @@ TaskSpec = tuple[str, Path | None]
 
 
 def parse_tasks(specs: Sequence[str]) -> list[TaskSpec]:
-    """The --task flags, each NAME=PATH or lm_eval:NAME.
+    """Parses the --task flags, each NAME=PATH or lm_eval:NAME.
 
     Raises MtcliError with every bad flag at once: an unknown name with the closest known one, a
     missing path, a name given twice.

@@ -1,4 +1,4 @@
-"""How far the predictor is from published runs: error in time per source, ranks, memory."""
+"""Scores the predictor against published runs: error in time per source, ranks, memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SHOWN_REASONS = 20  # of records that cannot be read, where none can
 
 @dataclass(frozen=True)
 class Scored:
-    """A record beside its prediction."""
+    """A record, measured vs predicted."""
 
     record: PublishedRun
     seconds: float
@@ -119,7 +119,7 @@ def summarize(scored: Sequence[Scored]) -> Json:
 
 
 def summary_rows(summary: Json) -> list[list[str]]:
-    """Rows of a table: a source each, and the whole at the end."""
+    """Rows of a table: one per source, and all of them at the end."""
     rows = [
         [
             source,
@@ -136,7 +136,7 @@ def summary_rows(summary: Json) -> list[list[str]]:
 
 
 def memory_line(summary: Json) -> str:
-    """What the runs that print memory, or ran out of it, say of the prediction."""
+    """Compares printed memory, and runs that went out of it, with the prediction, in a line."""
     runs, out = summary["memory_records"], summary["out_of_memory"]
     return (
         f"memory: median |error| {_percent(summary['median_absolute_memory_error']) or 'unknown'} "

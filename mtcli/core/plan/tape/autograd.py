@@ -20,7 +20,7 @@ class Storage:
 
 
 class Value:
-    """A tensor: its memory, and the op that made it, of which it is one of the results."""
+    """A tensor: its memory, the op that made it, and its index among the op's results."""
 
     __slots__ = ("made_by", "place", "rows", "storage")
 
@@ -31,7 +31,7 @@ class Value:
 
     @property
     def size(self) -> float:
-        """Bytes of its memory."""
+        """Bytes of the tensor's memory."""
         return self.storage.size
 
 
@@ -50,7 +50,7 @@ class Node:
 
 
 class WeightPass(NamedTuple):
-    """The weight half of a linear layer's backward, which zero-bubble schedules run later."""
+    """A zero-bubble weight pass: the half of a linear layer's backward that runs later."""
 
     size: float  # bytes of the weight's gradient
     rows: int
@@ -59,7 +59,7 @@ class WeightPass(NamedTuple):
 
 
 class _AllSaved(Exception):  # noqa: N818
-    """Says that everything saved for backward has been recomputed."""
+    """Stops a recomputation once everything saved for backward has been recomputed."""
 
 
 class Tape:
@@ -80,7 +80,7 @@ class Tape:
         self.last_op = -1  # of a recomputation; -1 outside one
 
     def new(self, size: float) -> Storage:
-        """New memory, under one name."""
+        """Allocates memory, under one name."""
         self.live += size
         self.peak = max(self.peak, self.live)
         storage = Storage(size)
@@ -88,7 +88,7 @@ class Tape:
         return storage
 
     def hold(self, size: float) -> Storage:
-        """Memory that outlives a recomputation around it."""
+        """Allocates memory that outlives a recomputation around it."""
         storage = self.new(size)
         self.made.pop()
         return storage
@@ -145,7 +145,7 @@ class Tape:
         return len(self.nodes) + 1 == self.last_op
 
     def recompute(self, forward: Callable[[Value], Value], x: Value) -> Value:
-        """The result of `forward`, of which x alone is saved: the backward runs it again."""
+        """Runs `forward` with only x saved for backward, which runs it again."""
         outside, self.nodes, self.saves = self.nodes, [], False
         y = forward(x)
         inner, self.nodes, self.saves = self.nodes, outside, True
@@ -191,7 +191,7 @@ class Tape:
                 self.step(node, pending)
 
     def step(self, node: Node, pending: Pending) -> None:
-        """One op's way back."""
+        """Runs one op's backward."""
         given = pending.pop(node)
         grads = [given[place] for place in sorted(given)]
         found = node.back(self, grads)
@@ -237,7 +237,7 @@ def leaf(rows: float) -> Value:
 
 
 def named_again(held: Storage) -> Storage:
-    """The storage under one more name, such as a gradient that is passed on as it is."""
+    """Adds a name to a storage, such as of a gradient that is passed on as it is."""
     held.holders += 1
     return held
 
