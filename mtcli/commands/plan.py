@@ -184,7 +184,7 @@ def _show(
 
     layout = found.prediction.work.layout
     if json_out:
-        places, groups = tables.rank_places, tables.rank_groups
+        places, groups = tables.rank_coordinates, tables.rank_groups
         more = {"ranks": places(layout), "groups": groups(layout)} if ranks else {}
         more |= {"dry_run": counted.as_json()} if counted else {}
         write_json(tables.as_json(found) | more, json_out)

@@ -203,7 +203,7 @@ def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem
         yield Problem(message, f"[{largest:g}, {least:g}]", "optimizer.trust_bounds")
 
 
-def _fp8_has_products(config: RunConfig, world: int) -> Iterator[Problem]:
+def _fp8_has_gemms(config: RunConfig, world: int) -> Iterator[Problem]:
     t, sizes = config.train, weight_sizes(config.model, 1, 1)
     if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
         multiple = MULTIPLE[t.fp8_scaling]
@@ -390,7 +390,7 @@ RULES: tuple[Rule, ...] = (
     fields_are_used,
     _weights_are_compiled,
     _graphs_are_the_same_each_time,
-    _fp8_has_products,
+    _fp8_has_gemms,
     data_is_shared_out,
     _trackers_differ,
 )

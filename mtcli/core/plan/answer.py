@@ -94,12 +94,12 @@ class PlanAnswer:
         p = self.prediction
         if not p.fits:
             need, have = gib(p.memory.total), gib(p.device.usable_bytes)
-            whole = gib(p.device.memory_bytes)
+            capacity = gib(p.device.memory_bytes)
             hint = "raise tp or pp, shard with zero, recompute, or cut the micro-batch; or --top 5"
             if self.tried:
                 hint = f"none of {self.tried:,} layouts fits; {_way_to_fit(p, self.enough)}"
             raise failed(
-                f"a rank needs {need} and can use {have} of {p.device.name}'s {whole}", hint
+                f"a rank needs {need} and can use {have} of {p.device.name}'s {capacity}", hint
             )
 
 

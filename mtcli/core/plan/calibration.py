@@ -174,10 +174,8 @@ def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) ->
     if found is None:
         file = next((file for file in files if _takes_files(file.parent)), None)
         if file is None:
-            places = " or ".join(map(str, folders))
-            _say(
-                f"no calibration can be kept in {places}: {INSTEAD}; XDG_CACHE_HOME names a folder"
-            )
+            tried = " or ".join(map(str, folders))
+            _say(f"no calibration can be kept in {tried}: {INSTEAD}; XDG_CACHE_HOME names a folder")
             return None
         with _alone() as alone:
             if not alone:

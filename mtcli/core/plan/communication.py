@@ -12,7 +12,7 @@ from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.gpu_time import Physics, dense_products
+from mtcli.core.plan.gpu_time import Physics, dense_gemms
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.workload import Pass, Workload
 
@@ -73,7 +73,7 @@ def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     way = 2 * ring_seconds(moved, tp, 1, device, physics)
     once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
     exchange = ring_seconds(work.head_bytes, work.kv_sharers, 1, device, physics)
-    both = once * work.product_halves + exchange
+    both = once * work.sharded_halves + exchange
     return Pass(both, both)
 
 
@@ -84,7 +84,7 @@ def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
     that each link carries a block once; a node holds a part of the mesh that is about as wide as
     it is high, the paper's bunched placement."""
     q, size = work.mesh, work.sizes.weight
-    shapes = dense_products(work)
+    shapes = dense_gemms(work)
     rows = float(sum(m * k for m, _, k in shapes) * size / q)
     columns = float(sum(k * n for _, n, k in shapes) * size / q)
     wide = 2 ** ceil(log2(device.node_size) / 2)
@@ -134,7 +134,7 @@ def crossing_share(work: Workload, nodes: float) -> float:
     return 1.0
 
 
-def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
+def p2p_seconds(work: Workload, device: Device, physics: Physics) -> float:
     """Seconds of sending a stage's output to the next rank, each tp rank its own shard."""
     layout = work.layout
     if layout.pp == 1:

@@ -14,7 +14,7 @@ from operator import mul
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
 from mtcli.core.plan.communication import data_groups
 from mtcli.core.plan.elements import RankElements, block_elements, rank_elements
-from mtcli.core.plan.gpu_time import dense_products
+from mtcli.core.plan.gpu_time import dense_gemms
 from mtcli.core.plan.workload import Costs, Pass, Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
@@ -35,12 +35,12 @@ def stage_amounts(work: Workload) -> Ways:
 def block_amounts(work: Workload) -> Ways:
     """Amounts of both passes of a block on a rank."""
     m, tp, tokens = work.model, work.layout.tp, work.tokens
-    flops = sum(2.0 * a * b * c for a, b, c in dense_products(work)) / tp
+    flops = sum(2.0 * a * b * c for a, b, c in dense_gemms(work)) / tp
     inner = (m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size) / tp
     amounts = Amounts(
         launches=1.0,
         flops=flops,
-        residual=tokens * m.hidden_size / work.sequence_cut,
+        residual=tokens * m.hidden_size / work.sequence_shards,
         inner=tokens * inner,
         weights=block_elements(work).total,
     )
@@ -55,9 +55,9 @@ def _there_and_back(forward: Amounts) -> Ways:
 def _routed(work: Workload) -> Amounts:
     m, layout = work.model, work.layout
     rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
-    products = 3 if m.activation == "swiglu" else 2
+    gemms = 3 if m.activation == "swiglu" else 2
     return Amounts(
-        flops=2.0 * rows * products * width * m.hidden_size,
+        flops=2.0 * rows * gemms * width * m.hidden_size,
         inner=rows * width,
         copies=rows * m.hidden_size,
         experts=m.num_experts / layout.ep,
@@ -78,7 +78,7 @@ def head_amounts(work: Workload) -> Ways:
     there = Amounts(
         launches=END,
         flops=2.0 * work.tokens * columns * m.hidden_size,
-        residual=END * work.tokens * m.hidden_size / work.sequence_cut,
+        residual=END * work.tokens * m.hidden_size / work.sequence_shards,
         logits=work.tokens * columns,
         weights=columns * m.hidden_size,
     )
@@ -154,7 +154,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     moved = work.stream_bytes / layout.tp
     sums = 2 if work.optimizer == "lamb" else 1  # the gradient norm, and then LAMB's norms
     agreement = 0.0 if layout.world == 1 else sums * _link(known, "reduce", 16.0, 2)
-    whole = replace(
+    costs = replace(
         parts,
         block=parts.block + sharded,
         sharded=sharded,
@@ -164,7 +164,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
         optimizer=update,
         overhead=known.overhead + agreement,
     )
-    return whole.crowded(known.crowd(layout.world))
+    return costs.crowded(known.crowd(layout.world))
 
 
 def _link(known: Calibration, kind: Exchange, moved: float, size: int) -> float:
@@ -179,7 +179,7 @@ def _tensor(work: Workload, known: Calibration) -> Pass:
     """Seconds of a gather and a scatter, or an all-reduce, for each half of a block with sharded
     GEMMs; and of exchanging the heads that ranks share."""
     once = _link(known, "exchange", work.head_bytes, work.kv_sharers)
-    return _pair(work, known) * work.product_halves + Pass(once, once)
+    return _pair(work, known) * work.sharded_halves + Pass(once, once)
 
 
 def _pair(work: Workload, known: Calibration) -> Pass:

@@ -66,10 +66,10 @@ class DryRun:
             for kind, said in self._predicted_state().items()
             if said != self.state[kind]
         ]
-        held, said = self.activation_peak, round(self.predicted.besides_state)
-        if abs(_apart(said, held)) > TOLERANCE:
-            words = f"activations: the step holds {held:,} bytes at its peak and the plan says"
-            found.append(f"{words} {said:,}, {abs(_apart(said, held)):.1%} off")
+        counted, said = self.activation_peak, round(self.predicted.besides_state)
+        if abs(_apart(said, counted)) > TOLERANCE:
+            words = f"activations: the step holds {counted:,} bytes at its peak and the plan says"
+            found.append(f"{words} {said:,}, {abs(_apart(said, counted)):.1%} off")
         if self.evaluation_peak is not None and self.evaluation_peak > (1 + TOLERANCE) * said:
             words = f"evaluation: it holds {self.evaluation_peak:,} bytes at its peak"
             found.append(f"{words} and the plan says that a step's {said:,} are enough")
@@ -95,14 +95,14 @@ class DryRun:
     def rows(self) -> list[list[str]]:
         """Rows of a table: kind, bytes counted, bytes planned, how far apart."""
         said = self._predicted_state() | {"activations, peak": round(self.predicted.besides_state)}
-        held = self.state | {"activations, peak": self.activation_peak}
-        said["in all"], held["in all"] = sum(said.values()), sum(held.values())
+        counted = self.state | {"activations, peak": self.activation_peak}
+        said["in all"], counted["in all"] = sum(said.values()), sum(counted.values())
         if self.evaluation_peak is not None:  # of the activations' bytes, which it shares
             said["evaluation, at most"] = said["activations, peak"]
-            held["evaluation, at most"] = self.evaluation_peak
+            counted["evaluation, at most"] = self.evaluation_peak
         return [
-            [kind, f"{held[kind]:,}", f"{said[kind]:,}", f"{_apart(said[kind], held[kind]):+.2%}"]
-            for kind in held
+            [kind, f"{there:,}", f"{said[kind]:,}", f"{_apart(said[kind], there):+.2%}"]
+            for kind, there in counted.items()
         ]
 
     def require_agreement(self) -> None:
@@ -116,7 +116,7 @@ class DryRun:
 
 
 @contextmanager
-def _products_as_on(device: Device) -> Iterator[None]:
+def _gemms_as_on(device: Device) -> Iterator[None]:
     before = set_bfloat16_in_float32(device.widens)
     try:
         yield
@@ -138,10 +138,10 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
         raise wrong(f"--rank {rank} is not one of {world} ranks", f"0 to {world - 1}", "--rank")
     start, config = perf_counter(), _as_written(shortened(config, work))
     where = torch.device("cpu" if device.name == "cpu" else "meta")  # which takes a GPU's paths
-    cut = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
-    products = _products_as_on(device)
+    sharding = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
+    gemms = _gemms_as_on(device)
     live, trainers = LiveMemory(where.type, lambda: _moment(trainers)), []
-    with cut, products, fake_world(rank, world, config.model, live, where.type == "meta"):
+    with sharding, gemms, fake_world(rank, world, config.model, live, where.type == "meta"):
         trainer = Trainer(config, Runtime(rank, world, rank, world, where))
         trainers.append(trainer)
         state = trainer.state_bytes_by_kind()
@@ -153,15 +153,15 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
             live.begin()
             if config.train.eval_every:
                 trainer.evaluate(loader)
-    held = sum(state.values())
+    state_bytes = sum(state.values())
     return DryRun(
         rank=rank,
         device="cpu" if device.name == "cpu" else "gpu",
         micro_batches=trainer.micro_batches,
         state=state,
-        activation_peak=step_peak - held,
+        activation_peak=step_peak - state_bytes,
         peak_at=peak_at,
-        evaluation_peak=live.peak - held if config.train.eval_every else None,
+        evaluation_peak=live.peak - state_bytes if config.train.eval_every else None,
         predicted=rank_memory(work, device, rank),
         seconds=perf_counter() - start,
     )
@@ -196,8 +196,8 @@ def _moment(trainers: list[Trainer]) -> str:
     return "the update" if pipeline.spans else str(pipeline.current or "the data")
 
 
-def _apart(said: float, held: float) -> float:
-    return said / held - 1 if held else float(said > 0)
+def _apart(said: float, counted: float) -> float:
+    return said / counted - 1 if counted else float(said > 0)
 
 
 class Blank:

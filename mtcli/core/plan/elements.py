@@ -46,8 +46,8 @@ class RankElements(NamedTuple):
 
 def owner_of(work: Workload, rank: int) -> Owner:
     """A rank's index among the ranks that share a parameter's rows."""
-    place = work.layout.coordinates(rank)
-    return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
+    coordinates = work.layout.coordinates(rank)
+    return Owner(coordinates["cp"] + work.layout.cp * coordinates["dp"], coordinates["edp"])
 
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
@@ -95,10 +95,14 @@ def _trained(model: ModelConfig, layers: int, ends: tuple[bool, bool]) -> list[P
 
 
 def _group(
-    work: Workload, name: str, ranks: int, held: Sequence[Parameter], reduced: Sequence[Parameter]
+    work: Workload,
+    name: str,
+    ranks: int,
+    gathered: Sequence[Parameter],
+    reduced: Sequence[Parameter],
 ) -> Group:
     sizes, layout = work.sizes, work.layout
-    weights, wide = (sum(_padded(p, layout, ranks) for p in some) for some in (held, reduced))
+    weights, wide = (sum(_padded(p, layout, ranks) for p in some) for some in (gathered, reduced))
     last = prod(reduced[-1].local_shape(layout)) if reduced else 0
     return Group(name, weights * sizes.weight, wide * sizes.gradient, ranks, last * sizes.weight)
 
@@ -156,11 +160,11 @@ def update_bytes(work: Workload, pp_rank: int) -> float:
     if work.zero != 1:
         return 0.0
     shared = laid = 0.0
-    cut = (work.layout, work.sequence_parallel)
+    sharding = (work.layout, work.sequence_parallel)
     for stage in work.layout.stages(pp_rank):
         ends = (stage == 0, stage == work.layout.num_stages - 1)
         layers = work.layers_of_stage[stage]
-        for ranks, members in _padded_sizes(work.model, cut, layers, ends):
+        for ranks, members in _padded_sizes(work.model, sharding, layers, ends):
             if ranks > 1:
                 shared += sum(size for size, _ in members) * (1 + 1 / ranks)
                 laid = max(laid, _laid_out(members, work.bucket_bytes))
@@ -170,22 +174,22 @@ def update_bytes(work: Workload, pp_rank: int) -> float:
 def _laid_out(members: Sequence[tuple[int, int]], bucket_bytes: float) -> int:
     """Elements of two parameters that follow each other in a bucket, at most; one alone in its
     bucket is not laid out."""
-    most = held = before = 0
+    most = filled = before = 0
     for size, numel in reversed(members):
-        if held and 4 * (held + numel) > bucket_bytes:
-            held = 0
-        most = max(most, before + size) if held else most
-        held, before = held + numel, size
+        if filled and 4 * (filled + numel) > bucket_bytes:
+            filled = 0
+        most = max(most, before + size) if filled else most
+        filled, before = filled + numel, size
     return most
 
 
 @cache
 def _padded_sizes(
-    model: ModelConfig, cut: tuple[ParallelLayout, bool], layers: int, ends: tuple[bool, bool]
+    model: ModelConfig, sharding: tuple[ParallelLayout, bool], layers: int, ends: tuple[bool, bool]
 ) -> tuple[tuple[int, list[tuple[int, int]]], ...]:
     """(owners, (elements with every owner's rows padded, elements) of each parameter) of a stage,
     by the axes over which gradients are summed, which buckets do not mix."""
-    layout, sequence_parallel = cut
+    layout, sequence_parallel = sharding
     found: dict[tuple[str, ...], tuple[int, list[tuple[int, int]]]] = {}
     copied = model.tie_embeddings and layout.pp > 1  # on one rank both ends have one table
     for parameter in _in_order(model, layers, *ends, copied):

@@ -120,8 +120,8 @@ class Answers(TorchDispatchMode):
             counts = self._balanced(args[0].numel(), bins - 1, bins)
             return self._learn(args[0].new_empty(bins), counts)
         if func is torch.ops.mtcli.sort_copies.default:
-            counts, places = func(*args, **given)
-            return self._learn(counts, self._balanced(args[0].numel(), args[2])), places
+            counts, edges = func(*args, **given)
+            return self._learn(counts, self._balanced(args[0].numel(), args[2])), edges
         if func is torch.ops.c10d._allgather_base_.default:
             self._gather(args[0], args[1])
         found = self._compute(func, args, given)

@@ -74,11 +74,11 @@ def head_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     q = work.mesh
     columns = -(-m.vocab_size // (work.layout.tp if q == 1 else q))
     wide = replace(work, precision="bf16") if work.sizes.gemm in ("fp8", "nvfp4") else work
-    piece = (work.tokens // q, columns, m.hidden_size // q)
-    product = _products(wide, device, physics, [piece]) * q
+    shape = (work.tokens // q, columns, m.hidden_size // q)
+    logits_gemm = _gemms(wide, device, physics, [shape]) * q
     logits = 4.0 * work.tokens // q * columns * physics.traffic
     moved = logits / (device.memory_bandwidth * physics.memory)
-    return product + Pass(2 * moved, 2 * moved)
+    return logits_gemm + Pass(2 * moved, 2 * moved)
 
 
 def embedding_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
@@ -92,8 +92,8 @@ def embedding_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
 def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     """Seconds of flash attention: half the square of scores under a causal mask, and 5 GEMMs for 2
     in the backward pass."""
-    whole = attention_flops(work) / (2 if work.model.causal else 1)
-    seconds = whole / (attention_rate(work, device) * physics.attention)
+    flops = attention_flops(work) / (2 if work.model.causal else 1)
+    seconds = flops / (attention_rate(work, device) * physics.attention)
     return Pass(seconds, 2.5 * seconds)
 
 
@@ -109,7 +109,7 @@ def attention_rate(work: Workload, device: Device) -> float:
     return device.peak("fp16" if "fp16" in device.flops else own) * device.sustained
 
 
-def dense_products(work: Workload) -> list[GemmShape]:
+def dense_gemms(work: Workload) -> list[GemmShape]:
     """Shapes (M, N, K) of a block's unsharded GEMMs [M, K] @ [K, N] outside of routed experts;
     tensor parallelism shards N of the even ones and K of the odd ones."""
     m = work.model
@@ -128,13 +128,13 @@ def _dense(work: Workload, device: Device, physics: Physics) -> Pass:
     has columns (arXiv:2104.05343, algorithm 1)."""
     tp, q = work.layout.tp, work.mesh
     if q > 1:
-        pieces = [(m // q, n // q, k // q) for m, n, k in dense_products(work)]
-        return _products(work, device, physics, pieces) * q
-    cut = [
-        (m, n // tp, k) if place % 2 == 0 else (m, n, k // tp)
-        for place, (m, n, k) in enumerate(dense_products(work))
+        steps = [(m // q, n // q, k // q) for m, n, k in dense_gemms(work)]
+        return _gemms(work, device, physics, steps) * q
+    sharded = [
+        (m, n // tp, k) if index % 2 == 0 else (m, n, k // tp)
+        for index, (m, n, k) in enumerate(dense_gemms(work))
     ]
-    return _products(work, device, physics, cut)
+    return _gemms(work, device, physics, sharded)
 
 
 def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
@@ -146,10 +146,10 @@ def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
     inner = m.moe_ffn_hidden_size // layout.etp
     up = 2 if m.activation == "swiglu" else 1
     shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
-    return _products(work, device, physics, shapes, experts)
+    return _gemms(work, device, physics, shapes, experts)
 
 
-def _products(
+def _gemms(
     work: Workload,
     device: Device,
     physics: Physics,
@@ -163,13 +163,13 @@ def _products(
     for m, n, k in shapes:
         wide = given.precision == "fp8" and not is_narrow(given.fp8_scaling, n, k)
         work = replace(given, precision="bf16") if wide else given
-        forward += copies * product_seconds((m, n, k), work, device, physics, copies)
-        backward += copies * product_seconds((m, k, n), work, device, physics, copies)
-        backward += copies * product_seconds((n, k, m), work, device, physics, copies)
+        forward += copies * gemm_seconds((m, n, k), work, device, physics, copies)
+        backward += copies * gemm_seconds((m, k, n), work, device, physics, copies)
+        backward += copies * gemm_seconds((n, k, m), work, device, physics, copies)
     return Pass(forward, backward)
 
 
-def product_seconds(
+def gemm_seconds(
     shape: GemmShape, work: Workload, device: Device, physics: Physics, copies: int = 1
 ) -> float:
     """Seconds of one GEMM of `copies` that are launched together."""

@@ -169,7 +169,7 @@ def calibrate(
     known = Calibration(
         ranks=facts["ranks"],
         widens=runs_in_float32(torch.empty(0, dtype=torch.bfloat16)),
-        flops=product_rate(precision),
+        flops=gemm_rate(precision),
         memory_bandwidth=copy_rate(),
         forward=Amounts(),
         backward=Amounts(),
@@ -317,7 +317,7 @@ def _passes_of(run: Callable[[Callable[[], None]], Any], passes: int) -> tuple[f
     return tuple(median(one[i + 1] - one[i] for one in times) for i in range(passes))
 
 
-def product_rate(precision: str) -> float:
+def gemm_rate(precision: str) -> float:
     """FLOP/s of a large GEMM."""
     a, b = (torch.randn(SIDE, SIDE).to(DTYPES[precision]) for _ in range(2))
     return 2.0 * SIDE**3 / seconds_of(lambda: matmul(a, b))
@@ -337,14 +337,14 @@ def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> A
     projected = torch.randn(2, length, heads // 2, 3, head_dim).to(DTYPES[precision])
     q, k, v = (x.transpose(1, 2) for x in projected.unbind(3))  # strided, as a model's are
     grad, scores = torch.randn_like(q), heads * length**2
-    leaves, seen = [x.requires_grad_() for x in (q, k, v)], AttentionMask(causal)
+    leaves, mask = [x.requires_grad_() for x in (q, k, v)], AttentionMask(causal)
     attend = attention_over("ring")
 
     def seconds(rank: int, ranks: int) -> tuple[float, float]:
         axis = Axis("cp", tuple(range(ranks)), rank, None, FlightRecorder(), Still())
 
         def there_and_back(mark: Callable[[], None]) -> None:
-            y = attend(*leaves, axis, seen)
+            y = attend(*leaves, axis, mask)
             mark()
             torch.autograd.grad(y, leaves, grad)
             mark()
@@ -352,14 +352,14 @@ def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> A
         forward, backward = _passes_of(there_and_back, 2)
         return forward, backward
 
-    whole = seconds(0, 1)
+    alone = seconds(0, 1)
     # The first rank of a ring computes on half of its queries, the last one on half of the keys:
     # two shapes of a hop, of which everyone waits for the slower one.
     two, three = ([seconds(rank, ranks) for rank in (0, ranks - 1)] for ranks in (2, 3))
     ring = [max(one[way] for one in two) for way in (0, 1)]
     hop = [min(ring[way], max(0.0, max(x[way] for x in three) - ring[way])) for way in (0, 1)]
     square = [one - part for one, part in zip(ring, hop, strict=True)]
-    per_score = (*whole, *square, *(2 * part for part in hop))
+    per_score = (*alone, *square, *(2 * part for part in hop))
     return AttentionRow(float(length), *(one / scores for one in per_score))
 
 

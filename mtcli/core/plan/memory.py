@@ -93,14 +93,15 @@ def fullest_rank(work: Workload, device: Device) -> int:
 
 def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
     """Bytes of one rank. Of rows that do not divide, the last data ranks have fewer."""
-    place = work.layout.coordinates(rank)
-    weights, gradients, optimizer = state_bytes(work, place["pp"], owner_of(work, rank))
-    stage = memory_by_stage(work, device)[place["pp"]]
+    coordinates = work.layout.coordinates(rank)
+    weights, gradients, optimizer = state_bytes(work, coordinates["pp"], owner_of(work, rank))
+    stage = memory_by_stage(work, device)[coordinates["pp"]]
     working = stage.working
     if is_sharded(work):  # FSDP2 keeps as many rows of each parameter as the first rank has
         width = work.sizes.master or work.sizes.weight
         shares = [
-            rank_elements(work, place["pp"], owner).shard for owner in (FIRST, owner_of(work, rank))
+            rank_elements(work, coordinates["pp"], owner).shard
+            for owner in (FIRST, owner_of(work, rank))
         ]
         working += (shares[0] - shares[1]) * width
     return replace(
@@ -194,15 +195,15 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
     the weights it keeps are the masters. Untrained weights are whole and as wide as gradients.
     """
-    held, sizes = rank_elements(work, pp_rank, owner), work.sizes
-    untrained = held.untrained * sizes.gradient
+    elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
+    untrained = elements.untrained * sizes.gradient
     if is_sharded(work):
-        rows, width = held.shard, sizes.master or sizes.weight
+        rows, width = elements.shard, sizes.master or sizes.weight
         return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments
-    state = held.shard if work.zero else held.total
-    gradients = held.padded if work.zero == 1 else held.total
+    state = elements.shard if work.zero else elements.total
+    gradients = elements.padded if work.zero == 1 else elements.total
     return (
-        held.total * sizes.weight + untrained,
+        elements.total * sizes.weight + untrained,
         gradients * sizes.gradient,
         state * (sizes.master + sizes.moments),
     )

@@ -165,9 +165,9 @@ def predict_workload(work: Workload, device: Device, physics: Physics = PHYSICS)
 def recomputed_share(work: Workload) -> float:
     """Share of the forward pass that the backward recomputes: all but the head, or attention."""
     m = work.model
-    whole = forward_flops(m, work.seq_len)
+    flops = forward_flops(m, work.seq_len)
     if work.recompute == "full":
-        return 1 - 2 * m.vocab_size * m.hidden_size / whole
+        return 1 - 2 * m.vocab_size * m.hidden_size / flops
     if work.recompute == "selective":
-        return 4 * work.seq_len * m.num_heads * m.head_dim * m.num_layers / whole
+        return 4 * work.seq_len * m.num_heads * m.head_dim * m.num_layers / flops
     return 0.0

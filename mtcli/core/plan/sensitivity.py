@@ -46,9 +46,9 @@ def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[N
     """Neighbours by each field: the next smaller and the next larger value that was tried, in its
     quickest layout that fits, with the reason why it falls short of the best, the first of `known`.
     """
-    best, seen = known[0], {one.work: one for one in known}
+    best, by_work = known[0], {one.work: one for one in known}
     return [
-        _quickest(field, value, near, seen, best)
+        _quickest(field, value, near, by_work, best)
         for field in FIELDS
         for value, near in _nearest(field, best.work, works)
     ]
@@ -77,7 +77,7 @@ def _quickest(
     field: str,
     value: Value,
     works: Sequence[Workload],
-    seen: dict[Workload, Prediction],
+    by_work: dict[Workload, Prediction],
     best: Prediction,
 ) -> Neighbour:
     """The quickest layout that fits, by lower bounds: those of the largest pipelines take a second
@@ -85,7 +85,7 @@ def _quickest(
     device = best.device
     for work in sorted(works, key=lambda one: lower_bound(one, device)):
         if fits(work, device):
-            one = seen.get(work) or _estimate(work, best)
+            one = by_work.get(work) or _estimate(work, best)
             if one.step_seconds < best.step_seconds:  # none is quicker than the best of a search
                 one = predict_workload(work, device)
             return Neighbour(field, value, one, _reason(one, best))

@@ -8,7 +8,7 @@ from mtcli.core.plan.communication import (
     context_parallel,
     expert_parallel,
     gradient_seconds,
-    hop_seconds,
+    p2p_seconds,
     sharded_block,
     tensor_parallel,
 )
@@ -43,7 +43,7 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
         parts,
         block=block,
         sharded=sharded,
-        hop=hop_seconds(work, device, physics),
+        hop=p2p_seconds(work, device, physics),
         gradients=gradients,
         gradients_exposed=exposed,
         optimizer=_optimizer(work, device, physics),
@@ -55,10 +55,10 @@ def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     """Costs of a step's parts that do not depend on the pipeline or on the data ranks."""
     p = work.layout
     alone = ParallelLayout(p.tp * p.cp * p.ep * p.etp, tp=p.tp, cp=p.cp, ep=p.ep, etp=p.etp)
-    whole = replace(
+    block_work = replace(
         work, layout=alone, global_batch_size=0, schedule_name="", zero=0, stage_sizes=()
     )
-    return _block_parts(whole, device, physics)
+    return _block_parts(block_work, device, physics)
 
 
 @cache

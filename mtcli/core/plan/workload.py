@@ -121,7 +121,7 @@ class Workload:
         return self.expert_rows * self.model.hidden_size * self.sizes.weight
 
     @property
-    def product_halves(self) -> int:
+    def sharded_halves(self) -> int:
         """Halves of a block whose GEMMs tensor parallelism shards: attention, and a dense MLP."""
         m = self.model
         return 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
@@ -142,7 +142,7 @@ class Workload:
         return self.model.num_kv_heads * self.kv_sharers
 
     @property
-    def sequence_cut(self) -> int:
+    def sequence_shards(self) -> int:
         """Ranks over which sequence parallelism shards norms, dropout and residuals."""
         return self.layout.tp if self.sequence_parallel else 1
 
@@ -188,12 +188,12 @@ class Workload:
 
     def _copies(self, load: float) -> float:
         m = self.model
-        return self.tokens / self.sequence_cut * m.top_k * min(load, m.capacity_factor or load)
+        return self.tokens / self.sequence_shards * m.top_k * min(load, m.capacity_factor or load)
 
     @property
     def _padded_rows(self) -> float:
         """Rows of all experts that are padded: a whole sequence's may all be on one rank."""
-        m, tokens = self.model, self.tokens / self.sequence_cut
+        m, tokens = self.model, self.tokens / self.sequence_shards
         each = m.top_k * m.capacity_factor / m.num_experts
         if m.drop_scope == "sub_sequence":
             return m.num_experts * ceil(tokens * each)

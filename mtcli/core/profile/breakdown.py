@@ -31,14 +31,14 @@ def spent_by_rank(records: Sequence[RankRecord], schedule: Schedule) -> list[Spe
     return found
 
 
-def hop_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
+def p2p_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
     """Seconds of a step that each pipeline rank waits for p2p inputs which are made already.
 
     Means over the timed steps.
     """
     return [
         mean(
-            sum(hop for *_, hop in _waits(record, pipeline, i, schedule))
+            sum(transfer for *_, transfer in _waits(record, pipeline, i, schedule))
             for i, pipeline in enumerate(steps)
         )
         for record, steps in _steps_of(records)
@@ -61,10 +61,10 @@ def attribute(
     step, spent = record.steps[index], dict.fromkeys(KINDS, 0.0)
     phases = step.phases
     spent["data"] = phases.data - phases.begin
-    for (op, start, end), bubble, hop in _waits(record, pipeline, index, schedule):
+    for (op, start, end), bubble, transfer in _waits(record, pipeline, index, schedule):
         exchanging = record.exchanging(step, op.kind) * (end - start)
         spent["bubble"] += bubble
-        spent["communication"] += hop
+        spent["communication"] += transfer
         spent["communication"] += exchanging
         spent["forward" if op.kind == "F" else "backward"] += end - start - exchanging
     done = max(span.end for other in pipeline for span in other.spans)

@@ -331,7 +331,7 @@ def seconds_by_axis(records: Sequence[RankRecord], schedule: Schedule) -> Json:
     for axis, groups in CARRIERS.items():
         spent = [mean(_seconds(record, group) for record in records) for group in groups]
         if axis == "pp":
-            spent = [mean(breakdown.hop_seconds(records, schedule))]
+            spent = [mean(breakdown.p2p_seconds(records, schedule))]
         found[axis] = {"measured": sum(spent)}
     return found
 

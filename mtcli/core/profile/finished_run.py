@@ -16,7 +16,7 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import is_number, parse_json, read_untrusted, shown
 from mtcli.core.mesh.parameters import count_parameters
-from mtcli.core.plan.tables import rank_places
+from mtcli.core.plan.tables import rank_coordinates
 from mtcli.core.plan.workload import Workload
 from mtcli.core.schedule.timeline import Timeline, simulate
 from mtcli.core.training.metrics import EVENTS, FACTS, METRICS
@@ -260,5 +260,5 @@ def rank_map(work: Workload) -> list[dict[str, Any]]:
                 for layer in range(layers[stage], layers[stage + 1])
             ],
         }
-        for rank, places in enumerate(rank_places(work.layout))
+        for rank, places in enumerate(rank_coordinates(work.layout))
     ]

@@ -221,14 +221,14 @@ def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[Even
 
     events = [named("process_name", 0, "mtcli: pipeline")]
     for record in speakers(records):
-        step, track = record.profiled.step, record.pp_rank
-        events.append(named("thread_name", track, f"pipeline rank {track}"))
+        step, tid = record.profiled.step, record.pp_rank
+        events.append(named("thread_name", tid, f"pipeline rank {tid}"))
         phases = step.phases
         spans = [(str(span.op), span.start, span.end) for span in step.spans]
         spans.append(("reduce", phases.pipeline, phases.reduce))
         spans.append(("agree", phases.norm, phases.agree))
         spans.append(("optimizer", phases.agree, phases.end))
-        common = {"ph": "X", "cat": "mtcli", "pid": PROCESS, "tid": track}
+        common = {"ph": "X", "cat": "mtcli", "pid": PROCESS, "tid": tid}
         events += [
             {**common, "name": name, "ts": mark + (a - begin) * 1e6, "dur": (b - a) * 1e6}
             for name, a, b in spans

@@ -271,13 +271,13 @@ def _model(m: Table, flash: bool) -> ModelConfig:
 def _filled(work: PublishedWork, p: Table, device: Device) -> PublishedWork:
     """Fills in what a record leaves open: the micro-batch is the quickest that fits, and an
     optimizer state of which nothing is said is sharded over the data ranks if it does not fit."""
-    filled = work if p.get("micro_batch") else _quickest_pieces(work, device)
+    filled = work if p.get("micro_batch") else _tuned(work, device)
     if p.get("zero") is None and not predict_workload(filled, device, PUBLISHED).fits:
         return _filled(replace(work, zero=1), p | {"zero": 1}, device)
     return filled
 
 
-def _quickest_pieces(work: PublishedWork, device: Device) -> PublishedWork:
+def _tuned(work: PublishedWork, device: Device) -> PublishedWork:
     """The workload with the micro-batch of the shortest predicted step among those that fit: a
     source that does not print it tuned it."""
     sizes = (

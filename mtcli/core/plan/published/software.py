@@ -53,8 +53,8 @@ class PublishedWork(Workload):
         if m.num_experts:
             routed = 2 * m.hidden_size * self.layout.etp + widths * m.moe_ffn_hidden_size
             mlp = (m.top_k * routed + widths * m.shared_expert_ffn_hidden_size) * size / tp
-            mlp += 2 * 4 * m.num_experts / self.sequence_cut
-        return self.tokens * (shared / self.sequence_cut + heads / tp + mlp)
+            mlp += 2 * 4 * m.num_experts / self.sequence_shards
+        return self.tokens * (shared / self.sequence_shards + heads / tp + mlp)
 
 
 @dataclass(frozen=True)

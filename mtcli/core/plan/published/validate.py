@@ -62,11 +62,11 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
     if not isinstance(rows, list):
         raise wrong(f"{path} holds no list of records", "see docs/plan.md", "--validate")
     records, left_out = [], []
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
             records.append(read_record(row))
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            name = row.get("id", place) if isinstance(row, dict) else place
+            name = row.get("id", index) if isinstance(row, dict) else index
             left_out.append(f"{name}: {_reason(error)}")
     if not records:
         none = Problem(f"{path} holds no run that can be predicted", field="--validate")
@@ -130,9 +130,9 @@ def summary_rows(summary: Json) -> list[list[str]]:
         ]
         for source, of in summary["sources"].items()
     ]
-    whole = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), "", ""]
+    overall = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), "", ""]
     means = ["", "", _percent(summary["mean_of_source_medians"]), "", ""]
-    return [*rows, ["all", *whole], ["mean of the sources' medians", *means]]
+    return [*rows, ["all", *overall], ["mean of the sources' medians", *means]]
 
 
 def memory_line(summary: Json) -> str:
@@ -183,8 +183,8 @@ def _of_source(scored: Sequence[Scored], source: str) -> Json:
 def _ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 0, ties sharing their mean."""
     first: dict[float, int] = {}
-    for place, value in enumerate(sorted(values)):
-        first.setdefault(value, place)
+    for index, value in enumerate(sorted(values)):
+        first.setdefault(value, index)
     count = Counter(values)
     return [first[value] + (count[value] - 1) / 2 for value in values]
 

@@ -22,12 +22,12 @@ class Storage:
 class Value:
     """A tensor: its memory, the op that made it, and its index among the op's results."""
 
-    __slots__ = ("made_by", "place", "rows", "storage")
+    __slots__ = ("index", "made_by", "rows", "storage")
 
     def __init__(
-        self, storage: Storage, made_by: "Node | None" = None, place: int = 0, rows: int = 0
+        self, storage: Storage, made_by: "Node | None" = None, index: int = 0, rows: int = 0
     ) -> None:
-        self.storage, self.made_by, self.place, self.rows = storage, made_by, place, rows
+        self.storage, self.made_by, self.index, self.rows = storage, made_by, index, rows
 
     @property
     def size(self) -> float:
@@ -93,9 +93,9 @@ class Tape:
         self.made.pop()
         return storage
 
-    def free(self, *held: Storage | Value) -> None:
+    def free(self, *named: Storage | Value) -> None:
         """Drops one name of each; memory that no name is left of is freed."""
-        for one in held:
+        for one in named:
             storage = one.storage if isinstance(one, Value) else one
             storage.holders -= 1
             if not storage.holders:
@@ -125,19 +125,19 @@ class Tape:
                 storages.append(result.storage)
             else:
                 storages.append(self.new(result))
-        held = [*(value.storage for value in saved), *(storages[place] for place in saves_results)]
-        node = Node(taken, [], bool(held or more), back)
+        kept = [*(value.storage for value in saved), *(storages[index] for index in saves_results)]
+        node = Node(taken, [], bool(kept or more), back)
         extra = [self.new(more)] if more else []
         if self.saves:
-            for storage in held:
+            for storage in kept:
                 storage.holders += 1
-            node.saved = held + extra
+            node.saved = kept + extra
         else:
             self.free(*extra)
         self.nodes.append(node)
         if len(self.nodes) == self.last_op:
             raise _AllSaved
-        return [Value(storage, node, place) for place, storage in enumerate(storages)]
+        return [Value(storage, node, index) for index, storage in enumerate(storages)]
 
     @property
     def ends_next(self) -> bool:
@@ -152,13 +152,13 @@ class Tape:
         last = max((index for index, node in enumerate(inner) if node.saves), default=-1)
 
         def back(tape: Tape, grads: list[Storage]) -> Gradients:
-            pending: Pending = {y.made_by: {y.place: grads.pop()}}  # which is named no more
+            pending: Pending = {y.made_by: {y.index: grads.pop()}}  # which is named no more
             for index in range(len(inner) - 1, -1, -1):
                 if index == last:
                     tape._rerun(forward, x, inner[: last + 1])
                 if inner[index] in pending:
                     tape.step(inner[index], pending)
-            return [pending[x.made_by].pop(x.place)]
+            return [pending[x.made_by].pop(x.index)]
 
         x.storage.holders += 1
         node = Node([x], [x.storage], True, back)
@@ -193,7 +193,7 @@ class Tape:
     def step(self, node: Node, pending: Pending) -> None:
         """Runs one op's backward."""
         given = pending.pop(node)
-        grads = [given[place] for place in sorted(given)]
+        grads = [given[index] for index in sorted(given)]
         found = node.back(self, grads)
         self.free(*node.saved, *grads)
         node.saved = []
@@ -205,12 +205,12 @@ class Tape:
                 leaves.append((grad, value.rows))
                 continue
             slot = pending.setdefault(value.made_by, {})
-            if value.place in slot:  # autograd sums into new memory
-                other, total = slot[value.place], self.new(grad.size)
+            if value.index in slot:  # autograd sums into new memory
+                other, total = slot[value.index], self.new(grad.size)
                 self.free(other, grad)
-                slot[value.place] = total
+                slot[value.index] = total
             else:
-                slot[value.place] = grad
+                slot[value.index] = grad
         self._collect(leaves)
 
     def weights(self) -> None:
@@ -236,10 +236,10 @@ def leaf(rows: float) -> Value:
     return Value(Storage(0.0), rows=max(1, round(rows)))
 
 
-def named_again(held: Storage) -> Storage:
+def named_again(storage: Storage) -> Storage:
     """Adds a name to a storage, such as of a gradient that is passed on as it is."""
-    held.holders += 1
-    return held
+    storage.holders += 1
+    return storage
 
 
 def new_gradients(*sizes: float) -> Back:

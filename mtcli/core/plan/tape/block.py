@@ -141,8 +141,8 @@ def _heads(kit: Kit, x: Value) -> Value:
 
     sent = tape.op([columns], [size], summed)[0]
     parts = then(kit, sent, tape.op([sent], [size], exchanged)[0])
-    whole = then(kit, parts, copied(kit, parts, size))
-    return then(kit, columns, whole)
+    full_heads = then(kit, parts, copied(kit, parts, size))
+    return then(kit, columns, full_heads)
 
 
 def _mix(kit: Kit, qkv: Value) -> Value:
@@ -155,7 +155,7 @@ def _mix(kit: Kit, qkv: Value) -> Value:
     if m.attention_dropout:
         y = _with_dropout(kit, (q, k, v), heads)
     elif kit.work.layout.cp == 1:
-        y = whole(kit, (q, k, v), heads)
+        y = full_rows(kit, (q, k, v), heads)
     else:
         ways = {"ring": ring, "all_gather": gathered, "a2a": heads_exchanged}
         y = ways[kit.work.cp_mode](kit, (q, k, v), heads)
@@ -177,9 +177,9 @@ def _rotated(kit: Kit, q: Value, k: Value, heads: Heads) -> tuple[Value, Value]:
 def _with_dropout(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     """Runs attention with dropout of its probabilities; each head has all keys and values."""
     tape, (q, *kv), size = kit.tape, qkv, kit.t.size
-    whole = kit.work.layout.cp * heads.q
-    k, v = (_per_head(kit, x, heads, whole) for x in kv)
-    seen = tape.new(mask_numel(kit))
+    all_keys = kit.work.layout.cp * heads.q
+    k, v = (_per_head(kit, x, heads, all_keys) for x in kv)
+    mask = tape.new(mask_numel(kit))
     scaled = moved(kit, q, heads.q, heads.q, heads.q)
     scores = batched_gemm(kit, (scaled, k), heads.scores * size)
     tape.free(scaled, k)
@@ -193,7 +193,7 @@ def _with_dropout(kit: Kit, qkv: QKV, heads: Heads) -> Value:
         more=probabilities.size,
     )[0]
     mixed = batched_gemm(kit, (left, v), heads.q)
-    tape.free(probabilities, left, v, seen)
+    tape.free(probabilities, left, v, mask)
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
@@ -209,7 +209,7 @@ def copied(kit: Kit, x: Value, size: float) -> Value:
     return kit.tape.op([x], [size], same_gradient)[0]
 
 
-def whole(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def full_rows(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     """Runs attention of full rows; documents by our kernel's spans, or row by row in torch."""
     work = kit.work
     if work.document_mask and kit.by_torch:
@@ -316,7 +316,7 @@ def plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     tape.free(scaled, k)
     probabilities = _softmax(kit, scores)
     tape.free(scores)
-    mixed = batched_gemm(kit, (probabilities, v), heads.q, seen=times * heads.q)
+    mixed = batched_gemm(kit, (probabilities, v), heads.q, used=times * heads.q)
     tape.free(probabilities, v)
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
@@ -354,10 +354,10 @@ def mask_numel(kit: Kit) -> float:
     return kit.t.tokens * work.seq_len / (1 if work.document_mask else work.micro_batch_size)
 
 
-def batched_gemm(kit: Kit, factors: tuple[Value, Value], size: float, seen: float = 0.0) -> Value:
-    """Runs a batched GEMM, in float32 where slow; `seen` are the second factor's bytes in use."""
+def batched_gemm(kit: Kit, factors: tuple[Value, Value], size: float, used: float = 0.0) -> Value:
+    """Runs a batched GEMM, in float32 where slow; `used` are the second factor's bytes in use."""
     (first, second), copies = factors, 2 * kit.slow
-    sizes = first.size, seen or second.size
+    sizes = first.size, used or second.size
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         found = []
@@ -448,7 +448,7 @@ def heads_exchanged(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     tape = kit.tape
     sizes = (heads.q, heads.k, heads.k)
     q, k, v = (_exchanged(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
-    mixed = whole(kit, (q, k, v), heads)
+    mixed = full_rows(kit, (q, k, v), heads)
     tape.free(q, k, v)
     return then(kit, mixed, _exchanged(kit, mixed, heads.q))
 
@@ -500,8 +500,8 @@ def _routed(kit: Kit, x: Value) -> tuple[Value, Value]:
     if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
         more += table
     if m.capacity_factor:
-        whole = kit.work.layout.cp * kit.work.sequence_cut
-        tape.moment(more + (2 + 4 * whole) * table)
+        sharers = kit.work.layout.cp * kit.work.sequence_shards
+        tape.moment(more + (2 + 4 * sharers) * table)
     weights = tape.op([logits], [chosen * t.wide], of_weights, more=more)[0]
     return reused(kit, x), then(kit, logits, weights)
 
@@ -579,7 +579,7 @@ class Routed(NamedTuple):
     copies: float  # of tokens that no capacity drops
     rows: float  # that the copies are stored in, padded experts' included
     num_copies: float
-    num_places: float  # for copies: top_k of each token
+    num_chosen: float  # for copies: top_k of each token
     padding: float  # of copies that are put into rows of zeros, or 0
 
     @classmethod
@@ -631,12 +631,12 @@ def _by_all_gather(kit: Kit, x: Value, weights: Value) -> Value:
     gathered = moved(kit, x, ranks * x.size, x.size) if ranks > 1 else x
     rows = _spread(kit, gathered, everyone)
     results = then(kit, rows, _gathered_experts(kit, rows))
-    whole = _summed(kit, results, weights, everyone)
+    summed = _summed(kit, results, weights, everyone)
     if ranks == 1:
         tape.free(results)
-        return whole
-    y = moved(kit, whole, x.size, whole.size)
-    tape.free(whole, results, gathered)
+        return summed
+    y = moved(kit, summed, x.size, summed.size)
+    tape.free(summed, results, gathered)
     return y
 
 
@@ -647,7 +647,7 @@ def _reordered(kit: Kit, rows: Value, order: Value) -> Value:
 def _spread(kit: Kit, x: Value, routed: Routed) -> Value:
     """Copies tokens, sorted by expert; torch makes the copies first, and then pads them."""
     besides = kit.by_torch * routed.padding
-    indices = routed.num_copies * (1 + (besides > 0)) if kit.by_torch else routed.num_places
+    indices = routed.num_copies * (1 + (besides > 0)) if kit.by_torch else routed.num_chosen
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(besides + x.size)

@@ -48,7 +48,7 @@ class Shapes(NamedTuple):
         m, tp, size = work.model, work.layout.tp, work.sizes.weight
         return cls(
             work.tokens,
-            work.tokens / work.sequence_cut,
+            work.tokens / work.sequence_shards,
             m.hidden_size,
             m.num_heads * m.head_dim / tp,
             2 * work.kv_heads * m.head_dim / tp,
@@ -65,8 +65,8 @@ class Shapes(NamedTuple):
 
 def logits_bytes(work: Workload) -> float:
     """Bytes of a micro-batch's logits, vocabulary padding included."""
-    cut = VOCAB_MULTIPLE * work.layout.tp
-    columns = -(-work.model.vocab_size // cut) * VOCAB_MULTIPLE
+    multiple = VOCAB_MULTIPLE * work.layout.tp
+    columns = -(-work.model.vocab_size // multiple) * VOCAB_MULTIPLE
     return float(work.tokens * work.sizes.weight * columns)
 
 
@@ -91,7 +91,7 @@ class Gathering:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.whole: dict[str, Storage] = {}
+        self.gathered: dict[str, Storage] = {}
         self.coming: dict[str, Storage] = {}
         self.order: list[Group] = []  # as forwards ended
         self.deferred: Storage | None = None
@@ -99,10 +99,10 @@ class Gathering:
 
     def forward(self, group: Group) -> None:
         """Gathers a group before its forward."""
-        if group.name in self.whole:
+        if group.name in self.gathered:
             return
         buffer = self._gather(group)
-        self.whole[group.name] = self.tape.hold(group.weights)
+        self.gathered[group.name] = self.tape.hold(group.weights)
         self.settle()
         self.deferred = buffer
 
@@ -123,15 +123,15 @@ class Gathering:
 
     def free(self, group: Group) -> None:
         """Frees gathered weights."""
-        if group.name in self.whole:
-            self.tape.free(self.whole.pop(group.name))
+        if group.name in self.gathered:
+            self.tape.free(self.gathered.pop(group.name))
 
     def backward(self, group: Group) -> None:
         """Gathers a group before its backward, and prefetches the one that follows."""
         self.tape.waiting.append([])
-        if group.name not in self.whole:
+        if group.name not in self.gathered:
             buffer = self._gather(group)
-            self.whole[group.name] = self.tape.hold(group.weights)
+            self.gathered[group.name] = self.tape.hold(group.weights)
             if buffer is not None:
                 self.tape.free(buffer)
         if group in self.order:
@@ -252,24 +252,24 @@ def linear(
     """
     (width, inner), size = shape, kit.work.sizes.weight
     given = rows * inner * size or x.size
-    out, whole = given / inner * width, width * inner * size
+    out, weight_bytes = given / inner * width, width * inner * size
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
     scaling = kit.work.fp8_scaling
     fp8 = kit.work.sizes.gemm == "fp8" and not plain
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
-    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(gemm_bytes(kit, of_y + of_w, of_input, narrow))
         found = tape.new(of_input)
-        of_weight = gemm_bytes(kit, of_y + of_x, whole, narrow)
+        of_weight = gemm_bytes(kit, of_y + of_x, weight_bytes, narrow)
         if tape.splits and weight is None:
             waits = [named_again(x.storage), named_again(grads[0])]
-            tape.weight_passes.append(WeightPass(whole, table.rows, waits, of_weight))
+            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, of_weight))
             return [found, None]
         tape.moment(of_weight)
-        return [found, tape.new(whole)]
+        return [found, tape.new(weight_bytes)]
 
     copies = of_x + of_w
     if copies:
@@ -307,12 +307,12 @@ def activated_linear(
         active = saved_by(kit, x, x.size / gates(kit))
         return then(kit, active, linear(kit, active, shape, weight=weight))
     (width, inner), size = shape, kit.work.sizes.weight
-    given, whole = x.size / gates(kit), width * inner * size
+    given, weight_bytes = x.size / gates(kit), width * inner * size
     out = given / inner * width
     narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
         kit.work.fp8_scaling, round(width), round(inner)
     )
-    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
     table = leaf(width) if weight is None else weight
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
@@ -321,10 +321,12 @@ def activated_linear(
         found = tape.new(x.size)
         if tape.splits and weight is None:
             waits = [result, named_again(grads[0])]
-            tape.weight_passes.append(WeightPass(whole, table.rows, waits, of_y + of_x + whole))
+            tape.weight_passes.append(
+                WeightPass(weight_bytes, table.rows, waits, of_y + of_x + weight_bytes)
+            )
             return [found, None]
-        tape.moment(of_y + of_x + whole)
-        of_weight = tape.new(whole)
+        tape.moment(of_y + of_x + weight_bytes)
+        of_weight = tape.new(weight_bytes)
         tape.free(result)
         return [found, of_weight]
 

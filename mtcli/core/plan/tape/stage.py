@@ -98,7 +98,7 @@ def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> 
     table = vocabulary_table(kit, first and last)
     if kit.gathering is not None:
         kit.gathering.forward(kit.groups[ENDS])
-    x = embedded(kit, table) if first else _received(kit, hands_on=not (layers or last))
+    x = embedded(kit, table) if first else _received(kit, passes_on=not (layers or last))
     start, alone = len(tape.nodes), tape.live - x.size
     x, blocks = _through(kit, x, layers, known)
     end = len(tape.nodes)
@@ -107,7 +107,7 @@ def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> 
 
     given = tape.new(stream * (not last))
     # The pipeline names the given gradient as well.
-    pending: Pending = {y.made_by: {y.place: named_again(given)}}
+    pending: Pending = {y.made_by: {y.index: named_again(given)}}
     tape.backward(tape.nodes[end:], pending)
     most, tape.peak = tape.peak, tape.live
     tape.backward(tape.nodes[start:end], pending)
@@ -137,16 +137,16 @@ def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> 
     )
 
 
-def _received(kit: Kit, hands_on: bool) -> Value:
+def _received(kit: Kit, passes_on: bool) -> Value:
     """Receives a stage's input, which stays alive until its backward is done.
 
-    With `hands_on` x gets a copy of the gradient that is passed on as it came.
+    With `passes_on` x gets a copy of the gradient that is passed on as it came.
     """
     tape, stream = kit.tape, kit.t.stream
     x = Value(tape.new(stream))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(stream) if hands_on else named_again(grads[0])]
+        return [tape.new(stream) if passes_on else named_again(grads[0])]
 
     return tape.op([x], [x], back)[0]
 
@@ -166,14 +166,14 @@ def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blo
     """
     tape, run = kit.tape, min(layers, 1 if kit.gathering is None else 3)
     each, number, others = known, layers - run, tape.hold(0.0)
-    for place in range(run):
+    for index in range(run):
         begun, most, named = tape.live, tape.peak, x.storage.holders
         tape.peak = begun
-        y = block(kit, x, place)
+        y = block(kit, x, index)
         saves_input = x.storage.holders > named  # and not a copy alone
         each = known or tape.live - y.size - begun + x.size * saves_input
         tape.free(x)
-        x, before = y, number * each * (place == 0)
+        x, before = y, number * each * (index == 0)
         tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
         others.size += before
         tape.live += before
@@ -183,15 +183,15 @@ def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blo
 def embedded(kit: Kit, weight: Value) -> Value:
     """Runs the embedding, with learned positions and dropout."""
     tape, t, m = kit.tape, kit.t, kit.work.model
-    whole, table = t.tokens * t.hidden * t.size, logits_bytes(kit.work) / t.tokens * t.hidden
-    rows = tape.op([weight], [whole], new_gradients(table), more=t.tokens * INDEX)[0]
-    masked = tape.op([rows], [whole], new_gradients(whole), more=t.tokens)[0]
+    size, table = t.tokens * t.hidden * t.size, logits_bytes(kit.work) / t.tokens * t.hidden
+    rows = tape.op([weight], [size], new_gradients(table), more=t.tokens * INDEX)[0]
+    masked = tape.op([rows], [size], new_gradients(size), more=t.tokens)[0]
     tape.free(rows)
     x = then(kit, masked, leave(kit, masked))
     if m.position == "learned":
-        places = m.max_seq_len * t.hidden * t.size
+        positions = m.max_seq_len * t.hidden * t.size
         row = tape.op(
-            [leaf(m.max_seq_len)], [t.stream], new_gradients(places), more=t.rows * INDEX
+            [leaf(m.max_seq_len)], [t.stream], new_gradients(positions), more=t.rows * INDEX
         )[0]
         x = then(kit, row, then(kit, x, add(kit, x, row)))
     if m.dropout:
