@@ -4,9 +4,9 @@ Mixed precision training (arXiv:1710.03740, section 3.2) with Megatron-LM's rule
 """
 
 import math
+from collections.abc import Mapping
 
-from mtcli.core.checkpoint.progress import LOWEST, ScaleState
-from mtcli.core.config.schema import TrainConfig
+from mtcli.core.config.schema import LOWEST_LOSS_SCALE, TrainConfig
 
 FACTOR = 2.0  # of growing and falling: a power of two, so that scaling rounds nothing
 
@@ -20,8 +20,8 @@ class LossScale:
 
     def __init__(self, scale: float, window: float = math.inf, hysteresis: int = 1) -> None:
         self.scale, self.window, self.hysteresis = scale, window, hysteresis
-        self.lowest = scale if math.isinf(window) else LOWEST
-        self.good_steps, self.patience = 0, hysteresis  # as in ScaleState
+        self.lowest = scale if math.isinf(window) else LOWEST_LOSS_SCALE
+        self.good_steps, self.patience = 0, hysteresis  # overflows until it falls
 
     @classmethod
     def of(cls, train: TrainConfig) -> "LossScale":
@@ -49,15 +49,14 @@ class LossScale:
             self.scale *= FACTOR
             self.good_steps, self.patience = 0, self.hysteresis
 
-    def state(self) -> ScaleState | None:
+    def state(self) -> dict[str, float] | None:
         """The state of a dynamic scale for a checkpoint; None of a fixed one."""
         if math.isinf(self.window):
             return None
-        return ScaleState(scale=self.scale, good_steps=self.good_steps, patience=self.patience)
+        return {name: getattr(self, name) for name in ("scale", "good_steps", "patience")}
 
-    def load(self, state: ScaleState | None) -> None:
+    def load(self, state: Mapping[str, float] | None) -> None:
         """Restores a state. A fixed scale stays as it is, and so does one without a state, as from
         a run in another precision."""
         if state and not math.isinf(self.window):
-            self.scale, self.good_steps = state.scale, state.good_steps
-            self.patience = state.patience
+            vars(self).update(state)
