@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import Device, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
@@ -63,7 +63,7 @@ def eval(
     tasks: Tasks,
     overrides: Overrides,
     nproc: Nproc = 1,
-    device: Device = "auto",
+    device: ComputeDevice = "auto",
     limit: Limit = None,
     overlap: Overlap = None,
     batch_tokens: BatchTokens = None,

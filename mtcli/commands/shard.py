@@ -54,7 +54,7 @@ Upcycle = Annotated[
         "[model] that concern routing, such as router_score",
     ),
 ]
-Config = Annotated[
+ModelSource = Annotated[
     str | None,
     typer.Option(
         metavar="CONFIG",
@@ -79,7 +79,7 @@ def shard(
     upcycle: Upcycle = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
-    config: Config = None,
+    config: ModelSource = None,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,

@@ -34,7 +34,7 @@ from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.runtime.atomic_writes import folder_of
 
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 SHARED = "put it where all machines see the same files, or wait until their caches are up to date"
 
 
@@ -112,7 +112,7 @@ def _stored(record: TensorRecord) -> StoredTensor:
     return StoredTensor(DTYPES[record.dtype], record.shape, tuple(boxes))
 
 
-def together(axis: Axis, work: Callable[[], Value]) -> Value:
+def together(axis: Axis, work: Callable[[], Result]) -> Result:
     """Runs `work` on every rank and returns this rank's result. Collective.
 
     Raises the MtcliError of the first rank that raises one on every rank.

@@ -7,8 +7,9 @@ keeps all of them; forward passes, of evaluation and generation, keep fewer and 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
@@ -303,60 +304,42 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
 
 
 class Need(NamedTuple):
-    """A condition without which some fields of a section have no meaning."""
+    """A setting without which some fields have no meaning: its value, or where None 1 or more."""
 
     fields: tuple[str, ...]
-    met: Callable[[RunConfig], bool]
-    lacking: Callable[[RunConfig], str]  # what the config has instead, and why that is no use
-    hint: str
+    setting: str
+    value: str | None
+    otherwise: str  # of any other value: why that is no use
 
 
 NEEDS = (
+    Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", None, "a dense model"),
     Need(
-        tuple(f"model.{name}" for name in OF_EXPERTS),
-        lambda c: c.model.num_experts > 0,
-        lambda c: "num_experts=0, a dense model",
-        "model.num_experts of 1 or more",
+        ("model.rope_theta", "model.rope_scaling"), "model.position", "rope", "which turns nothing"
     ),
-    Need(
-        ("model.rope_theta", "model.rope_scaling"),
-        lambda c: c.model.position == "rope",
-        lambda c: f"position={c.model.position!r}, which turns nothing",
-        "model.position = 'rope'",
-    ),
-    Need(
-        ("optimizer.trust_bounds",),
-        lambda c: c.optimizer.name == "lamb",
-        lambda c: f"name={c.optimizer.name!r}, which has no trust ratio",
-        "optimizer.name = 'lamb'",
-    ),
-    Need(
-        ("train.loss_scale",),
-        lambda c: c.train.precision == "fp16",
-        lambda c: f"precision={c.train.precision!r}, whose loss is not scaled",
-        "train.precision = 'fp16'",
-    ),
-    Need(
-        ("train.fp8_scaling",),
-        lambda c: c.train.precision == "fp8",
-        lambda c: f"precision={c.train.precision!r}, which scales nothing",
-        "train.precision = 'fp8'",
-    ),
+    Need(("optimizer.trust_bounds",), "optimizer.name", "lamb", "which has no trust ratio"),
+    Need(("train.loss_scale",), "train.precision", "fp16", "whose loss is not scaled"),
+    Need(("train.fp8_scaling",), "train.precision", "fp8", "which scales nothing"),
 )
 
 
 def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that no field is set which the rest of the config makes meaningless."""
     by_name = ARCHITECTURES[config.model.architecture]
-    for need in NEEDS:
-        for field in () if need.met(config) else need.fields:
+    for fields, setting, needed, otherwise in NEEDS:
+        has = attrgetter(setting)(config)
+        if has == needed or (needed is None and has > 0):
+            continue
+        cure = f"{setting} = {needed!r}" if needed else f"{setting} of 1 or more"
+        lacking = f"{setting.partition('.')[2]}={has!r}, {otherwise}"
+        for field in fields:
             section, _, name = field.partition(".")
             part = getattr(config, section)
             value, default = getattr(part, name), type(part).model_fields[name].get_default()
             if value not in (default, by_name.get(name, default)):
                 said = shown(list(value) if isinstance(value, tuple) else value)
-                hint = f"{need.hint}, or leave {field} out"
-                yield Problem(f"{name}={said} with {need.lacking(config)}", hint, field)
+                hint = f"{cure}, or leave {field} out"
+                yield Problem(f"{name}={said} with {lacking}", hint, field)
 
 
 def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
-from mtcli.core.evaluate.tasks.task import Progress, Report, read_text
+from mtcli.core.evaluate.tasks.task import Advance, Report, read_text
 from mtcli.core.inference.scoring import Scorer
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
@@ -36,7 +36,7 @@ class HarnessModel(TemplateLM):
         scorer: Scorer,
         encoder: Encoder,
         batch_tokens: int,
-        progress: Progress = lambda done: None,
+        progress: Advance = lambda done: None,
     ) -> None:
         super().__init__()
         self.scorer, self.encoder = scorer, encoder

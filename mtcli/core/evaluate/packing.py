@@ -17,7 +17,7 @@ import torch
 
 from mtcli.core.config.errors import failed
 from mtcli.core.evaluate.requests import Ids, Request, Score, fit
-from mtcli.core.evaluate.tasks.task import Progress
+from mtcli.core.evaluate.tasks.task import Advance
 from mtcli.core.inference.scoring import ScoreBatch, Scorer
 
 # Sharing saves the common tokens' layers and costs the masked part of the attention; below a
@@ -82,9 +82,7 @@ def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> Pack
     )
 
 
-def run(
-    scorer: Scorer, planned: PackingPlan, progress: Progress = lambda done: None
-) -> list[Score]:
+def run(scorer: Scorer, planned: PackingPlan, progress: Advance = lambda done: None) -> list[Score]:
     """Scores the planned requests; log-probabilities are summed in float64.
 
     `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when

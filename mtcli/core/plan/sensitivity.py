@@ -11,10 +11,10 @@ from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import stage_seconds, step_costs
 from mtcli.core.plan.workload import Workload
 
-Value = int | str
-Sort = Callable[[Value], Any]
+FieldValue = int | str
+Sort = Callable[[FieldValue], Any]
 
-FIELDS: dict[str, Callable[[Workload], Value]] = {
+FIELDS: dict[str, Callable[[Workload], FieldValue]] = {
     "tp": lambda work: work.layout.tp,
     "tp_mode": lambda work: work.tp_mode,
     "cp": lambda work: work.layout.cp,
@@ -37,7 +37,7 @@ class Neighbour(NamedTuple):
     """A layout that differs in one field, and in the fields that had to follow."""
 
     field: str
-    value: Value
+    value: FieldValue
     prediction: Prediction
     reason: str
 
@@ -56,13 +56,13 @@ def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[N
 
 def _nearest(
     field: str, best: Workload, works: Sequence[Workload]
-) -> list[tuple[Value, list[Workload]]]:
+) -> list[tuple[FieldValue, list[Workload]]]:
     """Values next to the best's, with the layouts that have them and are alike otherwise."""
     free = (field, *FOLLOWS.get(field, ()))
     fixed = [read for name, read in FIELDS.items() if name not in free]
     same = [read(best) for read in fixed]
     mine, read = FIELDS[field](best), FIELDS[field]
-    near: dict[Value, list[Workload]] = {}
+    near: dict[FieldValue, list[Workload]] = {}
     for work in works:
         if read(work) != mine and [one(work) for one in fixed] == same:
             near.setdefault(read(work), []).append(work)
@@ -75,7 +75,7 @@ def _nearest(
 
 def _quickest(
     field: str,
-    value: Value,
+    value: FieldValue,
     works: Sequence[Workload],
     by_work: dict[Workload, Prediction],
     best: Prediction,

@@ -10,7 +10,7 @@ from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.evaluate.requests import Request, Score
 
 Report = dict[str, float | int | None]
-Progress = Callable[[int], object]  # told how many more requests are done
+Advance = Callable[[int], object]  # told how many more requests are done
 
 
 class TaskOptions(NamedTuple):

@@ -158,25 +158,21 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 def _of_source(scored: Sequence[Scored], source: str) -> Json:
     mine = [one for one in scored if one.record.source == source]
-    timed = [one for one in mine if one.record.seconds and one.error is not None]
-    errors = [one.error for one in timed if one.error is not None]
-    tokens = [one.record.work.global_batch_size * one.record.work.seq_len for one in timed]
-    worlds = [one.record.work.layout.world for one in timed]
+    timed = [(one, one.record.seconds) for one in mine if one.record.seconds]
+    errors = [one.error for one, _ in timed if one.error is not None]
+    works = [one.record.work for one, _ in timed]
+    sizes = [(work.global_batch_size * work.seq_len, work.layout.world) for work in works]
     # Rates per GPU, so that a larger batch or world does not make the ranking easy.
-    said = [t / one.seconds / w for one, t, w in zip(timed, tokens, worlds, strict=True)]
-    was = [
-        t / float(one.record.seconds or 1) / w
-        for one, t, w in zip(timed, tokens, worlds, strict=True)
-    ]
+    said = [t / one.seconds / w for (one, _), (t, w) in zip(timed, sizes, strict=True)]
+    was = [t / seconds / w for (_, seconds), (t, w) in zip(timed, sizes, strict=True)]
+    seconds = [one.seconds for one, _ in timed], [seconds for _, seconds in timed]
     return {
         "records": len(mine),
         "timed": len(timed),
         "median_error": median(errors) if errors else None,
         "median_absolute_error": median(map(abs, errors)) if errors else None,
         "spearman": spearman(said, was),
-        "spearman_seconds": spearman(
-            [one.seconds for one in timed], [float(one.record.seconds or 0) for one in timed]
-        ),
+        "spearman_seconds": spearman(*seconds),
     }
 
 

@@ -37,7 +37,7 @@ class Value:
 
 Gradients = Sequence[Storage | None]
 Back = Callable[["Tape", list[Storage]], Gradients]  # of results -> of what the op took
-Pending = dict["Node | None", dict[int, Storage]]  # gradients that wait for their op
+PendingGradients = dict["Node | None", dict[int, Storage]]  # gradients that wait for their op
 
 
 class Node:
@@ -152,7 +152,7 @@ class Tape:
         last = max((index for index, node in enumerate(inner) if node.saves), default=-1)
 
         def back(tape: Tape, grads: list[Storage]) -> Gradients:
-            pending: Pending = {y.made_by: {y.index: grads.pop()}}  # which is named no more
+            pending: PendingGradients = {y.made_by: {y.index: grads.pop()}}
             for index in range(len(inner) - 1, -1, -1):
                 if index == last:
                     tape._rerun(forward, x, inner[: last + 1])
@@ -184,13 +184,13 @@ class Tape:
         x.storage.holders = named + waits.get(x.storage, 0)
         self.made = made
 
-    def backward(self, nodes: Sequence[Node], pending: Pending) -> None:
+    def backward(self, nodes: Sequence[Node], pending: PendingGradients) -> None:
         """Goes back through the ops, from gradients of results to those of leaves."""
         for node in reversed(nodes):
             if node in pending:
                 self.step(node, pending)
 
-    def step(self, node: Node, pending: Pending) -> None:
+    def step(self, node: Node, pending: PendingGradients) -> None:
         """Runs one op's backward."""
         given = pending.pop(node)
         grads = [given[index] for index in sorted(given)]

@@ -52,7 +52,7 @@ SPAN = 8  # bytes of a query's `Spans`: two int32
 QKV = tuple[Value, Value, Value]
 
 
-class Heads:
+class HeadSizes:
     """Bytes of queries q, of keys or values k and of a log-sum-exp, at `size` bytes an element, and
     the number of scores; of all rows, or of one of so many."""
 
@@ -146,7 +146,7 @@ def _heads(kit: Kit, x: Value) -> Value:
 
 
 def _mix(kit: Kit, qkv: Value) -> Value:
-    tape, m, heads = kit.tape, kit.work.model, Heads(kit, kit.t.size)
+    tape, m, heads = kit.tape, kit.work.model, HeadSizes(kit, kit.t.size)
     q, k, v = tape.op([qkv], [qkv, qkv, qkv], new_gradients(qkv.size))
     if heads.grouped and m.num_kv_heads > kit.work.layout.tp:
         q = then(kit, q, copied(kit, q, heads.q))
@@ -163,7 +163,7 @@ def _mix(kit: Kit, qkv: Value) -> Value:
     return y
 
 
-def _rotated(kit: Kit, q: Value, k: Value, heads: Heads) -> tuple[Value, Value]:
+def _rotated(kit: Kit, q: Value, k: Value, heads: HeadSizes) -> tuple[Value, Value]:
     """Rotates queries and keys by position: by one kernel, or op by op."""
     sizes = heads.q, heads.k
     if kit.by_torch:
@@ -174,7 +174,7 @@ def _rotated(kit: Kit, q: Value, k: Value, heads: Heads) -> tuple[Value, Value]:
     return rotated[0], rotated[1]
 
 
-def _with_dropout(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def _with_dropout(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention with dropout of its probabilities; each head has all keys and values."""
     tape, (q, *kv), size = kit.tape, qkv, kit.t.size
     all_keys = kit.work.layout.cp * heads.q
@@ -197,7 +197,7 @@ def _with_dropout(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
-def _per_head(kit: Kit, x: Value, heads: Heads, size: float) -> Value:
+def _per_head(kit: Kit, x: Value, heads: HeadSizes, size: float) -> Value:
     if kit.work.layout.cp == 1:
         return moved(kit, x, size, heads.k)
     gathered = in_order(kit, x, heads)
@@ -209,7 +209,7 @@ def copied(kit: Kit, x: Value, size: float) -> Value:
     return kit.tape.op([x], [size], same_gradient)[0]
 
 
-def full_rows(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def full_rows(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention of full rows; documents by our kernel's spans, or row by row in torch."""
     work = kit.work
     if work.document_mask and kit.by_torch:
@@ -219,11 +219,11 @@ def full_rows(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return _of_rows(kit, qkv, heads, copies=work.micro_batch_size > 1 or work.layout.cp > 1)
 
 
-def _by_document(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention of rows with a document mask each, one after another."""
     work = kit.work
     rows, sizes = work.micro_batch_size, (heads.q, heads.k, heads.k)
-    one = Heads(kit, heads.size, rows)
+    one = HeadSizes(kit, heads.size, rows)
     if rows > 1 and work.layout.cp > 1:  # by heads, which are laid out one by one
         q, k, v = (copied(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
     else:
@@ -235,12 +235,12 @@ def _by_document(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return mixed
 
 
-def _of_rows(kit: Kit, qkv: QKV, heads: Heads, copies: bool) -> Value:
+def _of_rows(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
     """Runs attention by the device's kernel; `copies` where rows are not stored head by head."""
     if kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= CPU_ATTENTION_ROW_BYTES:
         return _in_blocks(kit, qkv, heads, copies)
     if kit.slow:
-        wide = Heads(kit, 4, heads.rows)
+        wide = HeadSizes(kit, 4, heads.rows)
         sizes = ((heads.q, wide.q), (heads.k, wide.k), (heads.k, wide.k))
         q, k, v = (moved(kit, x, to, of) for x, (of, to) in zip(qkv, sizes, strict=True))
         mixed = fused(kit, (q, k, v), wide, wide.k)
@@ -256,7 +256,7 @@ def compute_bytes(kit: Kit, size: float) -> float:
     return 2 * size if kit.slow else size
 
 
-def fused(kit: Kit, qkv: QKV, heads: Heads, keys: float, spans: float = 0.0) -> Value:
+def fused(kit: Kit, qkv: QKV, heads: HeadSizes, keys: float, spans: float = 0.0) -> Value:
     """Runs flash attention, which saves the log-sum-exp, not the scores, and maybe `spans`."""
     return kit.tape.op(
         qkv,
@@ -268,7 +268,7 @@ def fused(kit: Kit, qkv: QKV, heads: Heads, keys: float, spans: float = 0.0) -> 
     )[0]
 
 
-def _in_blocks(kit: Kit, qkv: QKV, heads: Heads, copies: bool) -> Value:
+def _in_blocks(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
     """Runs CPU attention, some heads at a time; several sequences are copied by head and back."""
     saved = () if copies else qkv[: 1 if heads.grouped else 3]
     more = (3 if copies else 2 * heads.grouped) * heads.q
@@ -290,7 +290,7 @@ def _in_blocks(kit: Kit, qkv: QKV, heads: Heads, copies: bool) -> Value:
     return then(kit, mixed, copied(kit, mixed, heads.q)) if copies else mixed
 
 
-def head_blocks_bytes(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
+def head_blocks_bytes(kit: Kit, heads: HeadSizes, rows: int) -> tuple[float, float]:
     """Peaks of forward and backward on top of their results, of blocks of heads' scores."""
     size = compute_bytes(kit, heads.size)
     one, scores = rows**2 * size, heads.scores / kit.work.seq_len * rows * size
@@ -301,7 +301,7 @@ def head_blocks_bytes(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
     return unseen + max(block + there * part, unseen), unseen + 2 * block + back * part
 
 
-def plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def plain(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention that writes its scores: saves scaled queries and keys, values, probabilities.
 
     Values are copied where heads share them or where they are of one row among others.
@@ -370,7 +370,7 @@ def batched_gemm(kit: Kit, factors: tuple[Value, Value], size: float, used: floa
     return kit.tape.op(factors, [size], back, saved=factors)[0]
 
 
-def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def ring(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs ring attention, which sums its results in float32."""
     tape, (q, k, v), wide = kit.tape, qkv, kit.t.wide / kit.t.size
     both, backward_bytes = 2 * heads.k, _ring_backward_bytes(kit, heads)
@@ -396,12 +396,12 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
-def _scores(kit: Kit, heads: Heads) -> float:
+def _scores(kit: Kit, heads: HeadSizes) -> float:
     """Bytes of a block's scores in float64 on a GPU, which has no kernel of ours."""
     return heads.scores / kit.work.layout.cp * heads.size * (kit.by_torch and not kit.cpu)
 
 
-def _ring_backward_bytes(kit: Kit, heads: Heads) -> float:
+def _ring_backward_bytes(kit: Kit, heads: HeadSizes) -> float:
     """Peak of one key block's backward, on top of the ring's own buffers."""
     if not kit.cpu:
         return 5 * _scores(kit, heads)
@@ -417,7 +417,7 @@ def _ring_backward_bytes(kit: Kit, heads: Heads) -> float:
     return copies + mask + q + per_head + both
 
 
-def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def gathered(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention over all-gathered keys and values, put in order."""
     tape, cp = kit.tape, kit.work.layout.cp
     q, *kv = qkv
@@ -430,12 +430,12 @@ def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return mixed
 
 
-def _mask_bytes(kit: Kit, heads: Heads) -> float:
+def _mask_bytes(kit: Kit, heads: HeadSizes) -> float:
     """Bytes of the attention mask over gathered keys: our kernel's spans, on CPU a bias."""
     return mask_numel(kit) * heads.size if kit.cpu else SPAN * kit.t.tokens
 
 
-def in_order(kit: Kit, x: Value, heads: Heads) -> Value:
+def in_order(kit: Kit, x: Value, heads: HeadSizes) -> Value:
     """All-gathers keys or values and indexes them by position."""
     own, size = moved(kit, x, heads.k, heads.k), kit.work.layout.cp * heads.k
     parts = moved(kit, own, size, heads.k)
@@ -443,7 +443,7 @@ def in_order(kit: Kit, x: Value, heads: Heads) -> Value:
     return then(kit, parts, moved(kit, parts, size, size))
 
 
-def heads_exchanged(kit: Kit, qkv: QKV, heads: Heads) -> Value:
+def heads_exchanged(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention of full sequences of some heads, with an all-to-all before and after."""
     tape = kit.tape
     sizes = (heads.q, heads.k, heads.k)

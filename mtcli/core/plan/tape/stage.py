@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mtcli.core.plan.tape.autograd import (
     Gradients,
-    Pending,
+    PendingGradients,
     Storage,
     Tape,
     Value,
@@ -107,7 +107,7 @@ def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> 
 
     given = tape.new(stream * (not last))
     # The pipeline names the given gradient as well.
-    pending: Pending = {y.made_by: {y.index: named_again(given)}}
+    pending: PendingGradients = {y.made_by: {y.index: named_again(given)}}
     tape.backward(tape.nodes[end:], pending)
     most, tape.peak = tape.peak, tape.live
     tape.backward(tape.nodes[start:end], pending)

@@ -35,7 +35,7 @@ INNER = {"attention": ("dp", "cp", "tp"), "experts": ("edp", "ep", "etp")}
 HEAT = ((0.0, "rgba(128, 128, 128, 0.12)"), (1e-9, "#fde8a9"), (0.5, "#e6862a"), (1.0, "#7a1f10"))
 PLACES = ((0.0, "#cfe1f2"), (1.0, "#7fb0db"))  # dark text is read on all of them
 
-Row = Mapping[str, Any]
+ChartRow = Mapping[str, Any]
 
 
 def _bar(
@@ -88,7 +88,7 @@ def gantt(timelines: Mapping[str, Timeline]) -> go.Figure:
     )
 
 
-def stacked_shares(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
+def stacked_shares(rows: Sequence[ChartRow], kinds: Sequence[str]) -> go.Figure:
     """Draws shares of the step by kind, a bar per row; each row has a `label`."""
     labels, figure = [row["label"] for row in rows], go.Figure()
     for kind in kinds:
@@ -99,7 +99,7 @@ def stacked_shares(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
     return figure.update_yaxes(autorange="reversed")
 
 
-def axis_seconds(by_axis: Mapping[str, Row]) -> go.Figure:
+def axis_seconds(by_axis: Mapping[str, ChartRow]) -> go.Figure:
     """Draws seconds of communication on each axis, measured beside planned."""
     axes = [axis for axis, row in by_axis.items() if row["measured"] or row["planned"]]
     figure = go.Figure()
@@ -110,7 +110,7 @@ def axis_seconds(by_axis: Mapping[str, Row]) -> go.Figure:
     return figure.update_layout(barmode="group", height=300, yaxis_title="ms of a step")
 
 
-def kernel_bars(kernels: Sequence[Row]) -> go.Figure:
+def kernel_bars(kernels: Sequence[ChartRow]) -> go.Figure:
     """Draws milliseconds of the longest kernels."""
     rows = kernels[:12][::-1]
     names, seconds = [row["name"][:48] for row in rows], [1e3 * row["seconds"] for row in rows]
@@ -130,7 +130,7 @@ def step_bars(seconds: Sequence[float]) -> go.Figure:
     return figure.update_layout(height=260)
 
 
-def curves(told: Mapping[str, Row], resumed: Sequence[int] = ()) -> go.Figure:
+def curves(told: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> go.Figure:
     """Draws {curve: {steps, values}} on one step axis; a line where the run resumed."""
     shown = {name: one for name, one in told.items() if name in CURVES}
     height = -(-len(shown) // 2)
@@ -166,7 +166,7 @@ def step_histogram(seconds: Sequence[float]) -> go.Figure:
     return figure.update_layout(height=280, bargap=0, yaxis_title="steps")
 
 
-def saves(rows: Sequence[Row]) -> go.Figure:
+def saves(rows: Sequence[ChartRow]) -> go.Figure:
     """Draws, per checkpoint, the seconds that training stood still beside those of its writing."""
     steps, figure = [str(row["step"]) for row in rows], go.Figure()
     for name, key, color in (
@@ -211,7 +211,7 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
     return figure
 
 
-def over_time(data: Row) -> go.Figure:
+def over_time(data: ChartRow) -> go.Figure:
     """Draws a rank's MiB by kind over the profiled step, one on top of the other."""
     figure = go.Figure()
     for kind, layer in memory_layers(data).items():
@@ -228,7 +228,7 @@ def over_time(data: Row) -> go.Figure:
     return figure.update_layout(height=380, legend_traceorder="reversed")
 
 
-def by_rank(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
+def by_rank(rows: Sequence[ChartRow], kinds: Sequence[str]) -> go.Figure:
     """Draws MiB by kind, a bar per row; each row has a `label`."""
     labels, figure = [row["label"] for row in rows], go.Figure()
     for kind in kinds:
@@ -238,14 +238,14 @@ def by_rank(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
     return figure.update_layout(barmode="stack", height=340, yaxis_title="MiB")
 
 
-def grid_map(ranks: Sequence[Row], grid: str) -> go.Figure:
+def grid_map(ranks: Sequence[ChartRow], grid: str) -> go.Figure:
     """Draws ranks at their coordinates on a grid: a row per pipeline rank, other axes within."""
-    rows: dict[int, list[Row]] = {}
+    rows: dict[int, list[ChartRow]] = {}
     for one in ranks:
         rows.setdefault(one[grid]["pp"], []).append(one)
     outer = INNER[grid][0]
 
-    def place(one: Row) -> str:
+    def place(one: ChartRow) -> str:
         places = " ".join(f"{axis}{one[grid][axis]}" for axis in INNER[grid])
         return f"rank {one['rank']}<br>{places}"
 
@@ -269,7 +269,7 @@ def grid_map(ranks: Sequence[Row], grid: str) -> go.Figure:
     return figure.update_layout(height=110 + 56 * len(rows))
 
 
-def layers_of(rank: Row) -> str:
+def layers_of(rank: ChartRow) -> str:
     """Words a rank's layers, such as "layers 0-3, 8-11"."""
     runs: list[list[int]] = []
     for layer in rank["layers"]:
@@ -283,7 +283,7 @@ def layers_of(rank: Row) -> str:
     return f"layers {words}" if len(rank["layers"]) > 1 else f"layer {words}"
 
 
-def heat_map(matrix: Sequence[Sequence[int]], rows: Sequence[Row]) -> go.Figure:
+def heat_map(matrix: Sequence[Sequence[int]], rows: Sequence[ChartRow]) -> go.Figure:
     """Draws bytes from rank (row) to rank (column), with each axis's bytes on hover."""
     world = len(matrix)
     block = -(-world // MOST_CELLS)
