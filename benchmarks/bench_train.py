@@ -144,7 +144,7 @@ def set_torch(name: str) -> None:
 
 def run_child(args: argparse.Namespace) -> dict:
     if args.child == "product":
-        return {"flop_per_s": product_rate(args)}
+        return {"flop_per_s": gemm_rate(args)}
     train = contender(args)
     losses, seconds = [], []
     for rows in batches(args, args.steps + 1):
@@ -154,7 +154,7 @@ def run_child(args: argparse.Namespace) -> dict:
     return {"losses": losses, "seconds": seconds[1:], "first_step": seconds[0]}
 
 
-def product_rate(args: argparse.Namespace) -> float:
+def gemm_rate(args: argparse.Namespace) -> float:
     """FLOP/s of a square product in the model's precision, by the quicker of torch's kernels."""
     import torch
 

@@ -33,7 +33,7 @@ ARROWS = {
     "data": {"config", "runtime"},
     "checkpoint": {"config", "mesh", "parallel", "runtime"},
     "sync": FACTS | {"parallel", "kernels"},
-    "optim": FACTS | {"parallel", "kernels", "checkpoint"},
+    "optim": FACTS | {"parallel", "kernels"},
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP,
     "inference": STEP,

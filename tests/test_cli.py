@@ -15,7 +15,7 @@ import typer
 
 from mtcli import cli
 from mtcli.__main__ import run
-from mtcli.commands.options import ConfigFile, Device, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, ConfigFile, JsonOut, Nproc, Overrides
 from mtcli.commands.output import write_json
 from mtcli.core.config.errors import MtcliError, failed, wrong
 
@@ -26,7 +26,7 @@ def probe(
     config: ConfigFile,
     overrides: Overrides,
     nproc: Nproc = 1,
-    device: Device = "auto",
+    device: ComputeDevice = "auto",
     json_out: JsonOut = None,
 ) -> None:
     """Show what the shared flags bring, or fail in the named way."""

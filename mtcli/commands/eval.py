@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import Device, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
@@ -63,7 +63,7 @@ def eval(
     tasks: Tasks,
     overrides: Overrides,
     nproc: Nproc = 1,
-    device: Device = "auto",
+    device: ComputeDevice = "auto",
     limit: Limit = None,
     overlap: Overlap = None,
     batch_tokens: BatchTokens = None,
@@ -152,7 +152,7 @@ def _announce(summary: dict[str, Any], runs: "list[TaskRun]") -> None:
 
 
 def _run(runs: "list[TaskRun]", quiet: bool) -> dict[str, Any]:
-    """The report of each task by name, and the seconds they took together."""
+    """Runs the tasks; returns each one's report by name, and the seconds they took together."""
     from time import perf_counter
 
     from tqdm import tqdm

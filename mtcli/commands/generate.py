@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import Device, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
 from mtcli.commands.output import answer, answering
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
@@ -46,7 +46,7 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     nproc: Nproc = 1,
-    device: Device = "auto",
+    device: ComputeDevice = "auto",
     json_out: JsonOut = None,
 ) -> None:
     """Sample text from a checkpoint, on any layout."""
@@ -84,7 +84,7 @@ def generate(
 
 
 def _require_text(prompts: list[str]) -> None:
-    """Bytes of the command line that are no text come as halves of surrogate pairs."""
+    """Raises MtcliError for command-line bytes that are no text: halves of surrogate pairs."""
     for text in prompts:
         try:
             text.encode()

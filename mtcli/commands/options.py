@@ -1,8 +1,8 @@
-"""Flags that several commands share, so that the same flag means the same everywhere.
+"""Defines flags that several commands share, so that the same flag means the same everywhere.
 
 A command's signature reads `config: ConfigFile, overrides: Overrides, nproc: Nproc = 1,
-device: Device = "auto", json_out: JsonOut = None`; `overrides` brings its own default, an empty
-list.
+device: ComputeDevice = "auto", json_out: JsonOut = None`; `overrides` brings its own default, an
+empty list.
 """
 
 from typing import Annotated, Literal
@@ -45,7 +45,7 @@ JsonOut = Annotated[
 Nproc = Annotated[
     int, typer.Option("--nproc", min=1, max=1024, help="worker processes on this machine")
 ]
-Device = Annotated[
+ComputeDevice = Annotated[
     Literal["auto", "cpu", "cuda"],
     typer.Option("--device", help="where to compute; auto is cuda where there is one"),
 ]

@@ -1,4 +1,4 @@
-"""Prints a command's answer: JSON with --json, tables for people, and what went wrong in both.
+"""Prints a command's answer: JSON with --json, tables for people, and errors in both.
 
 With `--json -` stdout holds the JSON and nothing else.
 """
@@ -44,8 +44,8 @@ def _finite(data: object) -> object:
 
 
 def answer(data: dict[str, Any], json_out: str | None) -> bool:
-    """Writes what a command has done as JSON where that was asked for, beside that nothing is
-    wrong; returns whether stdout is free for tables."""
+    """Writes a command's answer as JSON where that was asked for; returns whether stdout is free
+    for tables."""
     if json_out:
         write_json({"ok": True, "problems": []} | data, json_out)
     return json_out != "-"
@@ -66,7 +66,7 @@ def say_wrote(*paths: str | None) -> None:
 
 @contextmanager
 def refusing(json_out: str | None, **others: object) -> Iterator[None]:
-    """Writes what is wrong as JSON too, where that was asked for; `others` are further keys.
+    """Writes errors as JSON too, where that was asked for; `others` are further keys.
 
     Of several ranks the first writes.
     """
@@ -80,7 +80,7 @@ def refusing(json_out: str | None, **others: object) -> Iterator[None]:
 
 
 def answering(command: Callable[P, None]) -> Callable[P, None]:
-    """A command with --json that answers in JSON too where it fails; see `refusing`."""
+    """Wraps a command with --json so that it answers in JSON too where it fails; see `refusing`."""
 
     @wraps(command)
     def answered(*arguments: P.args, **options: P.kwargs) -> None:

@@ -34,7 +34,7 @@ Gpus = Annotated[
     int | None,
     typer.Option(min=1, max=2**20, help="devices; a bare preset is then searched [fewest]"),
 ]
-Device = Annotated[
+DeviceKind = Annotated[
     str | None,
     typer.Option(
         help="kind of device, such as a100-80gb or cpu [h100 with --gpus]; its links may "
@@ -48,7 +48,7 @@ GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", min=1, max=10**9, help="sequences of a step")
 ]
 Seq = Annotated[int | None, typer.Option(min=1, max=10**9, help="tokens of a sequence")]
-Ranks = Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")]
+RankMaps = Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")]
 Draw = Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")]
 Plot = Annotated[
     str | None,
@@ -77,11 +77,11 @@ def plan(
     fixed: Fixed,
     config: Config = None,
     gpus: Gpus = None,
-    device: Device = None,
+    device: DeviceKind = None,
     top: Top = None,
     global_batch: GlobalBatch = None,
     seq: Seq = None,
-    ranks: Ranks = False,
+    ranks: RankMaps = False,
     draw: Draw = False,
     plot: Plot = None,
     output: Output = None,
@@ -139,7 +139,7 @@ def plan(
 
 
 def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
-    """What is to be planned. Raises MtcliError where that, or what a flag is for, is missing."""
+    """Chooses what to plan. Raises MtcliError where that, or what a flag is for, is missing."""
     from mtcli.core.config.errors import MtcliError, Problem
 
     problems = []
@@ -184,7 +184,7 @@ def _show(
 
     layout = found.prediction.work.layout
     if json_out:
-        places, groups = tables.rank_places, tables.rank_groups
+        places, groups = tables.rank_coordinates, tables.rank_groups
         more = {"ranks": places(layout), "groups": groups(layout)} if ranks else {}
         more |= {"dry_run": counted.as_json()} if counted else {}
         write_json(tables.as_json(found) | more, json_out)

@@ -8,7 +8,7 @@ import typer
 from mtcli.commands.options import JsonOut
 from mtcli.commands.output import answer, answering, print_facts
 
-Inputs = Annotated[
+InputPaths = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
@@ -68,7 +68,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist
 
 @answering
 def preprocess(
-    inputs: Inputs,
+    inputs: InputPaths,
     output: Output,
     tokenizer: TokenizerName,
     text_key: TextKey = "text",

@@ -22,7 +22,7 @@ Warmup = Annotated[int, typer.Option("--warmup", min=0, max=10**6, help="steps b
 Trace = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
 ]
-Report = Annotated[
+ReportFile = Annotated[
     str | None, typer.Option("--report", metavar="FILE", help="write one HTML page of charts")
 ]
 Plot = Annotated[
@@ -39,7 +39,7 @@ def profile(
     warmup: Warmup = 3,
     nproc: Nproc = 1,
     trace: Trace = None,
-    report: Report = None,
+    report: ReportFile = None,
     plot: Plot = None,
     no_calibrate: NoCalibrate = False,
     json_out: JsonOut = None,
@@ -95,7 +95,7 @@ def _require_no_steps(context: typer.Context, run: str) -> None:
 
 
 def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
-    """What is about to be done, in numbers."""
+    """Words what is about to be done, in numbers."""
     from mtcli.core.plan.memory import state_bytes
     from mtcli.core.plan.workload import Workload
 

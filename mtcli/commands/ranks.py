@@ -1,4 +1,4 @@
-"""The ranks of the commands that compute: started once, on every launcher."""
+"""Starts the ranks of the commands that compute: once, on every launcher."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def num_ranks(nproc: int) -> int:
-    """The world size: what a launcher says, else --nproc."""
+    """The world size by the launcher, else --nproc."""
     from mtcli.core.runtime.launch import environment_world
 
     return environment_world() or nproc
@@ -24,8 +24,8 @@ def run_ranks(
     work: "Callable[[Runtime], Result]",
     max_restarts: int = 0,
 ) -> Result | None:
-    """Returns `work(runtime)` of this rank. Where no launcher has started this process, runs the
-    same command line in `nproc` workers instead, and returns None when they are done."""
+    """Runs `work(runtime)` and returns this rank's result. Where no launcher has started this
+    process, runs the same command line in `nproc` workers, and returns None when they are done."""
     from mtcli.core.runtime.launch import bring_up, environment_world, launch
 
     if environment_world() is None:

@@ -54,7 +54,7 @@ Upcycle = Annotated[
         "[model] that concern routing, such as router_score",
     ),
 ]
-Config = Annotated[
+ModelSource = Annotated[
     str | None,
     typer.Option(
         metavar="CONFIG",
@@ -79,7 +79,7 @@ def shard(
     upcycle: Upcycle = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
-    config: Config = None,
+    config: ModelSource = None,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
@@ -140,8 +140,8 @@ def _read(words: list[str]) -> list[str]:
 
 
 def _verb(words: list[str], given: dict[str, object], compared: dict[str, object]) -> str:
-    """What to do: convert, or `inspect` or `verify` what is there, for which no flag says how;
-    `compared` are flags that `verify` takes too."""
+    """Chooses what to do: convert, or `inspect` or `verify`, for which no flag says how; `compared`
+    are flags that `verify` takes too."""
     verb = words[0] if words[0] in COUNTS else "convert"
     others = {"convert": {}, "verify": given, "inspect": given | compared}[verb]
     if flags := [flag for flag, value in others.items() if value is not None]:
@@ -181,7 +181,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
 
 
 def _shape(model: dict[str, Any]) -> str:
-    """A model's sizes in a line."""
+    """Words a model's sizes in a line."""
     heads = f"{model['num_heads']} heads ({model['num_kv_heads']} of keys) of {model['head_dim']}"
     sizes = f"{model['num_layers']} layers of {model['hidden_size']}, {heads}"
     sizes += f", vocabulary {model['vocab_size']:,}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Resume = Annotated[
     bool, typer.Option("--resume", help="go on from the newest checkpoint of train.output")
 ]
-Init = Annotated[
+InitFrom = Annotated[
     str | None,
     typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
 ]
@@ -35,7 +35,7 @@ def train(
     overrides: Overrides,
     nproc: Nproc = 1,
     resume: Resume = False,
-    init: Init = None,
+    init: InitFrom = None,
     max_restarts: MaxRestarts = 0,
 ) -> None:
     """Train or fine-tune a model from a config; a run folder comes out."""

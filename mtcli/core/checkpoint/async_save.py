@@ -74,7 +74,7 @@ class Snapshot:
 
 
 def _ends(shards: list[Shard]) -> list[int]:
-    """The offset of each shard in the memory, and where the last one ends."""
+    """Offsets of the shards in the memory, and where the last one ends."""
     ends = [0]
     for shard in shards:
         ends.append(ends[-1] + -(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT)
@@ -82,7 +82,7 @@ def _ends(shards: list[Shard]) -> list[int]:
 
 
 def in_place(shards: list[Shard]) -> HostCopy:
-    """Shards in host memory, without a copy where they are there already."""
+    """Returns shards in host memory without a copy where they are there already."""
     return HostCopy([shard._replace(tensor=shard.tensor.cpu()) for shard in shards], lambda: 0.0)
 
 
@@ -96,7 +96,7 @@ def _host_memory(size: int, device: torch.device) -> Tensor:
 
 
 def _timer(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Called where copies begin; what it returns, where all are queued, gives `HostCopy.wait`."""
+    """Starts a timer of copies; calling the result once all are queued gives `HostCopy.wait`."""
     if device.type != "cuda":
         return lambda: lambda: 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -101,7 +101,7 @@ class BlockWriter:
                 self._put(WRITE_BYTES)
 
     def record(self) -> FileRecord:
-        """The size and hashes of what was written."""
+        """The size and hashes of the file so far."""
         return FileRecord(bytes=self.size, xxh3_128=self._hashes)
 
     def _end_block(self, count: int) -> None:

@@ -37,7 +37,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint's folder and format, and whether a run was named, of which it is the newest."""
+    """A checkpoint's folder and format; `of_run` where it is the newest of a run that was named."""
 
     format: Literal["mtcli", "hf", "megatron"]
     folder: Path
@@ -75,7 +75,7 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
 
 
 def _find_megatron(path: Path) -> Path | None:
-    """The folder of Megatron's checkpoint that a path is or, as a run's, names as its latest."""
+    """Finds the Megatron checkpoint that a path is or, as a run's, names as its latest."""
     latest = path / LATEST
     if latest.is_file():
         with open_untrusted(latest) as file:
@@ -87,8 +87,8 @@ def _find_megatron(path: Path) -> Path | None:
 
 
 def model_of(source: CheckpointFolder) -> ModelConfig | None:
-    """The model of a checkpoint by its config. None where that is damaged or Megatron's: whoever
-    opens the checkpoint says more of it.
+    """Reads the model of a checkpoint from its config. None where that is damaged or Megatron's:
+    opening the checkpoint says more of it.
 
     Raises MtcliError where a Hugging Face config is of a model that we cannot represent.
     """
@@ -102,7 +102,7 @@ def model_of(source: CheckpointFolder) -> ModelConfig | None:
 
 
 def config_in(folder: Path) -> RunConfig:
-    """The run config beside the tensors of a checkpoint of ours."""
+    """Reads the run config beside the tensors of a checkpoint of ours."""
     path = folder / CONFIG
     try:
         return load_config(str(path))

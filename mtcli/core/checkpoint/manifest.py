@@ -30,8 +30,8 @@ BLOCK_BYTES = 2 << 20  # of hashes and writing
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_CELLS = 1 << 24  # of the grid that proves that boxes tile a tensor
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Extents = Annotated[tuple[Count, ...], Field(max_length=16)]
+Int64 = Annotated[int, Field(ge=0, lt=2**63)]
+Extents = Annotated[tuple[Int64, ...], Field(max_length=16)]
 _PART = r"[^/\\\x00.][^/\\\x00]*"
 FileName = Annotated[str, Field(pattern=rf"^{_PART}(/{_PART})?$")]  # cannot leave the folder
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -49,20 +49,20 @@ class ManifestSection(BaseModel):
 class FileRecord(ManifestSection):
     """A file of the checkpoint."""
 
-    bytes: Count
+    bytes: Int64
     """its size"""
     xxh3_128: list[Hash]
     """of each BLOCK_BYTES of it in turn"""
 
 
 class ShardRecord(ManifestSection):
-    """A box of a tensor, which is one tensor of one file."""
+    """A box of a global tensor, stored as one tensor of one file."""
 
     file: FileName
     key: str
     start: Extents
     size: Extents
-    replica: Count | None = None
+    replica: Int64 | None = None
     """the data-parallel replica that has these elements; None: all have them"""
 
     @property
@@ -91,7 +91,7 @@ class Manifest(ManifestSection):
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
     version: Version = 3
-    step: Count
+    step: Int64
     """optimizer steps done"""
     world: Annotated[int, Field(ge=1)]
     """ranks that wrote it; config.toml says their layout"""
@@ -113,7 +113,7 @@ class Manifest(ManifestSection):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, with every file there and of the right size.
+    """Reads the manifest of a checkpoint folder; checks that every file is there and of its size.
 
     Raises MtcliError that names the file: missing, damaged, or of another version.
     """
@@ -188,7 +188,7 @@ def check_shards(path: Path, manifest: Manifest) -> None:
 
 
 def tiling_fault(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    """What is wrong with boxes that should cover every element of a tensor once; "" if nothing."""
+    """Words how boxes fail to cover every element of a tensor once; "" if they do."""
     for box in boxes:
         if not len(box.start) == len(box.size) == len(shape):
             return f"do not have the {len(shape)} dimensions of its shape"

@@ -1,4 +1,4 @@
-"""Opening a checkpoint, of ours, of Hugging Face or Megatron, on one rank or the same on all.
+"""Opens a checkpoint, of ours, of Hugging Face or Megatron, on one rank or the same on all.
 
 Every rank reads its files for itself, and a folder need not be the same one everywhere: a directory
 cache may be stale, or a disk one machine's own. Ranks would then train from mixed weights, so
@@ -34,12 +34,12 @@ from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.runtime.atomic_writes import folder_of
 
-Value = TypeVar("Value")
+Result = TypeVar("Result")
 SHARED = "put it where all machines see the same files, or wait until their caches are up to date"
 
 
 def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
-    """The checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
+    """Opens the checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
     Megatron's, whose architecture is `model` where that is given.
 
     Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
@@ -49,7 +49,7 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
 
 
 def open_found(found: CheckpointFolder, model: ModelConfig | None = None) -> Checkpoint:
-    """As `open_checkpoint`, of a folder that was found."""
+    """Opens a checkpoint that was found; see `open_checkpoint`."""
     try:
         if found.format == "hf":
             return open_hf(found.folder)
@@ -112,7 +112,7 @@ def _stored(record: TensorRecord) -> StoredTensor:
     return StoredTensor(DTYPES[record.dtype], record.shape, tuple(boxes))
 
 
-def together(axis: Axis, work: Callable[[], Value]) -> Value:
+def together(axis: Axis, work: Callable[[], Result]) -> Result:
     """Runs `work` on every rank and returns this rank's result. Collective.
 
     Raises the MtcliError of the first rank that raises one on every rank.
@@ -162,7 +162,7 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
 
 
 def open_agreed(path: Path, axis: Axis) -> Checkpoint:
-    """The checkpoint in a folder, of a run its newest, as rank 0 finds it. Collective.
+    """Opens the checkpoint in a folder, of a run its newest, as rank 0 finds it. Collective.
 
     Raises MtcliError on every rank where one cannot open it, or finds another one there.
     """
@@ -187,8 +187,8 @@ def open_agreed(path: Path, axis: Axis) -> Checkpoint:
 
 
 def _hash(checkpoint: Checkpoint) -> str:
-    """Hashes what another checkpoint would change: the manifest, which holds those of all files, or
-    where there is none of blocks of every file."""
+    """Hashes the manifest, which holds the hashes of all files, or where there is none blocks of
+    every file."""
     folder = checkpoint.folder
     if checkpoint.format == "mtcli":
         return sampled_hash([folder / NAME])

@@ -10,14 +10,13 @@ from pydantic import ConfigDict, Field, ValidationError
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.safetensors_file import damaged
 from mtcli.core.config.fields import Count, Section
-
-LOWEST = 1.0  # loss scale, below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
+from mtcli.core.config.schema import LOWEST_LOSS_SCALE
 
 
 class ScaleState(Section):
     """The state of a dynamic loss scale."""
 
-    scale: Annotated[float, Field(ge=LOWEST, allow_inf_nan=False)]
+    scale: Annotated[float, Field(ge=LOWEST_LOSS_SCALE, allow_inf_nan=False)]
     """the factor on the next step's loss"""
     good_steps: Count
     """in a row, since the scale last changed"""
@@ -69,7 +68,7 @@ class SampleRecord(Section):
 
 
 class RandomState(Section):
-    """The whole state of the random numbers: each is a function of the seed, a name, the step and a
+    """The state of the random numbers: each is a function of the seed, a name, the step and a
     global index (keyed counters), so no generator has a state of its own.
     """
 

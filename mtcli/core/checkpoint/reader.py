@@ -92,7 +92,7 @@ class Checkpoint:
         return tuple(range(self.replicas)) if self._stored(name).differs else (None,)
 
     def replica(self, index: int) -> "Checkpoint":
-        """The checkpoint as one replica has it."""
+        """Views the checkpoint as one replica has it."""
         tensors = {
             name: stored._replace(
                 boxes=tuple(
@@ -141,7 +141,7 @@ class Checkpoint:
             verify_file(self.folder / name, self.files[name])
 
     def verify_weights(self, rank: int = 0, world: int = 1) -> None:
-        """As `verify_hashes`, but for the blocks that hold nothing but optimizer state."""
+        """Checks the hashes of the blocks that hold weights; see `verify_hashes`."""
         blocks: dict[str, set[int]] = {}
         for name, stored in self.tensors.items():
             for box in stored.boxes:
@@ -201,8 +201,8 @@ class Checkpoint:
         return not parameter.trained and parameter.name not in parameters(self.model)
 
     def keeps_dtype(self, name: str) -> bool:
-        """Whether a tensor stays as wide as it is where weights are converted: optimizer state, and
-        what is moved by steps without being trained."""
+        """Whether a tensor keeps its dtype where weights are converted: optimizer state, and what
+        is moved by steps without being trained."""
         table = parameters(self.model)
         return is_optimizer(name) or (name in table and not table[name].trained)
 

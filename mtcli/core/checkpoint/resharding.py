@@ -1,4 +1,4 @@
-"""Reading any box of a global tensor from the boxes that are stored, whatever layout wrote them.
+"""Reads any box of a global tensor from the boxes that are stored, whatever layout wrote them.
 
 Only the bytes that are needed are read. A stored box that is read as part of another is a set of
 contiguous runs of a C-ordered tensor; files stay open between reads, since the kernel reads ahead
@@ -55,13 +55,13 @@ def code_of(dtype: torch.dtype) -> str:
 
 
 class OpenFiles:
-    """The files that were read last, at most MAX_OPEN of them, closed with this object."""
+    """A cache of open files, at most MAX_OPEN of them, closed with this object."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
 
     def get(self, path: Path) -> FileIO:
-        """A file, opened unless it still is. Raises MtcliError where it cannot be."""
+        """Opens a file unless it is open. Raises MtcliError where it cannot be."""
         if path not in self._files:
             try:
                 self._files[path] = open_untrusted(path, 0)
@@ -118,7 +118,7 @@ def read_box(file: FileIO, offset: int, shape: tuple[int, ...], box: Box, into: 
 
 
 class _Runs:
-    """A box as contiguous runs: `rows` of `run` elements, `stride` apart, from each of `starts`."""
+    """A box's contiguous runs: `rows` of `run` elements, `stride` apart, from each of `starts`."""
 
     def __init__(self, shape: tuple[int, ...], box: Box, item: int) -> None:
         dim = len(shape)  # the run spans dims dim.. of the box

@@ -1,4 +1,4 @@
-"""The safetensors file format: a header that is checked as untrusted, and boxes read from it.
+"""Reads the safetensors format: a header that is checked as untrusted, and boxes of tensors.
 
 A file is a little-endian uint64 header length, a JSON header of name -> {dtype, shape,
 data_offsets}, and the tensors' bytes, which tile the rest of the file without holes. Nothing in a
@@ -77,7 +77,7 @@ class StoredBox(NamedTuple):
     def plain(
         cls, file: str, key: str, code: str, box: Box, replica: int | None = None
     ) -> "StoredBox":
-        """A tensor that is stored as the box is, in order."""
+        """Builds a stored box whose tensor has the box's dimensions, in order."""
         start, size = box
         return cls(key, size, size, tuple(range(len(size))), start, file, code, replica)
 
@@ -92,13 +92,13 @@ class StoredBox(NamedTuple):
         return [self.axes.index(axis) for axis in range(len(self.axes))]
 
     def box_of(self, part: Box) -> Box:
-        """The box of the global tensor that is a box of the view."""
+        """Maps a box of the view to a box of the global tensor."""
         start, size = (tuple(numbers[axis] for axis in self.axes) for numbers in part)
         return Box(start, size).moved(self.start)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name.
+    """Reads the tensors of a safetensors file by name.
 
     Raises MtcliError where the file is missing or its header does not describe it exactly.
     """
@@ -116,7 +116,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def encode_header(tensors: list[Planned], metadata: dict[str, str]) -> bytes:
-    """The first bytes of a file of tensors, in that order."""
+    """Encodes the first bytes of a file of tensors, in that order."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for name, code, shape in tensors:

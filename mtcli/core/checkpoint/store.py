@@ -1,4 +1,4 @@
-"""Saving a checkpoint: every rank writes the shards that it owns, and a rename makes it real.
+"""Saves a checkpoint: every rank writes the shards that it owns, and a rename makes it real.
 
 A folder under its final name is complete: it is written aside, every file is fsynced, and the
 manifest comes last. A save that fails on any rank fails on all, and leaves what was there before.
@@ -35,7 +35,7 @@ Gather = Callable[[object], list[Any]]
 
 
 class Shard(NamedTuple):
-    """A rank's box of a global tensor of `shape`: without padding, and given by one rank only.
+    """A rank's box of a global tensor of `shape`: without padding, and written by one rank only.
 
     `replica` is the data-parallel replica that has these elements, or None where all have them.
     The tensor may be on the meta device, where its elements are made as they are written.
@@ -117,8 +117,8 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 
 
 def elements(shard: Shard, progress: Callable[[], None] = lambda: None) -> Iterator[Tensor]:
-    """The elements of a shard by boxes of at most BOX_BYTES, after each of which `progress` is
-    called."""
+    """Yields the elements of a shard by boxes of at most BOX_BYTES, after each of which `progress`
+    is called."""
     most = BOX_BYTES // shard.tensor.element_size()
     for box in boxes_of_at_most(tuple(shard.tensor.shape), most):
         yield shard.tensor[box.slices]

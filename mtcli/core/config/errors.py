@@ -41,18 +41,18 @@ class MtcliError(Exception):
         self.code = code
 
     def as_json(self) -> dict[str, Any]:
-        """What is wrong, as any command answers it."""
+        """The problems as JSON, as any command answers them."""
         told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]
         return {"ok": False, "problems": told}
 
     def dump(self) -> dict[str, Any]:
-        """All of it, as one rank tells another in JSON."""
+        """Serialises the error, as one rank sends it to another in JSON."""
         problems = [list(problem) for problem in self.problems]
         return {"code": int(self.code), "problems": problems, "hint": self.hint}
 
     @staticmethod
     def load(fields: dict[str, Any]) -> "MtcliError":
-        """The error that `dump` has told."""
+        """Reads the error that `dump` has written."""
         problems = (Problem(*problem) for problem in fields["problems"])
         return MtcliError(*problems, code=Exit(fields["code"]), hint=fields["hint"])
 

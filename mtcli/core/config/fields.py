@@ -1,4 +1,4 @@
-"""What a field of the config may be, and the words for it in errors and in docs/config.md.
+"""Describes the legal values of a config field, for errors and for docs/config.md.
 
 A section is a frozen pydantic model. Every number has a range, outside of which it would be a slip
 of the pen: the field's own bounds, which are the one truth. Nothing here repeats a number.
@@ -26,7 +26,7 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def _is_number(value: Any) -> Any:
-    """TOML's booleans are no numbers, though Python's are."""
+    """Whether a value is a number: TOML's booleans are not, though Python's are."""
     if isinstance(value, bool):
         raise ValueError("should be a number")
     if isinstance(value, float) and 0.0 < abs(value) < SMALLEST:
@@ -72,7 +72,7 @@ class FieldKind(NamedTuple):
 
     @property
     def range(self) -> str:
-        """'from 1 to 1,000,000,000'; empty of what is no number."""
+        """The bounds in words: 'from 1 to 1,000,000,000'; empty for a kind that is no number."""
         if self.low is None:
             return ""
         return f"from {_figure(self.low)} to " + (
@@ -91,7 +91,7 @@ class FieldKind(NamedTuple):
 
 
 def either(words: Iterable[str]) -> str:
-    """'1, 2 or 3'."""
+    """Joins words as '1, 2 or 3'."""
     *head, last = words
     return f"{', '.join(head)} or {last}" if head else last
 
@@ -122,7 +122,7 @@ def field_kind(field: FieldInfo) -> FieldKind:
 
 
 def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """The section that a path of names leads to; None where it leads to no section."""
+    """Finds the section that a path of names leads to; None where there is none."""
     section = root
     for key in path:
         if key not in section.model_fields:
@@ -208,7 +208,7 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
 
 
 def _assigned(name: str, value: Any) -> str:
-    """How a user sets a field of the config, or a flag."""
+    """Words how a user sets a field of the config, or a flag."""
     if name.startswith("--"):
         return f"{name} {value}"
     return f"{name.rpartition('.')[2]} = {shown(value)}"
@@ -230,14 +230,14 @@ def multiples_around(number: int, unit: int) -> list[int]:
 
 
 def listing(numbers: list[int]) -> str:
-    """'1, 2, 4 or 8'; long lists keep their ends."""
+    """Joins values as '1, 2, 4 or 8'; long lists keep their ends."""
     if len(numbers) > 10:
         return f"{', '.join(map(str, numbers[:8]))}, ... or {numbers[-1]}"
     return either(map(str, numbers))
 
 
 def divides(field: str, size: int, of: str, number: int) -> Iterator[Problem]:
-    """A problem of `field` where its size does not divide a number, which `of` names."""
+    """Yields a problem of `field` where its size does not divide a number, which `of` names."""
     if number % size:
         name = of.removeprefix("model.")
         short = field.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Which linear layers `train.precision = "fp8"` multiplies in float8, on a layout.
+"""Selects the linear layers that `train.precision = "fp8"` multiplies in float8, on a layout.
 
 The products of attention, MLP and experts are; embedding, head, router and norms are not. GPUs take
 rows of whole 16 bytes, and blocks of 128: a layer whose weight on a rank has another size is
@@ -45,7 +45,7 @@ def _feed_forwards(model: ModelConfig, tp: int, etp: int) -> Iterator[tuple[str,
 
 
 def narrow_layers(scaling: Fp8Scaling, sizes: LayerSizes) -> LayerSizes:
-    """Those of `weight_sizes` that are multiplied in float8."""
+    """Selects those of `weight_sizes` that are multiplied in float8."""
     return {name: size for name, size in sizes.items() if is_narrow(scaling, *size)}
 
 

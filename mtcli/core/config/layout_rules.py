@@ -16,7 +16,7 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 
 def data_parallel_size(config: RunConfig, world: int) -> int:
-    """What the other axes leave of the world: world / (tp * cp * pp)."""
+    """The data parallel size: world / (tp * cp * pp)."""
     p = config.parallel
     return max(1, world // (p.tp * p.cp * p.pp))
 
@@ -50,7 +50,7 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _square_divides(config: RunConfig, world: int) -> Iterator[Problem]:
-    """2D tensor parallelism (arXiv:2104.05343) cuts batch and widths over a square's sides."""
+    """Checks that a square of ranks (arXiv:2104.05343) can shard batch and widths."""
     p, m, b = config.parallel, config.model, config.batch
     if p.tp_mode == "1d":
         return
@@ -76,7 +76,7 @@ def _square_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def uneven_heads(model: ModelConfig, tp: int) -> str:
-    """Why tp ranks cannot have as many query heads each; empty where they can.
+    """Words why tp ranks cannot have as many query heads each; empty where they can.
 
     A key-value head is one rank's, or that of tp / num_kv_heads ranks, which cut its columns.
     """
@@ -119,7 +119,7 @@ def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Every context parallel rank gets two chunks of each sequence, so that their work is equal."""
+    """Checks that each context parallel rank gets two chunks of a sequence, for equal work."""
     p, m, b = config.parallel, config.model, config.batch
     if p.cp > 1 and b.seq_len % (2 * p.cp):
         message = f"2*cp={2 * p.cp} does not divide seq_len={b.seq_len}: each rank holds two chunks"
@@ -135,7 +135,7 @@ def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Else gradients of experts would count each token tp times; a forward pass is not changed."""
+    """Checks that experts get a token once; tp times would count in gradients, not in a forward."""
     p = config.parallel
     if config.model.num_experts and p.tp > 1 and not p.sequence_parallel:
         yield Problem(
@@ -199,7 +199,7 @@ def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
-    """That a layout leaves some weights of a size for float8, where the model has such."""
+    """Checks that a layout leaves some weights of a size for float8, where the model has such."""
     p, t = config.parallel, config.train
     if t.precision != "fp8":
         return

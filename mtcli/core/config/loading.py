@@ -36,7 +36,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def config_of(table: Table, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load_config`, for a table of sections."""
+    """Builds the run config of a table of sections, as `load_config` does of a file."""
     config, problems = validate(with_overrides(table, overrides))
     if config is None or problems:
         raise MtcliError(*problems)
@@ -79,7 +79,7 @@ def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
 
 
 def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
-    """As `read_config`, for a table that was already read."""
+    """Builds the config of a table, and its problems; see `read_config`."""
     table, problems = _with_model_preset(table)
     table, more = _with_architecture(table)
     problems += more
@@ -178,7 +178,7 @@ def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
 
 
 def _causes(details: list[ErrorDetails], table: Table) -> list[ErrorDetails]:
-    """Without the fields of [model] that nobody set and that follow from a wrong one."""
+    """Drops the fields of [model] that nobody set and that follow from a wrong one."""
     wrong, model = {detail["loc"] for detail in details}, table.get("model")
 
     def is_derived(detail: ErrorDetails) -> bool:
@@ -191,7 +191,7 @@ def _causes(details: list[ErrorDetails], table: Table) -> list[ErrorDetails]:
 
 
 def _with_architecture(table: Table) -> tuple[Table, list[Problem]]:
-    """The table with the architecture that was most likely meant where it names an unknown one:
+    """Fills in the architecture that was most likely meant where the table names an unknown one:
     what its name leaves open is then not missing as well."""
     model = table.get("model")
     name = model.get("architecture", "gpt") if isinstance(model, dict) else "gpt"
@@ -236,7 +236,7 @@ def _unknown(path: list[str]) -> Problem:
 
 
 def _no_whole_heads(detail: ErrorDetails) -> Problem | None:
-    """What is wrong where a head's width is missing because the heads do not divide the width."""
+    """Words why a head's width is missing: the heads do not divide the model's width."""
     if detail["type"] != "missing" or detail["loc"] != ("model", "head_dim"):
         return None
     heads, hidden = detail["input"].get("num_heads"), detail["input"].get("hidden_size")

@@ -7,8 +7,9 @@ keeps all of them; forward passes, of evaluation and generation, keep fewer and 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
@@ -108,7 +109,7 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
 
 
 def require_causal(path: str, model: ModelConfig) -> None:
-    """Raises MtcliError where the tokens of a checkpoint see those that they would predict."""
+    """Raises MtcliError where a checkpoint's tokens attend to those that they would predict."""
     if not model.causal:
         message = f"{path} has causal=false: its tokens see the ones they would predict"
         hint = "generate and eval take models trained with model.causal=true"
@@ -126,7 +127,7 @@ def _engine_cuts_in_one_dimension(config: RunConfig, world: int) -> Iterator[Pro
 
 
 def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
-    """The largest weight, by hand: this is asked of every layout that is near."""
+    """Checks the largest weight, by hand: this runs for every layout that is near."""
     m = config.model
     rows = {
         "vocab_size": m.vocab_size,
@@ -203,7 +204,7 @@ def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem
         yield Problem(message, f"[{largest:g}, {least:g}]", "optimizer.trust_bounds")
 
 
-def _fp8_has_products(config: RunConfig, world: int) -> Iterator[Problem]:
+def _fp8_has_gemms(config: RunConfig, world: int) -> Iterator[Problem]:
     t, sizes = config.train, weight_sizes(config.model, 1, 1)
     if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
         multiple = MULTIPLE[t.fp8_scaling]
@@ -246,7 +247,7 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
 
 
 def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Where torch.compile looks for one; on a GPU it makes kernels by triton instead."""
+    """Checks for a compiler where torch.compile looks; on a GPU triton makes kernels instead."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if config.train.compile and config.train.device != "cuda" and not shutil.which(name):
         message = f"compile=true needs a C++ compiler, and there is no {name} on PATH"
@@ -255,7 +256,7 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
-    """The one head predicts the next token, which is no prediction where attention sees it."""
+    """Checks that attention is causal: the one head predicts the next token."""
     if not config.model.causal:
         yield Problem(
             "causal=false: every token sees the next one, which the language model is to predict",
@@ -265,7 +266,7 @@ def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
-    """That the words of the data section make sense, whatever is in the files."""
+    """Checks the words of the data section, whatever is in the files."""
     d = config.data
     named = (("data.train", d.train), ("data.valid", d.valid))
     blends = (partial(read_blend, words, field) for field, words in named if words)
@@ -303,60 +304,42 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
 
 
 class Need(NamedTuple):
-    """A condition without which some fields of a section have no meaning."""
+    """A setting without which some fields have no meaning: its value, or where None 1 or more."""
 
     fields: tuple[str, ...]
-    met: Callable[[RunConfig], bool]
-    lacking: Callable[[RunConfig], str]  # what the config has instead, and why that is no use
-    hint: str
+    setting: str
+    value: str | None
+    otherwise: str  # of any other value: why that is no use
 
 
 NEEDS = (
+    Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", None, "a dense model"),
     Need(
-        tuple(f"model.{name}" for name in OF_EXPERTS),
-        lambda c: c.model.num_experts > 0,
-        lambda c: "num_experts=0, a dense model",
-        "model.num_experts of 1 or more",
+        ("model.rope_theta", "model.rope_scaling"), "model.position", "rope", "which turns nothing"
     ),
-    Need(
-        ("model.rope_theta", "model.rope_scaling"),
-        lambda c: c.model.position == "rope",
-        lambda c: f"position={c.model.position!r}, which turns nothing",
-        "model.position = 'rope'",
-    ),
-    Need(
-        ("optimizer.trust_bounds",),
-        lambda c: c.optimizer.name == "lamb",
-        lambda c: f"name={c.optimizer.name!r}, which has no trust ratio",
-        "optimizer.name = 'lamb'",
-    ),
-    Need(
-        ("train.loss_scale",),
-        lambda c: c.train.precision == "fp16",
-        lambda c: f"precision={c.train.precision!r}, whose loss is not scaled",
-        "train.precision = 'fp16'",
-    ),
-    Need(
-        ("train.fp8_scaling",),
-        lambda c: c.train.precision == "fp8",
-        lambda c: f"precision={c.train.precision!r}, which scales nothing",
-        "train.precision = 'fp8'",
-    ),
+    Need(("optimizer.trust_bounds",), "optimizer.name", "lamb", "which has no trust ratio"),
+    Need(("train.loss_scale",), "train.precision", "fp16", "whose loss is not scaled"),
+    Need(("train.fp8_scaling",), "train.precision", "fp8", "which scales nothing"),
 )
 
 
 def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
-    """That no field is set which the rest of the config makes meaningless."""
+    """Checks that no field is set which the rest of the config makes meaningless."""
     by_name = ARCHITECTURES[config.model.architecture]
-    for need in NEEDS:
-        for field in () if need.met(config) else need.fields:
+    for fields, setting, needed, otherwise in NEEDS:
+        has = attrgetter(setting)(config)
+        if has == needed or (needed is None and has > 0):
+            continue
+        cure = f"{setting} = {needed!r}" if needed else f"{setting} of 1 or more"
+        lacking = f"{setting.partition('.')[2]}={has!r}, {otherwise}"
+        for field in fields:
             section, _, name = field.partition(".")
             part = getattr(config, section)
             value, default = getattr(part, name), type(part).model_fields[name].get_default()
             if value not in (default, by_name.get(name, default)):
                 said = shown(list(value) if isinstance(value, tuple) else value)
-                hint = f"{need.hint}, or leave {field} out"
-                yield Problem(f"{name}={said} with {need.lacking(config)}", hint, field)
+                hint = f"{cure}, or leave {field} out"
+                yield Problem(f"{name}={said} with {lacking}", hint, field)
 
 
 def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -390,7 +373,7 @@ RULES: tuple[Rule, ...] = (
     fields_are_used,
     _weights_are_compiled,
     _graphs_are_the_same_each_time,
-    _fp8_has_products,
+    _fp8_has_gemms,
     data_is_shared_out,
     _trackers_differ,
 )

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 from mtcli.core.config.model import ModelConfig
 
+LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
+
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
@@ -126,7 +128,7 @@ class TrainConfig(Section):
     """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
     loss_scale: Annotated[Real, Field(ge=0.0, le=1e15)] = 0.0
     """fp16: fixed factor on the loss; 0 is dynamic"""
-    initial_loss_scale: Annotated[Real, Field(ge=1.0, le=1e15)] = 65536.0
+    initial_loss_scale: Annotated[Real, Field(ge=LOWEST_LOSS_SCALE, le=1e15)] = 65536.0
     """fp16: the dynamic loss scale that a run starts from"""
     loss_scale_window: Positive = 1000
     """fp16: steps in a row without overflow after which the loss scale doubles"""
@@ -177,7 +179,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fit_sequences(cls, values: Any) -> Any:
-        """Sequences are as long as the model takes, up to 1024, where nothing is said."""
+        """Defaults the sequence length to the model's longest, up to 1024."""
         match values:
             case {"model": {"max_seq_len": int(longest)}} if 0 < longest < 1024:
                 batch = values.get("batch", {})

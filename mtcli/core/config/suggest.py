@@ -1,4 +1,4 @@
-"""The legal layouts nearest to one that is refused: what to change, and how little.
+"""Suggests the legal layouts nearest to one that is refused, and how little to change.
 
 Near is few fields changed, and among those the smallest sum of |log2| of the ratios by which sizes
 changed. The search deepens by the number of fields; whether a layout is legal it asks its caller,
@@ -58,7 +58,7 @@ def nearest_hint(config: RunConfig, world: int | None, legal: Legal) -> str:
 
 
 def layout_sizes(config: RunConfig) -> LayoutSizes:
-    """The FIELDS of a config."""
+    """The sizes of a config's FIELDS."""
     p, b = config.parallel, config.batch
     sizes = (b.micro_batch_size, p.tp, p.cp, p.pp, p.vpp, p.schedule, p.ep, p.etp)
     return dict(zip(FIELDS, sizes, strict=True))
@@ -95,7 +95,7 @@ def _words(near: Near) -> str:
 
 
 class _Move(NamedTuple):
-    """What may become of one axis, its size of now included."""
+    """The sizes that one axis may take, its current one included."""
 
     changed: int
     far: float
@@ -141,7 +141,7 @@ class _Search:
                 self._walk(rest, far + move.far, chosen, depth + 1)
 
     def _fits(self, chosen: LayoutSizes) -> bool:
-        """Whether the axes chosen so far fit in the world: a quick no to what the rules refuse."""
+        """Whether the axes chosen so far fit in the world: a quick no before the rules."""
         if self.world is None:
             return True
         tp, cp, pp, ep, etp = (chosen.get(axis, 1) for axis in ("tp", "cp", "pp", "ep", "etp"))
@@ -164,7 +164,7 @@ class _Search:
 
 
 def _moves(config: RunConfig, world: int | None, legal: Legal) -> Iterator[list[_Move]]:
-    """What each axis may be, by itself. Pipeline fields are one axis: they need each other."""
+    """The moves of each axis by itself. Pipeline fields are one axis: they need each other."""
     now, free = layout_sizes(config), config.parallel.model_copy(update={"stage_layers": ()})
     bare = config.model_copy(update={"parallel": free})
     for axis in ("tp", "cp"):

@@ -1,4 +1,4 @@
-"""Names that users of other tools have for our fields and values; the name nearest to another."""
+"""Maps other tools' names to our fields and values, and a misspelt name to the nearest one."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,7 +103,7 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = NEAR) -> str | None:
-    """The known name that is spelled most alike; None where none is near."""
+    """The known name with the nearest spelling; None where none is near."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
 
 

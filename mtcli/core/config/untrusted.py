@@ -1,4 +1,4 @@
-"""Reads what others wrote: regular files only, JSON and TOML, and their values in messages.
+"""Reads untrusted files: regular ones only, JSON and TOML, and their values in messages.
 
 No pipe or device is waited for. What a name leads to is asked of the file that was opened, not of
 the name: nothing can be put in its place between the two. Links are followed, as the Hugging Face
@@ -37,7 +37,7 @@ SHORT = {"maxlevel": 2, "maxstring": 80, "maxother": 80, "maxlong": 40, "maxdict
 
 
 def open_untrusted(path: str | Path, buffering: int = -1) -> IO[bytes]:
-    """A regular file, open to be read.
+    """Opens a regular file to be read.
 
     Raises OSError, whose strerror says what it is instead, for anything else.
     """
@@ -45,7 +45,7 @@ def open_untrusted(path: str | Path, buffering: int = -1) -> IO[bytes]:
 
 
 def read_untrusted(path: str | Path, most: int = MAX_BYTES) -> bytes:
-    """All bytes of a regular file. Raises OSError for any other, and for more than `most` bytes."""
+    """Reads a regular file. Raises OSError for any other, and for more than `most` bytes."""
     with open_untrusted(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -54,7 +54,7 @@ def read_untrusted(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
 
 def append_untrusted(path: str | Path) -> IO[bytes]:
-    """A regular file of a folder that may be a stranger's, made where there is none, to append to.
+    """Opens or makes a regular file, in a folder that may be a stranger's, to append to.
 
     Raises OSError for anything else, and for a link, which could lead to a file of the user's.
     """
@@ -72,7 +72,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that JSON in UTF-8 is of. Raises ValueError, and nothing else, where it is none."""
+    """Parses JSON in UTF-8. Raises ValueError, and nothing else, where it is none."""
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table that TOML is of. Raises ValueError, and nothing else, where it is none."""
+    """Parses TOML. Raises ValueError, and nothing else, where it is none."""
     if len(text) > MAX_TOML_BYTES:
         raise ValueError(f"it has {len(text)} characters, and {MAX_TOML_BYTES} are read at most")
     if _LONG_KEY.search(text):
@@ -113,7 +113,7 @@ def is_number(value: Any) -> bool:
 
 
 class _Shown(reprlib.Repr):
-    """Values as TOML has them, at any depth."""
+    """Formats values as TOML has them, at any depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,11 +135,11 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value for a message, as TOML has it; cut where it is long or deep."""
+    """Formats a value for a message, as TOML has it; shortened where it is long or deep."""
     return _Shown().repr(value)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message: the first few, and how many more there are."""
+    """Joins names for a message: the first few, and how many more there are."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more

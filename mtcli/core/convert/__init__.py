@@ -1,1 +1,1 @@
-"""What `mtcli shard` does: checkpoints to our format and to Hugging Face's, verified."""
+"""Converts checkpoints to our format and Hugging Face's, and verifies them (`mtcli shard`)."""

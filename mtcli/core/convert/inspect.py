@@ -1,4 +1,4 @@
-"""Facts of a checkpoint: for `mtcli shard inspect`, and for what a conversion answers."""
+"""Describes a checkpoint: for `mtcli shard inspect`, and for what a conversion answers."""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +14,7 @@ SHOWN = 8  # steps of skipped batches
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Format, step, layout, parameters, bytes, dtypes, optimizer, files, progress and tensors."""
+    """Lists format, step, layout, sizes, dtypes, optimizer, files, progress and tensors."""
     names, stored = checkpoint.names(), checkpoint.tensors
     dtypes = Counter(dtype_name(checkpoint.dtype(n)) for n in names if not is_optimizer(n))
     largest = max(names, key=checkpoint.num_bytes)
@@ -52,7 +52,7 @@ def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
 
 
 def progress_rows(checkpoint: Checkpoint) -> dict[str, str]:
-    """Consumed samples and random state in words; nothing where a checkpoint has none."""
+    """Rows of consumed samples and random state; none where a checkpoint has neither."""
     done = progress_of(checkpoint)
     rows = {"consumed samples": f"{done.consumed_samples:,}"} if checkpoint.extra else {}
     if done.random:

@@ -1,4 +1,4 @@
-"""The layout that a checkpoint is converted to: `--layout tp=2,pp=2` as a legal config."""
+"""Parses the layout that a checkpoint is converted to: `--layout tp=2,pp=2` as a legal config."""
 
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ SECTIONS = ("parallel", "model")  # whose rules decide how a model may be sharde
 
 
 def parse_layout(text: str) -> tuple[ParallelConfig, int]:
-    """The parallel config and world size of a layout such as "tp=2,pp=2".
+    """Parses a layout such as "tp=2,pp=2" into a parallel config and world size.
 
     Raises MtcliError that names the axes.
     """
@@ -83,7 +83,7 @@ def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) ->
 
 
 def _broken(config: RunConfig, world: int) -> list[Problem]:
-    """The rules of sharding that a layout breaks, whatever the batch, which is the run's."""
+    """Problems of a layout by the sharding rules, whatever the batch, which is the run's."""
     fits = BatchConfig(seq_len=2 * config.parallel.cp * config.parallel.tp)
     candidate = config.model_copy(update={"batch": fits})
     problems = rules.problems(candidate, world, rules.TRAINING_RULES)
@@ -91,7 +91,7 @@ def _broken(config: RunConfig, world: int) -> list[Problem]:
 
 
 def _words(config: RunConfig, near: Near, dp: int) -> str:
-    """A legal layout as --layout has it, on as many data ranks as asked, or as the experts need."""
+    """Words a legal layout as --layout has it, on the data ranks asked for, or the experts'."""
     sizes = dict(zip(layout_sizes(config), near.sizes, strict=True))
     inner = sizes["tp"] * sizes["cp"]
     fits = inner * dp % (sizes["ep"] * sizes["etp"]) == 0

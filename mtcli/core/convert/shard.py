@@ -1,4 +1,4 @@
-"""`mtcli shard` with checkpoints that are open: convert, verify and compare them, in numbers."""
+"""Converts, verifies and compares open checkpoints for `mtcli shard`, in numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +23,11 @@ from mtcli.core.convert.upcycle_recipe import UpcycleRecipe
 from mtcli.core.convert.verify import require_same, require_same_logits, verify_hashes
 from mtcli.core.runtime.process_pool import MemoryWatch, ProcessMemory, Progress
 
-Facts = dict[str, Any]
+Json = dict[str, Any]
 
 
 class ConversionPlan(NamedTuple):
-    """What a conversion will do; `nproc` processes share its files and its tensors."""
+    """The plan of a conversion; `nproc` processes share its files and its tensors."""
 
     to: str
     layout: tuple[ParallelConfig, int]
@@ -40,7 +40,7 @@ class ConversionPlan(NamedTuple):
 
 
 def left_out(source: Checkpoint, plan: ConversionPlan) -> list[str]:
-    """The optimizer state that what is written does not hold."""
+    """Kinds of optimizer state that the conversion leaves out."""
     return optimizer_kinds(source) if plan.to == "hf" or plan.recipe else []
 
 
@@ -54,8 +54,8 @@ def require_target(source: Checkpoint, target: Path, plan: ConversionPlan) -> No
         output_config(_new_model(source, plan), *plan.layout)
 
 
-def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Facts:
-    """Writes `source`, or what it is upcycled to, to a folder.
+def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
+    """Writes `source`, or the model it is upcycled to, to a folder.
 
     Returns the result in numbers. Raises MtcliError where the input, the disk or a proof fails.
     """
@@ -92,13 +92,13 @@ def _new_model(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
 
 def compare(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, logits: bool, nproc: int
-) -> Facts:
+) -> Json:
     """Proves that two checkpoints are the same, in numbers.
 
     Raises MtcliError (exit 1) that names the first tensor that differs, or a damaged file.
     """
     start, watch = perf_counter(), MemoryWatch()
-    facts: Facts = {"a": str(a.folder), "b": str(b.folder)}
+    facts: Json = {"a": str(a.folder), "b": str(b.folder)}
     memory = verify_hashes(a, nproc, lambda _: None)
     same, taken = _same(a, b, dtype, nproc)
     facts |= same | _spent(a, memory.or_more(taken).or_more(watch.read()))
@@ -118,13 +118,13 @@ def _write(source: Checkpoint, target: Path, plan: ConversionPlan) -> ProcessMem
 
 def _same(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int
-) -> tuple[Facts, ProcessMemory]:
+) -> tuple[Json, ProcessMemory]:
     with _bar("verify", sum(map(a.num_bytes, a.names()))) as progress:
         return require_same(a, b, dtype, nproc, progress)
 
 
-def _spent(source: Checkpoint, memory: ProcessMemory) -> Facts:
-    """The peak memory of a process, and the bytes of the largest tensor to compare it with."""
+def _spent(source: Checkpoint, memory: ProcessMemory) -> Json:
+    """Reports a process's peak memory, and the largest tensor's bytes to compare it with."""
     return {
         "largest_tensor_bytes": max(map(source.num_bytes, source.names())),
         "peak_memory_bytes": memory.peak,

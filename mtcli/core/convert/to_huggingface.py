@@ -1,4 +1,4 @@
-"""Conversion to a Hugging Face folder: config, generation config, tokenizer, weights, index."""
+"""Converts to a Hugging Face folder: config, generation config, tokenizer, weights, index."""
 
 import json
 from functools import partial as partial_of

@@ -1,4 +1,4 @@
-"""Conversion of any checkpoint to ours on any layout.
+"""Converts any checkpoint to ours on any layout.
 
 A box of BOX_BYTES is in memory at a time, so the peak is bounded by neither the model nor its
 largest tensor.
@@ -43,8 +43,8 @@ from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, 
 
 
 class WriteOptions(NamedTuple):
-    """How to write: weights in a dtype (None: each tensor's own), over what is there or not, and
-    how many processes share the files."""
+    """Options of writing: weights in a dtype (None: each tensor's own), over what is there or not,
+    and the number of processes that share the files."""
 
     dtype: torch.dtype | None = None
     force: bool = False
@@ -85,7 +85,7 @@ def to_mtcli(
 def rank_shards(
     source: Checkpoint, config: RunConfig, world: int, dtype: torch.dtype | None
 ) -> list[list[Shard]]:
-    """The shards that each rank saves of a checkpoint, on the meta device.
+    """Lists the shards that each rank saves of a checkpoint, on the meta device.
 
     Optimizer state is sharded like its parameter, with zero = 1 over data ranks too, and with
     zero = 3 so are weights. A tensor that belongs to no parameter is rank 0's. Together the shards
@@ -118,7 +118,7 @@ def rank_shards(
 
 
 def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Parameter]:
-    """The parameters of a rank's stages that it may save: a tied embedding on the first alone."""
+    """Parameters of a rank's stages that it may save: a tied embedding on the first alone."""
     layers = stage_layers(config.model, layout, config.parallel.stage_layers)
     last = layout.num_stages - 1
     return [
@@ -132,7 +132,7 @@ def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> l
 def _boxes(
     parameter: Parameter, config: RunConfig, layout: ParallelLayout, rank: int
 ) -> tuple[list[Box], list[Box]]:
-    """The boxes that a rank saves of a parameter, and of what its owners share by rows."""
+    """Boxes that a rank saves of a parameter, and of its state, which owners share by rows."""
     boxes = [parameter.box(layout, rank)] if parameter.is_primary(layout, rank) else []
     if not config.parallel.zero:
         return boxes, boxes

@@ -1,4 +1,4 @@
-"""A dense checkpoint seen as a mixture of experts: nothing is copied until it is read.
+"""Views a dense checkpoint as a mixture of experts: nothing is copied until it is read.
 
 Attention, norms and embeddings are the dense checkpoint's own tensors. A box of the experts is read
 from the dense MLP's boxes, and the router is drawn like a fresh one (convert/upcycle_recipe.py).
@@ -18,7 +18,7 @@ from mtcli.core.model.init import initial_values
 
 
 def upcycled(dense: Checkpoint, recipe: UpcycleRecipe) -> Checkpoint:
-    """The checkpoint of a new model at step 0: no optimizer state, nothing of the run before.
+    """Builds the checkpoint of a new model at step 0: no optimizer state and no earlier progress.
 
     Raises MtcliError where the dense checkpoint lacks a tensor, or has replicas that differ.
     """
@@ -60,7 +60,7 @@ def _stored(dense: Checkpoint, recipe: UpcycleRecipe, described: Parameter) -> S
 
 
 def _experts(dense: Checkpoint, source: str, described: Parameter, slices: int, box: Box) -> Tensor:
-    """A box of experts [E, ..., ffn / slices, ...]: expert e is slice e % slices of `source`."""
+    """Reads a box of experts [E, ..., ffn / slices, ...]: e is slice e % slices of `source`."""
     out = torch.empty(box.size, dtype=dense.dtype(source))
     inner = described.shard_axes.index("etp")
     scale = slices if source.endswith(".down.weight") else 1
@@ -75,7 +75,7 @@ def _experts(dense: Checkpoint, source: str, described: Parameter, slices: int, 
 
 
 def _router(recipe: UpcycleRecipe, described: Parameter, dtype: torch.dtype, box: Box) -> Tensor:
-    """A box of the router's weight [E, hidden]: row e is row e // granularity of a fresh one."""
+    """Reads a box of the router's weight [E, hidden]: row e // granularity of a fresh one."""
     (start, column), (count, width) = box
     rows = torch.arange(start, start + count) // recipe.granularity
     first, groups = int(rows[0]), int(rows[-1] - rows[0]) + 1

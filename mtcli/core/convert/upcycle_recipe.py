@@ -1,4 +1,4 @@
-"""Upcycling: the mixture of experts that a dense model becomes, and when it is the same function.
+"""Plans upcycling: a dense model's mixture of experts, and when it is the same function.
 
 Every expert is a copy of the dense MLP and the router is new (arXiv:2212.05055). With a
 granularity G an expert is a slice of 1/G of the MLP (arXiv:2410.07524): experts g*G .. g*G + G - 1
@@ -33,7 +33,7 @@ SMALLEST = {"granularity": 1, "seed": 0}
 
 
 class UpcycleRecipe(NamedTuple):
-    """What a dense model becomes: its config, the slices of an MLP, and the router's seed."""
+    """The recipe of an upcycling: the config, the slices of an MLP, and the router's seed."""
 
     model: ModelConfig
     granularity: int
@@ -41,7 +41,7 @@ class UpcycleRecipe(NamedTuple):
 
 
 def recipe_of(text: str, dense: ModelConfig) -> UpcycleRecipe:
-    """The recipe of options such as "num_experts=8,top_k=2" for a dense model.
+    """Parses options such as "num_experts=8,top_k=2" into the recipe of a dense model.
 
     Raises MtcliError with everything at once: unknown options, illegal values, and whatever would
     keep the mixture from being the dense function.
@@ -116,7 +116,7 @@ def _has_sizes(given: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _slices(model: ModelConfig, dense: ModelConfig, granularity: int) -> Iterator[Problem]:
-    """Slices are equal, and top-k chooses all of a group's or none."""
+    """Yields problems of slices that are unequal, and of a top-k that takes some of a group's."""
     sizes = {"ffn_hidden_size": dense.ffn_hidden_size}
     sizes |= {"num_experts": model.num_experts, "top_k": model.top_k}
     for name, size in sizes.items():
@@ -130,7 +130,7 @@ def _slices(model: ModelConfig, dense: ModelConfig, granularity: int) -> Iterato
 
 
 def _is_exact(model: ModelConfig) -> Iterator[Problem]:
-    """The chosen weights sum to 1, and no token is dropped."""
+    """Whether the chosen weights sum to 1, and no token is dropped."""
     all_chosen = model.top_k == model.num_experts and model.router_score == "softmax"
     if not model.normalize_top_k and not all_chosen:
         message = "normalize_top_k=false: the chosen weights would sum to another number for each "

@@ -1,5 +1,5 @@
-"""The proof of a conversion: the same tensors, and the same logits on seeded tokens, whatever the
-layouts and formats of the two checkpoints."""
+"""Proves a conversion: the same tensors, and the same logits on seeded tokens, whatever the layouts
+and formats of the two checkpoints."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -27,14 +27,14 @@ ROUNDINGS = 16  # of the weights, that logits may be apart after a change of dty
 
 
 class Difference(NamedTuple):
-    """A tensor that is not the same in two checkpoints, and how."""
+    """A tensor that differs between two checkpoints, and how."""
 
     name: str
     what: str
 
 
 def shared_names(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """The tensors to compare: all of either; where one has no optimizer state, weights alone."""
+    """Tensors to compare: all of either; where one has no optimizer state, weights alone."""
     both = bool(optimizer_kinds(a) and optimizer_kinds(b))
     names = dict.fromkeys([*a.names(), *b.names()])
     return [name for name in names if both or not is_optimizer(name)]
@@ -47,7 +47,7 @@ def differences(
     names: Iterable[str] | None = None,
     progress: Progress = lambda _: None,
 ) -> Iterator[Difference]:
-    """Every tensor, of all or some, that differs in shape, dtype or any bit, in order.
+    """Yields every tensor, of all or some, that differs in shape, dtype or any bit, in order.
 
     With `dtype`, weights of `a` are first converted to it. A box of each is in memory at a time.
     """
@@ -61,7 +61,7 @@ def differences(
 def first_difference(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int, progress: Progress
 ) -> tuple[Difference | None, ProcessMemory]:
-    """The first of `differences`, which `nproc` processes look for, and their peak memory."""
+    """Finds the first of `differences` with `nproc` processes, and their peak memory."""
     names = shared_names(a, b)
     weights = [(a if name in a.tensors else b).num_bytes(name) for name in names]
     parts = [[names[i] for i in part] for part in shares(weights, nproc)]
@@ -89,7 +89,7 @@ def _verify(a: Checkpoint, files: list[int], progress: Progress) -> None:
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype | None) -> str:
-    """How a tensor differs; "" where every bit is the same."""
+    """Words how a tensor differs; "" where every bit is the same."""
     for side in (a, b):
         if name not in side.tensors:
             return f"is not in {side.folder}"
@@ -134,13 +134,13 @@ def logits_of(checkpoint: Checkpoint) -> Tensor:
 
 
 def logit_difference(a: Checkpoint, b: Checkpoint) -> tuple[float, float]:
-    """(largest difference of two checkpoints' logits, largest logit of the first)."""
+    """Compares two checkpoints' logits: (largest difference, largest logit of the first)."""
     ours, theirs = logits_of(a), logits_of(b)
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 
 
 def tolerance(largest: float, dtype: torch.dtype | None, resummed: int = 0) -> float:
-    """How far logits may be apart: not at all for the same weights in the same dtype.
+    """The tolerance of logits: 0 for the same weights in the same dtype.
 
     `dtype` is the one that weights were rounded to; `resummed` is the number of layers that add up
     their MLP in another order, in float32.
@@ -180,7 +180,7 @@ def require_same(
 def require_same_logits(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, resummed: int = 0
 ) -> dict[str, Any]:
-    """The largest difference of two checkpoints' logits, over all replicas.
+    """Compares two checkpoints' logits over all replicas; returns the largest difference.
 
     Raises MtcliError (exit 1) where that is more than `tolerance` takes for rounding, and where
     logits of NaN or infinity prove nothing.

@@ -1,1 +1,1 @@
-"""The data rooms: text to tokens (`preprocess`), tokens to samples, samples to batches."""
+"""Turns text into tokens (`preprocess`), tokens into samples, samples into batches."""

@@ -81,7 +81,7 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
 
 
 def _picks(steps: range, weights: list[float], drawn: list[int]) -> tuple[list[int], list[int]]:
-    """The dataset of each step, and which of its samples; counts the draws in `drawn`."""
+    """Yields the dataset of each step, and which of its samples; counts the draws in `drawn`."""
     owners, samples = [], []
     for step in steps:
         step = step or 1

@@ -40,7 +40,7 @@ def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
 
 
 def _xz(file: IO[bytes]) -> Iterator[bytes]:
-    """Streams of xz or lzma. Bytes after the last that are no stream are left out, as by Python."""
+    """Yields streams of xz or lzma. Bytes after the last that are no stream are left out."""
     held, is_first = file.read(FED_BYTES), True
     while held or is_first:
         decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES)
@@ -60,7 +60,7 @@ def _xz(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _zst(file: IO[bytes], path: str) -> Iterator[bytes]:
-    """Frames of Zstandard (RFC 8878), fed a block at a time: none gives more than 128 KiB.
+    """Yields frames of Zstandard (RFC 8878), fed a block at a time: none gives more than 128 KiB.
 
     What the package decodes at a time has no bound: 64 KiB of blocks may hold 2 GiB.
     """
@@ -82,7 +82,7 @@ def _zst(file: IO[bytes], path: str) -> Iterator[bytes]:
 
 
 def _frame(magic: bytes, file: IO[bytes]) -> Iterator[bytes]:
-    """A frame's header, its blocks and its checksum."""
+    """Yields a frame's header, its blocks and its checksum."""
     flags = _exactly(file, 1)
     of_size, is_single, has_checksum, of_dictionary = (
         flags[0] >> 6,

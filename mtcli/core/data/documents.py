@@ -1,4 +1,4 @@
-"""Documents out of files: a piece of a source in, texts and complaints out, in bounded memory.
+"""Reads documents out of files: texts and complaints, in bounded memory.
 
 What is held of a document is bounded before it is read: by `Reading.most`, and for compressed files
 and Parquet by how many times as large as the file its content may be.
@@ -43,9 +43,9 @@ NEAR_END = 1 << 10  # letters in which most texts have such a place
 
 
 class Reading(NamedTuple):
-    """How to read: JSON's key, whether blank lines divide texts, whether long ones may be cut, and
-    the most bytes of UTF-8 that a document may have (None: HELD_BYTES, but for plain text that is
-    cut, of which never more than a part is held)."""
+    """Options of reading: JSON's key, whether blank lines divide texts, whether long ones may be
+    split, and the most bytes of UTF-8 that a document may have (None: HELD_BYTES, but for plain
+    text that is split, of which only a part is in memory)."""
 
     text_key: str
     blank: bool
@@ -102,7 +102,7 @@ def read_documents(
 
 
 def lines_before(path: str, offset: int) -> int:
-    """How many lines of the file end before byte `offset`."""
+    """Counts the lines of the file that end before byte `offset`."""
     lines = 0
     with open_untrusted(path) as file:
         while offset > 0 and (data := file.read(min(WINDOW, offset))):
@@ -131,7 +131,7 @@ def _items(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
 
 @contextmanager
 def _opened(piece: FileRange, progress: Progress) -> Iterator[Iterator[bytes]]:
-    """The bytes of a piece, decompressed, in windows of about WINDOW.
+    """Yields the bytes of a file range, decompressed, in windows of about WINDOW.
 
     Raises MtcliError where they are too many for their file, and what `compressed.pieces` does.
     """
@@ -178,7 +178,7 @@ def _require_ratio(source: SourceFile, count: int) -> None:
 def _chunks(
     piece: FileRange, kind: FileKind, most: int, progress: Progress
 ) -> Iterator[tuple[int, bytes | Bad]]:
-    """(lines before it, bytes) of about WINDOW, each ending where documents may, or the piece does.
+    """Yields (lines before, bytes) of about WINDOW, ending where documents may, or the range does.
 
     A Bad is in the place of what goes on without such a place for `most` bytes and a WINDOW.
     """
@@ -207,7 +207,7 @@ def _chunks(
 
 
 def _behind(kind: FileKind, data: bytes, windows: Iterator[bytes]) -> tuple[int, bytes]:
-    """(lines, bytes): how many end before the next document, and what was read of it and on."""
+    """Counts (lines, bytes) that end before the next document, with what was read from it on."""
     lines = 0
     for following in windows:
         tail = begun(kind, data)
@@ -235,7 +235,7 @@ def _json_lines(chunk: bytes, first_line: int, reading: Reading) -> Iterator[Tex
 
 
 def _decoded_lines(chunk: bytes) -> Iterator[str | Bad]:
-    """Lines of UTF-8; decoding all at once is five times faster than one by one."""
+    """Decodes lines of UTF-8; decoding all at once is five times faster than one by one."""
     try:
         yield from chunk.decode().split("\n")
     except UnicodeDecodeError:
@@ -289,7 +289,7 @@ def _blank_separated(chunk: bytes, first_line: int, reading: Reading) -> Iterato
 
 
 def _blank_separated_bytes(chunk: bytes, first_line: int, most: int) -> Iterator[Text | Bad]:
-    """The same by lines, for a chunk with bad documents: only these are lost, with their lines."""
+    """Reads blank-separated documents by lines, for a chunk with bad ones: only these are lost."""
     block: list[bytes] = []
     for number, line in enumerate([*chunk.split(b"\n"), b""], first_line + 1):
         if line.strip():
@@ -312,7 +312,7 @@ def _bad_byte(data: bytes, at: int, line: int) -> Bad:
 
 
 def _parts(text: Text) -> Iterator[Text]:
-    """A document in parts of about WINDOW characters, where its words allow."""
+    """Splits a document into parts of about WINDOW characters, where its words allow."""
     whole, start, size = text.text, 0, WINDOW
     while start + size < len(whole):
         part = whole[start : start + size]
@@ -326,7 +326,7 @@ def _parts(text: Text) -> Iterator[Text]:
 
 
 def _whole(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
-    """The file as one document, in parts where it is long and its tokenizer allows."""
+    """Reads the file as one document, in parts where it is long and its tokenizer allows."""
     source = piece.source
     if not reading.cuttable or (source.size <= WINDOW and not source.compression):
         yield _held(piece, reading, progress)
@@ -350,7 +350,7 @@ def _whole(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
 
 
 def _held(piece: FileRange, reading: Reading, progress: Progress) -> Text | Bad:
-    """The file as one document."""
+    """Reads the file as one document, in memory."""
     windows, size = [], 0
     with _opened(piece, progress) as found:
         for data in found:
@@ -366,7 +366,7 @@ def _held(piece: FileRange, reading: Reading, progress: Progress) -> Text | Bad:
 
 
 def _safe_cut(text: str) -> int:
-    """The last place where GPT-2's word pattern always ends a word: before space that follows none.
+    """The last offset where GPT-2's word pattern always ends a word: before space after none.
 
     No word goes on into space, and how space is cut depends on what follows it. 0 where there is
     no such place.
@@ -378,7 +378,7 @@ def _safe_cut(text: str) -> int:
 
 
 def _fault(piece: FileRange, reading: Reading, progress: Progress) -> Bad | None:
-    """A reason not to read a file in parts: bytes that are no UTF-8, or too many of them."""
+    """Words why a file cannot be read in parts: bytes that are no UTF-8, or too many of them."""
     decoder, line, size, uncut = codecs.getincrementaldecoder("utf-8")(), 1, 0, 0
     with _opened(piece, progress) as windows:
         for data in chain(windows, [b""]):
@@ -399,7 +399,7 @@ def _fault(piece: FileRange, reading: Reading, progress: Progress) -> Bad | None
 
 
 def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
-    """Rows of CSV or TSV, quoted as spreadsheets do: the column `text_key` of the header.
+    """Reads rows of CSV or TSV, quoted as spreadsheets do: the column `text_key` of the header.
 
     Raises MtcliError where quotes do not match: where the rows behind it begin is not known.
     """

@@ -1,4 +1,4 @@
-"""Encodes text as token arrays, as fast as can be proven right; and what a preprocess worker does.
+"""Encodes text as token arrays, as fast as can be proven right, in preprocess workers.
 
 A worker takes a block of the corpus and writes a file of its tokens and a file of its documents'
 lengths.
@@ -111,7 +111,7 @@ class _Gigatoken:
 
 @dataclass
 class TextCounts:
-    """What was read and written; `skipped` by kind of fault."""
+    """Counts of what was read and written; `skipped` by kind of fault."""
 
     documents: int = 0
     tokens: int = 0
@@ -123,7 +123,7 @@ class TextCounts:
     examples: list[str] = field(default_factory=list)  # the first skipped: file, line, why
 
     def add(self, other: "TextCounts") -> None:
-        """Counts `other` too."""
+        """Adds `other`'s counts."""
         for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_token_id = max(self.max_token_id, other.max_token_id)
@@ -136,7 +136,7 @@ class TextCounts:
 
 
 class EncodeJob(NamedTuple):
-    """What every worker knows: how to read, how to encode, and where parts go."""
+    """The job of every worker: how to read, how to encode, and where parts go."""
 
     encode: Encode
     reading: Reading

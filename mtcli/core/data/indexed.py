@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset: tokens in `PREFIX.bin`, their boundaries in `PREFIX.idx`.
+"""Reads and writes Megatron's indexed datasets: tokens in `PREFIX.bin`, bounds in `PREFIX.idx`.
 
 `.idx`, little-endian: magic (9 bytes), uint64 version 1, uint8 dtype code, uint64 S sequences,
 uint64 D = documents + 1, then int32 lengths [S] in tokens, int64 pointers [S] in bytes and int64
@@ -58,7 +58,7 @@ class Indexed:
         return self.tokens[start : start + int(self.lengths[sequence])]
 
     def _header(self) -> tuple[np.dtype, int, int]:
-        """The dtype, S and D, once the file has exactly the size they say."""
+        """Reads the dtype, S and D, once the file has exactly the size they say."""
         size = self.idx.stat().st_size
         with open_untrusted(self.idx) as file:
             head = file.read(HEADER.size)
@@ -84,7 +84,7 @@ class Indexed:
         return dtype, num_sequences, num_boundaries
 
     def _check(self) -> int:
-        """The number of tokens, once every length, pointer and boundary is proven."""
+        """Checks every length, pointer and boundary; returns the number of tokens."""
         total, itemsize = 0, self.dtype.itemsize
         for at in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[at : at + CHUNK].astype(np.int64)
@@ -122,7 +122,7 @@ def with_suffix(prefix: str | Path, suffix: str) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Megatron's choice: uint16 below 65500 ids, else int32."""
+    """Chooses the dtype as Megatron does: uint16 below 65500 ids, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
@@ -151,7 +151,7 @@ def write_dataset(
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Writes an `.idx` of one sequence per document, in bounded memory, and sync it.
+    """Writes an `.idx` of one sequence per document, in bounded memory, and syncs it.
 
     `lengths` int32 [S] may be a memory map of the spilled lengths.
     """
@@ -193,7 +193,7 @@ def _require_file(path: Path, prefix: Path) -> None:
 
 
 def describe(prefix: str | Path) -> dict[str, object] | None:
-    """What `PREFIX.json` says, or None where there is none (data from another tool).
+    """Reads `PREFIX.json`; None where there is none (data from another tool).
 
     Raises MtcliError where it is not what preprocess writes.
     """

@@ -1,4 +1,4 @@
-"""Batches of token arrays: what they hold, whether it fits the model, and reading them ahead.
+"""Reads batches of token arrays ahead, and checks that they fit the model.
 
 Sample i of a run depends on the seed and on how many samples were consumed, no more: it is the same
 tokens on every layout, after every restart, in micro-batches of any size. A rank asks for the ids
@@ -31,7 +31,7 @@ WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 
 
 
 class SampleId(NamedTuple):
-    """Where a sample's tokens are: spans (sequence, offset, tokens) of the dataset at `prefix`."""
+    """The spans (sequence, offset, tokens) of a sample in the dataset at `prefix`."""
 
     prefix: str
     spans: tuple[tuple[int, int, int], ...]
@@ -44,7 +44,7 @@ class _Dataset(NamedTuple):
     samples: Samples
 
     def starts(self, sequence: np.ndarray | int) -> np.ndarray:
-        """Where sequences begin in `tokens`: int64, of the shape of `sequence`."""
+        """The offsets of sequences in `tokens`: int64, of the shape of `sequence`."""
         return self.pointers[sequence] // self.tokens.itemsize
 
 
@@ -108,7 +108,7 @@ class Batches:
         return self.num_samples
 
     def batch(self, start: int, count: int) -> np.ndarray:
-        """Samples start .. start + count - 1: int64 [count, seq_len + 1]."""
+        """Reads samples start .. start + count - 1: int64 [count, seq_len + 1]."""
         parts: list[np.ndarray] = []
         for window, first, last in self._windows(start, count):
             for segment in range(first, last):
@@ -120,7 +120,7 @@ class Batches:
         return out
 
     def documents(self, start: int, count: int) -> np.ndarray:
-        """Which document each token of `batch(start, count)` is of: int32 [count, seq_len + 1].
+        """Finds the document of each token of `batch(start, count)`: int32 [count, seq_len + 1].
 
         A document is a sequence of the .idx; those of a row are 0, 1, 2, ... as they come.
         """
@@ -137,11 +137,11 @@ class Batches:
         return None
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Which spans of which dataset `batch(start, count)` is made of."""
+        """Identifies the spans that `batch(start, count)` is made of."""
         return [self._sample_id(number) for number in range(start, start + count)]
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """How many of the samples start .. stop - 1 each dataset gives."""
+        """Counts how many of the samples start .. stop - 1 each dataset gives."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         if self._order is None:
             return [stop - start]
@@ -159,7 +159,7 @@ class Batches:
         return SampleId(self.prefixes[dataset], tuple(spans))
 
     def _windows(self, start: int, count: int) -> list[tuple[_Segments, int, int]]:
-        """The windows that hold the samples asked for, and the range of segments in each."""
+        """Yields the windows that hold the samples asked for, and the range of segments in each."""
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
         found = []
         while count > 0:
@@ -208,7 +208,7 @@ def _owned(data: Indexed, split: str, which: Which) -> range:
 def _plan(
     blend: Blend, tokens: list[int], planned: int, seq_len: int
 ) -> tuple[list[float] | None, list[int]]:
-    """The weights of a blend, and how many samples a run of so many builds of each dataset."""
+    """Plans the weights of a blend, and the samples that a run builds of each dataset."""
     if len(tokens) == 1 and blend.weights is None:
         return None, [planned]
     if blend.weights is not None:
@@ -245,7 +245,7 @@ def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> n
 
 
 def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Indexed]]:
-    """The blend that `words` name and its datasets.
+    """Opens the datasets that `words` name, and their blend.
 
     Raises MtcliError with every file that is missing or wrong.
     """
@@ -331,7 +331,7 @@ class Prefetcher(Generic[Ready]):
         self._thread.start()
 
     def __iter__(self) -> Iterator[Ready]:
-        """What was read, in the order of `wanted`."""
+        """Yields what was read, in the order of `wanted`."""
         while (item := self._ready.get()) is not END:
             if isinstance(item, BaseException):
                 raise item
@@ -364,7 +364,7 @@ class Prefetcher(Generic[Ready]):
 
 
 class CountedTokens:
-    """Samples of tokens 0, 1, 2, ..., each one document; read as `Batches` are.
+    """A data set of tokens 0, 1, 2, ..., each sample one document; read as `Batches` are.
 
     For profiles and CPU calibration, whose work is that of any text.
     """
@@ -376,17 +376,17 @@ class CountedTokens:
         return self.num_samples
 
     def batch(self, start: int, count: int) -> np.ndarray:
-        """Samples start ... start + count - 1: int64 [count, seq_len + 1]."""
+        """Builds samples start ... start + count - 1: int64 [count, seq_len + 1]."""
         first = np.arange(start, start + count, dtype=np.int64)[:, None] * self.seq_len
         return (first + np.arange(self.seq_len + 1)) % self.vocab_size
 
     def documents(self, start: int, count: int) -> np.ndarray:
-        """Each sample is one document: int32 zeros [count, seq_len + 1]."""
+        """Returns zeros, int32 [count, seq_len + 1]: each sample is one document."""
         return np.zeros((count, self.seq_len + 1), np.int32)
 
     def loss_weights(self, start: int, count: int) -> None:
-        """None: every token's loss weighs 1."""
+        """Returns None: every token's loss weighs 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """None: these come from no data set."""
+        """Returns None: these samples come from no data set."""
         return []

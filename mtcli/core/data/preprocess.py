@@ -1,4 +1,4 @@
-"""Text to tokens on all cores: the same bytes for any number of workers, and after any kill.
+"""Encodes text on all cores: the same bytes for any number of workers, and after any kill.
 
 The corpus is cut into blocks; workers encode blocks into part files; this process appends the parts
 in order. Memory holds a block per worker and a file buffer, whatever the corpus.
@@ -55,7 +55,7 @@ Say = Callable[[str], None]
 
 
 class PreprocessRequest(NamedTuple):
-    """What the user asks of preprocess; the flags of the command, by their names."""
+    """A request to preprocess; the flags of the command, by their names."""
 
     inputs: tuple[str, ...]
     output: Path
@@ -117,7 +117,7 @@ def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
 
 
 def _named_sources(request: PreprocessRequest) -> SourceList:
-    """The files to read; none for standard input. Raises MtcliError for all that cannot be."""
+    """Finds the files to read; none for stdin. Raises MtcliError for all that cannot be read."""
 
     def require_workers() -> None:
         if request.workers < 1:
@@ -162,7 +162,7 @@ def _require_output(output: Path) -> None:
 
 
 def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> str:
-    """Names a run: equal for two requests that must write the same bytes."""
+    """Fingerprints a run: equal for two requests that must write the same bytes."""
     files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
     # What a run may be resumed with after it has met a bad document is not one of them.
     options = (request.tokenizer, request.text_key, request.split_on_blank, request.append_eod)
@@ -172,7 +172,7 @@ def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> st
 
 
 def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | None:
-    """What an earlier run says of the outputs where `--resume` finds them complete, else None.
+    """Reads the facts of an earlier run where `--resume` finds its outputs complete, else None.
 
     Raises MtcliError where outputs are in the way.
     """
@@ -199,7 +199,7 @@ def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | N
 def _in_workspace(
     request: PreprocessRequest, found: SourceList, name: str, say: Say
 ) -> dict[str, object]:
-    """The facts of a run that leaves its workspace only where it can be resumed."""
+    """Runs in a workspace, which stays only where the run can be resumed; returns the facts."""
     try:
         request.output.parent.mkdir(parents=True, exist_ok=True)
         space = Workspace(request.output, name, request.resume)
@@ -269,7 +269,7 @@ def _run(
 def _tokenizer(
     request: PreprocessRequest, sources: list[SourceFile], space: Workspace
 ) -> Tokenizer:
-    """Loaded, or trained; a resumed run takes the one it began with."""
+    """Loads or trains the tokenizer; a resumed run takes the one it began with."""
     folder = space.folder / "tokenizer"
     if space.resumed_at:
         return load_tokenizer(folder)
@@ -282,7 +282,7 @@ def _tokenizer(
 
 
 def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[str]:
-    """At most TRAIN_BYTES of the corpus: every k-th block, and of these what can be read."""
+    """Samples at most TRAIN_BYTES of the corpus: what can be read of every k-th block."""
     stride = max(1, -(-sum(source.size for source in sources) // TRAIN_BYTES))
     left = TRAIN_BYTES
     for block in islice(cut(sources, request.split_on_blank), 0, None, stride):
@@ -296,7 +296,7 @@ def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[s
 def _job(
     request: PreprocessRequest, tokenizer: Tokenizer, first: list[SourceFile], parts: Path
 ) -> tuple[EncodeJob, str]:
-    """What workers do, with the encoder that is proven on the corpus's beginning; its name."""
+    """The workers' job, with the encoder that is proven on the corpus's beginning; and its name."""
     append = tokenizer.eod_id is not None if request.append_eod is None else request.append_eod
     if append and tokenizer.eod_id is None:
         message = f"tokenizer {request.tokenizer} has no end-of-document token to append"
@@ -351,7 +351,7 @@ def _encode_all(
 def _facts(
     request: PreprocessRequest, tokenizer: Tokenizer, job: EncodeJob, counts: TextCounts
 ) -> dict[str, object]:
-    """What PREFIX.json says of the tokens and how they were made."""
+    """The facts of PREFIX.json: the tokens and how they were made."""
     return {
         "documents": counts.documents,
         "tokens": counts.tokens,

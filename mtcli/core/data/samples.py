@@ -1,4 +1,4 @@
-"""Which tokens make which sample: Megatron's document, sample and shuffle indices, in numpy.
+"""Builds Megatron's document, sample and shuffle indices, in numpy.
 
 The sequences of a split are laid end to end, E times over and shuffled; sample k of that stream
 starts at token k * seq_len and is seq_len + 1 tokens long, so that neighbours share one token. The
@@ -31,7 +31,7 @@ WORTH_KEEPING = 1 << 20
 
 
 class Samples(NamedTuple):
-    """The three indices of one dataset and split.
+    """The indices of one dataset and split: documents, samples and their shuffle.
 
     `documents` int32 [E * sequences]: the stream, as sequence numbers. `rows` int32 or int64
     [N + 1, 2]: (position in `documents`, offset in that sequence) of token k * seq_len. `order`
@@ -54,7 +54,7 @@ def build_samples(
     seed: int,
     planned: int | None = None,
 ) -> Samples:
-    """The indices for `num_samples` samples (None: one epoch) of the sequences `owned`.
+    """Builds the indices for `num_samples` samples (None: one epoch) of the sequences `owned`.
 
     `lengths` int32 [S] in tokens. As many epochs are used as `num_samples * seq_len + 1` tokens
     need. The order depends on the samples that were `planned` when the run began (`num_samples`
@@ -124,7 +124,7 @@ Arrays = TypeVar("Arrays", Samples, BlendOrder)
 def cached_samples(
     data: Indexed, owned: range, num_samples: int, seq_len: int, seed: int, planned: int
 ) -> Samples:
-    """`build_samples`, kept beside the data where the indices are large."""
+    """Caches `build_samples` beside the data where the indices are large."""
 
     def build() -> Samples:
         return build_samples(data.lengths, owned, num_samples, seq_len, seed, planned)
@@ -137,7 +137,7 @@ def cached_samples(
 
 
 def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
-    """`blend_indices`, kept beside the first dataset's data where it is large."""
+    """Caches `blend_indices` beside the first dataset's data where it is large."""
 
     def build() -> BlendOrder:
         return blend_indices(weights, size)
@@ -150,7 +150,7 @@ def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
 def _kept(
     prefix: Path, facts: list[object], kind: type[Arrays], build: Callable[[], Arrays]
 ) -> Arrays:
-    """What `build` gives, from `PREFIX.cache/` where a process with the same facts made it before.
+    """Loads from `PREFIX.cache/` what `build` gave a process with the same facts, or builds it.
 
     One process at a time builds, under a lock, so that ranks which start together share its work.
     Where the folder cannot be written, each process builds its own in memory. What came with the
@@ -174,7 +174,7 @@ def _kept(
 
 
 def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
-    """The arrays in `folder`, mapped; None where they are not there, not whole or no indices."""
+    """Maps the arrays in `folder`; None where they are not there, truncated or no indices."""
     try:
         arrays = kind(*(_mapped(folder / f"{name}.npy") for name in kind._fields))
     except (OSError, ValueError, TokenError):
@@ -183,7 +183,7 @@ def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """The array in a file of np.save, mapped. Raises ValueError where it is no plain one."""
+    """Maps the array in a file of np.save. Raises ValueError where it is no plain one."""
     with open_untrusted(path) as file:
         version = read_magic(file)
         shape, is_fortran, dtype = read_array_header_1_0(file)

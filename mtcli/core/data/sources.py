@@ -1,4 +1,4 @@
-"""What there is to read: inputs named by the user, as files, cut into blocks of work.
+"""Finds the inputs that the user named, and divides them into blocks of work.
 
 A block is what one worker does at a time: some files, or a range of bytes of one file that begins
 and ends between documents. Where blocks are cut never shows in the output.
@@ -67,7 +67,7 @@ class FileRange(NamedTuple):
 
 
 class TextBlock(NamedTuple):
-    """What a worker does at a time; `number` is its place in the output."""
+    """A block of work; `number` is its index in the output."""
 
     number: int
     pieces: tuple[FileRange, ...]
@@ -79,7 +79,7 @@ class TextBlock(NamedTuple):
 
 
 class SourceList(NamedTuple):
-    """The files to read, and how many others folders hold, by their endings."""
+    """The files to read, and counts of the others that folders hold, by their endings."""
 
     sources: list[SourceFile]
     left_out: dict[str, int]
@@ -97,7 +97,7 @@ def find_sources(inputs: Sequence[str], kind: FileKind | None = None) -> SourceL
 
 
 def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> Iterator[TextBlock]:
-    """`sources` as blocks of about `size` bytes: small files together, large plain files cut.
+    """Divides `sources` into blocks of about `size` bytes: small files together, large ones split.
 
     JSON lines are cut after a line, text that is split on blank lines (`blank`) after such a line,
     other files not at all. Sources are taken one by one, as blocks are asked for.
@@ -149,13 +149,13 @@ def _folder(folder: Path, kind: FileKind | None, left_out: Counter[str]) -> list
 
 
 def told(left_out: Mapping[str, int]) -> str:
-    """Counts by ending, the most first: "2 .csv, 1 .md"."""
+    """Words counts by ending, the most first: "2 .csv, 1 .md"."""
     by_count = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
     return listed([f"{count:,} {ending}" for ending, count in by_count])
 
 
 def _ending(path: Path) -> str:
-    """The ending of a name, with that under a compression's."""
+    """The suffix of a name, with that under a compression's."""
     inner = _inner(path)
     return inner.suffix + path.suffix * (inner is not path) or "without an ending"
 
@@ -184,14 +184,14 @@ def _source(path: Path, kind: FileKind | None) -> SourceFile:
 
 
 def _kind(path: Path) -> FileKind | None:
-    """What the name's ending says, under the compression's; None where it is not ours."""
+    """The format by a name's suffix, under the compression's; None where it is not ours."""
     inner = _inner(path)
     kind = KINDS.get(inner.suffix)
     return None if kind == "parquet" and inner is not path else kind
 
 
 def _inner(path: Path) -> Path:
-    """The name without the ending of its compression."""
+    """The name without the suffix of its compression."""
     return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
@@ -209,7 +209,7 @@ def _pieces(source: SourceFile, blank: bool, size: int) -> Iterator[FileRange]:
 
 
 def _cut(file: IO[bytes], near: int, source: SourceFile, blank: bool) -> int:
-    """The first place from `near` on where no document is open."""
+    """Finds the first offset from `near` on where no document is open."""
     if near >= source.size:
         return source.size
     file.seek(near)
@@ -233,7 +233,7 @@ def _is_blank(file: IO[bytes]) -> bool:
 def spool(
     stream: BinaryIO, kind: FileKind | None, blank: bool, folder: Path
 ) -> Iterator[SourceFile]:
-    """The stream as files of about BLOCK_BYTES in `folder`, written as they are asked for.
+    """Spools the stream into files of about BLOCK_BYTES in `folder`, written as they are asked for.
 
     Of a `kind`, or JSON lines where the first character is a brace, else text. Text that blank
     lines do not divide (`blank`) is one file that is one document, and a table is one file. Of a
@@ -253,7 +253,7 @@ def spool(
 
 
 class _SpooledBlock:
-    """Bytes of a stream up to a place where documents end: the last in `left`, or the first behind.
+    """A stream's block up to where documents end: the last such offset in `left`, or behind.
 
     Once they are taken, `lines` says how many lines they are, and `left` is what was read after.
     """
@@ -289,7 +289,7 @@ def _write(path: Path, kind: FileKind, first_line: int, parts: Iterable[bytes]) 
 
 
 def end_of_last(kind: FileKind, data: bytes) -> int:
-    """Where the last place in `data` ends in which documents may; 0 where there is none."""
+    """Finds the end of the last document boundary in `data`; 0 where there is none."""
     found = ((data.rfind(usual), len(usual)) for usual in USUAL.get(kind, (b"\n",)))
     end = max(at + length if at >= 0 else 0 for at, length in found)
     if end or kind != "text":
@@ -298,12 +298,12 @@ def end_of_last(kind: FileKind, data: bytes) -> int:
 
 
 def end_of_first(kind: FileKind, data: bytes) -> int:
-    """Where the first place in `data` ends in which documents may; 0 where there is none."""
+    """Finds the end of the first document boundary in `data`; 0 where there is none."""
     match = BOUNDARIES[kind].search(data)
     return match.end() if match else 0
 
 
 def begun(kind: FileKind, data: bytes) -> bytes:
-    """The end of `data` that may begin a document boundary: a line of blanks so far."""
+    """Finds the tail of `data` that may begin a document boundary: a line of blanks so far."""
     line = data[max(0, data.rfind(b"\n")) :] if kind == "text" else b""
     return line if line.startswith(b"\n") and line.isspace() else b""

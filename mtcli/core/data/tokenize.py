@@ -1,4 +1,4 @@
-"""Tokenizers: one object, whatever the text was cut with; `tokenizers` is the truth for its ids.
+"""Loads and trains tokenizers as one class; `tokenizers` is the truth for their ids.
 
 A specification is a `tokenizer.json`, a folder that holds one (or GPT-2's `vocab.json` and
 `merges.txt`), a Hugging Face name, or the word `bytes`. `encode` adds no special tokens. A special
@@ -31,10 +31,10 @@ KINDS = (
 
 
 class Tokenizer:
-    """Text to token ids and back, saved as the `tokenizer.json` that it was made from."""
+    """A tokenizer: text to ids and back, saved as the `tokenizer.json` that it was made from."""
 
     def __init__(self, source: str | HfTokenizer, config: dict[str, object] | None = None) -> None:
-        """From the text of a tokenizer.json, or from what it would make; `config` from its config.
+        """Takes a tokenizer.json's text, or the tokenizer it would make; `config` from its config.
 
         Raises MtcliError where the text is no tokenizer.
         """
@@ -54,14 +54,14 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with no special tokens added."""
+        """Encodes `text`, with no special tokens added."""
         if self.is_bytes:
             return list(text.encode())
         (ids,) = self.encode_all([text])
         return ids
 
     def encode_all(self, texts: Sequence[str], with_specials: bool = False) -> list[list[int]]:
-        """`encode` of each text. Raises MtcliError for one that the tokenizer cannot take."""
+        """Encodes each text. Raises MtcliError for one that the tokenizer cannot take."""
         found = []
         with no_panics("the tokenizer fails on a text"):
             for text in texts:
@@ -70,15 +70,15 @@ class Tokenizer:
         return found
 
     def encode_with_specials(self, text: str) -> list[int]:
-        """The ids of `text` with the special tokens that tokenizer.json's template puts around it,
-        such as Llama's <s>: as transformers gives them by default."""
+        """Encodes `text` with the special tokens that tokenizer.json's template puts around it,
+        such as Llama's <s>: as transformers does by default."""
         if self.is_bytes:
             return self.encode(text)
         (ids,) = self.encode_all([text], with_specials=True)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        """Decodes `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         with no_panics("the tokenizer fails on token ids"):
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
@@ -96,7 +96,7 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """Names the tokenizer: the hash of its definition."""
+        """The hash of the tokenizer's definition, which identifies it."""
         return hashlib.sha256(self.definition.encode()).hexdigest()
 
     def __reduce__(self) -> tuple[type, tuple[str, dict[str, object]]]:
@@ -104,7 +104,7 @@ class Tokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer that `spec` names.
+    """Loads the tokenizer that `spec` names.
 
     Raises MtcliError where there is no such file, folder or name, or it cannot be read.
     """
@@ -126,7 +126,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 ids, one for each byte of UTF-8, and 256 for the end of a document."""
+    """Builds a tokenizer of UTF-8 bytes, 256 ids, and id 256 for the end of a document."""
     return Tokenizer(_bytes_backend())
 
 
@@ -140,7 +140,7 @@ def require_trainable(vocab_size: int) -> None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids, with GPT-2's words, trained on `texts`.
+    """Trains a byte-level BPE of at most `vocab_size` ids, with GPT-2's words, on `texts`.
 
     Ids 0 to 255 are bytes in the alphabet's order, the last is the end of a document. A corpus that
     is too small to fill the vocabulary gives a smaller one.
@@ -203,7 +203,7 @@ def _from_file(path: Path) -> Tokenizer:
 
 
 def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's byte-level BPE from OpenAI's two files (ids as transformers' GPT2Tokenizer)."""
+    """Builds GPT-2's byte-level BPE from OpenAI's two files, ids as transformers' GPT2Tokenizer."""
     texts = _read(vocab), _read(merges)
     with no_panics(f"{vocab} and {merges} are not a BPE vocabulary"):
         table = parse_json(texts[0])
@@ -237,7 +237,7 @@ def _read(path: Path) -> str:
 
 
 def _from_hub(name: str) -> Tokenizer:
-    """From the hub where it answers, else from the local cache."""
+    """Loads a tokenizer from the hub where it answers, else from the local cache."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:

@@ -77,7 +77,7 @@ def require_measured(normalizer: Any, growth: float, text: str) -> None:
 
 @contextmanager
 def no_panics(what: str) -> Iterator[None]:
-    """Turns whatever a library in Rust raises into an MtcliError that names `what` failed.
+    """Turns any error of a library in Rust into an MtcliError that names `what` failed.
 
     Its report on stderr is dropped, with all that this process writes there meanwhile.
     """
@@ -113,7 +113,7 @@ def _silent() -> Iterator[None]:
 
 
 def _checked(table: dict[str, Any]) -> float:
-    """The growth of the normaliser. Raises MtcliError for what has no bound of use."""
+    """Bounds the growth of the normaliser. Raises MtcliError for what has no bound of use."""
     growth = {part: _growth(table.get(part)) for part in MAX_GROWTH}
     for part, most in MAX_GROWTH.items():
         if growth[part] > most:
@@ -172,7 +172,7 @@ def _longest_of_charsmap(text: Any) -> int:
 
 
 def _require_template(processor: Any) -> None:
-    """Bounds pieces: without special tokens, a text is still repeated as often as it is named."""
+    """Bounds a template's pieces: even without special tokens it may repeat a text."""
     if not isinstance(processor, dict):
         return
     for inner in processor.get("processors") or ():

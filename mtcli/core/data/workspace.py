@@ -1,4 +1,4 @@
-"""The folder a run writes in, so that a killed one goes on and nothing half-written has a name.
+"""Keeps a run's unfinished output aside, so that a killed run resumes and no file is half-written.
 
 `PREFIX.partial/` holds the tokens so far, their lengths spilled as int32, and a journal whose every
 line says how much of both is whole. The final names appear only when all is written and synced.
@@ -67,7 +67,7 @@ class Workspace:
             file.close()
 
     def leave(self, resumable: bool) -> None:
-        """Closes after a failure; the folder stays only where a later run can go on from it."""
+        """Closes after a failure; the folder stays only where a later run can resume it."""
         if not resumable or self.counts.documents == 0:
             self.remove()
             return
@@ -77,12 +77,12 @@ class Workspace:
         self.close()
 
     def remove(self) -> None:
-        """Closes, and leaves nothing."""
+        """Closes, and removes the folder."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def subfolder(self, name: str) -> Path:
-        """A folder for what does not outlive the run; it may be there already."""
+        """Makes a folder for what does not outlive the run; it may be there already."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         return folder
@@ -105,7 +105,7 @@ class Workspace:
             self.commit()
 
     def commit(self) -> None:
-        """Makes all that was appended durable, and says so in the journal."""
+        """Makes all that was appended durable, and records so in the journal."""
         for file in (self._tokens, self._lengths):
             file.flush()
             os.fsync(file.fileno())
@@ -119,7 +119,7 @@ class Workspace:
         self._committed = time.monotonic()
 
     def finish(self, facts: dict[str, object], dtype: np.dtype) -> dict[str, object]:
-        """Writes index and facts, then gives all its final name; returns the facts with hashes."""
+        """Writes index and facts, then renames all; returns the facts with hashes."""
         self.commit()
         index = self.folder / "index.idx"
         write_index(index, dtype, np.memmap(self.folder / "lengths.i32", "<i4", "r"))
@@ -136,7 +136,7 @@ class Workspace:
         return facts
 
     def publish(self) -> None:
-        """Moves what is finished to its final names, and what an interrupted publish has left."""
+        """Moves finished files to their final names, also those of an interrupted publish."""
         if (self.folder / "ready" / "tokens.bin").exists():  # never beside an older index
             with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
         for suffix, name in zip(FINAL, READY, strict=True):
@@ -175,7 +175,7 @@ class Workspace:
             raise self._damaged(error.errors()[0]["msg"]) from None
 
     def _take_up(self, kept: Journaled) -> None:
-        """Cuts both files to what the journal vouches for, and counts and hashes that again."""
+        """Truncates both files to what the journal vouches for; counts and hashes that again."""
         self.blocks, self.counts = kept.blocks, kept.counts
         for file, size in (
             (self._tokens, kept.token_bytes),
@@ -191,7 +191,7 @@ class Workspace:
                 self._hash.update(data)
 
     def _lines(self) -> list[dict[str, object]]:
-        """The journal's whole lines; a last one that was cut by a crash does not count."""
+        """Reads the journal's complete lines; a last one that a crash truncated does not count."""
         if not self._journal.exists():
             return []
         whole = read_untrusted(self._journal).split(b"\n")[:-1]

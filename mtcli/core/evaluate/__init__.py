@@ -1,1 +1,1 @@
-"""Evaluation: texts become requests, requests become packed batches, scores become metrics."""
+"""Evaluates models: texts become requests, packed batches, scores and metrics."""

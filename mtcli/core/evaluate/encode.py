@@ -1,4 +1,4 @@
-"""Text to requests, with lm-eval's conventions, so that the numbers are lm-eval's numbers.
+"""Encodes text as requests, with lm-eval's conventions, so that the numbers are lm-eval's.
 
 Which token stands before an empty context (the prefix), whether a text starts with it, and where a
 context ends and its continuation begins: lm-eval's Hugging Face backend decides, and so do we.
@@ -17,7 +17,7 @@ from mtcli.core.evaluate.requests import Ids, Request, request
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer as evaluation needs it.
+    """A tokenizer with the conventions of evaluation.
 
     GPT-2: the prefix is <|endoftext|> and texts do not start with it. Llama: the prefix is <s> and
     every text starts with it.

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on our models: an `LM` of theirs whose scores are computed by packing.
+"""Runs lm-evaluation-harness on our models: an `LM` of theirs whose scores are computed by packing.
 
 Needs the `eval` extra. Their tasks decide prompts and metrics; the token conventions are lm-eval's
 own (`TemplateLM` calls our `Encoder`), and only the scoring of token ids is ours.
@@ -19,7 +19,7 @@ from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
-from mtcli.core.evaluate.tasks.task import Progress, Report, read_text
+from mtcli.core.evaluate.tasks.task import Advance, Report, read_text
 from mtcli.core.inference.scoring import Scorer
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
@@ -36,7 +36,7 @@ class HarnessModel(TemplateLM):
         scorer: Scorer,
         encoder: Encoder,
         batch_tokens: int,
-        progress: Progress = lambda done: None,
+        progress: Advance = lambda done: None,
     ) -> None:
         super().__init__()
         self.scorer, self.encoder = scorer, encoder
@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before an empty context: lm-eval reads it as `prefix_token_id` too."""
+        """The token before an empty context: lm-eval reads it as `prefix_token_id` too."""
         return self.encoder.prefix_id
 
     def tok_encode(
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores).logprob for _ in document) for document in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Refused: evaluation here scores given continuations.
+        """Refuses to generate: evaluation here scores given continuations.
 
         Raises MtcliError (exit 2).
         """
@@ -121,7 +121,7 @@ def evaluate_harness(name: str, model: HarnessModel, limit: int | None) -> Repor
 
 
 def _find(name: str) -> tuple[TaskManager, str]:
-    """The manager that knows the task, and what it calls it."""
+    """Finds the manager that knows the task, and its name for it."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Packing: requests with a common beginning share it in one row, so that it is computed once.
+"""Packs requests: those with a common beginning share it in one row, so that it is computed once.
 
 A row is a tree of tokens written out in depth-first order; a token attends to its ancestors and has
 its depth as its position, so every root-to-leaf path is computed as if it were alone. Four endings
@@ -17,7 +17,7 @@ import torch
 
 from mtcli.core.config.errors import failed
 from mtcli.core.evaluate.requests import Ids, Request, Score, fit
-from mtcli.core.evaluate.tasks.task import Progress
+from mtcli.core.evaluate.tasks.task import Advance
 from mtcli.core.inference.scoring import ScoreBatch, Scorer
 
 # Sharing saves the common tokens' layers and costs the masked part of the attention; below a
@@ -47,7 +47,7 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Which requests go together, before any tensor is made."""
+    """Assigns requests to rows and rows to batches, before any tensor is made."""
 
     requests: Sequence[Request]
     groups: tuple[tuple[PackedRow, ...], ...]  # one tuple of rows per forward pass
@@ -71,21 +71,19 @@ class PackedBatch(NamedTuple):
 
 
 def score_requests(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> list[Score]:
-    """One score per request, in request order. Raises as `fit` and `run` do."""
+    """Scores requests, in request order. Raises as `fit` and `run` do."""
     return run(scorer, plan(scorer, requests, batch_tokens))
 
 
 def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> PackingPlan:
-    """The requests cut to the scorer's context and packed. Raises as `fit` does."""
+    """Truncates requests to the scorer's context and packs them. Raises as `fit` does."""
     return pack(
         fit(requests, scorer.max_seq_len, scorer.vocab_size), scorer.max_seq_len, batch_tokens
     )
 
 
-def run(
-    scorer: Scorer, planned: PackingPlan, progress: Progress = lambda done: None
-) -> list[Score]:
-    """One score per planned request; log-probabilities are summed in float64.
+def run(scorer: Scorer, planned: PackingPlan, progress: Advance = lambda done: None) -> list[Score]:
+    """Scores the planned requests; log-probabilities are summed in float64.
 
     `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when
     the model gives a log-probability that is not a number.
@@ -108,7 +106,7 @@ def run(
 
 
 def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> PackingPlan:
-    """The plan for `requests` already cut to `max_seq_len` inputs (`fit`).
+    """Plans the rows of `requests` already truncated to `max_seq_len` inputs (`fit`).
 
     A forward pass takes at most `batch_tokens` slots, or one row where a row alone is longer.
     """
@@ -127,7 +125,7 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pa
 
 
 def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
-    """Rows of requests that begin alike: neighbours in lexicographic order."""
+    """Groups requests that begin alike into rows: neighbours in lexicographic order."""
     order = sorted(
         range(len(requests)), key=lambda i: requests[i].tokens[:-1].astype(">u4").tobytes()
     )
@@ -149,7 +147,7 @@ def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
 
 
 def batches(plan: PackingPlan) -> Iterator[PackedBatch]:
-    """The plan's forward passes, one at a time."""
+    """Yields the plan's forward passes, one at a time."""
     for rows in plan.groups:
         yield _batch(rows, plan.requests)
 

@@ -1,4 +1,4 @@
-"""What evaluation asks of a model: the log-likelihood of a continuation after a context.
+"""Builds requests: the log-likelihood of a continuation after a context.
 
 Every task is a flat list of `Request`s and the model is one function, `Scorer.score`; nothing here
 knows how the model is sharded.
@@ -16,7 +16,7 @@ Ids = NDArray[np.int64]
 
 
 class Request(NamedTuple):
-    """Score the last `num_targets` of `tokens` [n], each given all that is before it."""
+    """A request to score the last `num_targets` of `tokens` [n], each given those before it."""
 
     tokens: Ids
     num_targets: int
@@ -36,7 +36,7 @@ def request(context: Sequence[int], continuation: Sequence[int]) -> Request:
 
 
 def fit(requests: Sequence[Request], max_seq_len: int, vocab_size: int) -> list[Request]:
-    """The requests cut from the left to max_seq_len inputs, as lm-eval cuts them.
+    """Truncates requests from the left to max_seq_len inputs, as lm-eval does.
 
     Raises MtcliError when a request scores nothing, has nothing to condition on, scores more
     targets than the model has positions, or holds an id outside the vocabulary.
@@ -81,7 +81,7 @@ def overlapping_windows(tokens: Ids, window: int, overlap: int) -> list[Request]
 
 
 def rolling_windows(tokens: Ids, prefix_id: int, max_seq_len: int) -> list[Request]:
-    """lm-eval's loglikelihood_rolling: disjoint targets, the first after `prefix_id`.
+    """Builds lm-eval's loglikelihood_rolling: disjoint targets, the first after `prefix_id`.
 
     Every window but the first has max_seq_len inputs, so the last one looks back furthest.
     """

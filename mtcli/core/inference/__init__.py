@@ -1,1 +1,1 @@
-"""A checkpoint opened as a model: forward passes, scores, generated text."""
+"""Opens a checkpoint as a model: forward passes, scores, generated text."""

@@ -1,4 +1,4 @@
-"""Sampling text from a model on any layout, one token at a time over cached keys and values."""
+"""Samples text from a model on any layout, one token at a time over cached keys and values."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mtcli.core.model.inputs import Cache
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 cut nothing."""
+    """Sampling of the next token. Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -28,7 +28,7 @@ def generate(
     sampling: Sampling,
     ends: Collection[int],
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, the same on every rank, until one of `ends` or max_tokens.
+    """Generates tokens after a prompt, the same on every rank, up to one of `ends` or max_tokens.
 
     Stops where the model's longest context is full. Raises MtcliError for a prompt that is empty
     or already longer than that.
@@ -52,7 +52,7 @@ def generate(
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token id drawn from logits [V]; of equal maxima, greedy takes the lowest id.
+    """Draws a token id from logits [V]; of equal maxima, greedy takes the lowest id.
 
     Top-k keeps the k largest; top-p (nucleus, arXiv:1904.09751) the fewest largest probabilities
     that reach p together.

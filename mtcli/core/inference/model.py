@@ -1,4 +1,4 @@
-"""A model on this rank: its stages, their weights, and forward passes for evaluation."""
+"""Opens a model on this rank: its stages, their weights, and forward passes for evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocab
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """A model ready for forward passes on this rank; the same answers come out on every rank."""
+    """A model ready for forward passes on this rank; every rank gets the same answers."""
 
     config: RunConfig
     groups: Groups
@@ -48,7 +48,7 @@ class InferenceModel:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids the model knows, without padding."""
+        """The size of the vocabulary, without padding."""
         return self.config.model.vocab_size
 
     def forward(self, inputs: list[Inputs]) -> list[Tensor]:
@@ -63,7 +63,7 @@ class InferenceModel:
 
     @torch.no_grad()
     def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
-        """(log-probability of each target [N] float32, whether it is the argmax [N] bool).
+        """Scores targets: (log-probability of each [N] float32, whether it is the argmax [N] bool).
 
         Data parallel ranks score different rows of the batch. All compute equally many, since they
         may hold one another's experts: where rows are too few, the last one again.
@@ -86,7 +86,7 @@ class InferenceModel:
         return scores[0], scores[1] > 0.5
 
     def next_logits(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """The logits [b, V] that follow the last token of each sequence, on every rank."""
+        """Computes the logits [b, V] that follow the last token of each sequence, on every rank."""
         b, s = tokens.shape
         inputs = self._inputs(tokens, positions=positions, cache=cache)
         outputs = self.forward([inputs])
@@ -98,7 +98,7 @@ class InferenceModel:
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
     def _score(self, batch: ScoreBatch) -> Tensor:
-        """[2, N]: log-probabilities and whether greedy; zeros on ranks without the last stage."""
+        """Scores [2, N]: log-probabilities and whether greedy; zeros but on the last stage."""
         b = len(batch.tokens)
         device, pp = self.groups.device, self.groups.layout.pp
         size = b // pp if b % pp == 0 else b
@@ -138,7 +138,7 @@ class OpenModel:
     checkpoint: Checkpoint
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises MtcliError where the checkpoint has none."""
+        """Returns the tokenizer. Raises MtcliError where the checkpoint has none."""
         if self.tokenizer is None:
             hint = "copy its tokenizer.json there, or pass --tokenizer where the command takes it"
             raise wrong(f"{self.checkpoint.folder} holds no tokenizer", hint)
@@ -154,7 +154,7 @@ class OpenModel:
 
 
 def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenModel:
-    """Our checkpoint, a run folder or a Hugging Face folder, on any layout.
+    """Opens our checkpoint, a run folder or a Hugging Face folder, on any layout.
 
     `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
     in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, for
@@ -174,7 +174,7 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
 def open_inference_model(
     checkpoint: Checkpoint, overrides: Sequence[str], runtime: Runtime
 ) -> InferenceModel:
-    """A checkpoint's model, causal or not, ready for forward passes; see `open_model`."""
+    """Opens a checkpoint's model, causal or not, for forward passes; see `open_model`."""
     config = forward_config(checkpoint.model, overrides, runtime.world)
     layout = ParallelLayout.of(config.parallel, runtime.world)
     timeout = config.train.timeout
@@ -187,8 +187,8 @@ def open_inference_model(
 
 
 def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
-    """The ids of generation_config.json, or of config.json where there is no such file, as
-    transformers reads them: one, several or none. None of weights that came without either.
+    """Reads the end ids of generation_config.json, or of config.json where there is no such file,
+    as transformers does: one, several or none. None of weights that came without either.
 
     Raises MtcliError where the file is damaged, or says what is no id.
     """

@@ -1,4 +1,4 @@
-"""The interface of a model that scores tokens: one batch of rows in, log-probabilities out.
+"""Defines the interface of a model that scores tokens: rows in, log-probabilities out.
 
 Shapes: B rows, S slots in a row, N scored predictions.
 """
@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # tasks are read and checked before torch is loaded
 
 
 class ScoreBatch(NamedTuple):
-    """One forward pass. Several requests may share a row: then `mask` says who sees whom.
+    """A forward pass's batch. Requests may share a row: then `mask` says what each attends to.
 
     `rows` may name one slot several times with different targets: the first tokens of several
     endings share the last slot of their context. S may exceed the model's longest sequence when a
@@ -25,13 +25,13 @@ class ScoreBatch(NamedTuple):
 
 
 class Scorer(Protocol):
-    """A language model as evaluation sees it."""
+    """The interface of a language model for evaluation."""
 
     max_seq_len: int
     vocab_size: int
 
     def score(self, batch: ScoreBatch) -> "tuple[Tensor, Tensor]":
-        """Log-probability of each target [N] float32, and whether it is the argmax [N] bool.
+        """Scores each target: log-probability [N] float32, and whether it is the argmax [N] bool.
 
         The same on every rank.
         """

@@ -18,7 +18,7 @@ def adamw(
     update: OptimizerStep,
     packed: TensorTable | None,
 ) -> None:
-    """One update in place, by our kernel where `packed` is given."""
+    """Updates in place, by our kernel where `packed` is given."""
     if packed is not None:
         return adamw_(packed, parts, gradients, update)
     for decays in (True, False):
@@ -31,7 +31,7 @@ def adamw(
 
 
 def _by_torch(kinds: list[list[Tensor]], decays: bool, update: OptimizerStep) -> None:
-    """Of masters, both moments and gradients, which all decay or do not."""
+    """Updates master weights and both moments of parameters that all decay or do not."""
     masters, exp_avgs, exp_avg_sqs, gradients = kinds
     count = torch.full((), float(update.count), device=masters[0].device)
     torch._fused_adamw_(

@@ -1,4 +1,4 @@
-"""The global gradient norm, and how far clipping shortens it."""
+"""Computes the global gradient norm, and the factor that clips it."""
 
 from collections.abc import Sequence
 
@@ -14,5 +14,5 @@ def square_sum(gradients: Sequence[Tensor]) -> float:
 
 
 def clip_factor(norm: float, clip: float) -> float:
-    """What gradients of a norm are multiplied by so that it is at most `clip`; 0 clips nothing."""
+    """The factor that brings gradients of a norm down to `clip`, at most 1; 0 clips nothing."""
     return clip / norm if clip and norm > clip else 1.0

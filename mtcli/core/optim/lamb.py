@@ -37,7 +37,7 @@ class Lamb:
         update: OptimizerStep,
         packed: TensorTable | None,
     ) -> None:
-        """One update in place, by our kernels where `packed` is given."""
+        """Updates in place, by our kernels where `packed` is given."""
         if packed is None:
             squares = self.global_sums(lamb_moments_reference_(parts, gradients, update))
             lamb_step_reference_(parts, trust_ratios(squares, self.bounds), update)

@@ -1,18 +1,18 @@
-"""The factor on the loss of a float16 run, which keeps small gradients above float16's smallest.
+"""Scales the loss of a float16 run, which keeps small gradients above float16's smallest.
 
 Mixed precision training (arXiv:1710.03740, section 3.2) with Megatron-LM's rule of adjustment.
 """
 
 import math
+from collections.abc import Mapping
 
-from mtcli.core.checkpoint.progress import LOWEST, ScaleState
-from mtcli.core.config.schema import TrainConfig
+from mtcli.core.config.schema import LOWEST_LOSS_SCALE, TrainConfig
 
 FACTOR = 2.0  # of growing and falling: a power of two, so that scaling rounds nothing
 
 
 class LossScale:
-    """A loss scale and how it came there; with a `window` of steps it is dynamic.
+    """A loss scale; with a `window` of steps it is dynamic.
 
     It doubles after `window` steps in a row without overflow. It halves at an overflow, the first
     `hysteresis` - 1 of them since it last doubled excepted.
@@ -20,12 +20,12 @@ class LossScale:
 
     def __init__(self, scale: float, window: float = math.inf, hysteresis: int = 1) -> None:
         self.scale, self.window, self.hysteresis = scale, window, hysteresis
-        self.lowest = scale if math.isinf(window) else LOWEST
-        self.good_steps, self.patience = 0, hysteresis  # as in ScaleState
+        self.lowest = scale if math.isinf(window) else LOWEST_LOSS_SCALE
+        self.good_steps, self.patience = 0, hysteresis  # overflows until it falls
 
     @classmethod
     def of(cls, train: TrainConfig) -> "LossScale":
-        """The scale of a run: dynamic or fixed in fp16, and 1 where the loss needs none."""
+        """Builds the scale of a run: dynamic or fixed in fp16, and 1 where the loss needs none."""
         if train.precision != "fp16":
             return cls(1.0)
         if train.loss_scale:
@@ -38,7 +38,7 @@ class LossScale:
         return self.scale > self.lowest
 
     def update(self, overflow: bool) -> None:
-        """Takes note of a step whose gradients did or did not overflow."""
+        """Adjusts the scale after a step whose gradients did or did not overflow."""
         if overflow:
             self.good_steps, self.patience = 0, max(self.patience - 1, 0)
             if not self.patience:
@@ -49,15 +49,14 @@ class LossScale:
             self.scale *= FACTOR
             self.good_steps, self.patience = 0, self.hysteresis
 
-    def state(self) -> ScaleState | None:
-        """What a checkpoint keeps: nothing of a fixed scale."""
+    def state(self) -> dict[str, float] | None:
+        """The state of a dynamic scale for a checkpoint; None of a fixed one."""
         if math.isinf(self.window):
             return None
-        return ScaleState(scale=self.scale, good_steps=self.good_steps, patience=self.patience)
+        return {name: getattr(self, name) for name in ("scale", "good_steps", "patience")}
 
-    def load(self, state: ScaleState | None) -> None:
-        """Goes on from a state. A fixed scale stays as it is, and so does one that is given none,
-        as from a run in another precision."""
+    def load(self, state: Mapping[str, float] | None) -> None:
+        """Restores a state. A fixed scale stays as it is, and so does one without a state, as from
+        a run in another precision."""
         if state and not math.isinf(self.window):
-            self.scale, self.good_steps = state.scale, state.good_steps
-            self.patience = state.patience
+            vars(self).update(state)

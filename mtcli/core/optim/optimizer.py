@@ -20,7 +20,7 @@ UpdateRule = Callable[[OptimizerTensors, Sequence[Tensor], OptimizerStep, Tensor
 
 
 class Optimizer:
-    """The optimizer of the owned rows of parameters, by canonical name."""
+    """The optimizer of a rank's owned rows, by parameter name."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Optimizer:
         config: OptimizerConfig,
         dtype: torch.dtype,
     ) -> None:
-        """`named` are the parts that this rank updates; the model computes in `dtype`."""
+        """`named` are the owned rows of parameters; the model computes in `dtype`."""
         self.dtype, self.config = dtype, config
         self.named = {name: part for name, part in named.items() if part.numel()}
         self.masters = {name: _master(part) for name, part in self.named.items()}
@@ -51,7 +51,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
-        """One update with the reduced gradients, times a factor where kernels make it."""
+        """Updates with the reduced gradients, times a factor where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
         self.updates += 1
         if self.by_kernels and self.packed is None:
@@ -63,12 +63,12 @@ class Optimizer:
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Takes the masters from the parameters, after these were filled."""
+        """Copies the master weights from the parameters, after these were filled."""
         for name, master in self.masters.items():
             master.copy_(self.named[name])
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint holds besides the weights: `<kind>/<name>`."""
+        """The optimizer state for a checkpoint: `<kind>/<name>`."""
         tensors = {}
         for name, master in self.masters.items():
             tensors |= {f"{kind}/{name}": moments[name] for kind, moments in self.moments.items()}
@@ -78,5 +78,5 @@ class Optimizer:
 
 
 def _master(part: Tensor) -> Tensor:
-    """The part itself, or a float32 copy of a 16-bit one."""
+    """The weight itself, or a float32 copy of a 16-bit one."""
     return part.to(torch.promote_types(part.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""What `mtcli plan` was asked, and its answer: a prediction, or the candidates of a search."""
+"""Answers `mtcli plan`: with the prediction of a config, or the best candidates of a search."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ DRAWN_MICRO_BATCHES = 2  # times pp: what a drawing shows of a longer step
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A plan to make. `config` is None where too little of it is legal."""
+    """A request to `mtcli plan`. `config` is None where too little of it is legal."""
 
     config: RunConfig | None
     problems: tuple[Problem, ...]
@@ -60,7 +60,7 @@ class PlanAnswer:
 
     @property
     def title(self) -> str:
-        """What is planned, in one line."""
+        """The title: the planned model, world and device in one line."""
         work, device = self.prediction.work, self.prediction.device
         return f"{work.layout.world} x {device.name}, {work.precision}: {work.layout_words}"
 
@@ -71,7 +71,7 @@ class PlanAnswer:
 
     @property
     def drawing_title(self) -> str:
-        """`title`, and how much of the step `drawing` shows."""
+        """The title of `drawing`, with the number of micro-batches that it shows."""
         all_of_them = self.prediction.work.num_micro_batches
         few = f"\ndrawn with {self._drawn} of its {all_of_them:,} micro-batches"
         return self.title + (few if self._drawn < all_of_them else "")
@@ -94,12 +94,12 @@ class PlanAnswer:
         p = self.prediction
         if not p.fits:
             need, have = gib(p.memory.total), gib(p.device.usable_bytes)
-            whole = gib(p.device.memory_bytes)
+            capacity = gib(p.device.memory_bytes)
             hint = "raise tp or pp, shard with zero, recompute, or cut the micro-batch; or --top 5"
             if self.tried:
                 hint = f"none of {self.tried:,} layouts fits; {_way_to_fit(p, self.enough)}"
             raise failed(
-                f"a rank needs {need} and can use {have} of {p.device.name}'s {whole}", hint
+                f"a rank needs {need} and can use {have} of {p.device.name}'s {capacity}", hint
             )
 
 
@@ -138,7 +138,7 @@ def read_request(
 
 
 def _filled(table: Table, gpus: int | None, device: Device) -> Table:
-    """The table with what a bare preset leaves open: sequence, global batch and precision."""
+    """Fills in what a bare preset leaves open: sequence length, global batch and precision."""
     config, _ = validate(table)
     if config is None or gpus is None:
         return table
@@ -223,7 +223,7 @@ def _search(config: RunConfig, request: PlanRequest, top: int) -> SearchResult:
 
 
 def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> list[Neighbour]:
-    """The best layout of a global batch that more layouts divide, where its tokens pass quicker."""
+    """The best layout of a global batch that more layouts divide, where it has more tokens/s."""
     near = round_batch(config.batch.global_batch_size, request.world)
     if near == config.batch.global_batch_size:
         return []
@@ -237,7 +237,7 @@ def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> l
 
 
 def _no_layout(config: RunConfig, request: PlanRequest) -> MtcliError:
-    """Names what keeps every layout from cutting a model and its global batch."""
+    """Names why no layout shards this model and its global batch."""
     batch = config.batch.global_batch_size
     near = round_batch(batch, request.world)
     such = f"--global-batch {near}, or another" if near != batch else "a global batch"

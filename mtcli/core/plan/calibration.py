@@ -46,7 +46,7 @@ Exchange = Literal["gather", "scatter", "reduce", "exchange", "hop"]
 
 
 class Amounts(NamedTuple):
-    """What a part of a pass does on a rank; each field is a count that costs so many seconds."""
+    """Counts of the work of one pass on a rank; a calibration prices each in seconds."""
 
     launches: float = 0.0  # blocks; an end of the model counts as half a one
     flops: float = 0.0  # of matrix products
@@ -62,7 +62,7 @@ class Amounts(NamedTuple):
 
 
 class AttentionRow(NamedTuple):
-    """Seconds per score of attention at one length of rows: [n, n], and [n, n / 2] of a ring."""
+    """Seconds per attention score at one length n of rows: [n, n], and a ring's [n, n / 2]."""
 
     length: float
     forward: float
@@ -78,7 +78,7 @@ Prices = Annotated[tuple[float, ...], Field(min_length=8, max_length=8)]  # of e
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds per unit of what a rank does, with `ranks` of them busy on this machine."""
+    """Seconds per unit of a rank's work, measured with `ranks` of them busy on this machine."""
 
     ranks: Annotated[int, Field(ge=1)]
     widens: bool  # makes bfloat16's products in float32
@@ -93,16 +93,16 @@ class Calibration:
     links: Annotated[dict[Exchange, tuple[float, float]], Field(min_length=5)]
 
     def crowd(self, world: int) -> float:
-        """Ranks of a world that share what one had to itself while it was measured."""
+        """Slowdown of a world with more ranks than were measured: world / ranks, at least 1."""
         return max(1.0, world / self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The JSON of a calibration's file."""
         return asdict(self)
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> "Calibration":
-        """What a file held. Raises ValueError where it is damaged."""
+        """Reads the JSON of a calibration's file. Raises ValueError where it is damaged."""
         return _CALIBRATION.validate_python(data)
 
 
@@ -110,7 +110,7 @@ _CALIBRATION = TypeAdapter(Calibration)
 
 
 def calibrated(config: RunConfig, world: int) -> Calibration | None:
-    """This machine's numbers for a kind of run: those kept, or measured now, which takes seconds.
+    """Finds this machine's calibration for a kind of run, or measures it, which takes seconds.
 
     None, with a line on stderr that says why, where there are none. Raises MtcliError where the
     file that MTCLI_CALIBRATION names holds none.
@@ -125,7 +125,7 @@ def calibrated(config: RunConfig, world: int) -> Calibration | None:
 
 
 def facts_of(config: RunConfig, world: int) -> Facts:
-    """All that the measured numbers of a config on `world` ranks depend on."""
+    """Facts on which a calibration depends, for a config on `world` ranks."""
     model = config.model
     flags = ("activation", "norm", "position", "bias", "qkv_bias", "causal", "head_dim")
     scaled, rule = config.train.precision == "fp8", config.optimizer.name
@@ -145,7 +145,7 @@ def facts_of(config: RunConfig, world: int) -> Facts:
 
 
 def _torch_version() -> str:
-    """As torch's own file says it: importing torch, or all packages' metadata, takes longer."""
+    """Reads torch's version file: importing torch, or all packages' metadata, takes longer."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
@@ -163,7 +163,7 @@ def _processor() -> str:
 
 
 def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) -> Calibration | None:
-    """As `calibrated`: what one of the folders holds, else what `measure` prints.
+    """Reads the calibration that a folder holds, or takes it from what `measure` prints.
 
     That is kept in the first folder that can be written; where none can, nothing is measured, as
     every plan would pay for it again.
@@ -174,10 +174,8 @@ def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) ->
     if found is None:
         file = next((file for file in files if _takes_files(file.parent)), None)
         if file is None:
-            places = " or ".join(map(str, folders))
-            _say(
-                f"no calibration can be kept in {places}: {INSTEAD}; XDG_CACHE_HOME names a folder"
-            )
+            tried = " or ".join(map(str, folders))
+            _say(f"no calibration can be kept in {tried}: {INSTEAD}; XDG_CACHE_HOME names a folder")
             return None
         with _alone() as alone:
             if not alone:
@@ -201,8 +199,8 @@ class Failure(NamedTuple):
 
 
 def cache_folders() -> list[Path]:
-    """The user's cache folder; and a private one that lasts until the machine starts again, for
-    where that cannot be written."""
+    """Folders to keep calibrations in: the user's cache, and a private one that lasts until the
+    next boot, for where the first cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     found = [Path(base) / "mtcli"] if os.path.isabs(base) else []
     with suppress(OSError):
@@ -226,8 +224,8 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _read_any(files: Sequence[Path], facts: Facts) -> Calibration | Failure | None:
-    """The first calibration, or failure of the last hour, that is kept; not of damaged files, nor
-    of other facts."""
+    """Reads the first calibration, or failure of the last hour, skipping damaged files and those of
+    other facts."""
     for file in files:
         with suppress(OSError, KeyError, TypeError, ValueError):
             data = json.loads(read_untrusted(file))
@@ -292,7 +290,7 @@ def _locked(file: int) -> bool:
 
 
 def _lock_file() -> int | None:
-    """A file that all users of the machine may lock, none may write, and no link leads away."""
+    """Opens a lock file that all users may lock, none may write, and no link redirects."""
     with suppress(OSError):
         path = os.path.join(tempfile.gettempdir(), "mtcli-calibration.lock")
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -337,7 +335,7 @@ def _measure(facts: Facts) -> str:
 
 
 def _reason(code: int, errors: str) -> str:
-    """Why a measurement ended with an exit code: its last words, where it has any."""
+    """The reason why a measurement ended with an exit code: its last words, where it has any."""
     if code in (-signal.SIGPROF, -signal.SIGXCPU):
         return f"{BUDGET:g} s of processor time were not enough"
     if code < 0:

@@ -1,4 +1,4 @@
-"""Bytes and seconds of what ranks send each other, by axis.
+"""Bytes and seconds of collectives and p2p, by axis.
 
 A collective's time is its bytes over the slowest link it crosses, plus a latency per step: of a
 ring for gathers and scatters, of a ring or a tree for all-reduces, of pairs for all-to-alls.
@@ -12,7 +12,7 @@ from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.gpu_time import Physics, dense_products
+from mtcli.core.plan.gpu_time import Physics, dense_gemms
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.workload import Pass, Workload
 
@@ -32,19 +32,19 @@ def _together(size: int, stride: int, device: Device) -> int:
 
 
 def _ring_latency(size: int, stride: int, device: Device) -> float:
-    """Of a ring's steps, as many cross the network as there are nodes to go on to."""
+    """Latency of a ring, of whose steps one per further node crosses the network."""
     far = ceil(size / _together(size, stride, device)) - 1
     return far * device.network.latency + (size - 1 - far) * device.link.latency
 
 
 def _tree_latency(size: int, stride: int, device: Device) -> float:
-    """Up a tree, over the nodes and inside each."""
+    """Latency of a tree: up over the nodes, and inside each."""
     inside = _together(size, stride, device)
     return log2(size / inside) * device.network.latency + log2(inside) * device.link.latency
 
 
 def ring_seconds(moved: float, size: int, stride: int, device: Device, physics: Physics) -> float:
-    """Seconds of an all-gather or reduce-scatter whose whole tensor is `moved` bytes."""
+    """Seconds of an all-gather or reduce-scatter whose global tensor has `moved` bytes."""
     if size == 1:
         return 0.0
     bandwidth = group_bandwidth(size, stride, device, physics)
@@ -64,16 +64,16 @@ def all_reduce_seconds(
 
 
 def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Per block: with sequence parallelism two all-gathers and two reduce-scatters each way, and
-    without it two all-reduces, which move as much (arXiv:2205.05198, section 4.2.2). Ranks that
-    share a key-value head exchange columns of it and of its query heads for whole heads."""
+    """Seconds of a block's collectives over tp: with sequence parallelism two all-gathers and two
+    reduce-scatters each way, else two all-reduces, which move as much (arXiv:2205.05198, section
+    4.2.2). Ranks that share a key-value head exchange columns of it and of its query heads."""
     if work.mesh > 1:
         return _summa(work, device, physics)
     moved, tp = work.stream_bytes, work.layout.tp
     way = 2 * ring_seconds(moved, tp, 1, device, physics)
     once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
     exchange = ring_seconds(work.head_bytes, work.kv_sharers, 1, device, physics)
-    both = once * work.product_halves + exchange
+    both = once * work.sharded_halves + exchange
     return Pass(both, both)
 
 
@@ -84,7 +84,7 @@ def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
     that each link carries a block once; a node holds a part of the mesh that is about as wide as
     it is high, the paper's bunched placement."""
     q, size = work.mesh, work.sizes.weight
-    shapes = dense_products(work)
+    shapes = dense_gemms(work)
     rows = float(sum(m * k for m, _, k in shapes) * size / q)
     columns = float(sum(k * n for _, n, k in shapes) * size / q)
     wide = 2 ** ceil(log2(device.node_size) / 2)
@@ -98,7 +98,7 @@ def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
 
 
 def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Per block: keys and values pass round the ring; in the backward pass their gradients too."""
+    """Seconds of a block's ring: keys and values, and in the backward pass their gradients too."""
     m, layout = work.model, work.layout
     per_token = 2 * work.kv_heads * m.head_dim / layout.tp * work.sizes.weight
     moved = work.tokens * layout.cp * per_token
@@ -107,7 +107,7 @@ def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
 
 
 def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Per block: dispatch and combine over ep, and their gather and scatter over etp."""
+    """Seconds of a block's dispatch and combine over ep, and their gather and scatter over etp."""
     if not work.model.num_experts:
         return Pass()
     routed, etp = work.routed_bytes, work.layout.etp  # after the gather
@@ -117,7 +117,7 @@ def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
 
 
 def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) -> float:
-    """Every pair of ranks exchanges 1/ep of the tensor; what leaves the node takes the network."""
+    """Seconds of an all-to-all of 1/ep of the tensor per pair, over the network between nodes."""
     ep, stride = work.layout.ep, work.layout.etp
     if ep == 1:
         return 0.0
@@ -130,12 +130,12 @@ def _all_to_all(moved: float, work: Workload, device: Device, physics: Physics) 
 
 @singledispatch
 def crossing_share(work: Workload, nodes: float) -> float:
-    """Share of the token copies for other nodes' experts that cross the network: every one."""
+    """Share of the token copies for other nodes' experts that cross the network: all."""
     return 1.0
 
 
-def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
-    """A stage's output to the next rank, each tp rank sending its own part."""
+def p2p_seconds(work: Workload, device: Device, physics: Physics) -> float:
+    """Seconds of sending a stage's output to the next rank, each tp rank its own shard."""
     layout = work.layout
     if layout.pp == 1:
         return 0.0
@@ -149,8 +149,9 @@ def hop_seconds(work: Workload, device: Device, physics: Physics) -> float:
 def gradient_seconds(
     elements: RankElements, work: Workload, device: Device, physics: Physics
 ) -> Pass:
-    """Reducing a rank's gradients over its data axes, (attention, expert) elements, after the
-    backward pass; with zero=1 also a gather of the new weights, before the next forward pass.
+    """Seconds of reducing a rank's gradients over its data axes, (attention, expert) elements,
+    after the backward pass; with zero=1 also of all-gathering weights, before the next forward
+    pass.
 
     An all-reduce in the gradients' width; with zero=1 a reduce-scatter, and the gather in the
     weights'. ZeRO-3's traffic is per block: `sharded_block`.
@@ -169,7 +170,7 @@ def gradient_seconds(
 
 
 def sharded_block(elements: RankElements, work: Workload, device: Device, physics: Physics) -> Pass:
-    """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
+    """Seconds of a block's ZeRO-3: weights gathered for both passes, gradients reduce-scattered."""
     if work.zero != 3:
         return Pass()
     gather = sum(
@@ -180,7 +181,7 @@ def sharded_block(elements: RankElements, work: Workload, device: Device, physic
 
 
 def data_groups(elements: RankElements, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
-    """Elements, ranks that reduce them, and how far apart these are: attention's, then experts'."""
+    """Yields (elements, ranks that reduce them, their stride): attention's, then experts'."""
     if elements.attention:
         yield elements.attention, layout.dp * layout.cp, layout.tp
     if elements.experts:

@@ -1,4 +1,4 @@
-"""Seconds of a step's parts on this machine's processor, from what was measured on it.
+"""Seconds of a step's parts on this machine's processor, from a calibration.
 
 A pass over some blocks is counted (`Amounts`), and each count costs the seconds per unit that
 `mtcli.core.plan.measure_cpu` has fitted to real steps; attention and what ranks send each other
@@ -14,7 +14,7 @@ from operator import mul
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
 from mtcli.core.plan.communication import data_groups
 from mtcli.core.plan.elements import RankElements, block_elements, rank_elements
-from mtcli.core.plan.gpu_time import dense_products
+from mtcli.core.plan.gpu_time import dense_gemms
 from mtcli.core.plan.workload import Costs, Pass, Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
@@ -23,7 +23,7 @@ END = 0.5  # launches of an end of the model, in blocks
 
 
 def stage_amounts(work: Workload) -> Ways:
-    """The passes of all of a model that one rank holds."""
+    """Amounts of both passes of a model that one rank holds alone."""
     ways = zip(block_amounts(work), embedding_amounts(work), head_amounts(work), strict=True)
     forward, backward = (
         first + last + tuple(work.model.num_layers * count for count in block)
@@ -33,14 +33,14 @@ def stage_amounts(work: Workload) -> Ways:
 
 
 def block_amounts(work: Workload) -> Ways:
-    """A block's passes on a rank."""
+    """Amounts of both passes of a block on a rank."""
     m, tp, tokens = work.model, work.layout.tp, work.tokens
-    flops = sum(2.0 * a * b * c for a, b, c in dense_products(work)) / tp
+    flops = sum(2.0 * a * b * c for a, b, c in dense_gemms(work)) / tp
     inner = (m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size) / tp
     amounts = Amounts(
         launches=1.0,
         flops=flops,
-        residual=tokens * m.hidden_size / work.sequence_cut,
+        residual=tokens * m.hidden_size / work.sequence_shards,
         inner=tokens * inner,
         weights=block_elements(work).total,
     )
@@ -48,16 +48,16 @@ def block_amounts(work: Workload) -> Ways:
 
 
 def _there_and_back(forward: Amounts) -> Ways:
-    """Each product of a forward pass has two in the backward pass."""
+    """Amounts of both passes, where each GEMM of a forward pass has two in the backward pass."""
     return forward, forward._replace(flops=2 * forward.flops)
 
 
 def _routed(work: Workload) -> Amounts:
     m, layout = work.model, work.layout
     rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
-    products = 3 if m.activation == "swiglu" else 2
+    gemms = 3 if m.activation == "swiglu" else 2
     return Amounts(
-        flops=2.0 * rows * products * width * m.hidden_size,
+        flops=2.0 * rows * gemms * width * m.hidden_size,
         inner=rows * width,
         copies=rows * m.hidden_size,
         experts=m.num_experts / layout.ep,
@@ -65,20 +65,20 @@ def _routed(work: Workload) -> Amounts:
 
 
 def embedding_amounts(work: Workload) -> Ways:
-    """The lookup; in the backward pass the table's gradient, as large as the table."""
+    """Amounts of the lookup; in the backward pass of the table's gradient, as large as it."""
     m, tp = work.model, work.layout.tp
     there = Amounts(launches=END, residual=END * work.tokens * m.hidden_size)
     return there, there._replace(weights=m.vocab_size * m.hidden_size / tp)
 
 
 def head_amounts(work: Workload) -> Ways:
-    """The last norm, the logits and their loss."""
+    """Amounts of the last norm, the logits and their loss."""
     m, tp = work.model, work.layout.tp
     columns = m.vocab_size / tp
     there = Amounts(
         launches=END,
         flops=2.0 * work.tokens * columns * m.hidden_size,
-        residual=END * work.tokens * m.hidden_size / work.sequence_cut,
+        residual=END * work.tokens * m.hidden_size / work.sequence_shards,
         logits=work.tokens * columns,
         weights=columns * m.hidden_size,
     )
@@ -86,13 +86,13 @@ def head_amounts(work: Workload) -> Ways:
 
 
 def seconds_of(amounts: Ways, known: Calibration) -> Pass:
-    """What the counts of a forward and of a backward pass cost, attention aside."""
+    """Seconds of amounts at a calibration's prices, attention aside."""
     ways = zip(amounts, (known.forward, known.backward), strict=True)
     return Pass(*(sum(map(mul, counts, prices)) for counts, prices in ways))
 
 
 def attention_seconds(work: Workload, known: Calibration) -> Pass:
-    """Scores, softmax and values of a rank's heads; of a ring's every hop."""
+    """Seconds of scores, softmax and values of a rank's heads; of a ring, of all its hops."""
     layout, heads = work.layout, work.model.num_heads / work.layout.tp
     if layout.cp == 1 or work.cp_mode == "a2a":
         row = row_at(known.attention, work.seq_len)
@@ -108,7 +108,7 @@ def attention_seconds(work: Workload, known: Calibration) -> Pass:
 
 
 def row_at(rows: Sequence[AttentionRow], length: float) -> AttentionRow:
-    """The row of a length: between its neighbours by its logarithm, and as at the ends beyond."""
+    """Interpolates the row of a length by its logarithm; beyond the ends it is the end's."""
     at = bisect_right([row.length for row in rows], length)
     if at == 0 or at == len(rows):
         return rows[max(0, at - 1)]
@@ -118,7 +118,7 @@ def row_at(rows: Sequence[AttentionRow], length: float) -> AttentionRow:
 
 
 def host_block(work: Workload, known: Calibration) -> Costs:
-    """The parts of a step that depend neither on the pipeline nor on the data ranks."""
+    """Costs of a step's parts that depend neither on the pipeline nor on the data ranks."""
     attention = attention_seconds(work, known)
     compute = seconds_of(block_amounts(work), known) + attention
     tensor, context, expert = _tensor(work, known), _context(work, known), _expert(work, known)
@@ -138,8 +138,8 @@ def host_block(work: Workload, known: Calibration) -> Costs:
 
 
 def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
-    """The parts with what a step adds: hops, gradients, the update. Nothing of it is hidden, as
-    ranks' collectives take the cores that compute."""
+    """Costs of all of a step's parts: `parts`, hops, gradients and the update. Nothing of it is
+    hidden, as ranks' collectives take the cores that compute."""
     layout = work.layout
     gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in work.large_ranks)
     gradients += _tied(work, known)
@@ -154,7 +154,7 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     moved = work.stream_bytes / layout.tp
     sums = 2 if work.optimizer == "lamb" else 1  # the gradient norm, and then LAMB's norms
     agreement = 0.0 if layout.world == 1 else sums * _link(known, "reduce", 16.0, 2)
-    whole = replace(
+    costs = replace(
         parts,
         block=parts.block + sharded,
         sharded=sharded,
@@ -164,11 +164,11 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
         optimizer=update,
         overhead=known.overhead + agreement,
     )
-    return whole.crowded(known.crowd(layout.world))
+    return costs.crowded(known.crowd(layout.world))
 
 
 def _link(known: Calibration, kind: Exchange, moved: float, size: int) -> float:
-    """Seconds of a collective of `size` ranks whose whole tensor is `moved` bytes."""
+    """Seconds of a collective of `size` ranks whose global tensor has `moved` bytes."""
     if size == 1:
         return 0.0
     latency, per_byte = known.links[kind]
@@ -176,10 +176,10 @@ def _link(known: Calibration, kind: Exchange, moved: float, size: int) -> float:
 
 
 def _tensor(work: Workload, known: Calibration) -> Pass:
-    """A gather and a scatter, or an all-reduce, for each half of a block that has products; and
-    an exchange of the heads that ranks share."""
+    """Seconds of a gather and a scatter, or an all-reduce, for each half of a block with sharded
+    GEMMs; and of exchanging the heads that ranks share."""
     once = _link(known, "exchange", work.head_bytes, work.kv_sharers)
-    return _pair(work, known) * work.product_halves + Pass(once, once)
+    return _pair(work, known) * work.sharded_halves + Pass(once, once)
 
 
 def _pair(work: Workload, known: Calibration) -> Pass:
@@ -189,8 +189,8 @@ def _pair(work: Workload, known: Calibration) -> Pass:
 
 
 def _context(work: Workload, known: Calibration) -> Pass:
-    """Keys and values go round; in the backward pass their gradients, in float32, go too. Of heads
-    that change places (a2a) all goes there and back."""
+    """Seconds of sending keys and values round the ring, and in the backward pass their gradients,
+    in float32, too. With cp_mode a2a heads are exchanged both ways."""
     m, layout = work.model, work.layout
     if work.cp_mode == "a2a":
         local = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.head_dim / layout.tp
@@ -206,8 +206,8 @@ def _context(work: Workload, known: Calibration) -> Pass:
 
 
 def _expert(work: Workload, known: Calibration) -> Pass:
-    """Dispatch and combine over ep, gather and scatter over etp, and the counts that lead them;
-    rows that came from several ranks are sorted by expert, and back."""
+    """Seconds of dispatch and combine over ep, gather and scatter over etp, and of the counts that
+    lead them; rows that came from several ranks are sorted by expert, and back."""
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
@@ -221,7 +221,7 @@ def _expert(work: Workload, known: Calibration) -> Pass:
 
 
 def _gradients(elements: RankElements, work: Workload, known: Calibration) -> float:
-    """The reduction over data ranks; with zero=1 a scatter, and a gather of the new weights."""
+    """Seconds of reducing gradients over data ranks; with zero=1 of a scatter and a gather."""
     if work.zero == 3:
         return 0.0
     total, sizes = 0.0, work.sizes
@@ -235,7 +235,7 @@ def _gradients(elements: RankElements, work: Workload, known: Calibration) -> fl
 
 
 def _tied(work: Workload, known: Calibration) -> float:
-    """The sum of a tied embedding's two gradients, at the ends of a pipeline."""
+    """Seconds of summing a tied embedding's two gradients, at the ends of a pipeline."""
     m, layout = work.model, work.layout
     if layout.pp == 1 or not m.tie_embeddings:
         return 0.0
@@ -244,7 +244,7 @@ def _tied(work: Workload, known: Calibration) -> float:
 
 
 def _sharded(work: Workload, known: Calibration) -> Pass:
-    """ZeRO-3, per block: weights gathered for both passes, gradients scattered after the second."""
+    """Seconds of a block's ZeRO-3: weights gathered for both passes, gradients reduce-scattered."""
     if work.zero != 3:
         return Pass()
     seconds = sum(  # torch's FSDP2 takes gloo's way, as hops do

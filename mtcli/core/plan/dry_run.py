@@ -1,4 +1,4 @@
-"""`mtcli plan --dry-run`: the real trainer of any rank of any world takes a step without memory.
+"""Runs `mtcli plan --dry-run`: the real trainer of any rank of any world, with fake tensors.
 
 The classes that train are built with fake tensors in a fake world, and a real step runs through
 them under a count of live bytes. The count is what the code allocates. The plan's tape is compared
@@ -40,7 +40,7 @@ TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a rank's step was counted to hold, beside what the plan says of that rank."""
+    """Bytes that a rank's step allocated, measured vs planned."""
 
     rank: int
     device: str  # whose kernels were assumed
@@ -54,22 +54,22 @@ class DryRun:
 
     @property
     def title(self) -> str:
-        """What was run, in one line."""
+        """The title: the rank, its micro-batches and where memory peaked, in one line."""
         step = f"a step of {self.micro_batches} micro-batches, kernels of a {self.device}"
         return f"Dry run of rank {self.rank}: {step}; {self.seconds:.1f} s; peak in {self.peak_at}"
 
     @property
     def problems(self) -> list[str]:
-        """Where the plan and the step disagree."""
+        """The numbers on which the plan and the step disagree, each in words."""
         found = [
             f"{kind}: the step holds {self.state[kind]:,} bytes and the plan says {said:,}"
             for kind, said in self._predicted_state().items()
             if said != self.state[kind]
         ]
-        held, said = self.activation_peak, round(self.predicted.besides_state)
-        if abs(_apart(said, held)) > TOLERANCE:
-            words = f"activations: the step holds {held:,} bytes at its peak and the plan says"
-            found.append(f"{words} {said:,}, {abs(_apart(said, held)):.1%} off")
+        counted, said = self.activation_peak, round(self.predicted.besides_state)
+        if abs(_apart(said, counted)) > TOLERANCE:
+            words = f"activations: the step holds {counted:,} bytes at its peak and the plan says"
+            found.append(f"{words} {said:,}, {abs(_apart(said, counted)):.1%} off")
         if self.evaluation_peak is not None and self.evaluation_peak > (1 + TOLERANCE) * said:
             words = f"evaluation: it holds {self.evaluation_peak:,} bytes at its peak"
             found.append(f"{words} and the plan says that a step's {said:,} are enough")
@@ -95,14 +95,14 @@ class DryRun:
     def rows(self) -> list[list[str]]:
         """Rows of a table: kind, bytes counted, bytes planned, how far apart."""
         said = self._predicted_state() | {"activations, peak": round(self.predicted.besides_state)}
-        held = self.state | {"activations, peak": self.activation_peak}
-        said["in all"], held["in all"] = sum(said.values()), sum(held.values())
+        counted = self.state | {"activations, peak": self.activation_peak}
+        said["in all"], counted["in all"] = sum(said.values()), sum(counted.values())
         if self.evaluation_peak is not None:  # of the activations' bytes, which it shares
             said["evaluation, at most"] = said["activations, peak"]
-            held["evaluation, at most"] = self.evaluation_peak
+            counted["evaluation, at most"] = self.evaluation_peak
         return [
-            [kind, f"{held[kind]:,}", f"{said[kind]:,}", f"{_apart(said[kind], held[kind]):+.2%}"]
-            for kind in held
+            [kind, f"{there:,}", f"{said[kind]:,}", f"{_apart(said[kind], there):+.2%}"]
+            for kind, there in counted.items()
         ]
 
     def require_agreement(self) -> None:
@@ -116,7 +116,7 @@ class DryRun:
 
 
 @contextmanager
-def _products_as_on(device: Device) -> Iterator[None]:
+def _gemms_as_on(device: Device) -> Iterator[None]:
     before = set_bfloat16_in_float32(device.widens)
     try:
         yield
@@ -125,7 +125,7 @@ def _products_as_on(device: Device) -> Iterator[None]:
 
 
 def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> DryRun:
-    """One step of a rank (of the fullest one where None) of a config on `world` devices.
+    """Runs a step of a rank (the fullest one where None) of a config on `world` devices.
 
     A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
     MtcliError where there is no such rank.
@@ -138,10 +138,10 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
         raise wrong(f"--rank {rank} is not one of {world} ranks", f"0 to {world - 1}", "--rank")
     start, config = perf_counter(), _as_written(shortened(config, work))
     where = torch.device("cpu" if device.name == "cpu" else "meta")  # which takes a GPU's paths
-    cut = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
-    products = _products_as_on(device)
+    sharding = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
+    gemms = _gemms_as_on(device)
     live, trainers = LiveMemory(where.type, lambda: _moment(trainers)), []
-    with cut, products, fake_world(rank, world, config.model, live, where.type == "meta"):
+    with sharding, gemms, fake_world(rank, world, config.model, live, where.type == "meta"):
         trainer = Trainer(config, Runtime(rank, world, rank, world, where))
         trainers.append(trainer)
         state = trainer.state_bytes_by_kind()
@@ -153,15 +153,15 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
             live.begin()
             if config.train.eval_every:
                 trainer.evaluate(loader)
-    held = sum(state.values())
+    state_bytes = sum(state.values())
     return DryRun(
         rank=rank,
         device="cpu" if device.name == "cpu" else "gpu",
         micro_batches=trainer.micro_batches,
         state=state,
-        activation_peak=step_peak - held,
+        activation_peak=step_peak - state_bytes,
         peak_at=peak_at,
-        evaluation_peak=live.peak - held if config.train.eval_every else None,
+        evaluation_peak=live.peak - state_bytes if config.train.eval_every else None,
         predicted=rank_memory(work, device, rank),
         seconds=perf_counter() - start,
     )
@@ -182,7 +182,7 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
 
 
 def _as_written(config: RunConfig) -> RunConfig:
-    """The config of a step not compiled nor recorded, which both take tensors with memory."""
+    """The config without compiling and CUDA graphs, which need tensors with memory."""
     plain = config.train.model_copy(
         update={"compile": False, "cuda_graphs": False, "eval_batches": 1}
     )
@@ -196,12 +196,12 @@ def _moment(trainers: list[Trainer]) -> str:
     return "the update" if pipeline.spans else str(pipeline.current or "the data")
 
 
-def _apart(said: float, held: float) -> float:
-    return said / held - 1 if held else float(said > 0)
+def _apart(said: float, counted: float) -> float:
+    return said / counted - 1 if counted else float(said > 0)
 
 
 class Blank:
-    """Data of zeros: as many samples as anyone asks for, each one document."""
+    """A data set of zeros: any number of samples, each one document."""
 
     def __init__(self, config: RunConfig) -> None:
         self.length = config.batch.seq_len + 1
@@ -219,10 +219,10 @@ class Blank:
         return np.zeros((count, self.length), np.int32)
 
     def loss_weights(self, start: int, count: int) -> None:
-        """None: every token's loss weighs 1."""
+        """Returns None: every token's loss weighs 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """None: these come from nowhere."""
+        """Returns None: these samples come from no data set."""
         return []
 
 

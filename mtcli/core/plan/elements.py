@@ -1,4 +1,4 @@
-"""Elements of a rank's parameters, of those that zero=3 gathers, and bytes of zero=1's update."""
+"""Elements of a rank's parameters and of zero=3's groups, and bytes of zero=1's all-gather."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -14,7 +14,7 @@ from mtcli.core.plan.workload import Workload
 
 
 class Owner(NamedTuple):
-    """Which of the data ranks a rank is: of those that share attention, and an expert."""
+    """A rank's index among the data ranks that share attention's rows, and an expert's."""
 
     data: int = 0
     edp: int = 0
@@ -24,7 +24,7 @@ FIRST = Owner()
 
 
 class RankElements(NamedTuple):
-    """Elements on a rank: on the attention grid, on the expert grid, and cut over data ranks.
+    """Elements on a rank: on the attention grid, on the expert grid, and sharded over data ranks.
 
     `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
     all of them take when each has as many as that. `untrained` come on top: they have no gradient
@@ -45,13 +45,13 @@ class RankElements(NamedTuple):
 
 
 def owner_of(work: Workload, rank: int) -> Owner:
-    """Which of the ranks that share a parameter's rows a rank is."""
-    place = work.layout.coordinates(rank)
-    return Owner(place["cp"] + work.layout.cp * place["dp"], place["edp"])
+    """A rank's index among the ranks that share a parameter's rows."""
+    coordinates = work.layout.coordinates(rank)
+    return Owner(coordinates["cp"] + work.layout.cp * coordinates["dp"], coordinates["edp"])
 
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
-    """Elements of the weights that a rank of this pipeline rank holds, padding included."""
+    """Elements of the weights of a rank of this pipeline rank, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
     return _elements(work.model, work.layout, layers, ends, owner)
@@ -68,9 +68,9 @@ def is_sharded(work: Workload) -> bool:
 
 
 def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...]:
-    """What zero=3 gathers together on a stage, which is the first, the last, both or neither: a
-    block, its experts, the ends. The gradient of a table that only the head reads is reduced by
-    itself."""
+    """Groups of parameters that zero=3 gathers together on a stage (the first, the last, both or
+    neither): a block, its experts, the ends. The gradient of a table that only the head reads is
+    reduced by itself."""
     if not is_sharded(work):
         return ()
     block, outer = _trained(work.model, 1, (False, False)), _trained(work.model, 0, ends)
@@ -89,22 +89,26 @@ def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...
 
 
 def _trained(model: ModelConfig, layers: int, ends: tuple[bool, bool]) -> list[Parameter]:
-    """In the order of the modules."""
+    """Trained parameters in the order of the modules."""
     parts = _parts(model, layers, ends)
     return [parameter for parameter, times in parts if times and parameter.trained]
 
 
 def _group(
-    work: Workload, name: str, ranks: int, held: Sequence[Parameter], reduced: Sequence[Parameter]
+    work: Workload,
+    name: str,
+    ranks: int,
+    gathered: Sequence[Parameter],
+    reduced: Sequence[Parameter],
 ) -> Group:
     sizes, layout = work.sizes, work.layout
-    weights, wide = (sum(_padded(p, layout, ranks) for p in some) for some in (held, reduced))
+    weights, wide = (sum(_padded(p, layout, ranks) for p in some) for some in (gathered, reduced))
     last = prod(reduced[-1].local_shape(layout)) if reduced else 0
     return Group(name, weights * sizes.weight, wide * sizes.gradient, ranks, last * sizes.weight)
 
 
 def _padded(parameter: Parameter, layout: ParallelLayout, ranks: int) -> int:
-    """Elements when each of so many ranks has as many rows as the first."""
+    """Elements where each of so many ranks has as many rows as the first."""
     rows, *columns = parameter.stored_shape(layout)
     return -(-rows // ranks) * ranks * prod(columns)
 
@@ -140,7 +144,7 @@ def _elements(
 def _parts(
     model: ModelConfig, layers: int, ends: tuple[bool, bool]
 ) -> Iterable[tuple[Parameter, int]]:
-    """Each parameter of a pipeline rank and how often it holds one; all blocks are alike."""
+    """Yields each parameter of a pipeline rank with its number of copies; all blocks are alike."""
     first, last = ends
     for parameter in parameters(model.model_copy(update={"num_layers": 1})).values():
         if parameter.owner == "first":
@@ -156,11 +160,11 @@ def update_bytes(work: Workload, pp_rank: int) -> float:
     if work.zero != 1:
         return 0.0
     shared = laid = 0.0
-    cut = (work.layout, work.sequence_parallel)
+    sharding = (work.layout, work.sequence_parallel)
     for stage in work.layout.stages(pp_rank):
         ends = (stage == 0, stage == work.layout.num_stages - 1)
         layers = work.layers_of_stage[stage]
-        for ranks, members in _padded_sizes(work.model, cut, layers, ends):
+        for ranks, members in _padded_sizes(work.model, sharding, layers, ends):
             if ranks > 1:
                 shared += sum(size for size, _ in members) * (1 + 1 / ranks)
                 laid = max(laid, _laid_out(members, work.bucket_bytes))
@@ -169,23 +173,23 @@ def update_bytes(work: Workload, pp_rank: int) -> float:
 
 def _laid_out(members: Sequence[tuple[int, int]], bucket_bytes: float) -> int:
     """Elements of two parameters that follow each other in a bucket, at most; one alone in its
-    bucket lies there as it is."""
-    most = held = before = 0
+    bucket is not laid out."""
+    most = filled = before = 0
     for size, numel in reversed(members):
-        if held and 4 * (held + numel) > bucket_bytes:
-            held = 0
-        most = max(most, before + size) if held else most
-        held, before = held + numel, size
+        if filled and 4 * (filled + numel) > bucket_bytes:
+            filled = 0
+        most = max(most, before + size) if filled else most
+        filled, before = filled + numel, size
     return most
 
 
 @cache
 def _padded_sizes(
-    model: ModelConfig, cut: tuple[ParallelLayout, bool], layers: int, ends: tuple[bool, bool]
+    model: ModelConfig, sharding: tuple[ParallelLayout, bool], layers: int, ends: tuple[bool, bool]
 ) -> tuple[tuple[int, list[tuple[int, int]]], ...]:
     """(owners, (elements with every owner's rows padded, elements) of each parameter) of a stage,
     by the axes over which gradients are summed, which buckets do not mix."""
-    layout, sequence_parallel = cut
+    layout, sequence_parallel = sharding
     found: dict[tuple[str, ...], tuple[int, list[tuple[int, int]]]] = {}
     copied = model.tie_embeddings and layout.pp > 1  # on one rank both ends have one table
     for parameter in _in_order(model, layers, *ends, copied):

@@ -1,4 +1,4 @@
-"""A world that is not there: fake tensors, fake ranks, and answers to what only data could tell.
+"""Fakes a world: fake tensors, fake ranks, and answers where only data could tell.
 
 Inside, one process is any rank of any world. Tensors have shapes and no memory, collectives return
 at once, and the numbers that a step reads back from its tensors are chosen: losses and norms are 1,
@@ -71,7 +71,7 @@ def fake_world(
 
 @contextmanager
 def fake_shards(where: torch.device) -> Iterator[None]:
-    """Inside, FSDP2 cuts fake parameters, which are on a CPU or on `meta` from the start.
+    """Lets FSDP2 shard fake parameters, which are on a CPU or on `meta` from the start.
 
     It asks the device for streams, of which a CPU has some that do nothing; it does not train what
     is on meta; and of what `to_empty` moves it wants the address, which fake tensors have not.
@@ -93,7 +93,7 @@ def fake_shards(where: torch.device) -> Iterator[None]:
 
 
 class Answers(TorchDispatchMode):
-    """What tensors without values say when they are asked for one.
+    """Answers for tensors without values when they are asked for one.
 
     Whole numbers that follow from constants, and from the balanced counts of routed tokens, are
     computed for real beside their fake tensors. Of all else a number is 1.
@@ -111,7 +111,7 @@ class Answers(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What the operation gives, from what is known of what it takes."""
+        """The operation's result, with values where those of its inputs are known."""
         given = dict(kwargs or {})
         if func is aten._local_scalar_dense.default:
             return self._number(args[0])
@@ -120,8 +120,8 @@ class Answers(TorchDispatchMode):
             counts = self._balanced(args[0].numel(), bins - 1, bins)
             return self._learn(args[0].new_empty(bins), counts)
         if func is torch.ops.mtcli.sort_copies.default:
-            counts, places = func(*args, **given)
-            return self._learn(counts, self._balanced(args[0].numel(), args[2])), places
+            counts, edges = func(*args, **given)
+            return self._learn(counts, self._balanced(args[0].numel(), args[2])), edges
         if func is torch.ops.c10d._allgather_base_.default:
             self._gather(args[0], args[1])
         found = self._compute(func, args, given)
@@ -141,7 +141,7 @@ class Answers(TorchDispatchMode):
             return (torch.ones((), dtype=x.dtype) if values is None else values).item()
 
     def _balanced(self, copies: int, experts: int, bins: int = 0) -> Tensor:
-        """How many of some routed copies each expert gets; a last bin has those of no expert."""
+        """Copies for each expert when routing is balanced; a last bin has those of no expert."""
         m = self.model
         each = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
         rest = [copies - each * experts] if bins > experts else []
@@ -177,7 +177,7 @@ class Answers(TorchDispatchMode):
         return fake
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
-        """Every rank has the values of this one."""
+        """Gathers this rank's values as every rank's."""
         values, into = self._values(x), self._values(out)
         if values is not None and into is not None:
             with _disable_current_modes():
@@ -187,14 +187,14 @@ class Answers(TorchDispatchMode):
 def _rms_norm(
     x: Tensor, size: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """F.rms_norm, in one kernel where a GPU has one."""
+    """Replaces F.rms_norm, in one kernel where a GPU has one."""
     if x.device.type != "meta":
         return RMS_NORM(x, size, weight, eps)
     return _FusedRmsNorm.apply(x, weight)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Memory as a GPU's kernel takes it: it keeps its input and one float32 number per row."""
+    """Takes memory as a GPU's kernel does: it saves its input and one float32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -210,7 +210,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """F.scaled_dot_product_attention, by the kernel that torch chooses on a GPU.
+    """Replaces F.scaled_dot_product_attention, by the kernel that torch chooses on a GPU.
 
     See aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash for 16 bits without a mask, then
     the one that saves memory, and plain products where neither takes it.

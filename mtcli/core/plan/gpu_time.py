@@ -55,7 +55,7 @@ PHYSICS = Physics()
 
 
 def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Arithmetic and memory time of one block."""
+    """Seconds of a block's arithmetic and memory traffic."""
     moving = elementwise_bytes(work, physics) / (device.memory_bandwidth * physics.memory)
     busy = (
         _dense(work, device, physics)
@@ -69,20 +69,20 @@ def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
 
 
 def head_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
-    """The logits and their loss, read and written in float32, on the last stage."""
+    """Seconds of the logits and their loss, read and written in float32, on the last stage."""
     m = work.model
     q = work.mesh
     columns = -(-m.vocab_size // (work.layout.tp if q == 1 else q))
     wide = replace(work, precision="bf16") if work.sizes.gemm in ("fp8", "nvfp4") else work
-    piece = (work.tokens // q, columns, m.hidden_size // q)
-    product = _products(wide, device, physics, [piece]) * q
+    shape = (work.tokens // q, columns, m.hidden_size // q)
+    logits_gemm = _gemms(wide, device, physics, [shape]) * q
     logits = 4.0 * work.tokens // q * columns * physics.traffic
     moved = logits / (device.memory_bandwidth * physics.memory)
-    return product + Pass(2 * moved, 2 * moved)
+    return logits_gemm + Pass(2 * moved, 2 * moved)
 
 
 def embedding_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
-    """The lookup and, in the backward pass, its scatter: rows read and written."""
+    """Seconds of the lookup and, in the backward pass, its scatter: rows read and written."""
     rows = 2.0 * work.tokens * work.model.hidden_size * work.sizes.weight
     moved = rows * physics.traffic / (device.memory_bandwidth * physics.memory)
     return Pass(moved, 2 * moved)
@@ -90,28 +90,28 @@ def embedding_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
 
 @singledispatch  # `published/software.py` has that of former years
 def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Scores, softmax and values of flash attention: half the square under a causal mask, and 5
-    products for 2 in the backward pass."""
-    whole = attention_flops(work) / (2 if work.model.causal else 1)
-    seconds = whole / (attention_rate(work, device) * physics.attention)
+    """Seconds of flash attention: half the square of scores under a causal mask, and 5 GEMMs for 2
+    in the backward pass."""
+    flops = attention_flops(work) / (2 if work.model.causal else 1)
+    seconds = flops / (attention_rate(work, device) * physics.attention)
     return Pass(seconds, 2.5 * seconds)
 
 
 def attention_flops(work: Workload) -> float:
-    """FLOPs of both products of a rank's heads over the full square of scores."""
+    """FLOPs of both GEMMs of a rank's heads over the full square of scores."""
     heads = work.model.num_heads / work.layout.tp
     return 4.0 * work.tokens * work.seq_len * heads * work.model.head_dim
 
 
 def attention_rate(work: Workload, device: Device) -> float:
-    """FLOP/s of large products in the precision of the activations."""
+    """FLOP/s of large GEMMs in the precision of the activations."""
     own = {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
     return device.peak("fp16" if "fp16" in device.flops else own) * device.sustained
 
 
-def dense_products(work: Workload) -> list[GemmShape]:
-    """[M, K] @ [K, N] as (M, N, K) of a block's products outside of routed experts, uncut; the
-    inner dimension of every second one is what tensor parallelism cuts."""
+def dense_gemms(work: Workload) -> list[GemmShape]:
+    """Shapes (M, N, K) of a block's unsharded GEMMs [M, K] @ [K, N] outside of routed experts;
+    tensor parallelism shards N of the even ones and K of the odd ones."""
     m = work.model
     queries = m.num_heads * m.head_dim
     fused = queries + 2 * m.num_kv_heads * m.head_dim
@@ -124,17 +124,17 @@ def dense_products(work: Workload) -> list[GemmShape]:
 
 
 def _dense(work: Workload, device: Device, physics: Physics) -> Pass:
-    """A block's products on a rank. SUMMA makes each of them in as many pieces as its mesh has
-    columns (arXiv:2104.05343, algorithm 1)."""
+    """Seconds of a block's GEMMs on a rank. SUMMA makes each of them in as many steps as its mesh
+    has columns (arXiv:2104.05343, algorithm 1)."""
     tp, q = work.layout.tp, work.mesh
     if q > 1:
-        pieces = [(m // q, n // q, k // q) for m, n, k in dense_products(work)]
-        return _products(work, device, physics, pieces) * q
-    cut = [
-        (m, n // tp, k) if place % 2 == 0 else (m, n, k // tp)
-        for place, (m, n, k) in enumerate(dense_products(work))
+        steps = [(m // q, n // q, k // q) for m, n, k in dense_gemms(work)]
+        return _gemms(work, device, physics, steps) * q
+    sharded = [
+        (m, n // tp, k) if index % 2 == 0 else (m, n, k // tp)
+        for index, (m, n, k) in enumerate(dense_gemms(work))
     ]
-    return _products(work, device, physics, cut)
+    return _gemms(work, device, physics, sharded)
 
 
 def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
@@ -146,33 +146,33 @@ def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
     inner = m.moe_ffn_hidden_size // layout.etp
     up = 2 if m.activation == "swiglu" else 1
     shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
-    return _products(work, device, physics, shapes, experts)
+    return _gemms(work, device, physics, shapes, experts)
 
 
-def _products(
+def _gemms(
     work: Workload,
     device: Device,
     physics: Physics,
     shapes: list[GemmShape],
     copies: int = 1,
 ) -> Pass:
-    """[M, K] @ [K, N] for each (M, N, K), and the two products of its backward pass; in bfloat16
-    where float8 does not take a weight of [N, K]."""
+    """Seconds of [M, K] @ [K, N] for each (M, N, K), and of the two GEMMs of its backward pass; in
+    bfloat16 where float8 does not take a weight of [N, K]."""
     forward = backward = 0.0
     given = work
     for m, n, k in shapes:
         wide = given.precision == "fp8" and not is_narrow(given.fp8_scaling, n, k)
         work = replace(given, precision="bf16") if wide else given
-        forward += copies * product_seconds((m, n, k), work, device, physics, copies)
-        backward += copies * product_seconds((m, k, n), work, device, physics, copies)
-        backward += copies * product_seconds((n, k, m), work, device, physics, copies)
+        forward += copies * gemm_seconds((m, n, k), work, device, physics, copies)
+        backward += copies * gemm_seconds((m, k, n), work, device, physics, copies)
+        backward += copies * gemm_seconds((n, k, m), work, device, physics, copies)
     return Pass(forward, backward)
 
 
-def product_seconds(
+def gemm_seconds(
     shape: GemmShape, work: Workload, device: Device, physics: Physics, copies: int = 1
 ) -> float:
-    """Seconds of one matrix product of `copies` that are launched together."""
+    """Seconds of one GEMM of `copies` that are launched together."""
     m, n, k = shape
     narrow = work.sizes.gemm in ("fp8", "nvfp4")
     tiles = copies * ceil(m / TILE) * ceil(n / TILE)

@@ -54,7 +54,7 @@ def link(kind: str, gigabytes: float) -> Link:
 
 
 def read_link(text: str) -> Link | None:
-    """The link of `KIND-RATE`, in Gb/s; None where it is not one."""
+    """Parses the link `KIND-RATE`, in Gb/s; None where it is not one."""
     found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", text)
     if found is None or found[1] not in LATENCY or float(found[2]) <= 0.0:
         return None
@@ -86,20 +86,20 @@ class Device:
 
     @property
     def widens(self) -> bool:
-        """Whether it is a CPU that was seen to make bfloat16's products in float32."""
+        """Whether it is a CPU that was measured to make bfloat16's GEMMs in float32."""
         return self.calibration is not None and self.calibration.widens
 
     def peak(self, precision: str) -> float:
-        """Matrix FLOP/s in a precision; one the device lacks runs in the next wider it has."""
+        """FLOP/s of GEMMs in a precision; one the device lacks runs in the next wider it has."""
         return self.flops[self.computes_in(precision)]
 
     def computes_in(self, precision: str) -> str:
-        """The precision whose rate products of `precision` have."""
+        """The precision at whose rate GEMMs of `precision` run."""
         return next(name for name in WIDER[precision] if name in self.flops)
 
     @property
     def half_precision(self) -> str:
-        """What training in 16 bits is quick in: bf16, or fp16 on boards from before it."""
+        """The precision for training in 16 bits: bf16, or fp16 on boards from before it."""
         return "fp16" if "fp16" in self.flops and "bf16" not in self.flops else "bf16"
 
 
@@ -111,7 +111,7 @@ def _gpu(
     source: str,
     within: str = "nvlink",
 ) -> Device:
-    """Board: sustained share, GiB, GB/s, processors. Links: node size, GB/s inside and between."""
+    """Builds a GPU: sustained share, GiB, GB/s, processors; node size, GB/s inside and between."""
     sustained, gib, bandwidth, processors = board
     node_size, inside, between = links
     return Device(
@@ -207,8 +207,8 @@ def _joined(device: Device, text: str, changes: list[str]) -> Device:
 
 
 def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = True) -> Device:
-    """What one rank of a run has: an accelerator of its own, or its part of this machine, by what
-    was measured with its ranks at work. Without `calibrate` that is three quick rates."""
+    """The device of one rank of a run: an accelerator of its own, or its share of this machine by a
+    calibration with its ranks at work. Without `calibrate` that is three quick rates."""
     if device.name != "cpu":
         return device
     known = calibrated(config, world) if calibrate else None
@@ -227,7 +227,7 @@ def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = Tru
 
 
 def shared(device: Device, world: int) -> Device:
-    """One rank's part of a machine whose processes share it; an accelerator is a rank's own."""
+    """One rank's share of a machine whose processes share it; an accelerator is a rank's own."""
     if device.name != "cpu":
         return device
     return replace(
@@ -240,7 +240,7 @@ def shared(device: Device, world: int) -> Device:
 
 @cache
 def measure_cpu() -> Device:
-    """This machine as a roofline of three rates: numpy's matrix product with all threads, its copy,
+    """Measures this machine as a roofline of three rates: numpy's GEMM with all threads, its copy,
     and bytes from one thread to another through a socket. Takes 0.1 s.
 
     Each is the best of several tries of a millisecond, which other programs leave alone now and

@@ -169,7 +169,7 @@ def calibrate(
     known = Calibration(
         ranks=facts["ranks"],
         widens=runs_in_float32(torch.empty(0, dtype=torch.bfloat16)),
-        flops=product_rate(precision),
+        flops=gemm_rate(precision),
         memory_bandwidth=copy_rate(),
         forward=Amounts(),
         backward=Amounts(),
@@ -191,7 +191,7 @@ def calibrate(
 
 
 def _slowest(seconds: Tensor) -> Tensor:
-    """Each time on the rank that took longest, for which the others wait. Collective of several."""
+    """Takes each time from the slowest rank, for which the others wait. Collective of several."""
     if dist.is_initialized():
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds
@@ -234,7 +234,7 @@ def run_config(facts: Facts, shape: ProbeShape) -> RunConfig:
 
 
 def _train(config: RunConfig) -> list[Timed]:
-    """A model trained for a few steps on this rank alone, each begun with the others."""
+    """Trains a model for a few steps on this rank alone, each begun with the others."""
     trainer = Trainer(config, Runtime(0, 1, 0, 1, torch.device("cpu")))
     initialise(trainer)
     trainer.pipeline.clock = thread_time
@@ -254,7 +254,7 @@ def _train(config: RunConfig) -> list[Timed]:
 
 
 def _fitted(known: Calibration, timed: Sequence[Timed]) -> Calibration:
-    """The calibration with the seconds per unit that make the timed passes what they were."""
+    """Fits the seconds per unit to the timed passes."""
     counts = [stage_amounts(one.work) for one in timed]
     layers = [one.work.model.num_layers for one in timed]
     fixed = [attention_seconds(one.work, known) * n for one, n in zip(timed, layers, strict=True)]
@@ -275,7 +275,7 @@ def _fitted(known: Calibration, timed: Sequence[Timed]) -> Calibration:
 def least_squares(
     rows: Iterable[Sequence[float]], seconds: Sequence[float], fixed: Sequence[float]
 ) -> list[float]:
-    """The costs c >= 0 for which fixed + rows c comes nearest to `seconds`, relative to these.
+    """Fits the costs c >= 0 for which fixed + rows c comes nearest to `seconds`, relative to these.
 
     What would cost less than nothing is left out, the one that saves most first; a count that is
     always zero costs nothing.
@@ -300,7 +300,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 def _together() -> None:
-    """Returns when every rank has come so far."""
+    """Waits until every rank has come so far."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -317,8 +317,8 @@ def _passes_of(run: Callable[[Callable[[], None]], Any], passes: int) -> tuple[f
     return tuple(median(one[i + 1] - one[i] for one in times) for i in range(passes))
 
 
-def product_rate(precision: str) -> float:
-    """FLOP/s of a large product."""
+def gemm_rate(precision: str) -> float:
+    """FLOP/s of a large GEMM."""
     a, b = (torch.randn(SIDE, SIDE).to(DTYPES[precision]) for _ in range(2))
     return 2.0 * SIDE**3 / seconds_of(lambda: matmul(a, b))
 
@@ -337,14 +337,14 @@ def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> A
     projected = torch.randn(2, length, heads // 2, 3, head_dim).to(DTYPES[precision])
     q, k, v = (x.transpose(1, 2) for x in projected.unbind(3))  # strided, as a model's are
     grad, scores = torch.randn_like(q), heads * length**2
-    leaves, seen = [x.requires_grad_() for x in (q, k, v)], AttentionMask(causal)
+    leaves, mask = [x.requires_grad_() for x in (q, k, v)], AttentionMask(causal)
     attend = attention_over("ring")
 
     def seconds(rank: int, ranks: int) -> tuple[float, float]:
         axis = Axis("cp", tuple(range(ranks)), rank, None, FlightRecorder(), Still())
 
         def there_and_back(mark: Callable[[], None]) -> None:
-            y = attend(*leaves, axis, seen)
+            y = attend(*leaves, axis, mask)
             mark()
             torch.autograd.grad(y, leaves, grad)
             mark()
@@ -352,19 +352,19 @@ def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> A
         forward, backward = _passes_of(there_and_back, 2)
         return forward, backward
 
-    whole = seconds(0, 1)
+    alone = seconds(0, 1)
     # The first rank of a ring computes on half of its queries, the last one on half of the keys:
     # two shapes of a hop, of which everyone waits for the slower one.
     two, three = ([seconds(rank, ranks) for rank in (0, ranks - 1)] for ranks in (2, 3))
     ring = [max(one[way] for one in two) for way in (0, 1)]
     hop = [min(ring[way], max(0.0, max(x[way] for x in three) - ring[way])) for way in (0, 1)]
     square = [one - part for one, part in zip(ring, hop, strict=True)]
-    per_score = (*whole, *square, *(2 * part for part in hop))
+    per_score = (*alone, *square, *(2 * part for part in hop))
     return AttentionRow(float(length), *(one / scores for one in per_score))
 
 
 class Still:
-    """A transport on which what a rank sends comes back to it, at no cost."""
+    """A transport that gives a rank back what it sends, at no cost."""
 
     def shift(self, out: Tensor, x: Tensor) -> "Still":
         """Gives `out` the memory of x."""
@@ -375,12 +375,12 @@ class Still:
         """Returns at once."""
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
 
 def links(rank: int, ranks: int) -> dict[Exchange, tuple[float, float]]:
-    """Seconds, and seconds per byte that crosses, of each kind of exchange. Collective.
+    """Measures seconds, and seconds per byte that crosses, of each kind of exchange. Collective.
 
     Of a tensor of B bytes (a gather's whole, an all-reduce's own) (n - 1) / n * B cross; hops
     send B bytes to the next rank and back, which two ranks of each pair do in turn.

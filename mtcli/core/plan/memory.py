@@ -1,4 +1,4 @@
-"""Bytes per rank by construction: the parameters a rank holds, and what its schedule keeps alive.
+"""Counts bytes per rank by construction: parameters, and activations that the schedule keeps alive.
 
 Weights, gradients and optimizer state are counted from `Parameter.local_shape`, the shapes that
 training allocates. All else of a step is counted on a tape, one micro-batch through a stage, of
@@ -29,7 +29,7 @@ from mtcli.core.schedule.ops import Op
 
 
 class InFlight(NamedTuple):
-    """Micro-batches in flight at one moment, of each of a rank's chunks."""
+    """Counts of the micro-batches in flight at one moment, per chunk of a rank."""
 
     activations: tuple[int, ...]  # between F and B or I
     waiting: tuple[int, ...]  # between I and W
@@ -60,47 +60,48 @@ class Memory:
 
     @property
     def other(self) -> float:
-        """What is neither state nor saved for backward."""
+        """Bytes that are neither state nor saved for backward."""
         return self.working + self.reserved
 
     @property
     def besides_state(self) -> float:
-        """All that a step allocates."""
+        """Bytes that a step allocates."""
         return self.activations + self.working
 
     @property
     def total(self) -> float:
-        """The sum of all kinds."""
+        """Bytes of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.other
 
     def as_dict(self) -> dict[str, int]:
-        """The kinds and their total, in whole bytes."""
+        """Bytes by kind, and their total, as integers."""
         kinds = ("weights", "gradients", "optimizer", "activations", "other")
         found = {name: round(getattr(self, name)) for name in kinds}
         return found | {"total": sum(found.values())}
 
 
 def memory(work: Workload, device: Device) -> Memory:
-    """The bytes of the rank that holds most."""
+    """Bytes of the fullest rank."""
     return max(memory_by_stage(work, device), key=lambda m: m.total)
 
 
 def fullest_rank(work: Workload, device: Device) -> int:
-    """The rank that holds most; the first of those that hold as much."""
+    """The rank with most bytes; the first of equals."""
     totals = [m.total for m in memory_by_stage(work, device)]
     return work.layout.attention.rank(pp=totals.index(max(totals)))
 
 
 def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
-    """The bytes of one rank. Of rows that do not divide, the last data ranks hold fewer."""
-    place = work.layout.coordinates(rank)
-    weights, gradients, optimizer = state_bytes(work, place["pp"], owner_of(work, rank))
-    stage = memory_by_stage(work, device)[place["pp"]]
+    """Bytes of one rank. Of rows that do not divide, the last data ranks have fewer."""
+    coordinates = work.layout.coordinates(rank)
+    weights, gradients, optimizer = state_bytes(work, coordinates["pp"], owner_of(work, rank))
+    stage = memory_by_stage(work, device)[coordinates["pp"]]
     working = stage.working
     if is_sharded(work):  # FSDP2 keeps as many rows of each parameter as the first rank has
         width = work.sizes.master or work.sizes.weight
         shares = [
-            rank_elements(work, place["pp"], owner).shard for owner in (FIRST, owner_of(work, rank))
+            rank_elements(work, coordinates["pp"], owner).shard
+            for owner in (FIRST, owner_of(work, rank))
         ]
         working += (shares[0] - shares[1]) * width
     return replace(
@@ -109,14 +110,14 @@ def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
 
 
 def fits(work: Workload, device: Device) -> bool:
-    """Whether every rank leaves the part of its device that goes to fragmentation."""
+    """Whether every rank leaves the share of its device that goes to fragmentation."""
     if _least(work, device) > device.usable_bytes:
         return False
     return all(stage.total <= device.usable_bytes for stage in each_stage(work, device))
 
 
 def smallest(works: Iterable[Workload], device: Device) -> Workload:
-    """The one whose fullest rank holds the least.
+    """The workload whose fullest rank has the fewest bytes.
 
     Those with less state come first, until the next one's state alone is more than the best has.
     """
@@ -131,19 +132,19 @@ def smallest(works: Iterable[Workload], device: Device) -> Workload:
 
 
 def _least(work: Workload, device: Device) -> float:
-    """Bytes that a rank of the pipeline's ends or middle holds at least: quick to know."""
+    """Bytes that a rank of the pipeline's ends or middle has at least: quick to know."""
     last = work.layout.pp - 1
     state = max(sum(state_bytes(work, pp_rank)) for pp_rank in {0, last // 2, last})
     return state + device.reserved_bytes
 
 
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
-    """The bytes of the fullest rank of each pipeline rank: the first one."""
+    """Bytes of the fullest rank of each pipeline rank, which is its first."""
     return list(each_stage(work, device))
 
 
 def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
-    """`memory_by_stage`, each counted as it is asked for."""
+    """Yields `memory_by_stage`, each counted as it is asked for."""
     kernels = Kernels.of(device)
     for pp_rank in range(work.layout.pp):
         saved, peak = _alive(_runs(work, kernels, pp_rank), moments(work, pp_rank))
@@ -170,7 +171,7 @@ def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
 
 
 def _runs(work: Workload, kernels: Kernels, pp_rank: int) -> list[StageBytes]:
-    """Each of a pipeline rank's stages; the first one's positions serve them all."""
+    """Live bytes of a pipeline rank's stages; the first one's positions serve them all."""
     first, *others = (_run(work, kernels, stage) for stage in work.layout.stages(pp_rank))
     if not work.layers_of_rank(pp_rank):  # no backward reads positions
         return [first, *others]
@@ -194,23 +195,23 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
     the weights it keeps are the masters. Untrained weights are whole and as wide as gradients.
     """
-    held, sizes = rank_elements(work, pp_rank, owner), work.sizes
-    untrained = held.untrained * sizes.gradient
+    elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
+    untrained = elements.untrained * sizes.gradient
     if is_sharded(work):
-        rows, width = held.shard, sizes.master or sizes.weight
+        rows, width = elements.shard, sizes.master or sizes.weight
         return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments
-    state = held.shard if work.zero else held.total
-    gradients = held.padded if work.zero == 1 else held.total
+    state = elements.shard if work.zero else elements.total
+    gradients = elements.padded if work.zero == 1 else elements.total
     return (
-        held.total * sizes.weight + untrained,
+        elements.total * sizes.weight + untrained,
         gradients * sizes.gradient,
         state * (sizes.master + sizes.moments),
     )
 
 
 def copied_bytes(work: Workload, pp_rank: int) -> int:
-    """Bytes that a pipeline rank's first data rank saves: weights as they compute, and the
-    optimizer's masters and moments."""
+    """Bytes that a pipeline rank's first data rank saves: weights in their compute dtype, and the
+    optimizer's master weights and moments."""
     weights, _, optimizer = state_bytes(work, pp_rank)
     again = work.sizes.weight if is_sharded(work) and work.sizes.master else 0  # from masters
     return weights + optimizer + rank_elements(work, pp_rank).shard * again
@@ -232,7 +233,7 @@ def moments(work: Workload, pp_rank: int) -> Moments:
 
 
 def _filling(work: Workload) -> int:
-    """Micro-batches that fill the pipeline as all of a step's do.
+    """The least number of micro-batches that fills the pipeline as all of a step's do.
 
     The first pp of them do so; with chunks the second group of pp, and as a last group takes a
     remainder with it, that too.

@@ -1,4 +1,4 @@
-"""What a step takes: bytes, seconds, FLOPs and shares, from the objects that train.
+"""Predicts a step's bytes, seconds, FLOPs and MFU, from the objects that train.
 
 The schedule is simulated with the time of each stage's forward and backward; data parallel traffic
 and the optimizer follow. MFU counts 3 forward passes with the full square of attention, whatever is
@@ -29,7 +29,7 @@ from mtcli.core.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Convention:
-    """A way to count: `again` adds every block's forward pass once more, the head's never."""
+    """A count of FLOPs: `again` adds every block's forward pass once more, the head's never."""
 
     name: str
     again: bool = False
@@ -83,19 +83,19 @@ class Prediction:
 
     @property
     def hardware_flops_per_gpu(self) -> float:
-        """FLOP/s per device with what is computed again."""
+        """FLOP/s per device, recomputation included."""
         return (3 + recomputed_share(self.work)) * self._forward_flops_per_second
 
     @property
     def flops_by_convention(self) -> dict[str, float]:
-        """FLOP/s per device by the name of each way to count them in use."""
+        """FLOP/s per device by each convention of counting them."""
         m, seq_len = self.work.model, self.work.seq_len
         rate = self.tokens_per_second_per_gpu
         return {one.name: one.token_flops(m, seq_len) * rate for one in CONVENTIONS}
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, of the peak in the products' precision."""
+        """Model FLOPs utilisation, of the peak in the GEMMs' precision."""
         return self.model_flops_per_gpu / self.device.peak(self.work.sizes.gemm)
 
     @property
@@ -126,7 +126,7 @@ class Prediction:
 
     @property
     def evaluation_seconds(self) -> float:
-        """Seconds in which a global batch of validation data passes through the model.
+        """Seconds of a global batch of validation data: forward passes alone.
 
         Its memory is within `memory`: a forward with no backward to come keeps nothing of what a
         step's does.
@@ -163,11 +163,11 @@ def predict_workload(work: Workload, device: Device, physics: Physics = PHYSICS)
 
 
 def recomputed_share(work: Workload) -> float:
-    """Forward passes that the backward pass computes again: all but the head, or attention."""
+    """Share of the forward pass that the backward recomputes: all but the head, or attention."""
     m = work.model
-    whole = forward_flops(m, work.seq_len)
+    flops = forward_flops(m, work.seq_len)
     if work.recompute == "full":
-        return 1 - 2 * m.vocab_size * m.hidden_size / whole
+        return 1 - 2 * m.vocab_size * m.hidden_size / flops
     if work.recompute == "selective":
-        return 4 * work.seq_len * m.num_heads * m.head_dim * m.num_layers / whole
+        return 4 * work.seq_len * m.num_heads * m.head_dim * m.num_layers / flops
     return 0.0

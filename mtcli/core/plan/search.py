@@ -1,4 +1,4 @@
-"""The best layouts of a model on some devices, and the fewest devices that hold it.
+"""Searches for the best layouts of a model on some devices, and the fewest devices that hold it.
 
 Every legal layout is tried in order of a lower bound.
 
@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, best first, and what became of the others."""
+    """The best candidates, best first, and counts of the others."""
 
     best: tuple[Candidate, ...]
     tried: int
@@ -120,7 +120,7 @@ def fewest(
 
 
 def _between(low: int, high: int, node: int) -> Iterator[int]:
-    """Counts above `low`, up to `high`: all within a node, and whole nodes beyond."""
+    """Yields counts above `low`, up to `high`: all within a node, and full nodes beyond."""
     yield from range(low + 1, min(node, high) + 1)
     nodes = range(max(low, node) // node + 1, high // node + 1)
     yield from (count * node for count in nodes[:: max(1, len(nodes) // MOST_TRIED)])
@@ -128,8 +128,8 @@ def _between(low: int, high: int, node: int) -> Iterator[int]:
 
 
 def round_batch(sequences: int, gpus: int) -> int:
-    """At least that many sequences, which the data ranks of many layouts divide: a multiple of the
-    world's odd part and of its powers of two up to 64."""
+    """Rounds a number of sequences up to one that the data ranks of many layouts divide: a multiple
+    of the world's odd part and of its powers of two up to 64."""
     odd = gpus // (gpus & -gpus)
     unit = odd * min(64, gpus & -gpus)
     return max(1, -(-sequences // unit)) * unit
@@ -142,7 +142,7 @@ def with_batch(config: RunConfig, sequences: int) -> RunConfig:
 
 
 def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """The same in two dimensions: to be compared with, as `train` runs one dimension alone."""
+    """Workloads in two dimensions, to be compared with: `train` runs one dimension alone."""
     p, m = config.parallel, config.model
     if p.tp_mode == "2d" or "parallel.tp_mode" in pinned or m.num_experts:
         return []
@@ -178,10 +178,11 @@ def apply(config: RunConfig, work: Workload) -> RunConfig:
 def choices(
     config: RunConfig, world: int, pinned: frozenset[str] = frozenset()
 ) -> Iterator[AxisSizes]:
-    """Every layout worth a look. Left out are those that another beats in time and in memory:
-    gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention by none,
-    whole sequences on tp ranks by parts wherever tp divides a micro-batch's tokens; and context
-    parallel ranks that would keep fewer than SMALLEST_CONTEXT tokens.
+    """Yields every layout worth a look. Left out are those that another beats in time and in
+    memory: gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention
+    by none, sequences not sharded over tp by sequence parallelism wherever tp divides a
+    micro-batch's tokens; and context parallel ranks that would keep fewer than SMALLEST_CONTEXT
+    tokens.
     """
     m, b = config.model, config.batch
 
@@ -212,7 +213,7 @@ def choices(
 def _grids(
     config: RunConfig, world: int, cps: list[int], options: Callable[[str, list[Any]], list[Any]]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """tp, cp, pp and vpp that divide the model and the world."""
+    """Yields tp, cp, pp and vpp that divide the model and the world."""
     m = config.model
     width = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
     tps = divisors(gcd(m.num_heads, width))  # gcd(heads, 0) is heads
@@ -232,7 +233,7 @@ def _grids(
 
 
 def _chunks(num_layers: int, pp: int) -> list[int]:
-    """Chunks per rank: all that cut the layers evenly, or powers of two where pp does not."""
+    """Chunks per rank: all that divide the layers evenly, or powers of two where pp does not."""
     if pp == 1:
         return [1]
     if num_layers % pp == 0:
@@ -273,7 +274,7 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
 
 
 def _with(work: Workload, choice: AxisSizes) -> Workload:
-    """What `Workload.of(apply(config, choice), world)` is, without building the config."""
+    """Builds `Workload.of(apply(config, choice), world)` without building the config."""
     axes = {axis: choice[axis] for axis in AXES}
     tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
     divides = work.tp_mode == "2d" or tokens % choice["tp"] == 0

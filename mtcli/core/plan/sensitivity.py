@@ -1,4 +1,4 @@
-"""Why not another layout: what one changed axis does to the best one found."""
+"""Compares the best layout with those that differ from it in one axis."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import stage_seconds, step_costs
 from mtcli.core.plan.workload import Workload
 
-Value = int | str
-Sort = Callable[[Value], Any]
+FieldValue = int | str
+Sort = Callable[[FieldValue], Any]
 
-FIELDS: dict[str, Callable[[Workload], Value]] = {
+FIELDS: dict[str, Callable[[Workload], FieldValue]] = {
     "tp": lambda work: work.layout.tp,
     "tp_mode": lambda work: work.tp_mode,
     "cp": lambda work: work.layout.cp,
@@ -34,20 +34,21 @@ FOLLOWS |= {"tp_mode": ("tp", "micro-batch", "zero")}
 
 
 class Neighbour(NamedTuple):
-    """A layout that differs in one field, and what else had to follow."""
+    """A layout that differs in one field, and in the fields that had to follow."""
 
     field: str
-    value: Value
+    value: FieldValue
     prediction: Prediction
     reason: str
 
 
 def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[Neighbour]:
-    """Of every field, the next smaller and the next larger value that was tried, each in its
-    quickest layout that fits, and why it falls short of the best, the first of `known`."""
-    best, seen = known[0], {one.work: one for one in known}
+    """Neighbours by each field: the next smaller and the next larger value that was tried, in its
+    quickest layout that fits, with the reason why it falls short of the best, the first of `known`.
+    """
+    best, by_work = known[0], {one.work: one for one in known}
     return [
-        _quickest(field, value, near, seen, best)
+        _quickest(field, value, near, by_work, best)
         for field in FIELDS
         for value, near in _nearest(field, best.work, works)
     ]
@@ -55,13 +56,13 @@ def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[N
 
 def _nearest(
     field: str, best: Workload, works: Sequence[Workload]
-) -> list[tuple[Value, list[Workload]]]:
-    """The values next to the best's, with the layouts that have them and are alike otherwise."""
+) -> list[tuple[FieldValue, list[Workload]]]:
+    """Values next to the best's, with the layouts that have them and are alike otherwise."""
     free = (field, *FOLLOWS.get(field, ()))
     fixed = [read for name, read in FIELDS.items() if name not in free]
     same = [read(best) for read in fixed]
     mine, read = FIELDS[field](best), FIELDS[field]
-    near: dict[Value, list[Workload]] = {}
+    near: dict[FieldValue, list[Workload]] = {}
     for work in works:
         if read(work) != mine and [one(work) for one in fixed] == same:
             near.setdefault(read(work), []).append(work)
@@ -74,9 +75,9 @@ def _nearest(
 
 def _quickest(
     field: str,
-    value: Value,
+    value: FieldValue,
     works: Sequence[Workload],
-    seen: dict[Workload, Prediction],
+    by_work: dict[Workload, Prediction],
     best: Prediction,
 ) -> Neighbour:
     """The quickest layout that fits, by lower bounds: those of the largest pipelines take a second
@@ -84,7 +85,7 @@ def _quickest(
     device = best.device
     for work in sorted(works, key=lambda one: lower_bound(one, device)):
         if fits(work, device):
-            one = seen.get(work) or _estimate(work, best)
+            one = by_work.get(work) or _estimate(work, best)
             if one.step_seconds < best.step_seconds:  # none is quicker than the best of a search
                 one = predict_workload(work, device)
             return Neighbour(field, value, one, _reason(one, best))
@@ -94,7 +95,7 @@ def _quickest(
 
 
 def _estimate(work: Workload, best: Prediction) -> Prediction:
-    """A prediction whose step is its lower bound, times what the best's step is of its own."""
+    """Predicts a step as its lower bound, times the best's step over its own bound."""
     device, costs = best.device, step_costs(work, best.device, PHYSICS)
     over = best.step_seconds / lower_bound(best.work, device)
     step = over * lower_bound(work, device)
@@ -106,7 +107,7 @@ def _estimate(work: Workload, best: Prediction) -> Prediction:
 
 
 def _reason(one: Prediction, best: Prediction) -> str:
-    """How much slower, and the part of the step that grew most."""
+    """Words how much slower a layout is, and the part of the step that grew most."""
     slower = one.step_seconds / best.step_seconds - 1
     mine, its = _parts(one), _parts(best)
     grew = max(mine, key=lambda part: mine[part] - its[part])
@@ -117,7 +118,7 @@ def _reason(one: Prediction, best: Prediction) -> str:
 
 
 def _parts(one: Prediction) -> dict[str, float]:
-    """Seconds of a step that wait for the pipeline, that are sent, and that compute."""
+    """Seconds of a step by cause: bubble, communication by axis, recomputation and computing."""
     idle = one.step_seconds * one.bubble_fraction / (1 + one.bubble_fraction)
     sent = one.communication_seconds
     parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}

@@ -8,7 +8,7 @@ from mtcli.core.plan.communication import (
     context_parallel,
     expert_parallel,
     gradient_seconds,
-    hop_seconds,
+    p2p_seconds,
     sharded_block,
     tensor_parallel,
 )
@@ -29,7 +29,7 @@ STATE_PASSES = 2  # the optimizer reads and writes masters and moments
 
 
 def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
-    """The seconds of each part of a step."""
+    """Costs of each part of a step."""
     parts = block_costs(work, device, physics)
     if device.calibration:
         return host_step(work, parts, device.calibration)
@@ -43,7 +43,7 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
         parts,
         block=block,
         sharded=sharded,
-        hop=hop_seconds(work, device, physics),
+        hop=p2p_seconds(work, device, physics),
         gradients=gradients,
         gradients_exposed=exposed,
         optimizer=_optimizer(work, device, physics),
@@ -52,13 +52,13 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
 
 
 def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
-    """The parts of a step that do not depend on the pipeline or on the data ranks."""
+    """Costs of a step's parts that do not depend on the pipeline or on the data ranks."""
     p = work.layout
     alone = ParallelLayout(p.tp * p.cp * p.ep * p.etp, tp=p.tp, cp=p.cp, ep=p.ep, etp=p.etp)
-    whole = replace(
+    block_work = replace(
         work, layout=alone, global_batch_size=0, schedule_name="", zero=0, stage_sizes=()
     )
-    return _block_parts(whole, device, physics)
+    return _block_parts(block_work, device, physics)
 
 
 @cache
@@ -88,7 +88,7 @@ def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
 
 
 def _covered(compute: float, fetched: float, physics: Physics) -> float:
-    """A block whose weights are fetched while the one before computes."""
+    """Seconds of a block whose weights are all-gathered while the one before computes."""
     hidden = min(fetched, compute) * physics.data_overlap
     return compute + fetched - hidden
 
@@ -116,7 +116,7 @@ def hidden_gather(work: Workload, behind: Pass) -> float:
 
 
 def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
-    """Gradients read twice (norm, update), masters and moments read and written.
+    """Seconds of the update: gradients read twice (norm, update), optimizer state read and written.
 
     LAMB reads masters and moments once more: its steps' lengths are known when all have been seen.
     """
@@ -162,7 +162,7 @@ def pipeline_timeline(work: Workload, costs: Costs, num_micro_batches: int) -> T
 
 
 def _shared(end: float, busy: float, work: Workload, costs: Costs) -> float:
-    """When a pipeline ends whose ranks share cores: while one waits, others have its core."""
+    """Seconds of a pipeline whose ranks share cores: while one waits, others have its core."""
     if costs.crowd <= 1:
         return end
     return max(end / costs.crowd, busy / work.layout.pp)
@@ -184,7 +184,7 @@ def _round_seconds(work: Workload, costs: Costs, timeline: Timeline) -> float:
 
 
 def stage_seconds(work: Workload, costs: Costs) -> list[Pass]:
-    """The forward and backward of each stage, for one micro-batch."""
+    """Seconds of each stage's forward and backward, for one micro-batch."""
     counts = work.layers_of_stage
     blocks = {count: costs.block * count for count in set(counts)}
     stages = [blocks[count] for count in counts]
@@ -194,7 +194,7 @@ def stage_seconds(work: Workload, costs: Costs) -> list[Pass]:
 
 
 def weight_seconds(work: Workload, costs: Costs) -> list[float]:
-    """The weight half of each stage's backward, about a forward's worth of products."""
+    """Seconds of the weight half of each stage's backward, about a forward's GEMMs."""
     stages = stage_seconds(work, costs)
     return [
         min(costs.compute.forward * layers, stage.backward / 2)

@@ -1,4 +1,4 @@
-"""An answer as data, the JSON contract of `mtcli plan --json`, and as rows of tables.
+"""Renders an answer as JSON, the contract of `mtcli plan --json`, and as rows of tables.
 
 Ranks of worlds larger than WHOLE are told by ranges: pipeline stages are alike, so that the first
 one says it all, and so do the first and the last group of an axis.
@@ -24,7 +24,7 @@ RankGroups = dict[str, list[list[int]]]
 
 UNEVEN = 1.25  # of the mean, which the busiest rank's experts get in the row about uneven loads
 SHOWN_STAGES = 16  # of a longer pipeline its ends, and the rank that holds most
-WHOLE = 64  # ranks that are listed one by one
+ALL_RANKS = 64  # ranks that are listed one by one
 ROWS = 16  # of ranges, of which the middle is left out
 
 NOT_RUN = "2D tensor parallelism is planned; mtcli train runs tp_mode='1d' alone"
@@ -60,8 +60,8 @@ def as_json(answer: PlanAnswer) -> Json:
 
 
 def evaluation(answer: PlanAnswer) -> Json | None:
-    """Cost of evaluation between the steps, where the config asks for it: {every, batches,
-    seconds of each, seconds_per_step, memory_bytes of a rank at most}."""
+    """Costs of evaluation between the steps, where the config asks for it: {every, batches, seconds
+    of each, seconds_per_step, memory_bytes of a rank at most}."""
     train, p = answer.config.train, answer.prediction
     if not train.eval_every:
         return None
@@ -76,7 +76,7 @@ def evaluation(answer: PlanAnswer) -> Json | None:
 
 
 def figures(p: Prediction) -> Json:
-    """Everything that the JSON says of one layout."""
+    """Figures of one layout in the JSON."""
     model, peak = p.work.model, p.device.peak(p.work.sizes.gemm)
     most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
     return {
@@ -118,7 +118,7 @@ def figures(p: Prediction) -> Json:
 
 
 def layout_of(work: Workload) -> Json:
-    """Every size that says how the step is cut."""
+    """Sizes of every axis, the micro-batch and the options that decide how a step is sharded."""
     layout = work.layout
     axes = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
     return {
@@ -140,24 +140,24 @@ def layout_of(work: Workload) -> Json:
 
 
 def uneven(p: Prediction) -> Prediction | None:
-    """The same step where the busiest rank's experts get UNEVEN times the mean of copies."""
+    """Predicts the step where the busiest rank's experts get UNEVEN times the mean of copies."""
     if not p.work.model.num_experts:
         return None
     return predict_workload(replace(p.work, imbalance=UNEVEN), p.device)
 
 
 def _memory_by_stage(p: Prediction) -> list[Json]:
-    """What the fullest rank of each pipeline rank holds; `in_flight` counts micro-batches."""
+    """Bytes of the fullest rank of each pipeline rank; `in_flight` counts micro-batches."""
     return [
-        {"pp_rank": place, "in_flight": chunks / p.work.layout.vpp, **memory.as_dict()}
-        for place, (memory, chunks) in enumerate(
+        {"pp_rank": pp_rank, "in_flight": chunks / p.work.layout.vpp, **memory.as_dict()}
+        for pp_rank, (memory, chunks) in enumerate(
             zip(memory_by_stage(p.work, p.device), in_flight_chunks(p.work), strict=True)
         )
     ]
 
 
 def summary_rows(answer: PlanAnswer) -> Rows:
-    """Rows of the summary table: what, and how much."""
+    """Rows of the summary table: name and value."""
     rows = [list(row) for row in summary(answer.prediction)]
     if found := evaluation(answer):
         share = found["seconds_per_step"] / answer.prediction.step_seconds
@@ -199,10 +199,10 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
 
 
 def _fullest(p: Prediction) -> str:
-    """The rank that holds most, and its place on both grids."""
+    """The rank with most bytes, and its coordinates on both grids."""
     rank = fullest_rank(p.work, p.device)
-    place = p.work.layout.coordinates(rank)
-    sizes = [f"{axis}={i}" for axis, i in place.items() if p.work.layout.size(axis) > 1]
+    coordinates = p.work.layout.coordinates(rank)
+    sizes = [f"{axis}={i}" for axis, i in coordinates.items() if p.work.layout.size(axis) > 1]
     return f"{rank} ({', '.join(sizes)})" if sizes else str(rank)
 
 
@@ -214,7 +214,7 @@ def _uneven_cost(p: Prediction) -> str:
 
 
 def _slow_precision(p: Prediction) -> str:
-    """Of a device that has no arithmetic for narrow products, and makes them in fp32."""
+    """Words a device that lacks arithmetic in narrow dtypes, and makes GEMMs in fp32."""
     asked, found = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
     if asked == found or found != "fp32":
         return ""
@@ -222,7 +222,7 @@ def _slow_precision(p: Prediction) -> str:
 
 
 def _roofline(p: Prediction) -> str:
-    """Of a device that was taken for what three quick rates say of it."""
+    """Words the three quick rates that a device without a calibration was taken for."""
     if p.device.rates != "roofline":
         return ""
     flops, memory, link = p.device.peak("fp32"), p.device.memory_bandwidth, p.device.link.bandwidth
@@ -240,29 +240,29 @@ def stage_table(prediction: Prediction) -> tuple[list[str], Rows]:
     kinds = [name for name in stages[0] if name not in ("pp_rank", "in_flight")]
     rows = []
     for stage in stages:
-        place, end = stage["pp_rank"], min(stage["pp_rank"], len(stages) - 1 - stage["pp_rank"])
+        pp_rank, end = stage["pp_rank"], min(stage["pp_rank"], len(stages) - 1 - stage["pp_rank"])
         if len(stages) > SHOWN_STAGES and end >= SHOWN_STAGES // 4 and stage is not fullest:
             continue
         most = "*" if stage is fullest else ""
         sizes = [gib(stage[kind]) for kind in kinds]
-        rows.append([f"{place}{most}", f"{stage['in_flight']:.4g}", *sizes])
+        rows.append([f"{pp_rank}{most}", f"{stage['in_flight']:.4g}", *sizes])
     return ["pp\nrank", "in\nflight", *kinds], rows
 
 
 def candidate_rows(candidates: Sequence[Prediction]) -> Rows:
     """A row of CANDIDATES each: its cost, where its time goes, and how far from the best it is."""
     first, rows = candidates[0].step_seconds, []
-    for place, one in enumerate(candidates, start=1):
+    for number, one in enumerate(candidates, start=1):
         sent = sum(one.communication_seconds.values()) / one.step_seconds
-        slower = f"{one.step_seconds / first - 1:.1%}" if place > 1 else ""
+        slower = f"{one.step_seconds / first - 1:.1%}" if number > 1 else ""
         figures = [f"{one.step_seconds:.4g} s", f"{one.mfu:.1%}", gib(one.memory.total)]
         shares = [f"{one.bubble_fraction:.1%}", f"{sent:.1%}", slower]
-        rows.append([str(place), one.work.layout_words, *figures, *shares])
+        rows.append([str(number), one.work.layout_words, *figures, *shares])
     return rows
 
 
 def neighbour_rows(neighbours: Sequence[Neighbour]) -> Rows:
-    """A row of NEIGHBOURS for each changed field of the best layout: what became of it, and why."""
+    """Rows of NEIGHBOURS, one for each changed field of the best layout: reason and cost."""
     rows = []
     for field, value, one, reason in neighbours:
         figures = [f"{one.step_seconds:.4g} s", gib(one.memory.total), one.work.layout_words]
@@ -272,27 +272,28 @@ def neighbour_rows(neighbours: Sequence[Neighbour]) -> Rows:
 
 def enough_table(p: Prediction) -> tuple[str, tuple[str, str], Rows]:
     """(title, headings, rows) on the fewest devices on which a layout fits."""
-    held = f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"
+    used = f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"
     rate = f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
-    rows = [["layout", p.work.layout_words], ["bytes per rank", held], ["step time", rate]]
+    rows = [["layout", p.work.layout_words], ["bytes per rank", used], ["step time", rate]]
     return f"It fits from {p.work.layout.world:,} x {p.device.name} on", ("", ""), rows
 
 
-def rank_places(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
-    """Each rank's place on the attention grid and on the expert grid, outermost axis first."""
+def rank_coordinates(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
+    """Coordinates of each rank on the attention and the expert grid, outermost axis first."""
     grids = {"attention": layout.attention, "experts": layout.experts}
 
-    def place(grid: Grid, rank: int) -> dict[str, int]:
+    def coordinates(grid: Grid, rank: int) -> dict[str, int]:
         sizes = grid.coordinates(rank)
         return {axis: sizes[axis] for axis in reversed(grid.axes)}
 
     return [
-        {name: place(grid, rank) for name, grid in grids.items()} for rank in range(layout.world)
+        {name: coordinates(grid, rank) for name, grid in grids.items()}
+        for rank in range(layout.world)
     ]
 
 
 def rank_groups(layout: ParallelLayout) -> dict[str, RankGroups]:
-    """Every group of ranks that talk to each other along one axis, per grid and axis."""
+    """Groups of ranks that communicate along one axis, per grid and axis."""
     grids = {"attention": layout.attention, "experts": layout.experts}
     return {
         name: {axis: grid.groups(axis) for axis in reversed(grid.axes)}
@@ -302,31 +303,31 @@ def rank_groups(layout: ParallelLayout) -> dict[str, RankGroups]:
 
 def rank_table(layout: ParallelLayout) -> tuple[str, list[str], list[list[str]]]:
     """(title, headings, rows): a row per rank, or per range of ranks of the first stage."""
-    places, groups = rank_places(layout), rank_groups(layout)
+    all_coordinates, groups = rank_coordinates(layout), rank_groups(layout)
     axes = [(grid, axis) for grid in groups for axis in groups[grid]]
     columns = ["ranks", *(axis for _, axis in axes)]
     title = "Ranks on the attention grid, and on the expert grid"
     size = 1
-    if layout.world > WHOLE:
+    if layout.world > ALL_RANKS:
         size, stage = layout.tp, layout.world // layout.pp
-        places = places[:stage]
+        all_coordinates = all_coordinates[:stage]
         title += f": stage 0 of {layout.pp}; stage p holds ranks p*{stage} to p*{stage}+{stage - 1}"
     rows = []
-    for first in range(0, len(places), size):
-        those = places[first : first + size]
-        cells = [_range([place[grid][axis] for place in those]) for grid, axis in axes]
+    for first in range(0, len(all_coordinates), size):
+        those = all_coordinates[first : first + size]
+        cells = [_range([coordinates[grid][axis] for coordinates in those]) for grid, axis in axes]
         rows.append([_range(list(range(first, first + size))), *cells])
-    if layout.world > WHOLE and len(rows) > ROWS:
+    if layout.world > ALL_RANKS and len(rows) > ROWS:
         rows = [*rows[: ROWS - 2], ["..."] * len(columns), rows[-1]]
     return title, columns, rows
 
 
 def group_lines(layout: ParallelLayout) -> list[str]:
-    """A line per axis of either grid with its groups: all, or how many there are and the ends."""
+    """Lists the groups of each axis of either grid in a line: all, or their number and the ends."""
     lines = []
     for grid, axes in rank_groups(layout).items():
         for axis, members in axes.items():
-            if layout.world <= WHOLE:
+            if layout.world <= ALL_RANKS:
                 lines.append(f"{grid} {axis}: {' '.join(str(group) for group in members)}")
                 continue
             ends = [members[0], members[-1]] if len(members) > 1 else members
@@ -336,7 +337,7 @@ def group_lines(layout: ParallelLayout) -> list[str]:
 
 
 def _range(numbers: list[int]) -> str:
-    """`0-7`, or `0-56 by 8`, or a list where steps differ."""
+    """Words numbers as `0-7`, or `0-56 by 8`, or a list where steps differ."""
     first, last = numbers[0], numbers[-1]
     steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
     if first == last and steps <= {0}:

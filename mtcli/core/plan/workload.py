@@ -1,4 +1,4 @@
-"""One training step as the cost model sees it: its work on a layout, and the seconds of its parts.
+"""Describes a training step for the cost model: its work on a layout, and its parts' seconds.
 
 A `RunConfig` becomes a `Workload`, and so does a published record (`published/software.py`), which
 may use precisions that the engine does not train in.
@@ -17,7 +17,7 @@ from mtcli.core.schedule.ops import Schedule
 
 
 class Precision(NamedTuple):
-    """Bytes per element of what training keeps, and the arithmetic of its large products."""
+    """Bytes per element of weights, gradients and optimizer state, and the precision of GEMMs."""
 
     weight: int  # also of activations
     gradient: int  # flat buckets, always wide
@@ -39,7 +39,7 @@ UNEVEN_ROUNDS = 8  # of pp micro-batches, in which stages of any sizes find thei
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step: what is computed, on which layout, in which pieces."""
+    """A training step: its model, batch and layout, and how they are sharded."""
 
     model: ModelConfig
     layout: ParallelLayout
@@ -81,7 +81,7 @@ class Workload:
 
     @property
     def sizes(self) -> Precision:
-        """Bytes per element of what is kept."""
+        """Bytes per element of weights, gradients and optimizer state."""
         return PRECISIONS[self.precision]
 
     @property
@@ -106,34 +106,34 @@ class Workload:
 
     @property
     def stream_bytes(self) -> float:
-        """The residual stream of a micro-batch on one context parallel rank, of all tp ranks."""
+        """Bytes of a micro-batch's residual stream on one cp rank, of all tp ranks."""
         return float(self.tokens * self.model.hidden_size * self.sizes.weight)
 
     @property
     def head_bytes(self) -> float:
-        """Queries, keys and values of a rank's heads."""
+        """Bytes of queries, keys and values of a rank's heads."""
         heads = self.model.num_heads + 2 * self.kv_heads
         return self.tokens * heads * self.model.head_dim / self.layout.tp * self.sizes.weight
 
     @property
     def routed_bytes(self) -> float:
-        """Token copies that the busiest rank's experts get."""
+        """Bytes of the token copies that the busiest rank's experts get."""
         return self.expert_rows * self.model.hidden_size * self.sizes.weight
 
     @property
-    def product_halves(self) -> int:
-        """Halves of a block whose products tensor parallelism cuts: attention, and a dense MLP."""
+    def sharded_halves(self) -> int:
+        """Halves of a block whose GEMMs tensor parallelism shards: attention, and a dense MLP."""
         m = self.model
         return 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
 
     @property
     def mesh(self) -> int:
-        """Rows, and columns, of the square of ranks that 2D tensor parallelism cuts over."""
+        """Rows, and columns, of the square of ranks of 2D tensor parallelism; 1 without it."""
         return isqrt(self.layout.tp) if self.tp_mode == "2d" else 1
 
     @property
     def kv_sharers(self) -> int:
-        """Tensor parallel ranks that share a key-value head, each of them with all of it."""
+        """Tensor parallel ranks that share a key-value head."""
         return max(1, self.layout.tp // self.model.num_kv_heads) if self.mesh == 1 else 1
 
     @property
@@ -142,8 +142,8 @@ class Workload:
         return self.model.num_kv_heads * self.kv_sharers
 
     @property
-    def sequence_cut(self) -> int:
-        """Into how many parts norms, dropout and residuals are cut."""
+    def sequence_shards(self) -> int:
+        """Ranks over which sequence parallelism shards norms, dropout and residuals."""
         return self.layout.tp if self.sequence_parallel else 1
 
     @property
@@ -188,12 +188,12 @@ class Workload:
 
     def _copies(self, load: float) -> float:
         m = self.model
-        return self.tokens / self.sequence_cut * m.top_k * min(load, m.capacity_factor or load)
+        return self.tokens / self.sequence_shards * m.top_k * min(load, m.capacity_factor or load)
 
     @property
     def _padded_rows(self) -> float:
         """Rows of all experts that are padded: a whole sequence's may all be on one rank."""
-        m, tokens = self.model, self.tokens / self.sequence_cut
+        m, tokens = self.model, self.tokens / self.sequence_shards
         each = m.top_k * m.capacity_factor / m.num_experts
         if m.drop_scope == "sub_sequence":
             return m.num_experts * ceil(tokens * each)
@@ -264,14 +264,14 @@ class Costs:
     overhead: float = 0.0  # outside of the micro-batches: data, logging, the host's bookkeeping
 
     def crowded(self, crowd: float) -> "Costs":
-        """The same where so many ranks share what one had to itself: all take so much longer."""
+        """The costs where so many ranks share what one had to itself: all take so much longer."""
         longer = {name: value * crowd for name, value in vars(self).items()}
         return Costs(**longer | {"crowd": crowd})
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again
 def schedule_of(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
-    """`schedule_for`, of which the last ones are kept."""
+    """Returns `schedule_for`, of which the last ones are cached."""
     return schedule_for(name, pp, vpp, num_micro_batches)
 
 

@@ -1,1 +1,1 @@
-"""Where a step's time and memory go, measured and planned."""
+"""Profiles a step's time and memory, measured vs planned."""

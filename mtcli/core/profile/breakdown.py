@@ -1,4 +1,4 @@
-"""Time breakdown of a step: each second of each pipeline rank under one name.
+"""Computes the time breakdown of a step: each second of each pipeline rank under one name.
 
 A gap before an op whose input comes from another rank is bubble until that rank has made it, and
 communication after. What follows the last op is bubble until the slowest pipeline rank is done.
@@ -18,7 +18,7 @@ Spent = dict[str, float]  # by KINDS
 
 
 def speakers(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """One record per pipeline rank, in pipeline order."""
+    """Selects one record per pipeline rank, in pipeline order."""
     return sorted((r for r in records if r.speaks), key=lambda r: r.pp_rank)
 
 
@@ -31,14 +31,14 @@ def spent_by_rank(records: Sequence[RankRecord], schedule: Schedule) -> list[Spe
     return found
 
 
-def hop_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
-    """Seconds of a step in which each pipeline rank waits for inputs that are made already.
+def p2p_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
+    """Seconds of a step that each pipeline rank waits for p2p inputs which are made already.
 
     Means over the timed steps.
     """
     return [
         mean(
-            sum(hop for *_, hop in _waits(record, pipeline, i, schedule))
+            sum(transfer for *_, transfer in _waits(record, pipeline, i, schedule))
             for i, pipeline in enumerate(steps)
         )
         for record, steps in _steps_of(records)
@@ -48,7 +48,7 @@ def hop_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float
 def _steps_of(
     records: Sequence[RankRecord],
 ) -> list[tuple[RankRecord, list[tuple[StepRecord, ...]]]]:
-    """Each pipeline rank's speaker, with every timed step on all of the speakers."""
+    """Pairs each pipeline rank's speaker with every timed step on all of the speakers."""
     pipeline = speakers(records)
     steps = list(zip(*(record.steps for record in pipeline), strict=True))
     return [(record, steps) for record in pipeline]
@@ -61,10 +61,10 @@ def attribute(
     step, spent = record.steps[index], dict.fromkeys(KINDS, 0.0)
     phases = step.phases
     spent["data"] = phases.data - phases.begin
-    for (op, start, end), bubble, hop in _waits(record, pipeline, index, schedule):
+    for (op, start, end), bubble, transfer in _waits(record, pipeline, index, schedule):
         exchanging = record.exchanging(step, op.kind) * (end - start)
         spent["bubble"] += bubble
-        spent["communication"] += hop
+        spent["communication"] += transfer
         spent["communication"] += exchanging
         spent["forward" if op.kind == "F" else "backward"] += end - start - exchanging
     done = max(span.end for other in pipeline for span in other.spans)
@@ -85,8 +85,8 @@ def attribute(
 def _waits(
     record: RankRecord, pipeline: Sequence[StepRecord], index: int, schedule: Schedule
 ) -> Iterator[tuple[OpSpan, float, float]]:
-    """Each op of a step with the seconds before it in which a rank waits for its input to be made
-    on another rank, and then for it to arrive; none of either where it has no such input."""
+    """Yields each op of a step with the seconds before it in which a rank waits for its input to be
+    made on another rank, and then for it to arrive; none of either where it has no such input."""
     ends = {span.op: span.end for other in pipeline for span in other.spans}
     clock = record.steps[index].phases.data
     for span in record.steps[index].spans:

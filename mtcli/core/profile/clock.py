@@ -1,4 +1,4 @@
-"""Clocks that time a step: stamps are taken while it runs and become seconds when it is over."""
+"""Times a step: stamps are taken while it runs and become seconds when it is over."""
 
 import platform
 from collections.abc import Callable
@@ -16,23 +16,23 @@ ROUNDS = 8  # barriers between which clocks of two machines are compared
 
 
 class HostClock:
-    """perf_counter: on CPU an op is over when its call returns.
+    """A clock of the host, perf_counter: on CPU an op is over when its call returns.
 
     A clock gives stamps; `begin` starts a step, after `end` its stamps are known in seconds.
     """
 
     def __call__(self) -> float:
-        """Now."""
+        """Stamps the current moment."""
         return perf_counter()
 
     def begin(self) -> None:
-        """Nothing to start."""
+        """Does nothing: a host's clock needs no start."""
 
     def end(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: ops are over when their calls return."""
 
     def seconds(self, stamp: float) -> float:
-        """When a stamp was, in seconds of this process's perf_counter: the stamp itself."""
+        """Converts a stamp to seconds of this process's perf_counter: the stamp itself."""
         return stamp
 
 
@@ -43,7 +43,7 @@ class DeviceClock:
         self.begin()
 
     def __call__(self) -> float:
-        """The number of an event that the device is yet to reach."""
+        """Records an event, and returns its number."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self.events.append(event)
@@ -59,11 +59,11 @@ class DeviceClock:
         self.base_seconds = perf_counter()
 
     def end(self) -> None:
-        """Returns when the device is done."""
+        """Waits until the device is done."""
         torch.cuda.synchronize()
 
     def seconds(self, stamp: float) -> float:
-        """When the device reached the event."""
+        """Converts an event's number to the second at which the device reached it."""
         return self.base_seconds + self.base.elapsed_time(self.events[int(stamp)]) / 1e3
 
 
@@ -76,14 +76,14 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def op_range(device: torch.device) -> Callable[[object], AbstractContextManager[None]]:
-    """What to run an op in, so that tools that watch the device see its name: an NVTX range."""
+    """An NVTX range to run an op in, so that tools that watch the device see its name."""
     if device.type != "cuda":
         return nullcontext
     return lambda op: torch.cuda.nvtx.range(str(op))
 
 
 def clock_offset(world: Axis) -> float:
-    """Seconds to add to this rank's perf_counter to get rank 0's.
+    """Measures the seconds to add to this rank's perf_counter to get rank 0's.
 
     Processes of one machine share that clock. Those of others compare the moments at which they
     leave the same barriers: the median of ROUNDS, good to a barrier's latency.

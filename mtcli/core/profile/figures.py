@@ -1,4 +1,4 @@
-"""The figures of a profiled run, measured vs planned: the JSON contract of `mtcli profile --json`.
+"""Computes the figures of a profiled run, measured vs planned: the JSON of `mtcli profile --json`.
 
 Planned figures are those of `mtcli plan` for this config at the peak that MFU divides by; None
 where plan does not know the device.
@@ -42,7 +42,7 @@ CARRIERS = {
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured run and everything derived from it; `device` is a name that plan knows, or ""."""
+    """A measured run and its figures; `device` is a name that plan knows, or ""."""
 
     config: RunConfig
     world: int
@@ -52,12 +52,12 @@ class Profile:
 
     @cached_property
     def work(self) -> Workload:
-        """The step as plan sees it, without saves."""
+        """The step as a workload, without saves."""
         return replace(Workload.of(self.config, self.world), async_save=False)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The ops that each pipeline rank ran."""
+        """The schedule that the pipeline ranks ran."""
         return self.work.schedule(self.work.num_micro_batches)
 
     @cached_property
@@ -67,7 +67,7 @@ class Profile:
 
     @cached_property
     def planned(self) -> Timeline | None:
-        """The pipeline of `prediction`."""
+        """The simulated timeline of `prediction`."""
         return self.prediction.timeline() if self.prediction else None
 
     @cached_property
@@ -84,7 +84,7 @@ class Profile:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """What plan says of this run at the rate that MFU divides by, where it knows the device."""
+        """The plan of this run at the rate that MFU divides by, where plan knows the device."""
         if self.device not in NAMES:
             return None
         named = device_named(self.device)
@@ -106,7 +106,7 @@ class Profile:
 
     @property
     def hardware_flops(self) -> float:
-        """`model_flops` and what the backward pass computes again."""
+        """FLOPs of a step, recomputation included."""
         return self.model_flops * (1.0 + recomputed_share(self.work) / 3.0)
 
     @property
@@ -119,7 +119,7 @@ class Profile:
         return flops / median(self.step_seconds) / (self.peak_flops * self.world)
 
     def as_json(self) -> Json:
-        """The JSON contract; to plan, it may have a CPU calibrated."""
+        """The JSON contract; planning for it may calibrate a CPU."""
         p, data = self.prediction, self.measured_json()
         for axis, row in data["communication"]["by_axis"].items():
             row["planned"] = p.communication_seconds.get(axis) if p else None
@@ -190,12 +190,12 @@ class Profile:
 
     @property
     def fullest(self) -> RankRecord:
-        """The rank whose state and activations take most."""
+        """The rank with the most bytes of state and activations."""
         return max(self.records, key=lambda record: sum(_told(record).values()))
 
 
 def memory_of(record: RankRecord) -> dict[str, int]:
-    """A rank's bytes by kind; `activations` is the most that the profiled step added, `peak` the
+    """Bytes of a rank by kind; `activations` is the most that the profiled step added, `peak` the
     most that its tensors took, and `process` all that it took, with its libraries."""
     told = _told(record)
     peak = record.allocated_bytes or sum(told.values())
@@ -208,7 +208,7 @@ def _told(record: RankRecord) -> dict[str, int]:
 
 
 def memory_over_time(record: RankRecord) -> Json:
-    """A rank's bytes by kind over the profiled step: what the step adds, on top of its state."""
+    """Bytes of a rank by kind over the profiled step: what the step adds, on top of its state."""
     curve = record.profiled.memory
     state = {kind: [held] * len(curve) for kind, held in record.state_bytes.items()}
     return {
@@ -249,18 +249,18 @@ def figures(data: Mapping[str, Any], plan: Prediction | None) -> Json:
 
 
 def fullest_stage(data: Mapping[str, Any]) -> int:
-    """The pipeline rank whose memory the figures tell, measured and planned."""
+    """The pipeline rank with most memory, measured and planned."""
     return int(data["rank_map"][data["fullest_rank"]]["attention"]["pp"])
 
 
 def planned_memory(figures: Mapping[str, Any]) -> dict[str, int]:
-    """Plan's bytes by the kinds of `memory_bytes`, which are measured; empty where it has none."""
+    """Bytes planned, by the kinds of `memory_bytes` (measured); empty where plan has none."""
     rows = {name: row["planned"] for name, row in figures.items() if name.startswith("memory.")}
     return {name.partition(".")[2]: held for name, held in rows.items() if held is not None}
 
 
 def planned(plan: Prediction, pp_rank: int) -> Json:
-    """Plan's figures, by the names of the measured ones; memory is that of a pipeline rank.
+    """Figures of the plan, by the names of the measured ones; memory is that of a pipeline rank.
 
     As measured, `activations` is all that a step allocates: what plan says that forwards keep, and
     what it counts under `other` for a moment.
@@ -310,8 +310,8 @@ def planned_shares(plan: Prediction) -> dict[str, float]:
 
 
 def joined(measured: Timeline, planned: Timeline | None) -> list[Json]:
-    """Every op once: when it ran and when it was planned to (None without a plan), in seconds since
-    the first op."""
+    """Joins every op's measured and planned times (None without a plan), in seconds since the first
+    op."""
     when = {(s.rank, s.op): (s.start, s.end) for s in planned.spans} if planned else {}
     rows = []
     for rank, op, start, end in measured.spans:
@@ -322,7 +322,7 @@ def joined(measured: Timeline, planned: Timeline | None) -> list[Json]:
 
 
 def seconds_by_axis(records: Sequence[RankRecord], schedule: Schedule) -> Json:
-    """{axis: {measured}}: seconds of a step that a rank communicates on each axis.
+    """Seconds of a step that a rank communicates, as {axis: {measured}}.
 
     The mean over ranks (and timed steps) of the seconds the host waits on CPU, of NCCL's kernels on
     GPU; on pp the seconds between an input's being made and its arrival.
@@ -331,13 +331,13 @@ def seconds_by_axis(records: Sequence[RankRecord], schedule: Schedule) -> Json:
     for axis, groups in CARRIERS.items():
         spent = [mean(_seconds(record, group) for record in records) for group in groups]
         if axis == "pp":
-            spent = [mean(breakdown.hop_seconds(records, schedule))]
+            spent = [mean(breakdown.p2p_seconds(records, schedule))]
         found[axis] = {"measured": sum(spent)}
     return found
 
 
 def traffic(records: Sequence[RankRecord]) -> list[Json]:
-    """Who gave whom how much in the profiled step: {axis, from, to, bytes, calls}."""
+    """Counts the profiled step's traffic by sender and receiver: {axis, from, to, bytes, calls}."""
     rows = sorted(
         (sent.axis, record.rank, sent.receiver, sent.bytes, sent.calls)
         for record in records
@@ -347,7 +347,7 @@ def traffic(records: Sequence[RankRecord]) -> list[Json]:
 
 
 def matrix(rows: Sequence[Mapping[str, Any]], world: int) -> list[list[int]]:
-    """Bytes of all axes: row r holds what rank r gave each rank."""
+    """Bytes of all axes: row r has what rank r sent to each rank."""
     found = [[0] * world for _ in range(world)]
     for row in rows:
         found[row["from"]][row["to"]] += row["bytes"]

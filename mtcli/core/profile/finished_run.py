@@ -1,4 +1,4 @@
-"""A finished run, read back from its folder (config, metrics, events, run.json), as figures.
+"""Reads a finished run back from its folder (config, metrics, events, run.json), as figures.
 
 Its curves have each step once, in order, thinned to be drawn.
 """
@@ -16,7 +16,7 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import is_number, parse_json, read_untrusted, shown
 from mtcli.core.mesh.parameters import count_parameters
-from mtcli.core.plan.tables import rank_places
+from mtcli.core.plan.tables import rank_coordinates
 from mtcli.core.plan.workload import Workload
 from mtcli.core.schedule.timeline import Timeline, simulate
 from mtcli.core.training.metrics import EVENTS, FACTS, METRICS
@@ -41,7 +41,7 @@ MAX_FACTS_BYTES = 16 << 20
 
 
 class FinishedRun(NamedTuple):
-    """What a run left behind; `world` is None where it did not say."""
+    """A finished run's records; `world` is None where the run did not say."""
 
     folder: Path
     config: RunConfig
@@ -57,7 +57,7 @@ def is_run(source: str) -> bool:
 
 
 def read_run(source: str) -> FinishedRun:
-    """The run of a folder. Raises MtcliError where it holds no steps or a damaged line.
+    """Reads the run of a folder. Raises MtcliError where it holds no steps or a damaged line.
 
     The last line of a killed run may be cut short; it is left out.
     """
@@ -84,7 +84,7 @@ def read_run(source: str) -> FinishedRun:
 
 
 def once(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """(every step once, as it was run last, in order; the steps at which the run took up again).
+    """Keeps each step once: (as it was run last, in order; the steps at which the run resumed).
 
     A run that resumes from a checkpoint runs the steps since then a second time.
     """
@@ -95,7 +95,7 @@ def once(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
-    """What events.jsonl says; none where it is not there, nor a last line that was cut short."""
+    """Reads events.jsonl, if there is one, without a last line that was truncated."""
     path, events = folder / EVENTS, []
     for line in _lines(path) if path.exists() else []:
         with suppress(ValueError):
@@ -118,7 +118,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """The record of a step. Raises ValueError where it lacks a figure, or one is no number."""
+    """Reads a step's record. Raises ValueError where it lacks a figure, or one is no number."""
     row = parse_json(line)
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("no step")
@@ -174,7 +174,7 @@ def summary_of(run: FinishedRun) -> dict[str, Any]:
 
 
 class Curve(NamedTuple):
-    """Values at steps, in order."""
+    """A curve: values at steps, in order."""
 
     steps: list[int]
     values: list[float]
@@ -187,7 +187,7 @@ def curve(rows: Sequence[Row], key: str, scale: float = 1.0) -> Curve:
 
 
 def thinned(whole: Curve, points: int = MOST_POINTS) -> Curve:
-    """At most about `points` of a curve: of each stretch its lowest and highest, in order.
+    """Thins a curve to about `points` at most: of each stretch its lowest and highest, in order.
 
     So no spike is lost. Steps without a finite value are kept where a stretch has no other.
     """
@@ -204,7 +204,7 @@ def thinned(whole: Curve, points: int = MOST_POINTS) -> Curve:
 
 
 def curves_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
-    """{curve: {steps, values}} of all that is drawn, thinned; None where a value is not finite."""
+    """Curves to draw, thinned, as {curve: {steps, values}}; None where a value is not finite."""
     found = {name: thinned(curve(rows, *of)) for name, of in CURVES.items()}
     found["validation loss"] = thinned(curve(rows, "valid_loss"))
     return {
@@ -248,7 +248,7 @@ def planned_of(run: FinishedRun, step_seconds: float) -> Timeline:
 
 
 def rank_map(work: Workload) -> list[dict[str, Any]]:
-    """Each rank's place on both grids and the layers of its stages."""
+    """Coordinates of each rank on both grids, and the layers of its stages."""
     layers = list(accumulate(work.layers_of_stage, initial=0))
     return [
         {
@@ -260,5 +260,5 @@ def rank_map(work: Workload) -> list[dict[str, Any]]:
                 for layer in range(layers[stage], layers[stage + 1])
             ],
         }
-        for rank, places in enumerate(rank_places(work.layout))
+        for rank, places in enumerate(rank_coordinates(work.layout))
     ]

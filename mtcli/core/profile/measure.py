@@ -37,7 +37,7 @@ OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other
 
 
 class Measured(NamedTuple):
-    """What rank 0 knows after a profile: every rank's record, and its own trace."""
+    """The result of a profile on rank 0: every rank's record, and its own trace."""
 
     records: list[RankRecord]
     trace: dict[str, Any]
@@ -93,14 +93,14 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
 def timed_step(
     trainer: Trainer, loader: MicroBatchLoader, clock: Clock, offset: float
 ) -> StepRecord:
-    """One training step and when its parts ran, on rank 0's clock."""
+    """Runs one training step and times its parts, on rank 0's clock."""
     return _watched_step(trainer, loader, clock, offset)[0]
 
 
 def _watched_step(
     trainer: Trainer, loader: MicroBatchLoader, clock: Clock, offset: float
 ) -> tuple[StepRecord, Traffic]:
-    """A timed step and what its collectives moved and waited for."""
+    """Runs a timed step, with the traffic and waits of its collectives."""
     recorder = trainer.groups.world.recorder
     traffic = recorder.traffic = Traffic()
     clock.begin()
@@ -125,7 +125,7 @@ def _watched_step(
 def profiled_step(
     trainer: Trainer, loader: MicroBatchLoader, clock: Clock, offset: float
 ) -> tuple[Profiled, dict[str, Any]]:
-    """One training step under torch.profiler: what it showed, and its Chrome trace."""
+    """Runs one training step under torch.profiler; returns its summary and its Chrome trace."""
     activities = [ProfilerActivity.CPU]
     if trainer.groups.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -149,7 +149,7 @@ def profiled_step(
 
 
 def _process_bytes(device: torch.device) -> int:
-    """The most that this process had resident so far (CPU), or what is taken of the device now."""
+    """Bytes resident in this process at most so far (CPU), or in use on the device now."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

@@ -1,4 +1,4 @@
-"""What the ranks of a profiled run hand to rank 0: times on rank 0's clock, bytes and kernels."""
+"""Defines what the ranks of a profiled run send to rank 0: times on its clock, bytes, kernels."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from mtcli.core.training.step import Phases
 
 
 class WaitSeconds(NamedTuple):
-    """How long a rank's host waited for collectives in one step."""
+    """Seconds that a rank's host waited for collectives in one step."""
 
     inside: dict[str, float]  # share of the seconds of its F, B, I and W ops
     by_axis: dict[str, float]  # seconds, hops included, whose sender may be late
@@ -33,7 +33,7 @@ class StepRecord(NamedTuple):
 
 
 class KernelTime(NamedTuple):
-    """What a kernel (or on CPU an operator, without those it calls) took in the profiled step."""
+    """Time of a kernel (or on CPU an operator, without those it calls) in the profiled step."""
 
     name: str
     calls: int
@@ -41,7 +41,7 @@ class KernelTime(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes above what was held when the step began: those that outlive their op, and the rest."""
+    """Bytes allocated since the step began: those that outlive their op, and the rest."""
 
     seconds: float  # since the step began
     activations: int
@@ -49,7 +49,7 @@ class MemorySample(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Bytes of both."""
         return self.activations + self.temporary
 
 
@@ -67,7 +67,7 @@ class Profiled(NamedTuple):
 
 
 class RankRecord(NamedTuple):
-    """All that one rank measured; `speaks` where it is its pipeline rank's first replica."""
+    """The measurements of one rank; `speaks` where it is its pipeline rank's first replica."""
 
     rank: int
     pp_rank: int

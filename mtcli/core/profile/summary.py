@@ -23,7 +23,7 @@ def summarized(
     began: tuple[float, float],
     traffic: Traffic,
 ) -> Profiled:
-    """What a trace tells about its step, beside what the host has sent and waited for.
+    """Summarises a trace of a step, with the traffic and waits of its host.
 
     `began` is when its STEP annotation was entered, on the clock of the step's stamps and on that
     of the waits.
@@ -35,25 +35,25 @@ def summarized(
     computing = traces.without(traces.computing(events), waiting)
     # Of FSDP2's collectives the trace tells more than the host's waits do.
     sharded = any(event["name"].startswith("FSDP::") for event in events)
-    on_wire = events if sharded or not traffic.waits else []
-    exchanges = traces.union([*traces.spans_of(on_wire, traces.is_exchange), *waiting])
+    traced = events if sharded or not traffic.waits else []
+    exchanges = traces.union([*traces.spans_of(traced, traces.is_exchange), *waiting])
     waited = traces.summed((w.op, w.end - w.start) for w in traffic.waits)
     ops = [(s.op.kind, s.start - began[0] + mark, s.end - began[0] + mark) for s in step.spans]
     curve = over_time(allocations(trace["traceEvents"], mark), traces.op_bounds(events, mark))
     return Profiled(
         step=step,
         exchanging=shares_inside(ops, traces.without(exchanges, computing)),
-        communication=waited | traces.exchanges(on_wire),
+        communication=waited | traces.exchanges(traced),
         overlapped=traces.length(traces.common(exchanges, computing)),
         kernels=traces.kernels(events),
         memory=thinned(curve, MEMORY_POINTS),
-        by_axis=traces.seconds_by_axis(events) or _seconds_on_host(on_wire, traffic),
+        by_axis=traces.seconds_by_axis(events) or _seconds_on_host(traced, traffic),
         sent=traffic.sent,
     )
 
 
 def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds:
-    """How long the host waited for collectives in a step whose stamps are `offset` later."""
+    """Seconds that the host waited for collectives in a step whose stamps are `offset` later."""
     waits = traces.union((w.start + offset, w.end + offset) for w in traffic.waits)
     ops = [(span.op.kind, span.start, span.end) for span in step.spans]
     return WaitSeconds(shares_inside(ops, waits), _waited(traffic))
@@ -62,7 +62,7 @@ def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds
 def shares_inside(
     ops: Sequence[tuple[str, float, float]], exposed: list[traces.Interval]
 ) -> dict[str, float]:
-    """Of the seconds of (kind, start, end) ops, by kind, the share that lies in `exposed`."""
+    """Shares, by kind, of the seconds of (kind, start, end) ops that lie in `exposed`."""
     found = {}
     for kind in sorted({kind for kind, _, _ in ops}):
         mine = traces.union((a, b) for k, a, b in ops if k == kind)
@@ -70,10 +70,10 @@ def shares_inside(
     return found
 
 
-def _seconds_on_host(on_wire: list[traces.Event], traffic: Traffic) -> dict[str, float]:
-    """Of waits by their axis; what the transport tells besides is FSDP2's, which is all of dp."""
+def _seconds_on_host(traced: list[traces.Event], traffic: Traffic) -> dict[str, float]:
+    """Seconds of waits by axis; those that the transport does not know are FSDP2's, all of dp."""
     told = _waited(traffic)
-    sharding = [e for e in on_wire if not e["name"].startswith(traces.RECEIVE)]
+    sharding = [e for e in traced if not e["name"].startswith(traces.RECEIVE)]
     told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())
     return told
 
@@ -84,7 +84,7 @@ def _waited(traffic: Traffic) -> dict[str, float]:
 
 
 class Allocation(NamedTuple):
-    """Bytes in memory between two moments; `end` is infinite where nobody released them."""
+    """Bytes allocated between two moments; `end` is infinite where nobody freed them."""
 
     start: float
     end: float
@@ -92,7 +92,7 @@ class Allocation(NamedTuple):
 
 
 def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation]:
-    """What was allocated since `begin` (seconds of the trace), in seconds since then.
+    """Finds the allocations since `begin` (seconds of the trace), in seconds since then.
 
     Memory of the device where there are such events, else of the host. The release of what was
     there before is an allocation of negative bytes that stays.
@@ -100,29 +100,29 @@ def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation
     told = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
     kinds = {event["args"].get("Device Type", 0) for event in told}
     found: list[Allocation] = []
-    held: dict[object, Allocation] = {}
+    alive: dict[object, Allocation] = {}
     for event in told:
         moment, args = event["ts"] / 1e6 - begin, event["args"]
         if moment < 0 or args.get("Device Type", 0) != max(kinds):
             continue
         change = Allocation(moment, float("inf"), args["Bytes"])
         if change.bytes >= 0:
-            held[args["Addr"]] = change
-        elif args["Addr"] in held:
-            found.append(held.pop(args["Addr"])._replace(end=moment))
+            alive[args["Addr"]] = change
+        elif args["Addr"] in alive:
+            found.append(alive.pop(args["Addr"])._replace(end=moment))
         else:
             found.append(change)
-    return sorted([*found, *held.values()])
+    return sorted([*found, *alive.values()])
 
 
 def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[MemorySample]:
-    """What is held at each change; `bounds` are the moments between which ops run, in order."""
+    """Samples bytes alive at each change; `bounds` are the moments between ops, in order."""
     changes = []
-    for place, one in enumerate(found):
+    for index, one in enumerate(found):
         passing = bisect(bounds, one.start) == bisect(bounds, one.end)
-        changes.append((one.start, place, one.bytes, passing))
+        changes.append((one.start, index, one.bytes, passing))
         if one.end != float("inf"):
-            changes.append((one.end, place, -one.bytes, passing))
+            changes.append((one.end, index, -one.bytes, passing))
     kept = temporary = 0
     curve = [MemorySample(0.0, 0, 0)]
     for moment, _, change, passing in sorted(changes):
@@ -133,7 +133,7 @@ def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[Memo
 
 
 def thinned(curve: Sequence[MemorySample], points: int) -> list[MemorySample]:
-    """At most about `points` of a curve: of each stretch its highest, so that the peak stays."""
+    """Thins a curve to about `points` at most: the highest of each stretch, so the peak stays."""
     stride = -(-len(curve) // points)
     parts = (curve[i : i + stride] for i in range(0, len(curve), stride))
-    return [max(part, key=lambda held: held.total) for part in parts]
+    return [max(part, key=lambda sample: sample.total) for part in parts]

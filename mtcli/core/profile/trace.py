@@ -32,7 +32,7 @@ def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[I
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order."""
+    """Merges points into disjoint intervals in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -68,7 +68,7 @@ def length(intervals: list[Interval]) -> float:
 
 
 def complete(events: Iterable[Event]) -> list[Event]:
-    """The events that have a length."""
+    """Selects the events that have a length."""
     return [event for event in events if event.get("ph") == "X" and "dur" in event]
 
 
@@ -103,7 +103,7 @@ def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """(axis, bytes to the next rank of a ring) of each collective that torch's FSDP2 starts.
+    """Finds (axis, bytes to the next rank of a ring) of each collective that torch's FSDP2 starts.
 
     From the sizes of its tensors: an all-gather passes on all but this rank's part, and so does a
     reduce-scatter. Needs a trace with shapes.
@@ -123,14 +123,14 @@ def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
 
 
 def op_bounds(events: Iterable[Event], begin: float) -> list[float]:
-    """When the host began and ended each op of the pipeline, in order, in seconds since `begin`."""
+    """Bounds of each op of the pipeline on the host, in order, in seconds since `begin`."""
     ops = [e for e in events if e["name"].startswith(OP) and e["cat"] == "user_annotation"]
     ends = [(e["ts"], e["ts"] + e["dur"]) for e in ops]
     return sorted(moment / 1e6 - begin for pair in ends for moment in pair)
 
 
 def computing(events: list[Event]) -> list[Interval]:
-    """When this rank computes: its kernels, or on CPU its operators.
+    """Intervals in which this rank computes: its kernels, or on CPU its operators.
 
     On CPU an outermost operator that starts no communication computes as a whole; one that does
     may wait inside, so only the tensor operators within it count.
@@ -146,7 +146,7 @@ def computing(events: list[Event]) -> list[Interval]:
 
 
 def outermost(events: list[Event]) -> list[tuple[Event, list[Event]]]:
-    """Each outermost CPU operator of each thread, with all that ran inside it."""
+    """Yields each outermost CPU operator of each thread, with all that ran inside it."""
     found: list[tuple[Event, list[Event]]] = []
     for thread in _by_thread(events):
         end = -1.0
@@ -160,7 +160,7 @@ def outermost(events: list[Event]) -> list[tuple[Event, list[Event]]]:
 
 
 def kernels(events: list[Event]) -> list[KernelTime]:
-    """Kernels by name, the longest first; on CPU operators, without the time of those they call."""
+    """Sums kernels by name, the longest first; on CPU operators, without those they call."""
     on_device = [(e["name"], e["dur"]) for e in events if e.get("cat") == "kernel"]
     timed = on_device or [pair for thread in _by_thread(events) for pair in _own_times(thread)]
     calls, seconds = Counter(name for name, _ in timed), summed((n, s / 1e6) for n, s in timed)
@@ -191,7 +191,7 @@ def _own_times(thread: list[Event]) -> list[tuple[str, float]]:
 
 
 def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord]) -> None:
-    """Writes {"traceEvents": [...]}: the profiler's events and a track per pipeline rank."""
+    """Writes {"traceEvents": [...]}: the profiler's events and every pipeline rank's ops."""
     events = [part for event in trace["traceEvents"] for part in _apart(event)]
     events += op_events(trace, records)
     with aside(target) as path, path.open("w", encoding="utf-8") as file:
@@ -199,7 +199,7 @@ def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord
 
 
 def _apart(event: Event) -> list[Event]:
-    """The event; one of gloo's as the two ends of an asynchronous slice.
+    """Returns the event; one of gloo's as the two ends of an asynchronous slice.
 
     It begins inside the operator that starts it and ends long after, and slices of one thread nest.
     """
@@ -212,7 +212,7 @@ def _apart(event: Event) -> list[Event]:
 
 
 def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[Event]:
-    """A named track per pipeline rank, with its ops and the phases around them."""
+    """Trace events of each pipeline rank under its name: its ops and the phases around them."""
     mark = next(e["ts"] for e in trace["traceEvents"] if e.get("name") == STEP)
     begin = next(r for r in records if r.rank == 0).profiled.step.phases.begin
 
@@ -221,14 +221,14 @@ def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[Even
 
     events = [named("process_name", 0, "mtcli: pipeline")]
     for record in speakers(records):
-        step, track = record.profiled.step, record.pp_rank
-        events.append(named("thread_name", track, f"pipeline rank {track}"))
+        step, tid = record.profiled.step, record.pp_rank
+        events.append(named("thread_name", tid, f"pipeline rank {tid}"))
         phases = step.phases
         spans = [(str(span.op), span.start, span.end) for span in step.spans]
         spans.append(("reduce", phases.pipeline, phases.reduce))
         spans.append(("agree", phases.norm, phases.agree))
         spans.append(("optimizer", phases.agree, phases.end))
-        common = {"ph": "X", "cat": "mtcli", "pid": PROCESS, "tid": track}
+        common = {"ph": "X", "cat": "mtcli", "pid": PROCESS, "tid": tid}
         events += [
             {**common, "name": name, "ts": mark + (a - begin) * 1e6, "dur": (b - a) * 1e6}
             for name, a, b in spans

@@ -55,10 +55,10 @@ class Timeline:
         return Timeline(tuple(spans), self.num_ranks)
 
 
-def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> Timeline:
+def simulate(schedule: Schedule, seconds: Seconds, p2p_seconds: float = 0.0) -> Timeline:
     """The timeline of ranks that run their ops in order, each as soon as its needs are there.
 
-    `seconds` gives an op's length by kind, or by op. A need on another rank takes `hop_seconds`
+    `seconds` gives an op's length by kind, or by op. A need on another rank takes `p2p_seconds`
     more to arrive, during which neither rank is busy.
     """
     length = seconds if callable(seconds) else lambda op: seconds[op.kind]
@@ -70,7 +70,7 @@ def simulate(schedule: Schedule, seconds: Seconds, hop_seconds: float = 0.0) -> 
     while ranks:
         rank = ranks.pop()
         for op in schedule.ops[rank][places[rank] :]:
-            start, missing = _arrival(op, rank, schedule, ends, hop_seconds)
+            start, missing = _arrival(op, rank, schedule, ends, p2p_seconds)
             if missing is not None:
                 waiting[missing] = rank
                 break
@@ -89,7 +89,7 @@ def _arrival(
     rank: int,
     schedule: Schedule,
     ends: dict[tuple[OpKind, int, int], float],
-    hop_seconds: float,
+    p2p_seconds: float,
 ) -> tuple[float, tuple[OpKind, int, int] | None]:
     """When the last of an op's needs is on its rank, or the one that did not run yet.
 
@@ -103,8 +103,8 @@ def _arrival(
         need = (kind, op[1], stage)
         if need not in ends:
             return 0.0, need
-        hop = hop_seconds if rank_of_stage[stage] != rank else 0.0
-        arrived = max(arrived, ends[need] + hop)
+        transfer = p2p_seconds if rank_of_stage[stage] != rank else 0.0
+        arrived = max(arrived, ends[need] + transfer)
     return arrived, None
 
 

@@ -1,1 +1,1 @@
-"""What data-parallel replicas exchange, and when."""
+"""Exchanges gradients and weights between data-parallel replicas."""

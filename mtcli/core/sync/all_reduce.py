@@ -1,4 +1,4 @@
-"""Data parallelism: gradients are summed in buckets while the last backward still runs.
+"""Sums gradients over data-parallel ranks in buckets, while the last backward still runs.
 
 Gradients of all micro-batches accumulate in flat float32 buckets (float64 for float64 models), one
 set per set of axes over which gradients are partial (Parameter.gradient_axes). A bucket's reduction
@@ -32,7 +32,7 @@ from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 
 
 class Slot(NamedTuple):
-    """Where a parameter is in every owner's part: `size` elements from `offset` on."""
+    """A parameter's slot in every owner's shard of a bucket: `size` elements from `offset` on."""
 
     shape: tuple[int, ...]
     rows: int  # of each owner; the last ones may have fewer
@@ -67,7 +67,7 @@ class Bucket:
         (target.copy_ if first else target.add_)(rows.view(target.shape))
 
     def clear(self, name: str) -> None:
-        """Sets a gradient to zero."""
+        """Zeroes a gradient."""
         self._columns(self.flat, name).zero_()
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class Bucket:
             self.work = start_all_reduce(self.flat, self.rest)
 
     def finish(self) -> None:
-        """Returns when the owned gradients are the sums."""
+        """Waits until the owned gradients are the sums."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -157,7 +157,7 @@ class BucketedDataParallel(Strategy):
         return {n: self.shards[n].tensor[self.ownership.rows(n)] for n in self.bucket_of}
 
     def gradient_buffers(self) -> list[Tensor]:
-        """The memory that gradients take."""
+        """Lists the memory that gradients take."""
         return [bucket.flat for bucket in self.buckets]
 
     def before_step(self, from_zero: bool = False) -> None:
@@ -170,11 +170,11 @@ class BucketedDataParallel(Strategy):
                 bucket.flat.zero_()
 
     def before_last_backward(self, stage: int) -> None:
-        """Has a stage's buckets reduced as soon as the next backward has filled them."""
+        """Marks a stage's buckets to be reduced as soon as the next backward has filled them."""
         self.last.add(stage)
 
     def after_backward(self) -> None:
-        """Returns when every gradient is reduced; those that no backward touched are zero."""
+        """Waits until every gradient is reduced; those that no backward touched are zero."""
         for name in self.fresh:
             self.bucket_of[name].clear(name)
         for bucket in self.buckets:

@@ -1,4 +1,4 @@
-"""zero = 3: parameters sharded by rows over data-parallel ranks, by torch's FSDP2.
+"""Shards parameters by rows over data-parallel ranks (zero = 3), by torch's FSDP2.
 
 A block's weights are all-gathered before its forward and again before its backward and freed after
 each; its gradients are reduce-scattered after every micro-batch's backward (arXiv:1910.02054,
@@ -59,11 +59,11 @@ class FullyShardedDataParallel(Strategy):
         return {name: cast(DTensor, p.grad).to_local() for name, p in self.parameters.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The owned rows of trained parameters: all that this rank holds of them."""
+        """The owned rows of trained parameters: all that this rank has of them."""
         return {name: self.shards[name].tensor for name in self.parameters}
 
     def gradient_buffers(self) -> list[Tensor]:
-        """The memory that gradients take."""
+        """Lists the memory that gradients take."""
         return list(self.gradients.values())
 
     def before_step(self, from_zero: bool = True) -> None:
@@ -77,7 +77,7 @@ class FullyShardedDataParallel(Strategy):
         """Does nothing: each micro-batch's gradients are reduced, as no rank has room for all."""
 
     def after_backward(self) -> None:
-        """Sums what is partial over further axes: norms over tp, under sequence parallelism."""
+        """Sums gradients partial over further axes: norms over tp, under sequence parallelism."""
         gradients = self.gradients
         partial: dict[str, tuple[Axis, list[Tensor]]] = {}
         for name, gradient in gradients.items():

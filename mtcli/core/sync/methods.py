@@ -1,4 +1,4 @@
-"""The strategy that a config names."""
+"""Builds the strategy that a config names."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ def allocates_shards(config: RunConfig, layout: ParallelLayout) -> bool:
 def strategy_for(
     config: RunConfig, stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype
 ) -> Strategy:
-    """The strategy of a run over this rank's stages, which compute in `dtype`."""
+    """Builds the strategy of a run over this rank's stages, which compute in `dtype`."""
     parallel, table = config.parallel, parameters(config.model)
     ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
     if not allocates_shards(config, groups.layout):

@@ -1,4 +1,4 @@
-"""The protocol of what data-parallel replicas exchange, and when.
+"""Defines the protocol of data-parallel strategies: what replicas exchange, and when.
 
 A training step calls `before_step`, then `before_last_backward` ahead of each stage's last
 backward, then `after_backward`, and after the optimizer's update `after_update`. The step asks the
@@ -15,7 +15,7 @@ from mtcli.core.parallel.ownership import OwnedShard, Ownership
 
 
 class Strategy(Protocol):
-    """How replicas stay one model. Every rank makes the same calls; methods here are defaults."""
+    """A data-parallel strategy. Every rank makes the same calls; methods here are defaults."""
 
     stages: Mapping[int, nn.Module]
     ownership: Ownership
@@ -32,7 +32,7 @@ class Strategy(Protocol):
         """The owned rows of trained parameters, which this rank's optimizer updates: views."""
 
     def gradient_buffers(self) -> list[Tensor]:
-        """The memory that gradients take."""
+        """Lists the memory that gradients take."""
 
     def before_step(self, from_zero: bool = False) -> None:
         """Starts a step, whose first gradients replace the last step's.
@@ -44,10 +44,10 @@ class Strategy(Protocol):
         """Notes that the next backward of a stage is its last one of the step."""
 
     def after_backward(self) -> None:
-        """Returns when every gradient is reduced; those that no backward touched are zero."""
+        """Waits until every gradient is reduced; those that no backward touched are zero."""
 
     def after_update(self) -> None:
-        """Makes replicas alike again, once this rank's owned rows are updated."""
+        """Makes replicas equal again, once this rank's owned rows are updated."""
 
     def counted_gradients(self) -> list[Tensor]:
         """The gradients that this rank counts in the global norm: each element on one rank."""
@@ -63,7 +63,7 @@ class Strategy(Protocol):
         """Whether this rank writes its shard of a parameter into a checkpoint."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of it: owned rows of tensors, named `<kind>/<parameter>`."""
+        """State for a checkpoint: owned rows of tensors, named `<kind>/<parameter>`."""
         return {}
 
 

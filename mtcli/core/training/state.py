@@ -172,7 +172,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
         for box, view in shard.blocks(trainer.table[name], groups):
             view.copy_(checkpoint.read(stored, box))
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
-    trainer.loss_scale.load(done.loss_scale)
+    trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())
     trainer.step = checkpoint.step
 
 

@@ -108,7 +108,7 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "cuda_graphs=true with tp=2, attention_dropout=0.1, zero=3, device='cpu': what is "
         "replayed runs on one GPU, exchanges nothing and asks no tensor for its values",
         "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1"),
-    "_fp8_has_products": (
+    "_fp8_has_gemms": (
         ["train.precision=fp8", "model.hidden_size=250"], 1, "train.precision",
         "fp8_scaling='rowwise' takes weights whose rows and columns are multiples of 16, and the "
         "model has attention.qkv 768 x 250, attention.out 250 x 256, mlp.up 1000 x 250, "

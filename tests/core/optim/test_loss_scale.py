@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny import run_config
 
-from mtcli.core.checkpoint.progress import ScaleState
 from mtcli.core.optim.loss_scale import LossScale
 
 
@@ -99,7 +98,7 @@ def test_it_cannot_fall_below_one_and_says_so():
 def test_a_fixed_scale_stays_and_keeps_no_state():
     scale = LossScale(128.0)
     assert set(scales(scale, overflows(0))) == {128.0}
-    scale.load(ScaleState(scale=2.0, good_steps=1, patience=1))
+    scale.load({"scale": 2.0, "good_steps": 1, "patience": 1})
     assert (scale.scale, scale.can_fall, scale.state()) == (128.0, False, None)
 
 

@@ -14,7 +14,7 @@ from mtcli.core.plan.gpu_time import (
     PHYSICS,
     attention_seconds,
     block_seconds,
-    product_seconds,
+    gemm_seconds,
 )
 from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named, shared
 from mtcli.core.plan.predict import predict, predict_workload, recomputed_share
@@ -47,13 +47,13 @@ def step(layout=None, model=LARGE, **fields):
 
 def test_a_large_product_on_a_perfect_device_runs_at_its_sustained_rate():
     size = 16896  # 132 tiles of 128 a side: whole tiles, and whole waves of 132 processors
-    seconds = product_seconds((size, size, size), step(), H100, PERFECT)
+    seconds = gemm_seconds((size, size, size), step(), H100, PERFECT)
     assert seconds == pytest.approx(2 * size**3 / (989.4e12 * H100.sustained), rel=1e-9)
 
 
 def test_a_thin_product_is_bound_by_memory():
     columns, inner = 132 * 128, 8192
-    seconds = product_seconds((1, columns, inner), step(), H100, PERFECT)
+    seconds = gemm_seconds((1, columns, inner), step(), H100, PERFECT)
     moved = 2 * (columns * inner + columns + inner)
     assert seconds == pytest.approx(moved / 3352e9, rel=1e-9)
 
@@ -61,11 +61,11 @@ def test_a_thin_product_is_bound_by_memory():
 def test_a_short_inner_dimension_and_narrow_types_change_the_rate_as_stated():
     large = (8448, 8448, 8448)
     full, short = (
-        product_seconds(large, step(), H100, replace(PERFECT, fill=fill)) for fill in (0.0, 8448.0)
+        gemm_seconds(large, step(), H100, replace(PERFECT, fill=fill)) for fill in (0.0, 8448.0)
     )
     assert short == pytest.approx(2 * full)
     narrow = replace(PERFECT, narrow_gemm=1.0)
-    fp8 = product_seconds(large, step(precision="fp8"), H100, narrow)
+    fp8 = gemm_seconds(large, step(precision="fp8"), H100, narrow)
     casts = 2 * 8448**2 * 4 / 3352e9 / 2
     assert fp8 == pytest.approx(full / 2 + casts, rel=1e-3)
 
@@ -83,7 +83,7 @@ def test_weights_that_float8_does_not_take_are_multiplied_at_the_rate_of_bfloat1
     blocks = block_seconds(
         step(model=ragged, precision="fp8", fp8_scaling="blockwise"), H100, PERFECT
     )
-    qkv = product_seconds((2048, 3 * 63 * 80, LARGE.hidden_size), step(), H100, PERFECT)
+    qkv = gemm_seconds((2048, 3 * 63 * 80, LARGE.hidden_size), step(), H100, PERFECT)
     assert fp8.forward < blocks.forward < plain.forward
     assert blocks.forward - fp8.forward > 0.3 * qkv
 

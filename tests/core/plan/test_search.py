@@ -15,8 +15,8 @@ from mtcli.core.plan.step_time import pipeline_seconds, step_costs
 from mtcli.core.plan.tables import (
     NOT_RUN,
     group_lines,
+    rank_coordinates,
     rank_groups,
-    rank_places,
     rank_table,
     summary,
 )
@@ -135,7 +135,7 @@ def test_what_is_too_large_is_counted_and_the_nearest_named():
 
 def test_rank_maps_show_both_grids_over_the_same_pipeline():
     layout = ParallelLayout(16, tp=2, cp=2, pp=2, ep=4)
-    places, groups = rank_places(layout), rank_groups(layout)
+    places, groups = rank_coordinates(layout), rank_groups(layout)
     assert list(places[0]["attention"]) == ["pp", "dp", "cp", "tp"]
     assert list(places[0]["experts"]) == ["pp", "edp", "ep", "etp"]
     assert places[13] == {

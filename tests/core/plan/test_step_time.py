@@ -73,10 +73,10 @@ def test_a_hop_sends_each_tensor_ranks_own_part():
     work = step(ParallelLayout(64, tp=4, pp=2))
     whole = replace(PHYSICS, link=1.0, network=1.0)
     moved = 8192 * 4096 * 2 / 4
-    assert sent.hop_seconds(work, H100, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
+    assert sent.p2p_seconds(work, H100, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
     near = step(ParallelLayout(8, tp=4, pp=2))
-    assert sent.hop_seconds(near, H100, whole) == pytest.approx(moved / 450e9 + 0.6e-6)
-    assert sent.hop_seconds(step(ParallelLayout(8)), H100, PHYSICS) == 0.0
+    assert sent.p2p_seconds(near, H100, whole) == pytest.approx(moved / 450e9 + 0.6e-6)
+    assert sent.p2p_seconds(step(ParallelLayout(8)), H100, PHYSICS) == 0.0
 
 
 def test_the_halves_of_a_split_backward_are_the_whole():

@@ -15,7 +15,7 @@ def product(tape, x, size, weight=None):
 
 
 def go_back(tape, y):
-    tape.backward(tape.nodes, {y.made_by: {y.place: tape.new(y.size)}})
+    tape.backward(tape.nodes, {y.made_by: {y.index: tape.new(y.size)}})
 
 
 def test_a_result_lives_as_long_as_it_has_a_name_or_a_backward_to_come():

@@ -112,7 +112,7 @@ def _events(schedule: Schedule, lengths: dict[Op, float], hop: float) -> dict[Op
 
 
 def test_a_hop_delays_the_other_rank_and_keeps_nobody_busy():
-    timeline = simulate(one_f_one_b(2, 1), {"F": F, "B": B}, hop_seconds=0.25)
+    timeline = simulate(one_f_one_b(2, 1), {"F": F, "B": B}, p2p_seconds=0.25)
     assert [(str(s.op), s.start) for s in timeline.spans if s.rank == 1] == [
         ("F0.1", 1.25),
         ("B0.1", 2.25),

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder: to our ModelConfig and from it, by the families we know."""
+"""Converts config.json of a Hugging Face folder to our ModelConfig and back, by family."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def read_json(path: Path) -> Table:
 
 
 def family_in(table: Table, path: Path) -> Family:
-    """The family that a config.json names; raises MtcliError that lists those we know."""
+    """Finds the family that a config.json names; raises MtcliError that lists those we know."""
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
         raise wrong(
@@ -75,7 +75,7 @@ def family_in(table: Table, path: Path) -> Family:
 
 
 def model_of(table: Table, path: Path) -> ModelConfig:
-    """The ModelConfig of a config.json. Raises MtcliError with everything that it cannot say."""
+    """Converts config.json to a ModelConfig. Raises MtcliError with all that it cannot say."""
     family = family_in(table, path)
     required = UNSUPPORTED | {one.theirs: one.values for one in family.required}
     problems = [
@@ -106,7 +106,7 @@ def model_of(table: Table, path: Path) -> ModelConfig:
 
 
 def config_to_hf(model: ModelConfig, family: Family) -> Table:
-    """The config.json of a model of a family, without what belongs to its tensors and tokenizer.
+    """Converts a family's model to config.json, without what belongs to its tensors and tokenizer.
 
     What the family cannot say is lost: `family_of` gives one that says it all.
     """
@@ -140,7 +140,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """The fields by which two models compute other functions, with both values."""
+    """Finds the fields by which two models compute other functions, with both values."""
     ours, theirs = _function(model), _function(other)
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [f"{name} is {ours.get(name)} and {theirs.get(name)}" for name in names]

@@ -34,7 +34,7 @@ class Field(NamedTuple):
 
 
 class RequiredValue(NamedTuple):
-    """A field of config.json that must have one of some values, since we have no other.
+    """A field of config.json whose value must be one of some: the others have no counterpart here.
 
     The first value is written, unless it is absent (None).
     """
@@ -80,12 +80,12 @@ class Family:
 
 
 def nothing_written(_: ModelConfig) -> Table:
-    """No more fields than the table's."""
+    """Writes no more fields than the table's."""
     return {}
 
 
 def same(name: str) -> TensorRule:
-    """The same tensor under another name."""
+    """Maps a tensor to the same one under another name."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         return [_in_order(name, parameter.shape, parameter.shape)]
@@ -94,7 +94,7 @@ def same(name: str) -> TensorRule:
 
 
 def transposed(name: str) -> TensorRule:
-    """GPT-2's Conv1D: ours [out, in] is stored as [in, out]."""
+    """Maps GPT-2's Conv1D: ours [out, in] is stored as [in, out]."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         out, into = parameter.shape
@@ -104,7 +104,7 @@ def transposed(name: str) -> TensorRule:
 
 
 def joined_qkv(name: str) -> TensorRule:
-    """GPT-2's c_attn: ours [K, 3, D, H] is stored as [H, 3 * K * D], and its bias as [3 * K * D].
+    """Maps GPT-2's c_attn: ours [K, 3, D, H] is stored as [H, 3 * K * D], its bias as [3 * K * D].
 
     Without grouped queries Q is 1, so each head's query, key and value are ours in turn.
     """
@@ -120,7 +120,7 @@ def joined_qkv(name: str) -> TensorRule:
 
 
 def separate_qkv(template: str) -> TensorRule:
-    """Llama's q_proj, k_proj and v_proj: ours [K, Q + 2, D, H] in three tensors [heads * D, H]."""
+    """Maps Llama's q_proj, k_proj and v_proj: ours [K, Q + 2, D, H] in three of [heads * D, H]."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         groups, slots, dim, *hidden = parameter.shape
@@ -135,7 +135,7 @@ def separate_qkv(template: str) -> TensorRule:
 
 
 def gate_and_up(gate: str, up: str) -> TensorRule:
-    """Llama's gate_proj and up_proj [F, H]: ours [2, F, H]."""
+    """Maps Llama's gate_proj and up_proj [F, H]: ours [2, F, H]."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         shape = parameter.shape[1:]
@@ -146,7 +146,7 @@ def gate_and_up(gate: str, up: str) -> TensorRule:
 
 
 def expert_gate_and_up(gate: str, up: str) -> TensorRule:
-    """A gate and an up tensor [F, H] of each {expert}: ours [E, 2, F, H]."""
+    """Maps a gate and an up tensor [F, H] of each {expert}: ours [E, 2, F, H]."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         shape = parameter.shape[2:]
@@ -160,7 +160,7 @@ def expert_gate_and_up(gate: str, up: str) -> TensorRule:
 
 
 def expert(name: str) -> TensorRule:
-    """One tensor [H, F] of each {expert}: ours [E, H, F]."""
+    """Maps one tensor [H, F] of each {expert}: ours [E, H, F]."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         experts, *shape = parameter.shape
@@ -173,6 +173,6 @@ def expert(name: str) -> TensorRule:
 def _in_order(
     key: str, shape: tuple[int, ...], view: tuple[int, ...], first: tuple[int, ...] = ()
 ) -> StoredBox:
-    """A tensor whose dimensions are in our order; the box starts at `first`, and then at 0."""
+    """Maps a tensor whose dimensions are in our order; the box starts at `first`, and then at 0."""
     start = first + (0,) * (len(view) - len(first))
     return StoredBox(key, shape, view, tuple(range(len(view))), start)

@@ -19,7 +19,7 @@ THETA = 1e6  # of Mixtral, where config.json does not say
 
 
 def write_windowless(model: ModelConfig) -> Table:
-    """Rotary positions, and no sliding window."""
+    """Writes rotary positions, and no sliding window."""
     return write_rope(model) | {"sliding_window": None}
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders read as checkpoints: names and shapes are mapped, nothing is copied."""
+"""Reads Hugging Face folders as checkpoints: names and shapes are mapped, nothing is copied."""
 
 import re
 from functools import reduce
@@ -26,7 +26,7 @@ Headers = dict[str, dict[str, TensorEntry]]
 
 
 def open_hf(folder: Path) -> Checkpoint:
-    """The checkpoint in a Hugging Face folder.
+    """Opens the checkpoint in a Hugging Face folder.
 
     Raises MtcliError for a model we cannot represent, for damaged or missing files, and for
     tensors that are missing, unknown or of another shape.
@@ -121,7 +121,7 @@ def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Sources) -> No
 
 
 def _require_tied(checkpoint: Checkpoint, file: str, key: str) -> None:
-    """A stored copy of a tied head must be the embedding: else the model is not what it says."""
+    """Raises MtcliError where a stored copy of a tied head is not the embedding."""
     path, entry = checkpoint.folder / file, checkpoint.headers[file][key]
     shape, dtype = checkpoint.shape("embedding.weight"), checkpoint.dtype("embedding.weight")
     same = entry.shape == shape and DTYPE_OF_CODE.get(entry.code) == dtype

@@ -1,6 +1,6 @@
-"""Rotary positions in config.json: `rope_theta` and `rope_scaling` up to transformers 4, both of
-them in `rope_parameters` since 5. The older form is written: every version reads it, and where a
-file has both every version believes `rope_scaling`.
+"""Reads and writes rotary positions in config.json: `rope_theta` and `rope_scaling` up to
+transformers 4, both of them in `rope_parameters` since 5. The older form is written: every version
+reads it, and where a file has both every version believes `rope_scaling`.
 
 Sliding windows are read where they are no shorter than the context, and refused elsewhere.
 """

@@ -1,1 +1,1 @@
-"""Megatron-LM's torch_dist checkpoints, read where they lie."""
+"""Reads Megatron-LM's torch_dist checkpoints in place."""

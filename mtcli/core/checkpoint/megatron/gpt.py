@@ -1,4 +1,4 @@
-"""Megatron-LM's GPT models in our terms: the arguments that say the architecture, and the tensors.
+"""Maps Megatron-LM's GPT models to ours: the arguments that say the architecture, and the tensors.
 
 Megatron-LM keeps its arguments in common.pt; megatron-core by itself keeps none.
 

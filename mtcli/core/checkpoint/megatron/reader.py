@@ -1,4 +1,4 @@
-"""Megatron-LM's torch_dist checkpoints of GPT models, read where they lie.
+"""Reads Megatron-LM's torch_dist checkpoints of GPT models in place.
 
 They are folders of torch.distributed.checkpoint. Every layer's tensors are stacked in one of them,
 [layers, ...], which ranks have sharded into chunks; each chunk becomes boxes of ours. Nothing is
@@ -83,7 +83,7 @@ class ChunkedTensor(NamedTuple):
 
 
 def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
-    """The weights of a torch_dist checkpoint; `model` is its architecture where it does not say.
+    """Opens a torch_dist checkpoint's weights; `model` is its architecture where it says none.
 
     Raises MtcliError for another format, for an architecture that is not said or not ours, for
     damaged files, and for tensors that are missing, unknown or of another shape.

@@ -1,4 +1,4 @@
-"""Files of torch.save read as data: zip archives of one pickle and of tensors' bytes.
+"""Reads files of torch.save as data: zip archives of one pickle and of tensors' bytes.
 
 Nothing is unpickled. The opcodes come from the standard library's disassembler, which executes
 none: a class or function of an allowed name becomes a `NamedClass`, and what is built with it a
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 
 
 class Mark:
-    """Where a list of operands begins on the stack."""
+    """A mark on the stack, where a list of operands begins."""
 
 
 def read_pickle(data: bytes, path: Path, allowed: Allowed) -> Any:
@@ -170,7 +170,7 @@ class _Decoder:
 
 
 class _Key(NamedTuple):
-    """A dictionary's key that is not plain, told apart by identity: hashing could recurse."""
+    """A dictionary's key that is not plain, compared by identity: hashing could recurse."""
 
     value: Any
 

@@ -23,7 +23,7 @@ from mtcli.core.evaluate.tasks.task import (
 
 
 def prepare_lambada(path: Path, encoder: Encoder, options: TaskOptions) -> PreparedTask:
-    """One request per passage of a JSONL file (or folder with one) of {"text": ...}.
+    """Prepares one request per passage of a JSONL file (or folder with one) of {"text": ...}.
 
     Raises MtcliError naming file and line of the first bad row.
     """
@@ -38,13 +38,13 @@ def prepare_lambada(path: Path, encoder: Encoder, options: TaskOptions) -> Prepa
 
 
 def split_last(text: str) -> tuple[str, str]:
-    """The passage before its last word, stripped, and that word."""
+    """Splits a passage into the text before its last word, stripped, and that word."""
     word = text.split()[-1]
     return text[: text.rfind(word)].strip(), word
 
 
 def report_lambada(scores: Sequence[Score]) -> Report:
-    """Accuracy, and the perplexity of target words: e to the mean negative log-likelihood."""
+    """Reports accuracy and the target words' perplexity: e to the mean negative log-likelihood."""
     total, correct = len(scores), sum(score.is_greedy for score in scores)
     nll = -sum(score.logprob for score in scores)
     return {

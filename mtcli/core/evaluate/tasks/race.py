@@ -39,7 +39,7 @@ class Article(NamedTuple):
 
 
 def prepare_race(path: Path, encoder: Encoder, options: TaskOptions) -> PreparedTask:
-    """Four requests per article of a folder with high/ and middle/, each holding RACE's .txt files.
+    """Prepares four requests per article of RACE's .txt files in a folder's high/ and middle/.
 
     Raises MtcliError when neither level is there, naming the file of the first bad article.
     """
@@ -67,7 +67,7 @@ def prompt(article: Article) -> str:
 
 
 def report_race(answers: dict[str, list[int]], scores: Sequence[Score]) -> Report:
-    """Accuracy over all items and per level (None for a level that is not there)."""
+    """Reports accuracy over all items and per level (None for a level that is not there)."""
     correct, start = {}, 0
     for level, right in answers.items():
         correct[level] = 0
@@ -84,7 +84,7 @@ def report_race(answers: dict[str, list[int]], scores: Sequence[Score]) -> Repor
 
 
 def _read(path: Path) -> dict[str, list[Article]]:
-    """The articles by level, in the order of their numbers."""
+    """Reads the articles by level, in the order of their numbers."""
     if not any((path / level).is_dir() for level in LEVELS) and (path / "test").is_dir():
         path = path / "test"
     found = {level: sorted((path / level).glob("*.txt"), key=_number) for level in LEVELS}

@@ -1,4 +1,4 @@
-"""The tasks by name, what --task asks for, and a task bound to a model.
+"""Looks up tasks by name, reads --task flags, and binds a task to a model.
 
 A task of ours is a function from a path to a `PreparedTask`; a new one is one row of `TASKS`.
 """
@@ -14,7 +14,7 @@ from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.tasks.lambada import prepare_lambada
 from mtcli.core.evaluate.tasks.race import prepare_race
-from mtcli.core.evaluate.tasks.task import PreparedTask, Progress, Report, TaskOptions
+from mtcli.core.evaluate.tasks.task import Advance, PreparedTask, Report, TaskOptions
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.scoring import Scorer
 
@@ -32,7 +32,7 @@ TaskSpec = tuple[str, Path | None]
 
 
 def parse_tasks(specs: Sequence[str]) -> list[TaskSpec]:
-    """The --task flags, each NAME=PATH or lm_eval:NAME.
+    """Parses the --task flags, each NAME=PATH or lm_eval:NAME.
 
     Raises MtcliError with every bad flag at once: an unknown name with the closest known one, a
     missing path, a name given twice.
@@ -80,7 +80,7 @@ class TaskRun(NamedTuple):
     name: str
     summary: str  # what it will do, in numbers
     num_requests: int | None  # None: lm-eval decides while it runs
-    run: Callable[[Progress], Report]
+    run: Callable[[Advance], Report]
 
 
 def task_runs(
@@ -117,7 +117,7 @@ def task_runs(
             message = f"{name} needs lm-evaluation-harness, which is not installed"
             raise wrong(message, "pip install 'mtcli[eval]'", "--task")
 
-        def score(progress: Progress) -> Report:
+        def score(progress: Advance) -> Report:
             from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness  # optional extra
 
             model = HarnessModel(scorer, encoder, batch_tokens, progress)

@@ -1,4 +1,4 @@
-"""What a task hands over once its file is read, and the small things all tasks share."""
+"""Defines a prepared task, and reads the files of all tasks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.evaluate.requests import Request, Score
 
 Report = dict[str, float | int | None]
-Progress = Callable[[int], object]  # told how many more requests are done
+Advance = Callable[[int], object]  # told how many more requests are done
 
 
 class TaskOptions(NamedTuple):
-    """What a run may change about a task."""
+    """The options of a task that a run may change."""
 
     max_seq_len: int
     limit: int | None = None  # items of each kind; None = all
@@ -48,7 +48,7 @@ WHICH = "is it the task's own file, and whole? docs/eval.md says what each task 
 
 
 def read_text(path: Path) -> str:
-    """The file's text. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
+    """Reads a file. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
     try:
         raw = read_untrusted(path)
     except OSError as error:

@@ -63,7 +63,7 @@ DETOKENISE = tuple((re.compile(pattern), replacement) for pattern, replacement i
 
 
 class TextLengths(NamedTuple):
-    """What the sums are divided by, and where the two lists of requests meet."""
+    """Lengths of a text by which sums are divided, and where the two lists of requests meet."""
 
     num_tokens: int  # T: of the detokenised text
     num_original_tokens: int  # T_o: split on the single space, before detokenising
@@ -76,7 +76,7 @@ class TextLengths(NamedTuple):
 
 
 def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> PreparedTask:
-    """Requests for both protocols; items are original tokens, which `options.limit` cuts.
+    """Prepares both protocols' requests; items are original tokens, `options.limit` of them.
 
     Raises MtcliError for an unreadable file, an overlap outside 1..window, or fewer than 2 tokens.
     """
@@ -121,7 +121,7 @@ def detokenise(text: str) -> str:
 
 
 def split_pages(text: str) -> list[str]:
-    """The articles, each from its ` = Title = ` line on: the documents of lm-eval's wikitext."""
+    """Splits articles at their ` = Title = ` lines: the documents of lm-eval's wikitext."""
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
         heading = line.replace("= = =", "===").replace("= =", "==").strip()
@@ -132,7 +132,7 @@ def split_pages(text: str) -> list[str]:
 
 
 def report_wikitext(counts: TextLengths, scores: Sequence[Score]) -> Report:
-    """Perplexities of both protocols, each with the sums and counts it is made of.
+    """Reports perplexities of both protocols, each with the sums and counts it is made of.
 
     perplexity is exp(nll_sum / T_o), the paper's; adjusted_perplexity exp(nll_sum / (T_o - 1)), as
     Megatron-LM's tool prints it; token_perplexity exp(nll_sum / (T - 1)). The word and byte level

@@ -1,4 +1,4 @@
-"""Published runs as workloads: what a record says, and what it leaves to the reader.
+"""Reads published runs as workloads, with defaults for what a record leaves open.
 
 A record is JSON with source, model, gpu, n_gpus, precision, parallel, result and flop_convention
 (docs/plan.md lists the fields). Sources count FLOPs differently, so everything is turned into
@@ -63,7 +63,7 @@ SITES = {
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run: its workload and device, and what was measured."""
+    """A published run: its workload, its device and its measured figures."""
 
     id: int
     source: str
@@ -186,7 +186,7 @@ def _layout(p: Table, m: Table, world: int | None) -> ParallelLayout:
 
 
 def _batch(p: Table, layout: ParallelLayout) -> int:
-    """As printed; otherwise a micro-batch for each data rank, where there is no pipeline to fill.
+    """The batch as printed, or a micro-batch for each data rank where there is no pipeline.
 
     Raises ValueError where neither is said.
     """
@@ -198,20 +198,20 @@ def _batch(p: Table, layout: ParallelLayout) -> int:
 
 
 def _recompute(printed: str) -> str:
-    """Of all, of some or of nothing: `full`, `selective` or any list of modules, `none`."""
+    """The recomputation: `full`, `selective` (also any list of modules) or `none`."""
     if printed in ("none", "full"):
         return printed
     return "full" if printed.startswith("full") else "selective"
 
 
 def _zero(p: Table) -> int:
-    """As printed; 2 counts as 1, and so does 3 under a pipeline, which keeps gathered weights."""
+    """The ZeRO stage as printed; 2 is 1, and so is 3 with a pipeline, which keeps weights."""
     zero = p.get("zero") or 0
     return min(zero, 1) if zero < 3 or (p.get("pp") or 1) > 1 else 3
 
 
 def _expert_tensor_parallel(p: Table, world: int) -> int:
-    """As printed; otherwise that of attention where experts are cut inside the data ranks, as in
+    """The etp as printed; otherwise tp where experts are sharded inside the data ranks, as in
     Megatron before folding (arXiv:2504.14960, section 2.3), and 1 where they reach beyond them."""
     if p.get("etp"):
         return int(p["etp"])
@@ -221,8 +221,8 @@ def _expert_tensor_parallel(p: Table, world: int) -> int:
 
 
 def _chunks(p: Table, layers: int) -> int:
-    """As printed; otherwise as many as the layers allow, which is what long pipelines run. The
-    embedding and the head may stand where a layer would (arXiv:2407.21783, section 3.3.2)."""
+    """Chunks per rank as printed; otherwise as many as the layers allow, as long pipelines run.
+    Embedding and head may stand where a layer would (arXiv:2407.21783, section 3.3.2)."""
     if p.get("vpp"):
         return int(p["vpp"])
     pp = p.get("pp") or 1
@@ -231,7 +231,7 @@ def _chunks(p: Table, layers: int) -> int:
 
 
 def _precision(printed: str, device: Device) -> str:
-    """What products are made in; 16 bits of either kind where both are printed."""
+    """The precision of GEMMs; 16 bits of either kind where both are printed."""
     for start, name in ARITHMETIC.items():
         if printed.startswith(start):
             return name
@@ -239,7 +239,7 @@ def _precision(printed: str, device: Device) -> str:
 
 
 def _model(m: Table, flash: bool) -> ModelConfig:
-    """The model; latent attention is taken as full heads, sliding windows as full attention."""
+    """The model, with latent attention as full heads and sliding windows as full attention."""
     hidden, gated = m["hidden"], bool(m.get("gated"))
     heads = m.get("heads") or max(1, hidden // 128)
     inner = m.get("ffn_hidden") or (4 * hidden if not gated else -(-8 * hidden // 768) * 256)
@@ -269,15 +269,15 @@ def _model(m: Table, flash: bool) -> ModelConfig:
 
 
 def _filled(work: PublishedWork, p: Table, device: Device) -> PublishedWork:
-    """The workload with what its record leaves open: the micro-batch is the quickest that fits, and
-    an optimizer state of which nothing is said is cut over the data ranks if it does not fit."""
-    filled = work if p.get("micro_batch") else _quickest_pieces(work, device)
+    """Fills in what a record leaves open: the micro-batch is the quickest that fits, and an
+    optimizer state of which nothing is said is sharded over the data ranks if it does not fit."""
+    filled = work if p.get("micro_batch") else _tuned(work, device)
     if p.get("zero") is None and not predict_workload(filled, device, PUBLISHED).fits:
         return _filled(replace(work, zero=1), p | {"zero": 1}, device)
     return filled
 
 
-def _quickest_pieces(work: PublishedWork, device: Device) -> PublishedWork:
+def _tuned(work: PublishedWork, device: Device) -> PublishedWork:
     """The workload with the micro-batch of the shortest predicted step among those that fit: a
     source that does not print it tuned it."""
     sizes = (
@@ -337,7 +337,7 @@ def _token_seconds(row: Table, result: Table, work: PublishedWork, device: Devic
 
 
 def convention_of(printed: str, recomputed: bool) -> Convention:
-    """The convention that a record's words mean; 3x forward and the full square where they are
+    """The FLOP convention that a record's words mean; 3x forward and the full square where they are
     silent, but for a source that counts achieved FLOPs without saying more."""
     unsaid = "not stated (" in printed and recomputed
     words = {

@@ -1,4 +1,4 @@
-"""What the software of published runs did otherwise than ours, by the year of their preprint.
+"""Models the software of published runs where it differs from ours, by the year of their preprint.
 
 Each function registered here takes the place of plan's own for a `PublishedWork`.
 """
@@ -37,8 +37,8 @@ class PublishedWork(Workload):
 
     @property
     def block_bytes(self) -> float:
-        """Of code from before flash attention: arXiv:2205.05198, equations 1 to 6, with general
-        widths, gated MLPs and experts."""
+        """Bytes saved by code from before flash attention: arXiv:2205.05198, equations 1 to 6, with
+        general widths, gated MLPs and experts."""
         if self.flash:
             return 0.0
         m, size, tp = self.model, self.sizes.weight, self.layout.tp
@@ -53,8 +53,8 @@ class PublishedWork(Workload):
         if m.num_experts:
             routed = 2 * m.hidden_size * self.layout.etp + widths * m.moe_ffn_hidden_size
             mlp = (m.top_k * routed + widths * m.shared_expert_ffn_hidden_size) * size / tp
-            mlp += 2 * 4 * m.num_experts / self.sequence_cut
-        return self.tokens * (shared / self.sequence_cut + heads / tp + mlp)
+            mlp += 2 * 4 * m.num_experts / self.sequence_shards
+        return self.tokens * (shared / self.sequence_shards + heads / tp + mlp)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def since(source: str, month: int) -> bool:
 
 @attention_seconds.register
 def _(work: PublishedWork, device: Device, physics: PublishedPhysics) -> Pass:
-    """Unfused attention computes the whole square, and moves every score."""
+    """Seconds of unfused attention, which computes the full square and moves every score."""
     if work.flash:
         return attention_seconds.dispatch(Workload)(work, device, physics)
     aligned = 1.0 if work.model.head_dim % 8 == 0 else physics.misaligned
@@ -101,7 +101,7 @@ def _(work: PublishedWork, physics: Physics) -> float:
 
 @crossing_share.register
 def _(work: PublishedWork, nodes: float) -> float:
-    """Every copy, or one for each node that some of a token's experts are in."""
+    """Share of token copies that cross: all, or one for each node with some of its experts."""
     copies = work.model.top_k
     return nodes * (1 - (1 - 1 / nodes) ** copies) / copies if work.once_per_node else 1.0
 

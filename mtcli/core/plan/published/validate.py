@@ -1,4 +1,4 @@
-"""How far the predictor is from published runs: error in time per source, ranks, memory."""
+"""Scores the predictor against published runs: error in time per source, ranks, memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ SHOWN_REASONS = 20  # of records that cannot be read, where none can
 
 @dataclass(frozen=True)
 class Scored:
-    """A record beside its prediction."""
+    """A record, measured vs predicted."""
 
     record: PublishedRun
     seconds: float
@@ -62,11 +62,11 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
     if not isinstance(rows, list):
         raise wrong(f"{path} holds no list of records", "see docs/plan.md", "--validate")
     records, left_out = [], []
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
             records.append(read_record(row))
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            name = row.get("id", place) if isinstance(row, dict) else place
+            name = row.get("id", index) if isinstance(row, dict) else index
             left_out.append(f"{name}: {_reason(error)}")
     if not records:
         none = Problem(f"{path} holds no run that can be predicted", field="--validate")
@@ -119,7 +119,7 @@ def summarize(scored: Sequence[Scored]) -> Json:
 
 
 def summary_rows(summary: Json) -> list[list[str]]:
-    """Rows of a table: a source each, and the whole at the end."""
+    """Rows of a table: one per source, and all of them at the end."""
     rows = [
         [
             source,
@@ -130,13 +130,13 @@ def summary_rows(summary: Json) -> list[list[str]]:
         ]
         for source, of in summary["sources"].items()
     ]
-    whole = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), "", ""]
+    overall = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), "", ""]
     means = ["", "", _percent(summary["mean_of_source_medians"]), "", ""]
-    return [*rows, ["all", *whole], ["mean of the sources' medians", *means]]
+    return [*rows, ["all", *overall], ["mean of the sources' medians", *means]]
 
 
 def memory_line(summary: Json) -> str:
-    """What the runs that print memory, or ran out of it, say of the prediction."""
+    """Compares printed memory, and runs that went out of it, with the prediction, in a line."""
     runs, out = summary["memory_records"], summary["out_of_memory"]
     return (
         f"memory: median |error| {_percent(summary['median_absolute_memory_error']) or 'unknown'} "
@@ -158,33 +158,29 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 def _of_source(scored: Sequence[Scored], source: str) -> Json:
     mine = [one for one in scored if one.record.source == source]
-    timed = [one for one in mine if one.record.seconds and one.error is not None]
-    errors = [one.error for one in timed if one.error is not None]
-    tokens = [one.record.work.global_batch_size * one.record.work.seq_len for one in timed]
-    worlds = [one.record.work.layout.world for one in timed]
+    timed = [(one, one.record.seconds) for one in mine if one.record.seconds]
+    errors = [one.error for one, _ in timed if one.error is not None]
+    works = [one.record.work for one, _ in timed]
+    sizes = [(work.global_batch_size * work.seq_len, work.layout.world) for work in works]
     # Rates per GPU, so that a larger batch or world does not make the ranking easy.
-    said = [t / one.seconds / w for one, t, w in zip(timed, tokens, worlds, strict=True)]
-    was = [
-        t / float(one.record.seconds or 1) / w
-        for one, t, w in zip(timed, tokens, worlds, strict=True)
-    ]
+    said = [t / one.seconds / w for (one, _), (t, w) in zip(timed, sizes, strict=True)]
+    was = [t / seconds / w for (_, seconds), (t, w) in zip(timed, sizes, strict=True)]
+    seconds = [one.seconds for one, _ in timed], [seconds for _, seconds in timed]
     return {
         "records": len(mine),
         "timed": len(timed),
         "median_error": median(errors) if errors else None,
         "median_absolute_error": median(map(abs, errors)) if errors else None,
         "spearman": spearman(said, was),
-        "spearman_seconds": spearman(
-            [one.seconds for one in timed], [float(one.record.seconds or 0) for one in timed]
-        ),
+        "spearman_seconds": spearman(*seconds),
     }
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 0, ties sharing their mean."""
     first: dict[float, int] = {}
-    for place, value in enumerate(sorted(values)):
-        first.setdefault(value, place)
+    for index, value in enumerate(sorted(values)):
+        first.setdefault(value, index)
     count = Counter(values)
     return [first[value] + (count[value] - 1) / 2 for value in values]
 

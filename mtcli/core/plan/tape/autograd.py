@@ -20,24 +20,24 @@ class Storage:
 
 
 class Value:
-    """A tensor: its memory, and the op that made it, of which it is one of the results."""
+    """A tensor: its memory, the op that made it, and its index among the op's results."""
 
-    __slots__ = ("made_by", "place", "rows", "storage")
+    __slots__ = ("index", "made_by", "rows", "storage")
 
     def __init__(
-        self, storage: Storage, made_by: "Node | None" = None, place: int = 0, rows: int = 0
+        self, storage: Storage, made_by: "Node | None" = None, index: int = 0, rows: int = 0
     ) -> None:
-        self.storage, self.made_by, self.place, self.rows = storage, made_by, place, rows
+        self.storage, self.made_by, self.index, self.rows = storage, made_by, index, rows
 
     @property
     def size(self) -> float:
-        """Bytes of its memory."""
+        """Bytes of the tensor's memory."""
         return self.storage.size
 
 
 Gradients = Sequence[Storage | None]
 Back = Callable[["Tape", list[Storage]], Gradients]  # of results -> of what the op took
-Pending = dict["Node | None", dict[int, Storage]]  # gradients that wait for their op
+PendingGradients = dict["Node | None", dict[int, Storage]]  # gradients that wait for their op
 
 
 class Node:
@@ -50,7 +50,7 @@ class Node:
 
 
 class WeightPass(NamedTuple):
-    """The weight half of a linear layer's backward, which zero-bubble schedules run later."""
+    """A zero-bubble weight pass: the half of a linear layer's backward that runs later."""
 
     size: float  # bytes of the weight's gradient
     rows: int
@@ -59,7 +59,7 @@ class WeightPass(NamedTuple):
 
 
 class _AllSaved(Exception):  # noqa: N818
-    """Says that everything saved for backward has been recomputed."""
+    """Stops a recomputation once everything saved for backward has been recomputed."""
 
 
 class Tape:
@@ -80,7 +80,7 @@ class Tape:
         self.last_op = -1  # of a recomputation; -1 outside one
 
     def new(self, size: float) -> Storage:
-        """New memory, under one name."""
+        """Allocates memory, under one name."""
         self.live += size
         self.peak = max(self.peak, self.live)
         storage = Storage(size)
@@ -88,14 +88,14 @@ class Tape:
         return storage
 
     def hold(self, size: float) -> Storage:
-        """Memory that outlives a recomputation around it."""
+        """Allocates memory that outlives a recomputation around it."""
         storage = self.new(size)
         self.made.pop()
         return storage
 
-    def free(self, *held: Storage | Value) -> None:
+    def free(self, *named: Storage | Value) -> None:
         """Drops one name of each; memory that no name is left of is freed."""
-        for one in held:
+        for one in named:
             storage = one.storage if isinstance(one, Value) else one
             storage.holders -= 1
             if not storage.holders:
@@ -125,19 +125,19 @@ class Tape:
                 storages.append(result.storage)
             else:
                 storages.append(self.new(result))
-        held = [*(value.storage for value in saved), *(storages[place] for place in saves_results)]
-        node = Node(taken, [], bool(held or more), back)
+        kept = [*(value.storage for value in saved), *(storages[index] for index in saves_results)]
+        node = Node(taken, [], bool(kept or more), back)
         extra = [self.new(more)] if more else []
         if self.saves:
-            for storage in held:
+            for storage in kept:
                 storage.holders += 1
-            node.saved = held + extra
+            node.saved = kept + extra
         else:
             self.free(*extra)
         self.nodes.append(node)
         if len(self.nodes) == self.last_op:
             raise _AllSaved
-        return [Value(storage, node, place) for place, storage in enumerate(storages)]
+        return [Value(storage, node, index) for index, storage in enumerate(storages)]
 
     @property
     def ends_next(self) -> bool:
@@ -145,20 +145,20 @@ class Tape:
         return len(self.nodes) + 1 == self.last_op
 
     def recompute(self, forward: Callable[[Value], Value], x: Value) -> Value:
-        """The result of `forward`, of which x alone is saved: the backward runs it again."""
+        """Runs `forward` with only x saved for backward, which runs it again."""
         outside, self.nodes, self.saves = self.nodes, [], False
         y = forward(x)
         inner, self.nodes, self.saves = self.nodes, outside, True
         last = max((index for index, node in enumerate(inner) if node.saves), default=-1)
 
         def back(tape: Tape, grads: list[Storage]) -> Gradients:
-            pending: Pending = {y.made_by: {y.place: grads.pop()}}  # which is named no more
+            pending: PendingGradients = {y.made_by: {y.index: grads.pop()}}
             for index in range(len(inner) - 1, -1, -1):
                 if index == last:
                     tape._rerun(forward, x, inner[: last + 1])
                 if inner[index] in pending:
                     tape.step(inner[index], pending)
-            return [pending[x.made_by].pop(x.place)]
+            return [pending[x.made_by].pop(x.index)]
 
         x.storage.holders += 1
         node = Node([x], [x.storage], True, back)
@@ -184,16 +184,16 @@ class Tape:
         x.storage.holders = named + waits.get(x.storage, 0)
         self.made = made
 
-    def backward(self, nodes: Sequence[Node], pending: Pending) -> None:
+    def backward(self, nodes: Sequence[Node], pending: PendingGradients) -> None:
         """Goes back through the ops, from gradients of results to those of leaves."""
         for node in reversed(nodes):
             if node in pending:
                 self.step(node, pending)
 
-    def step(self, node: Node, pending: Pending) -> None:
-        """One op's way back."""
+    def step(self, node: Node, pending: PendingGradients) -> None:
+        """Runs one op's backward."""
         given = pending.pop(node)
-        grads = [given[place] for place in sorted(given)]
+        grads = [given[index] for index in sorted(given)]
         found = node.back(self, grads)
         self.free(*node.saved, *grads)
         node.saved = []
@@ -205,12 +205,12 @@ class Tape:
                 leaves.append((grad, value.rows))
                 continue
             slot = pending.setdefault(value.made_by, {})
-            if value.place in slot:  # autograd sums into new memory
-                other, total = slot[value.place], self.new(grad.size)
+            if value.index in slot:  # autograd sums into new memory
+                other, total = slot[value.index], self.new(grad.size)
                 self.free(other, grad)
-                slot[value.place] = total
+                slot[value.index] = total
             else:
-                slot[value.place] = grad
+                slot[value.index] = grad
         self._collect(leaves)
 
     def weights(self) -> None:
@@ -236,10 +236,10 @@ def leaf(rows: float) -> Value:
     return Value(Storage(0.0), rows=max(1, round(rows)))
 
 
-def named_again(held: Storage) -> Storage:
-    """The storage under one more name, such as a gradient that is passed on as it is."""
-    held.holders += 1
-    return held
+def named_again(storage: Storage) -> Storage:
+    """Adds a name to a storage, such as of a gradient that is passed on as it is."""
+    storage.holders += 1
+    return storage
 
 
 def new_gradients(*sizes: float) -> Back:

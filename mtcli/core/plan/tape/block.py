@@ -52,9 +52,9 @@ SPAN = 8  # bytes of a query's `Spans`: two int32
 QKV = tuple[Value, Value, Value]
 
 
-class Heads:
-    """Bytes of queries q, of keys or values k and of a log-sum-exp, at `size` bytes an element; and
-    how many scores there are. Of all rows, or of one of so many."""
+class HeadSizes:
+    """Bytes of queries q, of keys or values k and of a log-sum-exp, at `size` bytes an element, and
+    the number of scores; of all rows, or of one of so many."""
 
     def __init__(self, kit: Kit, size: int, rows: int = 1) -> None:
         t, m, tokens = kit.t, kit.work.model, kit.t.tokens / rows
@@ -112,7 +112,7 @@ def mlp(kit: Kit, x: Value, width: float) -> Value:
 
 
 def attention(kit: Kit, x: Value) -> Value:
-    """The attention part of a block."""
+    """Runs the attention half of a block."""
     tape, t = kit.tape, kit.t
     qkv = _heads(kit, x)
     if kit.work.recompute == "selective":
@@ -141,12 +141,12 @@ def _heads(kit: Kit, x: Value) -> Value:
 
     sent = tape.op([columns], [size], summed)[0]
     parts = then(kit, sent, tape.op([sent], [size], exchanged)[0])
-    whole = then(kit, parts, copied(kit, parts, size))
-    return then(kit, columns, whole)
+    full_heads = then(kit, parts, copied(kit, parts, size))
+    return then(kit, columns, full_heads)
 
 
 def _mix(kit: Kit, qkv: Value) -> Value:
-    tape, m, heads = kit.tape, kit.work.model, Heads(kit, kit.t.size)
+    tape, m, heads = kit.tape, kit.work.model, HeadSizes(kit, kit.t.size)
     q, k, v = tape.op([qkv], [qkv, qkv, qkv], new_gradients(qkv.size))
     if heads.grouped and m.num_kv_heads > kit.work.layout.tp:
         q = then(kit, q, copied(kit, q, heads.q))
@@ -155,7 +155,7 @@ def _mix(kit: Kit, qkv: Value) -> Value:
     if m.attention_dropout:
         y = _with_dropout(kit, (q, k, v), heads)
     elif kit.work.layout.cp == 1:
-        y = whole(kit, (q, k, v), heads)
+        y = full_rows(kit, (q, k, v), heads)
     else:
         ways = {"ring": ring, "all_gather": gathered, "a2a": heads_exchanged}
         y = ways[kit.work.cp_mode](kit, (q, k, v), heads)
@@ -163,8 +163,8 @@ def _mix(kit: Kit, qkv: Value) -> Value:
     return y
 
 
-def _rotated(kit: Kit, q: Value, k: Value, heads: Heads) -> tuple[Value, Value]:
-    """Queries and keys with rotary positions: by one kernel, or op by op."""
+def _rotated(kit: Kit, q: Value, k: Value, heads: HeadSizes) -> tuple[Value, Value]:
+    """Rotates queries and keys by position: by one kernel, or op by op."""
     sizes = heads.q, heads.k
     if kit.by_torch:
         rotated = [moved(kit, x, n, n, 2.5 * n) for x, n in zip((q, k), sizes, strict=True)]
@@ -174,12 +174,12 @@ def _rotated(kit: Kit, q: Value, k: Value, heads: Heads) -> tuple[Value, Value]:
     return rotated[0], rotated[1]
 
 
-def _with_dropout(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    """Attention with dropout of its probabilities; each head has all keys and values."""
+def _with_dropout(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
+    """Runs attention with dropout of its probabilities; each head has all keys and values."""
     tape, (q, *kv), size = kit.tape, qkv, kit.t.size
-    whole = kit.work.layout.cp * heads.q
-    k, v = (_per_head(kit, x, heads, whole) for x in kv)
-    seen = tape.new(mask_numel(kit))
+    all_keys = kit.work.layout.cp * heads.q
+    k, v = (_per_head(kit, x, heads, all_keys) for x in kv)
+    mask = tape.new(mask_numel(kit))
     scaled = moved(kit, q, heads.q, heads.q, heads.q)
     scores = batched_gemm(kit, (scaled, k), heads.scores * size)
     tape.free(scaled, k)
@@ -193,11 +193,11 @@ def _with_dropout(kit: Kit, qkv: QKV, heads: Heads) -> Value:
         more=probabilities.size,
     )[0]
     mixed = batched_gemm(kit, (left, v), heads.q)
-    tape.free(probabilities, left, v, seen)
+    tape.free(probabilities, left, v, mask)
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
-def _per_head(kit: Kit, x: Value, heads: Heads, size: float) -> Value:
+def _per_head(kit: Kit, x: Value, heads: HeadSizes, size: float) -> Value:
     if kit.work.layout.cp == 1:
         return moved(kit, x, size, heads.k)
     gathered = in_order(kit, x, heads)
@@ -205,12 +205,12 @@ def _per_head(kit: Kit, x: Value, heads: Heads, size: float) -> Value:
 
 
 def copied(kit: Kit, x: Value, size: float) -> Value:
-    """A copy of x, whose gradient is passed on as it is."""
+    """Copies x, and passes the gradient on as it is."""
     return kit.tape.op([x], [size], same_gradient)[0]
 
 
-def whole(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    """Attention of whole rows; documents by our kernel's spans, or row by row with torch's mask."""
+def full_rows(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
+    """Runs attention of full rows; documents by our kernel's spans, or row by row in torch."""
     work = kit.work
     if work.document_mask and kit.by_torch:
         return _by_document(kit, qkv, heads)
@@ -219,11 +219,11 @@ def whole(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return _of_rows(kit, qkv, heads, copies=work.micro_batch_size > 1 or work.layout.cp > 1)
 
 
-def _by_document(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    """Rows with a document mask each, one after another."""
+def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
+    """Runs attention of rows with a document mask each, one after another."""
     work = kit.work
     rows, sizes = work.micro_batch_size, (heads.q, heads.k, heads.k)
-    one = Heads(kit, heads.size, rows)
+    one = HeadSizes(kit, heads.size, rows)
     if rows > 1 and work.layout.cp > 1:  # by heads, which are laid out one by one
         q, k, v = (copied(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
     else:
@@ -235,12 +235,12 @@ def _by_document(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return mixed
 
 
-def _of_rows(kit: Kit, qkv: QKV, heads: Heads, copies: bool) -> Value:
-    """Attention by the kernel of the device; `copies` where rows are not stored head by head."""
+def _of_rows(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
+    """Runs attention by the device's kernel; `copies` where rows are not stored head by head."""
     if kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= CPU_ATTENTION_ROW_BYTES:
         return _in_blocks(kit, qkv, heads, copies)
     if kit.slow:
-        wide = Heads(kit, 4, heads.rows)
+        wide = HeadSizes(kit, 4, heads.rows)
         sizes = ((heads.q, wide.q), (heads.k, wide.k), (heads.k, wide.k))
         q, k, v = (moved(kit, x, to, of) for x, (of, to) in zip(qkv, sizes, strict=True))
         mixed = fused(kit, (q, k, v), wide, wide.k)
@@ -256,8 +256,8 @@ def compute_bytes(kit: Kit, size: float) -> float:
     return 2 * size if kit.slow else size
 
 
-def fused(kit: Kit, qkv: QKV, heads: Heads, keys: float, spans: float = 0.0) -> Value:
-    """Flash attention, which saves the log-sum-exp in place of the scores, and maybe `spans`."""
+def fused(kit: Kit, qkv: QKV, heads: HeadSizes, keys: float, spans: float = 0.0) -> Value:
+    """Runs flash attention, which saves the log-sum-exp, not the scores, and maybe `spans`."""
     return kit.tape.op(
         qkv,
         [heads.q],
@@ -268,8 +268,8 @@ def fused(kit: Kit, qkv: QKV, heads: Heads, keys: float, spans: float = 0.0) -> 
     )[0]
 
 
-def _in_blocks(kit: Kit, qkv: QKV, heads: Heads, copies: bool) -> Value:
-    """CPU attention, some heads at a time; several sequences are copied by head and back."""
+def _in_blocks(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
+    """Runs CPU attention, some heads at a time; several sequences are copied by head and back."""
     saved = () if copies else qkv[: 1 if heads.grouped else 3]
     more = (3 if copies else 2 * heads.grouped) * heads.q
     forward, backward = head_blocks_bytes(kit, heads, kit.work.seq_len)
@@ -290,8 +290,8 @@ def _in_blocks(kit: Kit, qkv: QKV, heads: Heads, copies: bool) -> Value:
     return then(kit, mixed, copied(kit, mixed, heads.q)) if copies else mixed
 
 
-def head_blocks_bytes(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
-    """Peaks of forward and backward beside their results, of blocks of heads' scores."""
+def head_blocks_bytes(kit: Kit, heads: HeadSizes, rows: int) -> tuple[float, float]:
+    """Peaks of forward and backward on top of their results, of blocks of heads' scores."""
     size = compute_bytes(kit, heads.size)
     one, scores = rows**2 * size, heads.scores / kit.work.seq_len * rows * size
     block, unseen = min(scores, block_rows(int(one)) * one), one * kit.work.model.causal
@@ -301,8 +301,8 @@ def head_blocks_bytes(kit: Kit, heads: Heads, rows: int) -> tuple[float, float]:
     return unseen + max(block + there * part, unseen), unseen + 2 * block + back * part
 
 
-def plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    """Attention that writes its scores: saves scaled queries and keys, values, probabilities.
+def plain(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
+    """Runs attention that writes its scores: saves scaled queries and keys, values, probabilities.
 
     Values are copied where heads share them or where they are of one row among others.
     """
@@ -316,20 +316,20 @@ def plain(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     tape.free(scaled, k)
     probabilities = _softmax(kit, scores)
     tape.free(scores)
-    mixed = batched_gemm(kit, (probabilities, v), heads.q, seen=times * heads.q)
+    mixed = batched_gemm(kit, (probabilities, v), heads.q, used=times * heads.q)
     tape.free(probabilities, v)
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
 def _softmax(kit: Kit, scores: Value, *saved: Value) -> Value:
-    """Probabilities, which are saved beside `saved`."""
+    """Runs softmax, whose probabilities are saved on top of `saved`."""
     return kit.tape.op(
         [scores], [scores.size], new_gradients(scores.size), saved=saved, saves_results=[0]
     )[0]
 
 
 def masked_softmax(kit: Kit, scores: Value, numel: float) -> Value:
-    """Probabilities under an attention mask; by torch of wide copies, which are saved."""
+    """Runs softmax under an attention mask; by torch on wide copies, which are saved."""
     if not kit.by_torch:
         return _softmax(kit, scores)
     wide = numel * kit.t.wide
@@ -354,10 +354,10 @@ def mask_numel(kit: Kit) -> float:
     return kit.t.tokens * work.seq_len / (1 if work.document_mask else work.micro_batch_size)
 
 
-def batched_gemm(kit: Kit, factors: tuple[Value, Value], size: float, seen: float = 0.0) -> Value:
-    """A batched GEMM, in float32 where slow; `seen` are the second factor's bytes in use."""
+def batched_gemm(kit: Kit, factors: tuple[Value, Value], size: float, used: float = 0.0) -> Value:
+    """Runs a batched GEMM, in float32 where slow; `used` are the second factor's bytes in use."""
     (first, second), copies = factors, 2 * kit.slow
-    sizes = first.size, seen or second.size
+    sizes = first.size, used or second.size
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         found = []
@@ -370,8 +370,8 @@ def batched_gemm(kit: Kit, factors: tuple[Value, Value], size: float, seen: floa
     return kit.tape.op(factors, [size], back, saved=factors)[0]
 
 
-def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    """Ring attention, which sums its results in float32."""
+def ring(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
+    """Runs ring attention, which sums its results in float32."""
     tape, (q, k, v), wide = kit.tape, qkv, kit.t.wide / kit.t.size
     both, backward_bytes = 2 * heads.k, _ring_backward_bytes(kit, heads)
     passing = min(2, kit.work.layout.cp - 1) * both  # a block that has come, and one on its way
@@ -396,13 +396,13 @@ def ring(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
-def _scores(kit: Kit, heads: Heads) -> float:
+def _scores(kit: Kit, heads: HeadSizes) -> float:
     """Bytes of a block's scores in float64 on a GPU, which has no kernel of ours."""
     return heads.scores / kit.work.layout.cp * heads.size * (kit.by_torch and not kit.cpu)
 
 
-def _ring_backward_bytes(kit: Kit, heads: Heads) -> float:
-    """Peak beside the ring's own buffers while one block of keys goes back."""
+def _ring_backward_bytes(kit: Kit, heads: HeadSizes) -> float:
+    """Peak of one key block's backward, on top of the ring's own buffers."""
     if not kit.cpu:
         return 5 * _scores(kit, heads)
     work, size = kit.work, compute_bytes(kit, heads.size)
@@ -417,8 +417,8 @@ def _ring_backward_bytes(kit: Kit, heads: Heads) -> float:
     return copies + mask + q + per_head + both
 
 
-def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    """Attention over all-gathered keys and values, put in order."""
+def gathered(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
+    """Runs attention over all-gathered keys and values, put in order."""
     tape, cp = kit.tape, kit.work.layout.cp
     q, *kv = qkv
     k, v = (in_order(kit, x, heads) for x in kv)
@@ -430,25 +430,25 @@ def gathered(kit: Kit, qkv: QKV, heads: Heads) -> Value:
     return mixed
 
 
-def _mask_bytes(kit: Kit, heads: Heads) -> float:
+def _mask_bytes(kit: Kit, heads: HeadSizes) -> float:
     """Bytes of the attention mask over gathered keys: our kernel's spans, on CPU a bias."""
     return mask_numel(kit) * heads.size if kit.cpu else SPAN * kit.t.tokens
 
 
-def in_order(kit: Kit, x: Value, heads: Heads) -> Value:
-    """All-gathered keys or values, indexed by position."""
+def in_order(kit: Kit, x: Value, heads: HeadSizes) -> Value:
+    """All-gathers keys or values and indexes them by position."""
     own, size = moved(kit, x, heads.k, heads.k), kit.work.layout.cp * heads.k
     parts = moved(kit, own, size, heads.k)
     kit.tape.free(own)
     return then(kit, parts, moved(kit, parts, size, size))
 
 
-def heads_exchanged(kit: Kit, qkv: QKV, heads: Heads) -> Value:
-    """Attention of whole sequences of some heads, with an all-to-all before and after."""
+def heads_exchanged(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
+    """Runs attention of full sequences of some heads, with an all-to-all before and after."""
     tape = kit.tape
     sizes = (heads.q, heads.k, heads.k)
     q, k, v = (_exchanged(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
-    mixed = whole(kit, (q, k, v), heads)
+    mixed = full_rows(kit, (q, k, v), heads)
     tape.free(q, k, v)
     return then(kit, mixed, _exchanged(kit, mixed, heads.q))
 
@@ -458,7 +458,7 @@ def _exchanged(kit: Kit, x: Value, size: float) -> Value:
 
 
 def mixture(kit: Kit, x: Value) -> Value:
-    """A mixture of experts, with the shared expert."""
+    """Runs a mixture of experts, with the shared expert."""
     m = kit.work.model
     x, weights = _routed(kit, x)
     y = then(kit, weights, dispatched(kit, x, weights))
@@ -472,7 +472,7 @@ def mixture(kit: Kit, x: Value) -> Value:
 
 
 def _gated(kit: Kit, gate: Value, x: Value) -> Value:
-    """x times its gate, a number per row."""
+    """Multiplies x by its gate, a number per row."""
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         of_gate, of_x = tape.new(gate.size), tape.new(x.size)
@@ -483,7 +483,7 @@ def _gated(kit: Kit, gate: Value, x: Value) -> Value:
 
 
 def _routed(kit: Kit, x: Value) -> tuple[Value, Value]:
-    """(x with the router's losses attached, the weights of the experts that are chosen)."""
+    """Routes tokens: (x with the router's losses attached, the weights of the chosen experts)."""
     tape, t, m = kit.tape, kit.t, kit.work.model
     table, chosen = t.rows * m.num_experts * t.wide, t.rows * m.top_k
     wide = resized(kit, x, x.size / t.size * t.wide) if t.size < 4 else x
@@ -500,8 +500,8 @@ def _routed(kit: Kit, x: Value) -> tuple[Value, Value]:
     if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
         more += table
     if m.capacity_factor:
-        whole = kit.work.layout.cp * kit.work.sequence_cut
-        tape.moment(more + (2 + 4 * whole) * table)
+        sharers = kit.work.layout.cp * kit.work.sequence_shards
+        tape.moment(more + (2 + 4 * sharers) * table)
     weights = tape.op([logits], [chosen * t.wide], of_weights, more=more)[0]
     return reused(kit, x), then(kit, logits, weights)
 
@@ -514,7 +514,7 @@ def _gathered_experts(kit: Kit, x: Value) -> Value:
 
 
 def _experts(kit: Kit, x: Value) -> Value:
-    """This rank's experts: by grouped GEMMs on a GPU, one after another on CPU and in fp8."""
+    """Runs this rank's experts: by grouped GEMMs on a GPU, one after another on CPU and in fp8."""
     m, work = kit.work.model, kit.work
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
     gated, number = gates(kit), m.num_experts // work.layout.ep
@@ -532,7 +532,7 @@ def _experts(kit: Kit, x: Value) -> Value:
 
 
 def _table(kit: Kit, rows: float) -> Value:
-    """All experts' weights of a kind, seen as [experts, rows, columns]."""
+    """Views all experts' weights of a kind as [experts, rows, columns]."""
     return kit.tape.op([leaf(rows)], [0.0], same_gradient)[0]
 
 
@@ -541,7 +541,7 @@ def _grouped_gemm(kit: Kit, x: Value, table: Value, times: float, size: float) -
 
 
 def _grouped_activated_gemm(kit: Kit, x: Value, table: Value, times: float, size: float) -> Value:
-    """The same of activation(x), recomputed in the backward in its gradient's memory."""
+    """Runs a grouped GEMM of activation(x), recomputed in the backward in its gradient's memory."""
     given = x.size / gates(kit)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
@@ -555,7 +555,7 @@ def _grouped_activated_gemm(kit: Kit, x: Value, table: Value, times: float, size
 
 
 def _one_by_one(kit: Kit, x: Value, tables: Sequence[Value], number: int) -> Value:
-    """Each expert's rows through its own GEMMs; weight gradients are joined at the end."""
+    """Runs each expert's rows through its own GEMMs; weight gradients are joined at the end."""
     tape, m, size = kit.tape, kit.work.model, kit.t.size
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / kit.work.layout.etp
     gated, rows = gates(kit), kit.work.expert_rows / number
@@ -579,19 +579,19 @@ class Routed(NamedTuple):
     copies: float  # of tokens that no capacity drops
     rows: float  # that the copies are stored in, padded experts' included
     num_copies: float
-    num_places: float  # for copies: top_k of each token
+    num_chosen: float  # for copies: top_k of each token
     padding: float  # of copies that are put into rows of zeros, or 0
 
     @classmethod
     def of(cls, kit: Kit, ranks: int, copies: float, rows: float) -> "Routed":
-        """The tokens of so many ranks, some copies and rows of which are here."""
+        """Sizes of the tokens of so many ranks, some copies and rows of which are here."""
         m, row, tokens = kit.work.model, kit.t.hidden * kit.t.size, ranks * kit.t.rows
         padding = copies * row * m.pad_to_capacity
         return cls(tokens * row, copies * row, rows * row, copies, tokens * m.top_k, padding)
 
 
 def dispatched(kit: Kit, x: Value, weights: Value) -> Value:
-    """The experts' results, summed by token."""
+    """Dispatches tokens to experts and sums the results by token."""
     ways = {"all_to_all": _by_all_to_all, "all_gather": _by_all_gather}
     return ways[kit.work.dispatcher](kit, x, weights)
 
@@ -631,12 +631,12 @@ def _by_all_gather(kit: Kit, x: Value, weights: Value) -> Value:
     gathered = moved(kit, x, ranks * x.size, x.size) if ranks > 1 else x
     rows = _spread(kit, gathered, everyone)
     results = then(kit, rows, _gathered_experts(kit, rows))
-    whole = _summed(kit, results, weights, everyone)
+    summed = _summed(kit, results, weights, everyone)
     if ranks == 1:
         tape.free(results)
-        return whole
-    y = moved(kit, whole, x.size, whole.size)
-    tape.free(whole, results, gathered)
+        return summed
+    y = moved(kit, summed, x.size, summed.size)
+    tape.free(summed, results, gathered)
     return y
 
 
@@ -645,9 +645,9 @@ def _reordered(kit: Kit, rows: Value, order: Value) -> Value:
 
 
 def _spread(kit: Kit, x: Value, routed: Routed) -> Value:
-    """Copies of tokens, sorted by expert; torch makes them first, and then pads them."""
+    """Copies tokens, sorted by expert; torch makes the copies first, and then pads them."""
     besides = kit.by_torch * routed.padding
-    indices = routed.num_copies * (1 + (besides > 0)) if kit.by_torch else routed.num_places
+    indices = routed.num_copies * (1 + (besides > 0)) if kit.by_torch else routed.num_chosen
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(besides + x.size)
@@ -658,7 +658,7 @@ def _spread(kit: Kit, x: Value, routed: Routed) -> Value:
 
 
 def _summed(kit: Kit, rows: Value, weights: Value, routed: Routed) -> Value:
-    """Rows times their weights, summed by token."""
+    """Weighs rows and sums them by token."""
     if not kit.by_torch:
         return kit.tape.op(
             [rows, weights], [routed.tokens], new_gradients(rows.size, weights.size), saved=[rows]

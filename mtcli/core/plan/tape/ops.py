@@ -48,7 +48,7 @@ class Shapes(NamedTuple):
         m, tp, size = work.model, work.layout.tp, work.sizes.weight
         return cls(
             work.tokens,
-            work.tokens / work.sequence_cut,
+            work.tokens / work.sequence_shards,
             m.hidden_size,
             m.num_heads * m.head_dim / tp,
             2 * work.kv_heads * m.head_dim / tp,
@@ -64,14 +64,14 @@ class Shapes(NamedTuple):
 
 
 def logits_bytes(work: Workload) -> float:
-    """The logits of a micro-batch, vocabulary padding included."""
-    cut = VOCAB_MULTIPLE * work.layout.tp
-    columns = -(-work.model.vocab_size // cut) * VOCAB_MULTIPLE
+    """Bytes of a micro-batch's logits, vocabulary padding included."""
+    multiple = VOCAB_MULTIPLE * work.layout.tp
+    columns = -(-work.model.vocab_size // multiple) * VOCAB_MULTIPLE
     return float(work.tokens * work.sizes.weight * columns)
 
 
 class Group(NamedTuple):
-    """Parameters that FSDP2 all-gathers together."""
+    """A group of parameters that FSDP2 all-gathers together."""
 
     name: str
     weights: float  # bytes, rows padded to equal shares
@@ -91,7 +91,7 @@ class Gathering:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.whole: dict[str, Storage] = {}
+        self.gathered: dict[str, Storage] = {}
         self.coming: dict[str, Storage] = {}
         self.order: list[Group] = []  # as forwards ended
         self.deferred: Storage | None = None
@@ -99,10 +99,10 @@ class Gathering:
 
     def forward(self, group: Group) -> None:
         """Gathers a group before its forward."""
-        if group.name in self.whole:
+        if group.name in self.gathered:
             return
         buffer = self._gather(group)
-        self.whole[group.name] = self.tape.hold(group.weights)
+        self.gathered[group.name] = self.tape.hold(group.weights)
         self.settle()
         self.deferred = buffer
 
@@ -123,15 +123,15 @@ class Gathering:
 
     def free(self, group: Group) -> None:
         """Frees gathered weights."""
-        if group.name in self.whole:
-            self.tape.free(self.whole.pop(group.name))
+        if group.name in self.gathered:
+            self.tape.free(self.gathered.pop(group.name))
 
     def backward(self, group: Group) -> None:
         """Gathers a group before its backward, and prefetches the one that follows."""
         self.tape.waiting.append([])
-        if group.name not in self.whole:
+        if group.name not in self.gathered:
             buffer = self._gather(group)
-            self.whole[group.name] = self.tape.hold(group.weights)
+            self.gathered[group.name] = self.tape.hold(group.weights)
             if buffer is not None:
                 self.tape.free(buffer)
         if group in self.order:
@@ -165,20 +165,20 @@ class Gathering:
 
 
 class Kernels(NamedTuple):
-    """Whose kernels run, as far as memory differs by it."""
+    """The device whose kernels run, as far as memory differs by it."""
 
     cpu: bool
     widens: bool = False  # makes bfloat16's products in float32, as it does float16's
 
     @classmethod
     def of(cls, device: Device) -> "Kernels":
-        """A device's."""
+        """The kernels of a device."""
         return cls(device.name == "cpu", device.widens)
 
 
 @dataclass(frozen=True)
 class Kit:
-    """A recipe's surroundings: the tape, the step, and whose kernels run."""
+    """A recipe's context: the tape, the step, and whose kernels run."""
 
     tape: Tape
     work: Workload
@@ -188,7 +188,7 @@ class Kit:
 
     @cached_property
     def t(self) -> Shapes:
-        """The sizes of one micro-batch on one rank."""
+        """Sizes of one micro-batch on one rank."""
         return Shapes.of(self.work)
 
     @property
@@ -198,7 +198,7 @@ class Kit:
 
     @property
     def slow(self) -> bool:
-        """Whether products of 16 bits are made in float32, as CPUs make all of float16's."""
+        """Whether GEMMs of 16 bits are made in float32, as CPUs make all of float16's."""
         narrow = self.work.sizes.weight == 2
         return self.cpu and narrow and (self.kernels.widens or self.work.precision == "fp16")
 
@@ -209,32 +209,32 @@ class Kit:
 
 
 def resized(kit: Kit, x: Value, size: float) -> Value:
-    """x in another dtype or size; nothing is saved."""
+    """Casts or resizes x; nothing is saved."""
     return kit.tape.op([x], [size], new_gradients(x.size))[0]
 
 
 def reused(kit: Kit, x: Value) -> Value:
-    """x in the same memory, whose gradient is passed on as it is."""
+    """Views x in the same memory, whose gradient is passed on as it is."""
     return kit.tape.op([x], [x], same_gradient)[0]
 
 
 def add(kit: Kit, x: Value, y: Value) -> Value:
-    """x + y, whose gradient both get."""
+    """Adds x and y, whose gradient both get."""
     return concatenated(kit, [x, y], x.size)
 
 
 def views(kit: Kit, x: Value, number: int, size: float) -> list[Value]:
-    """Views of x, whose gradients are joined in `size` bytes."""
+    """Splits x into views, whose gradients are joined in `size` bytes."""
     return kit.tape.op([x], [x] * number, new_gradients(size))
 
 
 def concatenated(kit: Kit, parts: Sequence[Value], size: float) -> Value:
-    """The parts in new memory, all of whose gradients are the result's."""
+    """Concatenates the parts in new memory, all of whose gradients are the result's."""
     return kit.tape.op(parts, [size], lambda tape, grads: [named_again(grads[0]) for _ in parts])[0]
 
 
 def saved_by(kit: Kit, x: Value, size: float) -> Value:
-    """An op that saves its input for backward."""
+    """Runs an op that saves its input for backward."""
     return kit.tape.op([x], [size], new_gradients(x.size), saved=[x])[0]
 
 
@@ -246,30 +246,30 @@ def linear(
     weight: Value | None = None,
     plain: bool = False,
 ) -> Value:
-    """x W^T of a weight [width, inner]: a parameter's, or an expert's (`weight`) of `rows` of x.
+    """Runs x W^T of a weight [width, inner]: a parameter's, or an expert's `weight` of `rows` of x.
 
     `plain` ones are never in float8.
     """
     (width, inner), size = shape, kit.work.sizes.weight
     given = rows * inner * size or x.size
-    out, whole = given / inner * width, width * inner * size
+    out, weight_bytes = given / inner * width, width * inner * size
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
     scaling = kit.work.fp8_scaling
     fp8 = kit.work.sizes.gemm == "fp8" and not plain
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
-    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(gemm_bytes(kit, of_y + of_w, of_input, narrow))
         found = tape.new(of_input)
-        of_weight = gemm_bytes(kit, of_y + of_x, whole, narrow)
+        of_weight = gemm_bytes(kit, of_y + of_x, weight_bytes, narrow)
         if tape.splits and weight is None:
             waits = [named_again(x.storage), named_again(grads[0])]
-            tape.weight_passes.append(WeightPass(whole, table.rows, waits, of_weight))
+            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, of_weight))
             return [found, None]
         tape.moment(of_weight)
-        return [found, tape.new(whole)]
+        return [found, tape.new(weight_bytes)]
 
     copies = of_x + of_w
     if copies:
@@ -299,7 +299,7 @@ Multiply = Callable[[Kit, Value, tuple[float, float]], Value]
 def activated_linear(
     kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None
 ) -> Value:
-    """activation(x) W^T; `weight` is an expert's.
+    """Runs activation(x) W^T; `weight` is an expert's.
 
     A GPU's kernels save x alone, and recompute the activation in its gradient's memory.
     """
@@ -307,12 +307,12 @@ def activated_linear(
         active = saved_by(kit, x, x.size / gates(kit))
         return then(kit, active, linear(kit, active, shape, weight=weight))
     (width, inner), size = shape, kit.work.sizes.weight
-    given, whole = x.size / gates(kit), width * inner * size
+    given, weight_bytes = x.size / gates(kit), width * inner * size
     out = given / inner * width
     narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
         kit.work.fp8_scaling, round(width), round(inner)
     )
-    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
+    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
     table = leaf(width) if weight is None else weight
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
@@ -321,10 +321,12 @@ def activated_linear(
         found = tape.new(x.size)
         if tape.splits and weight is None:
             waits = [result, named_again(grads[0])]
-            tape.weight_passes.append(WeightPass(whole, table.rows, waits, of_y + of_x + whole))
+            tape.weight_passes.append(
+                WeightPass(weight_bytes, table.rows, waits, of_y + of_x + weight_bytes)
+            )
             return [found, None]
-        tape.moment(of_y + of_x + whole)
-        of_weight = tape.new(whole)
+        tape.moment(of_y + of_x + weight_bytes)
+        of_weight = tape.new(weight_bytes)
         tape.free(result)
         return [found, of_weight]
 
@@ -343,7 +345,7 @@ def gates(kit: Kit) -> int:
 
 
 def enter(kit: Kit, x: Value) -> Value:
-    """A tensor parallel region's input [T, D]."""
+    """All-gathers the input [T, D] of a tensor parallel region."""
     tape, tp = kit.tape, kit.work.layout.tp
     if tp == 1 or kit.work.tp_mode == "2d":  # whose blocks travel one at a time
         return reused(kit, x)
@@ -353,7 +355,7 @@ def enter(kit: Kit, x: Value) -> Value:
 
 
 def leave(kit: Kit, x: Value) -> Value:
-    """The summed output of a tensor parallel region."""
+    """Reduces the output of a tensor parallel region."""
     tape, tp = kit.tape, kit.work.layout.tp
     if tp == 1:
         return reused(kit, x)
@@ -363,7 +365,7 @@ def leave(kit: Kit, x: Value) -> Value:
 
 
 def column_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
-    """This rank's columns of a product."""
+    """Runs this rank's columns of a GEMM."""
     gathered = enter(kit, x)
     return then(kit, gathered, linear(kit, gathered, shape, kit.t.tokens))
 
@@ -371,7 +373,7 @@ def column_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
 def row_linear(
     kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply = linear
 ) -> Value:
-    """The sum of every rank's partial products, and a bias."""
+    """Sums every rank's partial GEMMs, and adds a bias."""
     partial = multiply(kit, x, shape)
     y = then(kit, partial, leave(kit, partial))
     if kit.work.model.bias:
@@ -380,7 +382,7 @@ def row_linear(
 
 
 def moved(kit: Kit, x: Value, size: float, back_size: float, beside: float = 0.0) -> Value:
-    """x copied, exchanged or cast: `size` bytes, `back_size` of its gradient, `beside` each way."""
+    """Copies, exchanges or casts x: `size` bytes, its gradient's `back_size`, `beside` each way."""
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(beside + back_size)
@@ -391,13 +393,13 @@ def moved(kit: Kit, x: Value, size: float, back_size: float, beside: float = 0.0
 
 
 def then(kit: Kit, old: Value, new: Value) -> Value:
-    """The new value, once the old one has lost its name."""
+    """Frees the old value and returns the new one."""
     kit.tape.free(old)
     return new
 
 
 def norm(kit: Kit, x: Value) -> Value:
-    """LayerNorm or RMSNorm of x, with statistics in float32."""
+    """Runs LayerNorm or RMSNorm of x, with statistics in float32."""
     t = kit.t
     if kit.cpu and kit.work.model.norm == "rmsnorm":
         return _rms_norm_on_cpu(kit, x)
@@ -405,7 +407,7 @@ def norm(kit: Kit, x: Value) -> Value:
 
 
 def add_norm(kit: Kit, x: Value, y: Value) -> tuple[Value, Value]:
-    """(x + y, its norm), in one kernel where there is one."""
+    """Runs (x + y, its norm), in one kernel where there is one."""
     t = kit.t
     if kit.by_torch:
         total = add(kit, x, y)
@@ -421,7 +423,7 @@ def add_norm(kit: Kit, x: Value, y: Value) -> tuple[Value, Value]:
 
 
 def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:
-    """x / sqrt(mean square) * weight, op by op in float32."""
+    """Runs x / sqrt(mean square) * weight, op by op in float32."""
     tape, t = kit.tape, kit.t
     wide_size, row = x.size / t.size * t.wide, t.rows * t.wide
     wide = resized(kit, x, wide_size) if t.size < 4 else reused(kit, x)
@@ -455,7 +457,7 @@ def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:
 
 
 def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
-    """`onto` + dropout(y); torch saves the mask, a GPU's kernel hashes it again."""
+    """Adds dropout(y) to `onto`; torch saves the mask, a GPU's kernel hashes it again."""
     tape, drop = kit.tape, kit.work.model.dropout
     if not drop:
         assert onto is not None, "nothing to do"
@@ -475,7 +477,7 @@ def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
 
 
 def before(gathering: Gathering | None, group: Group, x: Value) -> Value:
-    """x on its way into a group, whose gradients are reduced when the backward comes by."""
+    """Gathers a group before its forward; its gradients are reduced when the backward comes by."""
     if gathering is None:
         return x
 
@@ -490,7 +492,7 @@ def before(gathering: Gathering | None, group: Group, x: Value) -> Value:
 
 
 def after(gathering: Gathering | None, group: Group, y: Value) -> Value:
-    """y out of a group, which is gathered again when the backward comes by."""
+    """Frees a group after its forward; it is gathered again when the backward comes by."""
     if gathering is None:
         return y
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mtcli.core.plan.tape.autograd import (
     Gradients,
-    Pending,
+    PendingGradients,
     Storage,
     Tape,
     Value,
@@ -37,7 +37,7 @@ from mtcli.kernels.limits import CPU_BLOCK_BYTES, chunk_rows
 
 
 class StageBytes(NamedTuple):
-    """Live bytes of one micro-batch on a stage: after its F, and the peaks within F, B and W."""
+    """Live bytes of one micro-batch on a stage: after its F, and peak in F, B and W."""
 
     block: float  # saved by one block
     saved: float  # alive when F is done
@@ -58,7 +58,7 @@ class StageBytes(NamedTuple):
         )
 
     def beside(self, size: float) -> "StageBytes":
-        """The same where `size` more bytes are alive from F to B."""
+        """The bytes where `size` more are alive from F to B."""
         return self._replace(
             saved=self.saved + size,
             forward_peak=self.forward_peak + size,
@@ -74,7 +74,7 @@ def stage_bytes(
     layers: int,
     groups: tuple[Group, ...] = (),
 ) -> StageBytes:
-    """The bytes of a stage of so many layers; `ends` say whether it is the first and the last one.
+    """Live bytes of a stage of so many layers; `ends` say whether it is the first and the last one.
 
     All blocks are alike: the last is run (with zero=3, which gathers `groups`, the last three), the
     others' bytes are alive from the forward on until the backward reaches the embedding.
@@ -98,7 +98,7 @@ def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> 
     table = vocabulary_table(kit, first and last)
     if kit.gathering is not None:
         kit.gathering.forward(kit.groups[ENDS])
-    x = embedded(kit, table) if first else _received(kit, hands_on=not (layers or last))
+    x = embedded(kit, table) if first else _received(kit, passes_on=not (layers or last))
     start, alone = len(tape.nodes), tape.live - x.size
     x, blocks = _through(kit, x, layers, known)
     end = len(tape.nodes)
@@ -107,7 +107,7 @@ def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> 
 
     given = tape.new(stream * (not last))
     # The pipeline names the given gradient as well.
-    pending: Pending = {y.made_by: {y.place: named_again(given)}}
+    pending: PendingGradients = {y.made_by: {y.index: named_again(given)}}
     tape.backward(tape.nodes[end:], pending)
     most, tape.peak = tape.peak, tape.live
     tape.backward(tape.nodes[start:end], pending)
@@ -137,22 +137,22 @@ def _run(kit: Kit, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> 
     )
 
 
-def _received(kit: Kit, hands_on: bool) -> Value:
-    """A stage's input, which the pipeline names until its backward is done.
+def _received(kit: Kit, passes_on: bool) -> Value:
+    """Receives a stage's input, which stays alive until its backward is done.
 
-    With `hands_on` x gets a copy of the gradient that is passed on as it came.
+    With `passes_on` x gets a copy of the gradient that is passed on as it came.
     """
     tape, stream = kit.tape, kit.t.stream
     x = Value(tape.new(stream))
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(stream) if hands_on else named_again(grads[0])]
+        return [tape.new(stream) if passes_on else named_again(grads[0])]
 
     return tape.op([x], [x], back)[0]
 
 
 class _Blocks(NamedTuple):
-    """A stage's blocks that are not run one by one."""
+    """The blocks of a stage that are not run one by one."""
 
     each: float  # saved by one
     number: int
@@ -160,20 +160,20 @@ class _Blocks(NamedTuple):
 
 
 def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blocks]:
-    """x after all blocks; what the others save is added when the first is done.
+    """Runs x through all blocks; the others' saved bytes are added when the first is done.
 
     `known` are the bytes that each saves, if not 0.
     """
     tape, run = kit.tape, min(layers, 1 if kit.gathering is None else 3)
     each, number, others = known, layers - run, tape.hold(0.0)
-    for place in range(run):
+    for index in range(run):
         begun, most, named = tape.live, tape.peak, x.storage.holders
         tape.peak = begun
-        y = block(kit, x, place)
+        y = block(kit, x, index)
         saves_input = x.storage.holders > named  # and not a copy alone
         each = known or tape.live - y.size - begun + x.size * saves_input
         tape.free(x)
-        x, before = y, number * each * (place == 0)
+        x, before = y, number * each * (index == 0)
         tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
         others.size += before
         tape.live += before
@@ -181,17 +181,17 @@ def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blo
 
 
 def embedded(kit: Kit, weight: Value) -> Value:
-    """The embedding's output, with learned positions and dropout."""
+    """Runs the embedding, with learned positions and dropout."""
     tape, t, m = kit.tape, kit.t, kit.work.model
-    whole, table = t.tokens * t.hidden * t.size, logits_bytes(kit.work) / t.tokens * t.hidden
-    rows = tape.op([weight], [whole], new_gradients(table), more=t.tokens * INDEX)[0]
-    masked = tape.op([rows], [whole], new_gradients(whole), more=t.tokens)[0]
+    size, table = t.tokens * t.hidden * t.size, logits_bytes(kit.work) / t.tokens * t.hidden
+    rows = tape.op([weight], [size], new_gradients(table), more=t.tokens * INDEX)[0]
+    masked = tape.op([rows], [size], new_gradients(size), more=t.tokens)[0]
     tape.free(rows)
     x = then(kit, masked, leave(kit, masked))
     if m.position == "learned":
-        places = m.max_seq_len * t.hidden * t.size
+        positions = m.max_seq_len * t.hidden * t.size
         row = tape.op(
-            [leaf(m.max_seq_len)], [t.stream], new_gradients(places), more=t.rows * INDEX
+            [leaf(m.max_seq_len)], [t.stream], new_gradients(positions), more=t.rows * INDEX
         )[0]
         x = then(kit, row, then(kit, x, add(kit, x, row)))
     if m.dropout:
@@ -200,7 +200,7 @@ def embedded(kit: Kit, weight: Value) -> Value:
 
 
 def head(kit: Kit, x: Value, weight: Value) -> Value:
-    """The last norm, which frees x, and the loss.
+    """Runs the last norm, which frees x, and the loss.
 
     zero=3 reduces the table's gradient as soon as the loss has made it.
     """
@@ -218,7 +218,7 @@ def head(kit: Kit, x: Value, weight: Value) -> Value:
 
 
 def out_of_stage(kit: Kit, y: Value) -> Value:
-    """A stage's result; zero=3 frees its last gathered weights, and gathers them for backward."""
+    """Ends a stage; zero=3 frees its last gathered weights, and gathers them for backward."""
     gathering = kit.gathering
     if gathering is None:
         return y
@@ -227,7 +227,7 @@ def out_of_stage(kit: Kit, y: Value) -> Value:
 
 
 def _marked(kit: Kit, x: Value, event: Callable[[], None]) -> Value:
-    """x, with an event when the backward comes by."""
+    """Returns x with an event when the backward comes by."""
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         event()
@@ -239,7 +239,7 @@ def _marked(kit: Kit, x: Value, event: Callable[[], None]) -> Value:
 
 
 def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
-    """The fused loss: its forward makes the gradients, from a chunk of logits at a time."""
+    """Runs the fused loss, whose forward makes the gradients, from a chunk of logits at a time."""
     tape, t, logits = kit.tape, kit.t, logits_bytes(kit.work)
     part = min(t.tokens, chunk_rows(int(logits / t.tokens))) / t.tokens
     several = part < 1
@@ -263,7 +263,7 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
 
 
 def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
-    """Torch's loss: exponentials, and then their gradient, in the logits' memory."""
+    """Runs torch's loss: exponentials, and then their gradient, in the logits' memory."""
     tape, t, columns = kit.tape, kit.t, logits_bytes(kit.work) / kit.t.tokens / kit.t.size
     logits = linear(kit, x, (columns, t.hidden), weight=weight, plain=True)
     copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size * t.wide
@@ -280,7 +280,7 @@ def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
 
 
 def vocabulary_table(kit: Kit, both: bool) -> Value:
-    """The vocabulary's table; where both ends share one, its two gradients are summed."""
+    """Builds the vocabulary's table; where both ends share one, its two gradients are summed."""
     table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden
     weight = leaf(table / kit.t.hidden / kit.t.size)
     if not (both and kit.work.model.tie_embeddings):

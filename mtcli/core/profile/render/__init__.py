@@ -1,1 +1,1 @@
-"""A profile or a finished run as text, HTML and pictures."""
+"""Renders a profile or a finished run as text, HTML and pictures."""

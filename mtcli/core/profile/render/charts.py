@@ -1,4 +1,4 @@
-"""Interactive charts as plotly figures, made from the data of `--json` and from timelines.
+"""Draws interactive charts as plotly figures, from the data of `--json` and from timelines.
 
 In order: time of a step, the curves of a finished run, memory, and maps of ranks.
 """
@@ -35,19 +35,19 @@ INNER = {"attention": ("dp", "cp", "tp"), "experts": ("edp", "ep", "etp")}
 HEAT = ((0.0, "rgba(128, 128, 128, 0.12)"), (1e-9, "#fde8a9"), (0.5, "#e6862a"), (1.0, "#7a1f10"))
 PLACES = ((0.0, "#cfe1f2"), (1.0, "#7fb0db"))  # dark text is read on all of them
 
-Row = Mapping[str, Any]
+ChartRow = Mapping[str, Any]
 
 
 def _bar(
     labels: Sequence[Any], values: Sequence[Any], color: str, hover: str, **more: Any
 ) -> go.Bar:
-    """Bars upwards from their labels; with orientation="h", to the right."""
+    """Draws bars upwards from their labels; with orientation="h", to the right."""
     x, y = (values, labels) if more.get("orientation") == "h" else (labels, values)
     return go.Bar(x=x, y=y, marker={"color": color}, hovertemplate=hover, **more)
 
 
 def gantt(timelines: Mapping[str, Timeline]) -> go.Figure:
-    """The timelines' ops on one time axis: for each pipeline rank a row per timeline.
+    """Draws the timelines' ops on one time axis: for each pipeline rank a row per timeline.
 
     Of longer timelines the first MOST_SPANS ops by their start.
     """
@@ -88,8 +88,8 @@ def gantt(timelines: Mapping[str, Timeline]) -> go.Figure:
     )
 
 
-def stacked_shares(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
-    """Shares of the step by kind, a bar per row; each row has a `label`."""
+def stacked_shares(rows: Sequence[ChartRow], kinds: Sequence[str]) -> go.Figure:
+    """Draws shares of the step by kind, a bar per row; each row has a `label`."""
     labels, figure = [row["label"] for row in rows], go.Figure()
     for kind in kinds:
         shares, hover = [100 * row[kind] for row in rows], " %{x:.1f} %<br>%{y}<extra></extra>"
@@ -99,8 +99,8 @@ def stacked_shares(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
     return figure.update_yaxes(autorange="reversed")
 
 
-def axis_seconds(by_axis: Mapping[str, Row]) -> go.Figure:
-    """Seconds of communication on each axis, measured beside planned."""
+def axis_seconds(by_axis: Mapping[str, ChartRow]) -> go.Figure:
+    """Draws seconds of communication on each axis, measured beside planned."""
     axes = [axis for axis, row in by_axis.items() if row["measured"] or row["planned"]]
     figure = go.Figure()
     for name, color in (("measured", BLUE), ("planned", ORANGE)):
@@ -110,8 +110,8 @@ def axis_seconds(by_axis: Mapping[str, Row]) -> go.Figure:
     return figure.update_layout(barmode="group", height=300, yaxis_title="ms of a step")
 
 
-def kernel_bars(kernels: Sequence[Row]) -> go.Figure:
-    """Milliseconds of the longest kernels."""
+def kernel_bars(kernels: Sequence[ChartRow]) -> go.Figure:
+    """Draws milliseconds of the longest kernels."""
     rows = kernels[:12][::-1]
     names, seconds = [row["name"][:48] for row in rows], [1e3 * row["seconds"] for row in rows]
     hover, calls = "%{x:,.2f} ms in %{customdata} calls<extra></extra>", [r["calls"] for r in rows]
@@ -121,7 +121,7 @@ def kernel_bars(kernels: Sequence[Row]) -> go.Figure:
 
 
 def step_bars(seconds: Sequence[float]) -> go.Figure:
-    """The length of each timed step."""
+    """Draws the length of each timed step."""
     steps = list(range(1, len(seconds) + 1))
     hover = "step %{x}: %{y:.4f} s<extra></extra>"
     figure = go.Figure(_bar(steps, list(seconds), BLUE, hover))
@@ -130,8 +130,8 @@ def step_bars(seconds: Sequence[float]) -> go.Figure:
     return figure.update_layout(height=260)
 
 
-def curves(told: Mapping[str, Row], resumed: Sequence[int] = ()) -> go.Figure:
-    """{curve: {steps, values}} on one step axis; a line where the run took up again."""
+def curves(told: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> go.Figure:
+    """Draws {curve: {steps, values}} on one step axis; a line where the run resumed."""
     shown = {name: one for name, one in told.items() if name in CURVES}
     height = -(-len(shown) // 2)
     figure = make_subplots(
@@ -158,7 +158,7 @@ def curves(told: Mapping[str, Row], resumed: Sequence[int] = ()) -> go.Figure:
 
 
 def step_histogram(seconds: Sequence[float]) -> go.Figure:
-    """How many steps took how long."""
+    """Draws the histogram of the steps' lengths."""
     starts, counts, width = histogram(seconds)
     middles, hover = [start + width / 2 for start in starts], "%{y:,} steps of about %{x:.4g} s"
     figure = go.Figure(_bar(middles, counts, BLUE, hover + "<extra></extra>", width=width))
@@ -166,8 +166,8 @@ def step_histogram(seconds: Sequence[float]) -> go.Figure:
     return figure.update_layout(height=280, bargap=0, yaxis_title="steps")
 
 
-def saves(rows: Sequence[Row]) -> go.Figure:
-    """For each checkpoint the seconds that training stood still, beside those of its writing."""
+def saves(rows: Sequence[ChartRow]) -> go.Figure:
+    """Draws, per checkpoint, the seconds that training stood still beside those of its writing."""
     steps, figure = [str(row["step"]) for row in rows], go.Figure()
     for name, key, color in (
         ("training stood still", "stall_seconds", ORANGE),
@@ -180,7 +180,7 @@ def saves(rows: Sequence[Row]) -> go.Figure:
 
 
 def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> go.Figure:
-    """Bytes by kind, one on top of the other, up to the process; a limit of 0 is unknown.
+    """Draws bytes by kind, one on top of the other, up to the process; a limit of 0 is unknown.
 
     Of each, what KINDS does not name is `other`: the difference to its process.
     """
@@ -211,8 +211,8 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
     return figure
 
 
-def over_time(data: Row) -> go.Figure:
-    """A rank's MiB by kind over the profiled step, one on top of the other."""
+def over_time(data: ChartRow) -> go.Figure:
+    """Draws a rank's MiB by kind over the profiled step, one on top of the other."""
     figure = go.Figure()
     for kind, layer in memory_layers(data).items():
         figure.add_scatter(
@@ -228,8 +228,8 @@ def over_time(data: Row) -> go.Figure:
     return figure.update_layout(height=380, legend_traceorder="reversed")
 
 
-def by_rank(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
-    """MiB by kind, a bar per row; each row has a `label`."""
+def by_rank(rows: Sequence[ChartRow], kinds: Sequence[str]) -> go.Figure:
+    """Draws MiB by kind, a bar per row; each row has a `label`."""
     labels, figure = [row["label"] for row in rows], go.Figure()
     for kind in kinds:
         sizes, hover = [row.get(kind, 0) / MIB for row in rows], " %{y:,.2f} MiB<br>%{x}"
@@ -238,14 +238,14 @@ def by_rank(rows: Sequence[Row], kinds: Sequence[str]) -> go.Figure:
     return figure.update_layout(barmode="stack", height=340, yaxis_title="MiB")
 
 
-def grid_map(ranks: Sequence[Row], grid: str) -> go.Figure:
-    """Every rank at its place on a grid: a row per pipeline rank, and the other axes within it."""
-    rows: dict[int, list[Row]] = {}
+def grid_map(ranks: Sequence[ChartRow], grid: str) -> go.Figure:
+    """Draws ranks at their coordinates on a grid: a row per pipeline rank, other axes within."""
+    rows: dict[int, list[ChartRow]] = {}
     for one in ranks:
         rows.setdefault(one[grid]["pp"], []).append(one)
     outer = INNER[grid][0]
 
-    def place(one: Row) -> str:
+    def place(one: ChartRow) -> str:
         places = " ".join(f"{axis}{one[grid][axis]}" for axis in INNER[grid])
         return f"rank {one['rank']}<br>{places}"
 
@@ -269,8 +269,8 @@ def grid_map(ranks: Sequence[Row], grid: str) -> go.Figure:
     return figure.update_layout(height=110 + 56 * len(rows))
 
 
-def layers_of(rank: Row) -> str:
-    """A rank's layers in words, such as "layers 0-3, 8-11"."""
+def layers_of(rank: ChartRow) -> str:
+    """Words a rank's layers, such as "layers 0-3, 8-11"."""
     runs: list[list[int]] = []
     for layer in rank["layers"]:
         if runs and layer == runs[-1][1] + 1:
@@ -283,8 +283,8 @@ def layers_of(rank: Row) -> str:
     return f"layers {words}" if len(rank["layers"]) > 1 else f"layer {words}"
 
 
-def heat_map(matrix: Sequence[Sequence[int]], rows: Sequence[Row]) -> go.Figure:
-    """Bytes from rank (row) to rank (column); what each axis moves is told on hover."""
+def heat_map(matrix: Sequence[Sequence[int]], rows: Sequence[ChartRow]) -> go.Figure:
+    """Draws bytes from rank (row) to rank (column), with each axis's bytes on hover."""
     world = len(matrix)
     block = -(-world // MOST_CELLS)
     count = -(-world // block)

@@ -1,4 +1,4 @@
-"""HTML pages of a measured config and of a finished run: whole, and read offline.
+"""Writes HTML pages of a measured config and of a finished run, to be read offline.
 
 The figures of `--json` lie in the page as well, in the element `mtcli-data`. plotly lies in it
 once, packed (gzip, base64: 2 MB in place of 5), and the browser unpacks it; nothing is fetched.
@@ -221,7 +221,7 @@ def _planned(run: FinishedRun, world: int, step_seconds: float) -> list[PageSect
 
 
 def _layout(ranks: Sequence[Data]) -> list[PageSection]:
-    """The map of the ranks, and of the experts' grid where it is another one."""
+    """Sections that map the ranks, and the experts' grid where it is another one."""
     from mtcli.core.profile.render import charts
 
     note = "A row per pipeline rank with its layers; within it, neighbours in a row talk most."
@@ -234,7 +234,7 @@ def _layout(ranks: Sequence[Data]) -> list[PageSection]:
 
 
 def _config(config: RunConfig) -> PageSection:
-    """The whole config, defaults included."""
+    """A section with the full config, defaults included."""
     return PageSection("Config", "", f"<pre>{escape(dump_toml(config))}</pre>")
 
 
@@ -281,7 +281,7 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _embedded(data: object) -> str:
-    """JSON that may stand inside a script element."""
+    """Encodes JSON that may stand inside a script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""Pictures for papers and READMEs, drawn with matplotlib: of profiles, finished runs and plans.
+"""Draws pictures for papers and READMEs with matplotlib: of profiles, finished runs and plans.
 
 Colours are those of the HTML page too: told apart by colour-blind readers, on light and dark. Blue,
 orange and the rest are of Okabe and Ito's set (jfly.uni-koeln.de/color), with greys for idle.

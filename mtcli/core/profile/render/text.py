@@ -1,4 +1,4 @@
-"""A profile as text: tables for people, and the measured timeline above the planned one."""
+"""Prints a profile as text: tables for people, and the measured timeline above the planned one."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 
 def show_measured(profile: Profile) -> None:
-    """Prints what was measured: figures, shares by pipeline rank, memory, kernels, timeline."""
+    """Prints the measurements: figures, shares by pipeline rank, memory, kernels, timeline."""
     data = profile.measured_json()
     print_table("", ("", "measured"), [row[:2] for row in summary_rows(data)])
     print_table("Share of the step", *share_rows(data), right=True)
@@ -26,7 +26,7 @@ def show_measured(profile: Profile) -> None:
 
 
 def show_planned(profile: Profile) -> None:
-    """Prints what `mtcli plan` says beside what was measured, where it knows the device."""
+    """Prints figures measured vs planned, where `mtcli plan` knows the device."""
     if profile.planned is None:
         return
     data = profile.as_json()
@@ -41,7 +41,7 @@ def _print_timeline(title: str, timeline: Timeline, end: float) -> None:
 
 
 def summary_rows(data: Json) -> list[list[str]]:
-    """(what, measured, planned) of the headline figures."""
+    """Rows of the headline figures: (name, measured, planned)."""
     seconds, plan = data["step_seconds"], data.get("predicted")
     spread = f"{seconds['min']:.4g} to {seconds['max']:.4g} s"
     measured = [
@@ -70,7 +70,7 @@ def _end(rows: Sequence[Json]) -> float:
 
 
 def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
-    """A column per pipeline rank."""
+    """Rows of shares of the step, a column per pipeline rank."""
     ranks = data["shares_by_rank"]
     columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
     rows = [[kind, *(f"{row[kind]:.1%}" for row in ranks)] for kind in data["shares"]]
@@ -78,7 +78,7 @@ def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
 
 
 def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
-    """A column per pipeline rank, in MiB."""
+    """Rows of MiB by kind, a column per pipeline rank."""
     ranks = data["memory_by_rank"]
     columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
     rows = [[kind, *(f"{row[kind] / MIB:,.1f}" for row in ranks)] for kind in data["memory_bytes"]]
@@ -86,7 +86,7 @@ def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
 
 
 def planned_memory_rows(data: Json) -> list[list[str]]:
-    """(what, measured, planned) of the memory of the fullest rank's stage."""
+    """Rows of memory of the fullest rank's stage: (name, measured, planned)."""
     plan, measured = planned_memory(data["figures"]), data["memory_bytes"]
     stage = fullest_stage(data)
     return [
@@ -96,7 +96,7 @@ def planned_memory_rows(data: Json) -> list[list[str]]:
 
 
 def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
-    """Name, calls, seconds and share of those listed."""
+    """Rows of kernels: name, calls, seconds and share of those listed."""
     rows = [
         [k["name"][:60], str(k["calls"]), f"{1e3 * k['seconds']:,.2f} ms"]
         for k in data["kernels"][:SHOWN_KERNELS]
@@ -105,7 +105,7 @@ def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
 
 
 def run_rows(data: Json) -> list[list[str]]:
-    """(what, how much) of a finished run."""
+    """Rows of a finished run: (name, value)."""
     spread, seconds = data["step_quantiles"], data["step_seconds"]["median"]
     middle = f"{spread['p5']:.4g} to {spread['p95']:.4g} s in 9 of 10"
     rows = [
@@ -134,7 +134,7 @@ def run_rows(data: Json) -> list[list[str]]:
 
 
 def show_run(rows: Sequence[Json], data: Json) -> None:
-    """Prints what a finished run measured: its figures, its first, middle and last steps."""
+    """Prints a finished run's figures, and its first, middle and last steps."""
     print_table("", ("", "of the run"), run_rows(data))
     picked = [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 2 else list(rows)
     cells = [
