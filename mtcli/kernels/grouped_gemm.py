@@ -5,7 +5,6 @@ N rows of D sorted by expert, E experts of width F; `ends` [E] int32 are the end
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,10 +38,15 @@ def default_config(rows_each: int, width: int, inner: int, itemsize: int) -> dic
     return CONFIGS[0] if rows_each >= FEW else CONFIGS[3]
 
 
-def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> Tensor:
     """x W_e^T for each expert's rows, one expert after another: [N, D] -> [N, F]."""
-    runs = zip(x_ND.split(counts), weight_EFD.unbind(0), strict=True)
+    runs = zip(split_rows(x_ND, counts_E, len(weight_EFD)), weight_EFD.unbind(0), strict=True)
     return torch.cat([linear(x, weight) for x, weight in runs])
+
+
+def split_rows(x_ND: Tensor, counts_E: Tensor | None, experts: int) -> tuple[Tensor, ...]:
+    """Each expert's rows, of the numbers that `counts_E` has, or where it is None as many."""
+    return x_ND.split([len(x_ND) // experts] * experts if counts_E is None else counts_E.tolist())
 
 
 @kernel()
@@ -122,27 +126,25 @@ def _wgrad(
     tl.store(at, total, mask=f_inside & d_inside)
 
 
-def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> Tensor:
     """`grouped_linear_reference`, on a GPU in one launch for all experts, forward and backward.
 
-    6 * N * D * F operations with both gradients.
+    6 * N * D * F operations with both gradients. The numbers of rows stay on the GPU.
     """
     if not runs_triton(x_ND):
-        return grouped_linear_reference(x_ND, weight_EFD, counts)
-    return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts))
+        return grouped_linear_reference(x_ND, weight_EFD, counts_E)
+    return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts_E))
 
 
-def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> LinearGemms:
+def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> LinearGemms:
     """The three GEMMs of all experts on a GPU, for such rows, weights and numbers of rows.
 
-    Runs of one length are a batched GEMM of cuBLAS; torch's grouped GEMM is called where it was
-    measured to be faster than ours.
+    Runs of one length (None) are a batched GEMM of cuBLAS; torch's grouped GEMM is called where it
+    was measured to be faster than ours.
     """
-    if len(set(counts)) == 1:
-        return _batched_gemms(len(counts))
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-    # Without waiting for the GPU.
-    ends = ends.to(x_ND.device, non_blocking=True)
+    if counts_E is None:
+        return _batched_gemms(len(weight_EFD))
+    ends = counts_E.cumsum(0, dtype=torch.int32)
     # torch's takes bfloat16 in rows of a multiple of 16 bytes.
     fits = x_ND.shape[1] % 8 == 0 == weight_EFD.shape[1] % 8 and x_ND.dtype == torch.bfloat16
     if fits and not prefers_kernel("grouped_linear", x_ND, weight_EFD.shape[1]):
