@@ -56,6 +56,20 @@ def test_torch_on_a_cpu_multiplies_the_same_rows(case):
     )
 
 
+@pytest.mark.parametrize(
+    ("rows_each", "tile", "of_weights"),
+    [(8192, (128, 256), (128, 256)), (512, (128, 128), (128, 128)), (64, (64, 128), (128, 128))],
+)
+def test_fewer_rows_of_each_expert_take_smaller_tiles_and_weights_keep_large_ones(
+    rows_each, tile, of_weights
+):
+    sizes = (rows_each, 1536, 2048)
+    for kernel, expected in ((grouped_gemm._gemm, tile), (grouped_gemm._wgrad, of_weights)):
+        config = kernel.default(*sizes, 2)
+        assert (config["ROWS"], config["COLUMNS"]) == expected
+        assert kernel.default(*sizes, 4) == grouped_gemm.CONFIGS[-1]
+
+
 def test_a_frozen_weight_gets_no_gradient(device):
     x, weight = seeded(8, 4, device=device).float(), seeded(2, 3, 4, device=device).float()
     x.requires_grad_()
