@@ -57,7 +57,13 @@ def test_a_compiled_run_has_the_losses_of_the_run_as_written(losses, kind):
     assert losses("cuda", "fp32", *fields, "train.compile=true") == pytest.approx(written, rel=1e-4)
 
 
-@pytest.mark.parametrize("more", [["model.dropout=0.1"], ["train.compile=true"]], ids=str)
+MIXTRAL = [
+    "model.architecture=mixtral", "model.num_kv_heads=2", "model.ffn_hidden_size=128",
+    "model.num_experts=4", "model.top_k=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [["model.dropout=0.1"], ["train.compile=true"], MIXTRAL], ids=str)
 def test_a_run_from_cuda_graphs_has_the_losses_of_the_run_as_written(losses, more):
     written = losses("cuda", "fp32", *more)
     replayed = losses("cuda", "fp32", *more, "train.cuda_graphs=true")

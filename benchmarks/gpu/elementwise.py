@@ -18,6 +18,14 @@ from mtcli.kernels.cross_entropy import (
     row_parts_reference,
 )
 from mtcli.kernels.dropout import dropout, dropout_reference
+from mtcli.kernels.fp8 import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    PER_ROW,
+    PER_TENSOR,
+    quantize,
+    quantize_reference,
+)
 from mtcli.kernels.gelu import gelu, gelu_backward_, gelu_reference
 from mtcli.kernels.norm import (
     add_layer_norm,
@@ -33,6 +41,7 @@ from mtcli.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
 
 ROWS = 32768
 WIDE = [(ROWS, 768), (ROWS, 4096), (ROWS, 16384)]
+BLOCKS = (PER_TENSOR, PER_ROW, BLOCK_1X128, BLOCK_128X128)
 EPS, KEY, DROP = 1e-5, 12345678901234567, 0.1
 
 
@@ -179,6 +188,13 @@ layer, rms = partial(layer_norm_reference, eps=EPS), partial(rms_norm_reference,
 ROW = {"compiled": (8, 4096)}
 CHOSEN = ROW | {"chosen": ("torch",)}
 
+
+def operand(device, dtype, rows, columns, block, transposed):
+    """[rows, columns] to be quantized in e4m3, or its transpose, by the number of a block."""
+    x = seeded((rows, columns), dtype, device)
+    return x.T if transposed else x, BLOCKS[block], torch.float8_e4m3fn
+
+
 # fmt: off
 ENTRIES = [
     Entry("rms_norm", partial(rms_norm, eps=EPS), {"torch": rms, **liger("rms_norm")},
@@ -233,6 +249,10 @@ ENTRIES = [
         {"torch": head_step(torch_loss), **liger("linear_cross_entropy")},
         head, [(8192, 4096, 128256), (32768, 768, 50304)], (8, 6, 101),
         forward_flops=lambda T, D, V: 6 * T * D * V),
+    Entry("fp8_quantize", lambda *given: quantize(*given)[:2], {"torch": quantize_reference},
+        operand, [(ROWS, 4096, block, transposed) for block in range(4) for transposed in (0, 1)],
+        (5, 22, 1, 1), lambda itemsize, rows, columns, *_: (itemsize + 1) * rows * columns,
+        compiled=(128, 4096, 1, 1)),
     Entry("normal", partial(normal, KEY, 5),
         {"torch": partial(normal_reference, KEY, 5),
          "randn": lambda count, device: torch.randn(count, device=device)},

@@ -1,7 +1,5 @@
 """A mixture of experts' kernels: the choice, the copies' order, their rows, the products."""
 
-from itertools import accumulate
-
 import torch
 from harness import Entry, leaf, seeded
 
@@ -44,17 +42,19 @@ def chosen(device, tokens, num_experts, k):
 def unsorted(device, dtype, tokens, num_experts, k):
     experts = chosen(device, tokens, num_experts, k)
     x = torch.empty(0, dtype=dtype, device=device)
-    return x, experts, torch.ones_like(experts, dtype=torch.bool), num_experts
+    return x, experts, num_experts
 
 
-def sort(x, experts, kept, num_experts):
-    copies = sort_copies(x, experts, kept, num_experts, 0)
+def sort(x, experts, num_experts):
+    copies = sort_copies(x, experts, None, num_experts, 0)
     return copies.counts, copies.places
 
 
-def sort_by_torch(x, experts, kept, num_experts):
-    flat = experts.masked_fill(~kept, num_experts).flatten()
-    counts, order = torch.bincount(flat, minlength=num_experts), torch.argsort(flat, stable=True)
+def sort_by_torch(x, experts, num_experts):
+    flat = experts.flatten()
+    # torch.bincount would ask the GPU for the largest expert, which no CUDA graph records.
+    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    order = torch.argsort(flat, stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return counts, places.view_as(experts)
@@ -63,7 +63,7 @@ def sort_by_torch(x, experts, kept, num_experts):
 def both_ways(device, tokens, num_experts, k):
     """A permutation for torch and for ours."""
     experts = chosen(device, tokens, num_experts, k)
-    counts, places = sort_by_torch(None, experts, torch.ones_like(experts).bool(), num_experts)
+    counts, places = sort_by_torch(None, experts, num_experts)
     return TokenPermutation(counts, k, 0, torch.argsort(experts.flatten(), stable=True), places)
 
 
@@ -84,11 +84,11 @@ def ragged(device, dtype, num_experts, each, inner, width):
     weight = leaf((num_experts, width, inner), dtype, device, 1)
     odd = [each // 2 if e % 2 else each + each // 2 for e in range(num_experts)]
     odd[-1] += num_experts * each - sum(odd)
-    return x, weight, odd
+    return x, weight, torch.tensor(odd, device=device)
 
 
 def torch_grouped_linear(x, weight, counts):
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+    ends = counts.cumsum(0, dtype=torch.int32)
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 

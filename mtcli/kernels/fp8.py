@@ -6,19 +6,24 @@ largest magnitude is the largest number of the format: e4m3 (448; 3 bits of mant
 CPU the same numbers are multiplied in float32.
 """
 
-from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import cdiv
+from mtcli.kernels.launch import cdiv, kernel, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 # The least magnitude of a block, so that its scale and the inverse are normal float32.
 LEAST = 2.0**-100
+LEAST_BITS = (127 - 100) << 23  # of it as float32
+SPAN = 16  # tiles along a row that a program finds the largest magnitude of
 
 
 class ScaleBlock(NamedTuple):
@@ -92,6 +97,68 @@ def cast_float32(values: Tensor) -> Tensor:
     return (bits << 7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256.0)
 
 
+@kernel()
+def _magnitudes(x_ptr, row, column, rows, columns, of_row, of_column):
+    """x [rows, columns] in float32, and its magnitudes' bits: in their order, nan above inf."""
+    inside = (row < rows) & (column < columns)
+    at = x_ptr + row.to(tl.int64) * of_row + column.to(tl.int64) * of_column
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return x, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@kernel()
+def _largest(
+    x_ptr, largest_ptr, rows, columns, of_row, of_column,
+    PER_ROW: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """largest [rows] or [1]: the bits of the largest magnitudes, from zeros."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * SPAN * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    most = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for i in range(SPAN):
+        at = column + i * COLUMNS
+        _, bits = _magnitudes(x_ptr, row, at, rows, columns, of_row, of_column)
+        most = tl.maximum(most, bits)
+    of_rows = tl.max(most, 1, keep_dims=True)
+    if PER_ROW:
+        tl.atomic_max(largest_ptr + row, of_rows, mask=row < rows)
+    else:
+        tl.atomic_max(largest_ptr, tl.max(tl.max(of_rows, 1), 0))
+
+
+@kernel()
+def _scale(
+    x_ptr, largest_ptr, values_ptr, scales_ptr, rows, columns, of_row, of_column, blocks,
+    TOP: tl.constexpr, LEAST_BITS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`quantize_reference` of a tile: COLUMNS of a block, of HIGH x WIDE, where WIDE is not 0."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    across = tl.program_id(1)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x, bits = _magnitudes(x_ptr, row, column, rows, columns, of_row, of_column)
+    if WIDE > 0:
+        bits = tl.max(bits, 1, keep_dims=True)
+        if HIGH > 1:
+            bits = tl.max(bits, 0, keep_dims=True)
+    elif HIGH == 1:
+        bits = tl.load(largest_ptr + row, mask=row < rows, other=0)
+    else:
+        bits = tl.load(largest_ptr + tl.zeros((1, 1), tl.int32))
+    largest = tl.maximum(bits, LEAST_BITS).to(tl.float32, bitcast=True)
+    largest += largest - largest  # inf becomes nan
+    values = x * tl.div_rn(tl.zeros_like(largest) + TOP, largest)
+    at = values_ptr + row.to(tl.int64) * columns + column
+    tl.store(at, values.to(values_ptr.dtype.element_ty), mask=(row < rows) & (column < columns))
+    if HIGH == 1:
+        of_block, inside = row.to(tl.int64) * blocks + across, row < rows
+    else:
+        of_block = tl.zeros((1, 1), tl.int64) + tl.program_id(0) * blocks + across
+        inside = of_block >= 0
+    first = ((WIDE > 0) | (across == 0)) & ((HIGH > 0) | (tl.program_id(0) == 0))
+    tl.store(scales_ptr + of_block, largest * (1.0 / TOP), mask=inside & first)
+
+
 def quantize(x_RK: Tensor, block: ScaleBlock, dtype: torch.dtype) -> Fp8Operand:
     """Quantizes x [R, K], of any strides, to float8: `dtype` is torch's e4m3fn or e5m2."""
     values, scales = _quantize(x_RK, *block, dtype == torch.float8_e5m2)
@@ -119,14 +186,25 @@ def _fake_quantize(x: Tensor, rows: int, columns: int, e5m2: bool) -> tuple[Tens
     fake=_fake_quantize,
 )
 def _quantize(x, rows, columns, e5m2):
-    make = _fused() if x.is_cuda else quantize_reference
-    return make(x, ScaleBlock(rows, columns), _dtype(e5m2))
-
-
-@cache
-def _fused() -> Callable[..., tuple[Tensor, Tensor]]:
-    """`quantize_reference` as torch.compile fuses it: op by op it moves ten times the bytes."""
-    return torch.compile(quantize_reference, dynamic=True)
+    block, dtype = ScaleBlock(rows, columns), _dtype(e5m2)
+    if not runs_triton(x) or not x.numel():
+        return quantize_reference(x, block, dtype)
+    values, scales = _fake_quantize(x, *block, e5m2)
+    # Tiles that are long where x is contiguous, and are a block high and wide where those are.
+    high, wide = (16, 128) if x.stride(1) == 1 else (128, 16)
+    sizes = (*x.shape, *x.stride())
+    if columns:
+        largest = scales
+    else:
+        largest = torch.zeros(len(scales), dtype=torch.int32, device=x.device)
+        grid = (cdiv(x.shape[0], high), cdiv(x.shape[1], SPAN * wide))
+        _largest[grid](x, largest, *sizes, PER_ROW=rows == 1, SPAN=SPAN, ROWS=high, COLUMNS=wide)
+    high = 128 if rows == 128 else 64 if x.stride(1) != 1 else 32
+    grid = (cdiv(x.shape[0], high), cdiv(x.shape[1], 128))
+    flags = {"TOP": torch.finfo(dtype).max, "LEAST_BITS": LEAST_BITS}
+    flags |= {"HIGH": rows, "WIDE": columns, "ROWS": high, "COLUMNS": 128}
+    _scale[grid](x, largest, values, scales, *sizes, scales.shape[1], **flags)
+    return values, scales
 
 
 def _dtype(e5m2: bool) -> torch.dtype:

@@ -5,7 +5,6 @@ N rows of D sorted by expert, E experts of width F; `ends` [E] int32 are the end
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,27 +21,41 @@ CONFIGS = tuple(
     dict(zip(("ROWS", "COLUMNS", "INNER", "num_warps", "num_stages"), sizes, strict=True))
     for sizes in (
         (128, 256, 64, 8, 3),
-        (128, 128, 64, 8, 4),
+        (128, 128, 64, 8, 3),
         (64, 256, 64, 8, 3),
         (64, 128, 64, 4, 4),
         (64, 64, 32, 4, 3),
     )
 )
 BAND = 8  # tiles of rows that share a tile of weights in the L2 cache
-FEW = 1024  # rows of an expert below which a tile has 64
+MANY, FEW = 1024, 256  # rows of an expert from which, and below which, tiles are large and small
 
 
 def default_config(rows_each: int, width: int, inner: int, itemsize: int) -> dict[str, int]:
-    """The config where nothing was measured: the last one fits float32 in shared memory."""
+    """The config where nothing was measured: the last one fits float32 in shared memory.
+
+    A tile of 128 x 256 does 85 FLOP per byte that it reads from the L2 cache, 128 x 128 does 64,
+    and two of them run at once, and 64 x 128 does 43, of which an expert's end wastes less.
+    """
     if itemsize == 4:
         return CONFIGS[-1]
-    return CONFIGS[0] if rows_each >= FEW else CONFIGS[3]
+    return CONFIGS[0 if rows_each >= MANY else 1 if rows_each >= FEW else 3]
 
 
-def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+def default_wgrad_config(rows_each: int, *sizes: int) -> dict[str, int]:
+    """The same of `_wgrad`, whose tiles are of a weight and not of rows: never small ones."""
+    return default_config(max(rows_each, FEW), *sizes)
+
+
+def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> Tensor:
     """x W_e^T for each expert's rows, one expert after another: [N, D] -> [N, F]."""
-    runs = zip(x_ND.split(counts), weight_EFD.unbind(0), strict=True)
+    runs = zip(split_rows(x_ND, counts_E, len(weight_EFD)), weight_EFD.unbind(0), strict=True)
     return torch.cat([linear(x, weight) for x, weight in runs])
+
+
+def split_rows(x_ND: Tensor, counts_E: Tensor | None, experts: int) -> tuple[Tensor, ...]:
+    """Each expert's rows, of the numbers that `counts_E` has, or where it is None as many."""
+    return x_ND.split([len(x_ND) // experts] * experts if counts_E is None else counts_E.tolist())
 
 
 @kernel()
@@ -96,7 +109,7 @@ def _gemm(
         tl.store(at, total, mask=(row < end)[:, None] & inside)
 
 
-@kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_config)
+@kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_wgrad_config)
 def _wgrad(
     grad_ptr, x_ptr, ends_ptr, out_ptr, rows_each, width, inner, itemsize,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
@@ -122,27 +135,25 @@ def _wgrad(
     tl.store(at, total, mask=f_inside & d_inside)
 
 
-def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> Tensor:
     """`grouped_linear_reference`, on a GPU in one launch for all experts, forward and backward.
 
-    6 * N * D * F operations with both gradients.
+    6 * N * D * F operations with both gradients. The numbers of rows stay on the GPU.
     """
     if not runs_triton(x_ND):
-        return grouped_linear_reference(x_ND, weight_EFD, counts)
-    return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts))
+        return grouped_linear_reference(x_ND, weight_EFD, counts_E)
+    return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts_E))
 
 
-def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts: list[int]) -> LinearGemms:
+def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> LinearGemms:
     """The three GEMMs of all experts on a GPU, for such rows, weights and numbers of rows.
 
-    Runs of one length are a batched GEMM of cuBLAS; torch's grouped GEMM is called where it was
-    measured to be faster than ours.
+    Runs of one length (None) are a batched GEMM of cuBLAS; torch's grouped GEMM is called where it
+    was measured to be faster than ours.
     """
-    if len(set(counts)) == 1:
-        return _batched_gemms(len(counts))
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-    # Without waiting for the GPU.
-    ends = ends.to(x_ND.device, non_blocking=True)
+    if counts_E is None:
+        return _batched_gemms(len(weight_EFD))
+    ends = counts_E.cumsum(0, dtype=torch.int32)
     # torch's takes bfloat16 in rows of a multiple of 16 bytes.
     fits = x_ND.shape[1] % 8 == 0 == weight_EFD.shape[1] % 8 and x_ND.dtype == torch.bfloat16
     if fits and not prefers_kernel("grouped_linear", x_ND, weight_EFD.shape[1]):

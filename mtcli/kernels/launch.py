@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -78,11 +79,24 @@ def interpreted() -> Iterator[None]:
     Raises RuntimeError where TRITON_INTERPRET=1 was not in the environment before triton's import.
     """
     from triton import knobs
+    from triton.runtime import interpreter
 
     if not knobs.runtime.interpret:
         raise RuntimeError("set TRITON_INTERPRET=1 before anything imports triton")
-    with launch_mode("interpreted"):
+    convert = partial(_convert_float, interpreter._convert_float)
+    with launch_mode("interpreted"), patch.object(interpreter, "_convert_float", convert):
         yield
+
+
+def _convert_float(convert: Callable[..., Any], x: Any, *dtypes: Any) -> Any:
+    """The interpreter's conversion, but to float8 torch's, which rounds as a GPU does.
+
+    The interpreter's own drops carries out of the mantissa, and rounds ties and nan elsewhere.
+    """
+    dtype = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}.get(str(dtypes[1]))
+    if dtype is None or x.dtype != "float32":
+        return convert(x, *dtypes)
+    return torch.tensor(x).to(dtype).view(torch.uint8).numpy()
 
 
 @contextmanager

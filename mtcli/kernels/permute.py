@@ -34,11 +34,21 @@ class TokenPermutation(NamedTuple):
     capacity: int
     order: Tensor | None  # [C] the copies, of T * k, in the order of their rows
     places: Tensor | None  # [T, k] the row of each copy, -1 of a dropped one
+    drops: bool = False  # whether C may be less than T * k
 
     @property
     def rows(self) -> Tensor:
         """[E] int64: the rows of each expert, padding included."""
         return torch.full_like(self.counts, self.capacity) if self.capacity else self.counts
+
+    @property
+    def num_rows(self) -> int:
+        """N; a GPU is asked for it where copies may be dropped and their rows are not padded."""
+        if self.capacity:
+            return len(self.counts) * self.capacity
+        if self.drops or self.places is None:
+            return int(self.counts.sum())
+        return self.places.numel()
 
     @property
     def padded_places(self) -> Tensor | None:
@@ -60,17 +70,20 @@ class TokenPermutation(NamedTuple):
 
 
 def sort_copies(
-    x_TD: Tensor, experts_Tk: Tensor, kept_Tk: Tensor, num_experts: int, capacity: int
+    x_TD: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, capacity: int
 ) -> TokenPermutation:
-    """Sorts the kept copies [T, k] of tokens like x_TD by expert; a counting sort on a GPU."""
-    k = experts_Tk.shape[1]
+    """Sorts the kept copies [T, k] of tokens like x_TD by expert; None: all are kept.
+
+    A counting sort on a GPU.
+    """
+    k, drops = experts_Tk.shape[1], kept_Tk is not None
     if runs_triton(x_TD):
         counts, places = _sort(experts_Tk, kept_Tk, num_experts, capacity)
-        return TokenPermutation(counts, k, capacity, None, places)
-    flat = experts_Tk.masked_fill(~kept_Tk, num_experts).flatten()
+        return TokenPermutation(counts, k, capacity, None, places, drops)
+    flat = (experts_Tk.masked_fill(~kept_Tk, num_experts) if drops else experts_Tk).flatten()
     counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
     order = torch.argsort(flat, stable=True)[: int(counts.sum())]
-    return TokenPermutation(counts, k, capacity, order, None)
+    return TokenPermutation(counts, k, capacity, order, None, drops)
 
 
 def permute_reference(x_TD: Tensor, copies: TokenPermutation) -> Tensor:
@@ -93,26 +106,46 @@ def unpermute_reference(rows_ND: Tensor, weights_Tk: Tensor, copies: TokenPermut
 
 
 @kernel()
-def _count(expert_ptr, kept_ptr, counts_ptr, copies, experts, E: tl.constexpr, BLOCK: tl.constexpr):
-    """counts [blocks, experts]: the kept copies of each expert in each block of copies."""
-    block = tl.program_id(0).to(tl.int64)
-    copy, lane = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E)
-    kept = tl.load(kept_ptr + copy, mask=copy < copies, other=0) != 0
-    expert = tl.where(kept, tl.load(expert_ptr + copy, mask=copy < copies, other=0), -1)
-    count = tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
-    tl.store(counts_ptr + block * experts + lane, count, mask=lane < experts)
+def _experts_of(
+    expert_ptr, kept_ptr, copy, copies, DROPS: tl.constexpr,
+):  # fmt: skip
+    """The experts of some copies; -1 of a dropped one."""
+    inside = copy < copies
+    if DROPS:
+        inside = inside & (tl.load(kept_ptr + copy, mask=inside, other=0) != 0)
+    return tl.load(expert_ptr + copy, mask=inside, other=-1)
 
 
 @kernel()
-def _place(expert_ptr, kept_ptr, first_ptr, places_ptr, copies, experts, BLOCK: tl.constexpr):
-    """first [blocks, experts]: the row of an expert's first copy in a block."""
+def _count(
+    expert_ptr, kept_ptr, counts_ptr, copies, experts, blocks,
+    DROPS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """counts [experts, blocks]: the kept copies of each expert in each block of copies."""
+    block = tl.program_id(0).to(tl.int64)
+    copy, lane = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E)
+    expert = _experts_of(expert_ptr, kept_ptr, copy, copies, DROPS)
+    count = tl.sum((expert[:, None] == lane[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + lane.to(tl.int64) * blocks + block, count, mask=lane < experts)
+
+
+@kernel()
+def _place(
+    expert_ptr, kept_ptr, ends_ptr, places_ptr, copies, blocks, capacity,
+    DROPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ends [experts, blocks]: the cumulative sum of `_count`'s counts, over all of them."""
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     copy = block * BLOCK + lane
-    kept = tl.load(kept_ptr + copy, mask=copy < copies, other=0) != 0
-    expert = tl.where(kept, tl.load(expert_ptr + copy, mask=copy < copies, other=0), -1)
+    expert = _experts_of(expert_ptr, kept_ptr, copy, copies, DROPS)
+    kept = expert >= 0
     earlier = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
-    first = tl.load(first_ptr + block * experts + expert, mask=kept, other=0)
+    before = expert * blocks + block  # what lies before an expert's copies in this block
+    first = tl.load(ends_ptr + before - 1, mask=kept & (before > 0), other=0).to(tl.int64)
+    if capacity > 0:
+        of_others = ends_ptr + expert * blocks - 1
+        first += expert * capacity - tl.load(of_others, mask=kept & (expert > 0), other=0)
     place = first + tl.sum(earlier.to(tl.int32), 1)
     tl.store(places_ptr + copy, tl.where(kept, place, -1), mask=copy < copies)
 
@@ -203,28 +236,25 @@ def reorder(rows_ND: Tensor, order_N: Tensor | None) -> Tensor:
 
 
 @custom_op(
-    "sort_copies(Tensor experts, Tensor kept, int num_experts, int capacity) -> (Tensor, Tensor)",
+    "sort_copies(Tensor experts, Tensor? kept, int num_experts, int capacity) -> (Tensor, Tensor)",
     fake=lambda experts, kept, num_experts, capacity: (
         experts.new_empty(num_experts),
         torch.empty_like(experts, memory_format=torch.contiguous_format),
     ),
 )
 def _sort(experts, kept, num_experts, capacity):
-    experts, kept, copies = experts.contiguous(), kept.contiguous(), experts.numel()
+    experts, copies, drops = experts.contiguous(), experts.numel(), kept is not None
+    pointers = (experts, kept.contiguous() if drops else experts)
     blocks, places = cdiv(copies, BLOCK), torch.empty_like(experts)
-    counts = experts.new_empty(blocks, num_experts, dtype=torch.int32)
-    sizes = (copies, num_experts)
+    counts = experts.new_empty(num_experts, blocks, dtype=torch.int32)
     if blocks:
-        _count[(blocks,)](experts, kept, counts, *sizes, E=power_of_two(num_experts), BLOCK=BLOCK)
-    totals = counts.sum(0)
-    first = counts.cumsum(0) - counts
-    if capacity:
-        first += torch.arange(num_experts, device=experts.device) * capacity
-    else:
-        first += totals.cumsum(0) - totals
-    if blocks:
-        _place[(blocks,)](experts, kept, first, places, *sizes, BLOCK=BLOCK)
-    return totals, places
+        flags = {"DROPS": drops, "BLOCK": BLOCK}
+        lanes = power_of_two(num_experts)
+        _count[(blocks,)](*pointers, counts, copies, num_experts, blocks, E=lanes, **flags)
+        # Flat: torch scans an outer dimension by one thread per column, row after row.
+        ends = counts.flatten().cumsum(0, dtype=torch.int32)
+        _place[(blocks,)](*pointers, ends, places, copies, blocks, capacity, **flags)
+    return counts.sum(1), places
 
 
 # `covers`: every row is some copy's, so that none need be zeroed.

@@ -19,7 +19,7 @@ from mtcli.kernels.launch import cdiv, kernel, power_of_two, runs_triton
 if TYPE_CHECKING:
     import triton.language as tl
 
-TILE = 4096  # scores that a program holds in registers
+TILE = 2048  # scores that a program holds in registers
 
 
 class TopKRouting(NamedTuple):
@@ -83,7 +83,7 @@ def _within_best_groups(
 
 @kernel()
 def _route(
-    logits_ptr, bias_ptr, scores_ptr, weights_ptr, experts_ptr, tokens, experts,
+    logits_ptr, bias_ptr, scores_ptr, weights_ptr, experts_ptr, tokens, EXPERTS: tl.constexpr,
     BIASED: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOP: tl.constexpr,
     SLOTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr,
     E: tl.constexpr,
@@ -91,8 +91,8 @@ def _route(
     """SLOTS and E are powers of two of at least TOP and the number of experts."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     lane, slot = tl.arange(0, E)[None, :], tl.arange(0, SLOTS)[None, :]
-    inside = (token < tokens) & (lane < experts)
-    logits = tl.load(logits_ptr + token * experts + lane, mask=inside, other=float("-inf"))
+    inside = (token < tokens) & (lane < EXPERTS)
+    logits = tl.load(logits_ptr + token * EXPERTS + lane, mask=inside, other=float("-inf"))
     if SOFTMAX:
         top = tl.max(logits, 1)[:, None]
         parts = tl.exp(logits - tl.where(top == float("-inf"), 0.0, top))
@@ -100,59 +100,67 @@ def _route(
         scores = parts / tl.where(sums == 0.0, 1.0, sums)
     else:
         scores = tl.sigmoid(logits)
-    tl.store(scores_ptr + token * experts + lane, scores, mask=inside)
+    tl.store(scores_ptr + token * EXPERTS + lane, scores, mask=inside)
     judged = scores
     if BIASED:
-        judged += tl.load(bias_ptr + lane, mask=lane < experts, other=0.0)
+        judged += tl.load(bias_ptr + lane, mask=lane < EXPERTS, other=0.0)
     # NaN is chosen first, as by torch.topk, so that chosen lanes stay in range.
     judged = tl.where(judged != judged, float("inf"), judged)
-    judged = tl.where(lane < experts, judged, float("-inf"))
+    judged = tl.where(lane < EXPERTS, judged, float("-inf"))
     if GROUPS > 1:
         judged = _within_best_groups(judged, TOP_GROUPS, not SOFTMAX, TOKENS, E, GROUPS)
-    weights, chosen = tl.zeros((TOKENS, SLOTS), tl.float32), tl.zeros((TOKENS, SLOTS), tl.int32)
+    # As int32 in the same order: a warp finds the largest of those in one instruction (redux).
+    bits = judged.to(tl.int32, bitcast=True)
+    left = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    chosen = tl.zeros((TOKENS, SLOTS), tl.int32)
     for i in tl.static_range(TOP):
-        best = tl.argmax(judged, 1)[:, None]
-        weight = tl.sum(tl.where(lane == best, scores, 0.0), 1)[:, None]
-        weights, chosen = tl.where(slot == i, weight, weights), tl.where(slot == i, best, chosen)
-        judged = tl.where(lane == best, float("-inf"), judged)
+        best = tl.max(left, 1)[:, None]
+        expert = tl.min(tl.where(left == best, lane, E), 1)[:, None]
+        chosen = tl.where(slot == i, expert, chosen)
+        left = tl.where(lane == expert, -2147483648, left)
+    at, inside = token * TOP + slot, (token < tokens) & (slot < TOP)
+    tl.debug_barrier()  # scores that other threads have written
+    weights = tl.load(scores_ptr + token * EXPERTS + chosen, mask=inside, other=0.0)
     if NORMALIZE:
         weights /= tl.where(token < tokens, tl.sum(weights, 1)[:, None], 1.0)
-    at, inside = token * TOP + slot, (token < tokens) & (slot < TOP)
     tl.store(weights_ptr + at, weights, mask=inside)
     tl.store(experts_ptr + at, chosen, mask=inside)
 
 
 @kernel()
 def _route_backward(
-    of_scores_ptr, of_weights_ptr, scores_ptr, weights_ptr, experts_ptr, out_ptr, tokens, experts,
-    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr,
-    E: tl.constexpr,
+    of_scores_ptr, of_weights_ptr, scores_ptr, weights_ptr, experts_ptr, out_ptr, tokens,
+    EXPERTS: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOP: tl.constexpr,
+    SLOTS: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """out: the gradient of the logits."""
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    lane, there = tl.arange(0, E)[None, :], token < tokens
-    at = token[:, None] * experts + lane
-    inside = there[:, None] & (lane < experts)
-    scores = tl.load(scores_ptr + at, mask=inside, other=0.0)
-    grad = tl.load(of_scores_ptr + at, mask=inside, other=0.0)
-    shared, total = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
-    for i in tl.static_range(TOP if NORMALIZE else 0):
-        weight = tl.load(weights_ptr + token * TOP + i, mask=there, other=0.0)
-        shared += weight * tl.load(of_weights_ptr + token * TOP + i, mask=there, other=0.0)
-        expert = tl.load(experts_ptr + token * TOP + i, mask=there, other=0)
-        total += tl.sum(tl.where(lane == expert[:, None], scores, 0.0), 1)
-    for i in tl.static_range(TOP):
-        of_weight = tl.load(of_weights_ptr + token * TOP + i, mask=there, other=0.0)
+    """out: the gradient of the logits, of all experts first and then of the chosen ones."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    lane, slot = tl.arange(0, E)[None, :], tl.arange(0, SLOTS)[None, :]
+    inside, at = (token < tokens) & (slot < TOP), token * TOP + slot
+    chosen = token * EXPERTS + tl.load(experts_ptr + at, mask=inside, other=0)
+    chosen_scores = tl.load(scores_ptr + chosen, mask=inside, other=0.0)
+    of_chosen = tl.load(of_weights_ptr + at, mask=inside, other=0.0)
+    if NORMALIZE:
         # A normalized weight is its score over the sum of the chosen scores.
-        if NORMALIZE:
-            of_weight = (of_weight - shared) / tl.where(there, total, 1.0)
-        expert = tl.load(experts_ptr + token * TOP + i, mask=there, other=0)
-        grad += tl.where(lane == expert[:, None], of_weight[:, None], 0.0)
+        weights = tl.load(weights_ptr + at, mask=inside, other=0.0)
+        total = tl.where(token < tokens, tl.sum(chosen_scores, 1)[:, None], 1.0)
+        of_chosen = (of_chosen - tl.sum(weights * of_chosen, 1)[:, None]) / total
+    at = token * EXPERTS + lane
+    everywhere = (token < tokens) & (lane < EXPERTS)
+    scores = tl.load(scores_ptr + at, mask=everywhere, other=0.0)
+    of_scores = tl.load(of_scores_ptr + at, mask=everywhere, other=0.0)
+    of_chosen_scores = of_chosen + tl.load(of_scores_ptr + chosen, mask=inside, other=0.0)
     if SOFTMAX:
-        out = scores * (grad - tl.sum(scores * grad, 1)[:, None])
+        shared = tl.sum(scores * of_scores, 1)[:, None]
+        shared += tl.sum(chosen_scores * of_chosen, 1)[:, None]
+        out = scores * (of_scores - shared)
+        of_chosen_logits = chosen_scores * (of_chosen_scores - shared)
     else:
-        out = grad * scores * (1.0 - scores)
-    tl.store(out_ptr + at, out, mask=inside)
+        out = of_scores * scores * (1.0 - scores)
+        of_chosen_logits = of_chosen_scores * chosen_scores * (1.0 - chosen_scores)
+    tl.store(out_ptr + at, out, mask=everywhere)
+    tl.debug_barrier()
+    tl.store(out_ptr + chosen, of_chosen_logits, mask=inside)
 
 
 def route(
@@ -172,7 +180,7 @@ def route(
 
 def _config(experts: int) -> dict[str, int]:
     lanes = power_of_two(experts)
-    return {"TOKENS": max(1, TILE // lanes), "E": lanes}
+    return {"TOKENS": max(1, TILE // lanes), "EXPERTS": experts, "E": lanes}
 
 
 def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, ...]:
@@ -198,7 +206,7 @@ def _route_op(logits, bias, top_k, softmax, normalize, groups, top_groups):
     flags = {"BIASED": bias is not None, "SOFTMAX": softmax, "NORMALIZE": normalize, "TOP": top_k}
     flags |= {"SLOTS": power_of_two(top_k), "GROUPS": groups, "TOP_GROUPS": top_groups}
     if tokens:
-        _route[(cdiv(tokens, config["TOKENS"]),)](*pointers, tokens, experts, **flags, **config)
+        _route[(cdiv(tokens, config["TOKENS"]),)](*pointers, tokens, **flags, **config)
     return scores, weights, chosen
 
 
@@ -213,7 +221,8 @@ def _route_backward_op(of_scores, of_weights, kept, softmax, normalize):
     config = _config(experts)
     pointers = (of_scores, of_weights, scores, weights, chosen, out)
     flags = {"SOFTMAX": softmax, "NORMALIZE": normalize, "TOP": weights.shape[1]}
+    flags["SLOTS"] = power_of_two(weights.shape[1])
     if tokens:
         grid = (cdiv(tokens, config["TOKENS"]),)
-        _route_backward[grid](*pointers, tokens, experts, **flags, **config)
+        _route_backward[grid](*pointers, tokens, **flags, **config)
     return out

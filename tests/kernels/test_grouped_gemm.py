@@ -16,6 +16,11 @@ CASES = {
 }
 
 
+def rows_of(counts, device="cpu"):
+    """The numbers of rows as the router leaves them; None where all are the same."""
+    return None if len(set(counts)) == 1 else torch.tensor(counts, device=device)
+
+
 def formula(counts):
     def product(x, weight):
         expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -36,24 +41,39 @@ def test_each_expert_multiplies_its_rows_and_both_gradients_are_right(device, ca
         dtypes += [torch.bfloat16, torch.float16]
     for dtype in dtypes:
         bound = 3 * TOLERANCE[dtype]  # the sums' own error is of both operands' rounding
-        check(lambda x, w: grouped_linear(x, w, counts), formula(counts), inputs, dtype,
-              tolerance=bound)  # fmt: skip
+        check(lambda x, w: grouped_linear(x, w, rows_of(counts, device)), formula(counts),
+              inputs, dtype, tolerance=bound)  # fmt: skip
 
 
-def test_torch_on_a_cpu_multiplies_the_same_rows():
-    counts, inner, width = CASES["ragged, odd"]
+@pytest.mark.parametrize("case", ["ragged, odd", "as many rows of each"])
+def test_torch_on_a_cpu_multiplies_the_same_rows(case):
+    counts, inner, width = CASES[case]
     check(
-        lambda x, w: grouped_linear_reference(x, w, counts),
+        lambda x, w: grouped_linear_reference(x, w, rows_of(counts)),
         formula(counts),
         [seeded(sum(counts), inner), seeded(len(counts), width, inner, seed=1)],
         torch.float32,
     )
 
 
+@pytest.mark.parametrize(
+    ("rows_each", "tile", "of_weights"),
+    [(8192, (128, 256), (128, 256)), (512, (128, 128), (128, 128)), (64, (64, 128), (128, 128))],
+)
+def test_fewer_rows_of_each_expert_take_smaller_tiles_and_weights_keep_large_ones(
+    rows_each, tile, of_weights
+):
+    sizes = (rows_each, 1536, 2048)
+    for kernel, expected in ((grouped_gemm._gemm, tile), (grouped_gemm._wgrad, of_weights)):
+        config = kernel.default(*sizes, 2)
+        assert (config["ROWS"], config["COLUMNS"]) == expected
+        assert kernel.default(*sizes, 4) == grouped_gemm.CONFIGS[-1]
+
+
 def test_a_frozen_weight_gets_no_gradient(device):
     x, weight = seeded(8, 4, device=device).float(), seeded(2, 3, 4, device=device).float()
     x.requires_grad_()
-    grouped_linear(x, weight, [3, 5]).sum().backward()
+    grouped_linear(x, weight, rows_of([3, 5], device)).sum().backward()
     expected = torch.cat([weight[0].sum(0).expand(3, 4), weight[1].sum(0).expand(5, 4)])
     torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-6)
 
@@ -66,5 +86,6 @@ def test_torchs_grouped_products_are_those_of_each_expert(device, monkeypatch):
     called = []
     multiply = torch._grouped_mm
     monkeypatch.setattr(torch, "_grouped_mm", lambda *a, **k: called.append(a) or multiply(*a, **k))
-    check(lambda x, w: grouped_linear(x, w, counts), formula(counts), inputs, torch.bfloat16)
+    rows = rows_of(counts, device)
+    check(lambda x, w: grouped_linear(x, w, rows), formula(counts), inputs, torch.bfloat16)
     assert len(called) == 3

@@ -230,9 +230,10 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
     p, m, t = config.parallel, config.model, config.train
     if not t.cuda_graphs:
         return
-    sizes = {name: getattr(p, name) for name in ("tp", "cp", "pp", "vpp")}
+    sizes = {name: getattr(p, name) for name in ("tp", "cp", "pp", "vpp", "ep", "etp")}
     broken = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    broken += [f"num_experts={m.num_experts}"] if m.num_experts else []
+    # Which copies it drops decides how many rows there are.
+    broken += [f"capacity_factor={m.capacity_factor}"] if m.capacity_factor else []
     broken += [f"attention_dropout={m.attention_dropout}"] if m.attention_dropout else []
     broken += ["zero=3"] if p.zero == 3 else []
     broken += ["precision='fp64'"] if t.precision == "fp64" else []  # our kernels ask for no value
@@ -241,7 +242,8 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
         yield Problem(
             f"cuda_graphs=true with {', '.join(broken)}: what is replayed runs on one GPU, "
             "exchanges nothing and asks no tensor for its values",
-            "train.cuda_graphs = false, or a dense model on data parallel GPUs with zero 0 or 1",
+            "train.cuda_graphs = false, or data parallel GPUs with zero 0 or 1, and no expert "
+            "capacity",
             "train.cuda_graphs",
         )
 

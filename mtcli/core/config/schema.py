@@ -139,7 +139,7 @@ class TrainConfig(Section):
     compile: bool = False
     """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
     cuda_graphs: bool = False
-    """replay a micro-batch's forward and backward as CUDA graphs; of dense models, dp alone"""
+    """replay a micro-batch's forward and backward as CUDA graphs; dp alone, no expert capacity"""
     save_every: Whole = 0
     """steps between checkpoints; 0 saves at the end only"""
     keep: Whole = 2

@@ -17,7 +17,7 @@ from mtcli.core.parallel.expert import dispatch
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.activation import ACTIVATIONS
 from mtcli.kernels.gemm import linear
-from mtcli.kernels.grouped_gemm import grouped_linear
+from mtcli.kernels.grouped_gemm import grouped_linear, split_rows
 from mtcli.kernels.launch import runs_triton
 
 
@@ -28,30 +28,33 @@ class ExpertArray(nn.Module):
         super().__init__()
         build = replace(build, weight_passes=None)  # no schedule splits its backward
         up = "gate_up" if model.activation == "swiglu" else "up"
-        self.up_name = up
+        self.up_name, self.count = up, model.num_experts // build.groups.axes["ep"].size
         for kind in (up, "down"):
             holder = nn.Module()
             holder.weight = build.parameter(f"{name}.{kind}.weight")
             setattr(self, kind, holder)
         self.activation, self.build = ACTIVATIONS[model.activation], build
 
-    def forward(self, x_ND: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.
 
         One expert after another on CPU and in float8, all at once on a GPU.
         """
         up_EFD, down_EDF = (
-            holder.weight.unflatten(0, (len(counts), -1))
+            holder.weight.unflatten(0, (self.count, -1))
             for holder in (self.get_submodule(self.up_name), self.down)
         )
         build, activation = self.build, self.activation
         if build.gemms is None and runs_triton(x_ND):
-            inner_NF = grouped_linear(x_ND, up_EFD, counts)
-            return build.activated_experts(activation, inner_NF, down_EDF, counts)
+            inner_NF = grouped_linear(x_ND, up_EFD, counts_E)
+            return build.activated_experts(activation, inner_NF, down_EDF, counts_E)
         parts = [
             build.activated_linear(activation, build.linear(x, up), None, down)
             for x, up, down in zip(
-                x_ND.split(counts), up_EFD.unbind(0), down_EDF.unbind(0), strict=True
+                split_rows(x_ND, counts_E, self.count),
+                up_EFD.unbind(0),
+                down_EDF.unbind(0),
+                strict=True,
             )
         ]
         return torch.cat(parts)

@@ -68,10 +68,10 @@ class Router(nn.Module):
         m = self.model
         return math.ceil(tokens * m.top_k / m.num_experts * m.capacity_factor)
 
-    def _kept(self, scores_TE: Tensor, experts: Tensor, inputs: Inputs) -> Tensor:
-        """[T, k] bool: which copies their experts have room for."""
+    def _kept(self, scores_TE: Tensor, experts: Tensor, inputs: Inputs) -> Tensor | None:
+        """[T, k] bool: which copies their experts have room for; None without a capacity."""
         if not self.model.capacity_factor:
-            return torch.ones_like(experts, dtype=torch.bool)
+            return None
         chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
         if self.model.drop_scope == "sub_sequence":
             keeps = self._within_capacity((scores_TE * chosen)[None], chosen[None])[0]
@@ -116,30 +116,33 @@ class Router(nn.Module):
             if not self.choice.softmax:
                 scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
             chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
-            rows = self.build.my_tokens(_sequence_of(inputs)) if inputs.shape[0] > 1 else None
-            batch = m.aux_loss_coeff * self._balance(scores_TE, chosen, None, inputs)
-            each = m.sequence_aux_loss_coeff * self._balance(scores_TE, chosen, rows, inputs)
-            total = total + batch + each
+            each = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
+            if m.aux_loss_coeff:
+                batch = [x.sum(0, keepdim=True) for x in each]
+                total = total + m.aux_loss_coeff * self._balance(*batch, inputs)
+            if m.sequence_aux_loss_coeff:
+                total = total + m.sequence_aux_loss_coeff * self._balance(*each, inputs)
         return total
 
-    def _balance(
-        self, scores_TE: Tensor, chosen_TE: Tensor, rows_T: Tensor | None, inputs: Inputs
-    ) -> Tensor:
+    def _sequence_sums(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
+        """[b, E]: sums over this rank's tokens of each sequence."""
+        (b, n), tokens = inputs.shape, len(x_TE)
+        if tokens < b * n:  # this rank's, of those that tp ranks share
+            before = self.build.groups.tp.rank * tokens
+            x_TE = F.pad(x_TE, (0, 0, before, b * n - before - tokens))
+        return x_TE.view(b, n, -1).sum(1)
+
+    def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, inputs: Inputs) -> Tensor:
         """Switch's E * sum_e f_e P_e times its tokens (arXiv:2101.03961, section 2.2).
 
-        Over the micro-batch, or over each of its sequences where `rows_T` says whose a token is.
+        Over each of b sets of tokens, a sequence or the micro-batch, of which these are sums.
         f counts tokens of all ranks that share the sequences; P is this rank's part of the mean.
         """
-        groups, (b, n) = self.build.groups, inputs.shape
-        rows = torch.zeros(len(scores_TE), dtype=torch.long) if rows_T is None else rows_T
-        sets = 1 if rows_T is None else b
-        rows = rows.to(scores_TE.device)
-        empty = scores_TE.new_zeros(sets, scores_TE.shape[1])
+        groups = self.build.groups
         axis = groups.axes["sequence"] if self.build.sequence_parallel else groups.cp
-        counts = all_reduce(empty.index_add(0, rows, chosen_TE), axis)
-        tokens = b * n * groups.cp.size / sets
-        shares = counts / (tokens * self.model.top_k)
-        return self.model.num_experts * (shares * empty.index_add(0, rows, scores_TE)).sum()
+        tokens = inputs.tokens.numel() * groups.cp.size / len(chosen_bE)
+        shares = all_reduce(chosen_bE, axis) / (tokens * self.model.top_k)
+        return self.model.num_experts * (shares * scores_bE).sum()
 
 
 class _WithLoss(torch.autograd.Function):
@@ -152,7 +155,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.tensor(ctx.scale, dtype=ctx.dtype, device=grad.device), None
+        return grad, grad.new_full((), ctx.scale, dtype=ctx.dtype), None
 
 
 class _Counted(torch.autograd.Function):
@@ -172,8 +175,3 @@ class _Counted(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.load_E.add_(ctx.counts_E)
         return grad, None, None
-
-
-def _sequence_of(inputs: Inputs) -> Tensor:
-    b, n = inputs.shape
-    return torch.arange(b, device=inputs.tokens.device).repeat_interleave(n)

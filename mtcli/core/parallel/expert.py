@@ -27,14 +27,17 @@ class Routing(NamedTuple):
 
     weights: Tensor
     experts: Tensor
-    kept: Tensor  # [T, k] bool
+    kept: Tensor | None  # [T, k] bool; None where none is dropped
     num_experts: int
 
 
 class Experts(Protocol):
-    """The local experts: rows [N, D] sorted by expert, and how many each has, to [N, D]."""
+    """The local experts: rows [N, D] sorted by expert to [N, D].
 
-    def __call__(self, x_ND: Tensor, counts: list[int]) -> Tensor:
+    `counts_E` are the rows of each, on the rows' device, or None where all have as many.
+    """
+
+    def __call__(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
         """Partial sums over etp, which shards the experts' width."""
 
 
@@ -46,6 +49,8 @@ def dispatch(
     With a `capacity` above 0 every expert of every rank gets exactly that many rows, the missing
     ones zero. Both dispatchers give the same result.
     """
+    # One rank keeps its tokens, and the way without sizes asks a GPU for none.
+    name = name if groups.axes["experts"].size > 1 else "all_gather"
     kind = {"all_to_all": _all_to_all, "all_gather": _all_gather}[name]
     return kind(x_TD, routing, experts, groups, capacity)
 
@@ -53,21 +58,31 @@ def dispatch(
 def _all_to_all(
     x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
 ) -> Tensor:
-    """Sends each copy to its expert's ranks: all-to-all over ep, all-gather over etp."""
-    ep, etp = groups.axes["ep"], groups.axes["etp"]
+    """Sends each copy to its expert's ranks: all-to-all over ep, all-gather over etp.
+
+    The host waits for a GPU once, for the rows that ranks send each other; never with a capacity.
+    """
+    ep, etp, ranks = (groups.axes[name] for name in ("ep", "etp", "experts"))
     copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
-    # rows of every rank of this expert group, on the host: [ep, etp, ep of the expert, E/ep]
-    everyone = all_gather(copies.rows[None], groups.axes["experts"]).cpu()
-    table = everyone.view(ep.size, etp.size, ep.size, routing.num_experts // ep.size)
+    if capacity:
+        everyone = copies.rows.expand(ranks.size, -1)
+        on_host = torch.full(everyone.shape, capacity)
+    else:
+        everyone = all_gather(copies.counts[None], ranks)
+        on_host = everyone.cpu()
+    # Rows of every rank of this expert group: [ep, etp, ep of the expert, E/ep].
+    shape = (ep.size, etp.size, ep.size, routing.num_experts // ep.size)
+    table = on_host.view(shape)
     sent = table[ep.rank, etp.rank].sum(-1).tolist()
     here = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
     received = here[:, etp.rank].sum(-1).tolist()
     shared = here.sum((0, 2)).tolist()
-    segments = here.transpose(0, 1)  # rows lie by (etp sender, ep sender, expert)
-    order, back = _by_expert(segments, x_TD.device)
+    # Rows lie by (etp sender, ep sender, expert).
+    segments = everyone.view(shape)[:, :, ep.rank].transpose(0, 1).flatten(0, 1)
+    order, back = _by_expert(segments, sum(shared))
     rows = all_to_all_v(permute(x_TD, copies, sum(sent)), sent, received, ep)
     rows = reorder(all_gather_v(rows, shared, etp), order)
-    results = reorder(experts(rows, segments.sum((0, 1)).tolist()), back)
+    results = reorder(experts(rows, None if capacity else segments.sum(0)), back)
     results = all_to_all_v(reduce_scatter_v(results, shared, etp), received, sent, ep)
     return unpermute(results, routing.weights, copies)
 
@@ -80,23 +95,32 @@ def _all_gather(
     per_rank = routing.num_experts // ep.size
     x_all = gather_in(x_TD, axis)
     local = all_gather(routing.experts, axis) - ep.rank * per_rank
-    kept = all_gather(routing.kept.to(torch.uint8), axis).bool()
-    mine = kept & (local >= 0) & (local < per_rank)
+    kept = routing.kept
+    if kept is not None:
+        kept = all_gather(kept.to(torch.uint8), axis).bool()
+    if ep.size > 1:
+        mine = (local >= 0) & (local < per_rank)
+        kept = mine if kept is None else kept & mine
     weights = gather_in(routing.weights, axis)
-    copies = sort_copies(x_all, local, mine, per_rank, capacity * axis.size)
-    counts = copies.rows.tolist()
-    results = experts(permute(x_all, copies, sum(counts)), counts)
+    copies = sort_copies(x_all, local, kept, per_rank, capacity * axis.size)
+    rows = permute(x_all, copies, copies.num_rows)
+    results = experts(rows, None if capacity else copies.counts)
     return scatter_out(unpermute(results, weights, copies), axis)
 
 
-def _by_expert(segments: Tensor, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """What sorts rows lying by (sender, sender, expert) stably by expert, and what undoes it.
+def _by_expert(segments_SE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """What sorts rows lying by (sender, expert) stably by expert, and what undoes it.
 
-    None where there is one sender, whose rows are sorted.
+    A segment's rows, those of one sender and expert, all move by the same number of rows.
     """
-    if segments[..., 0].numel() == 1:
-        return None, None
-    experts = torch.arange(segments.shape[-1]).expand(segments.shape).flatten()
-    labels = torch.repeat_interleave(experts, segments.flatten())
-    order = torch.argsort(labels, stable=True).to(device)
-    return order, torch.argsort(order)
+
+    def first_rows(sizes: Tensor) -> Tensor:
+        return sizes.flatten().cumsum(0).view(sizes.shape) - sizes
+
+    shift_SE = first_rows(segments_SE.T).T - first_rows(segments_SE)
+    row = torch.arange(rows, device=segments_SE.device)
+
+    def spread(shifts: Tensor, sizes: Tensor) -> Tensor:
+        return torch.repeat_interleave(shifts.flatten(), sizes.flatten(), output_size=rows)
+
+    return row - spread(shift_SE.T, segments_SE.T), row + spread(shift_SE, segments_SE)

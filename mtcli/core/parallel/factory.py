@@ -134,12 +134,12 @@ class LayerFactory(ABC):
         return self._passes.activated_linear(activation, x, bias, weight)
 
     def activated_experts(
-        self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts: list[int]
+        self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts_E: Tensor | None
     ) -> Tensor:
         """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
         if not self._recomputes(x_NF):
-            return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts)
-        passes = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts))
+            return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E)
+        passes = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts_E))
         return passes.activated_linear(activation, x_NF, None, weight_EDF)
 
     def _recomputes(self, x: Tensor) -> bool:

@@ -13,7 +13,6 @@ import torch
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.pipeline import OpSpan, Pipeline
-from mtcli.core.sync.strategy import Strategy
 
 WARM_UPS = 2  # the first run chooses and compiles kernels, and libraries allocate in it
 
@@ -56,8 +55,9 @@ class CudaGraphs:
 class CudaGraphPipeline:
     """Runs a Pipeline of one rank and one stage, micro-batch by micro-batch, from recordings."""
 
-    def __init__(self, pipeline: Pipeline[Inputs], strategy: Strategy, recorder: Recorder) -> None:
-        self.pipeline, self.strategy, self.recorder = pipeline, strategy, recorder
+    def __init__(self, pipeline: Pipeline[Inputs], begin: Run, recorder: Recorder) -> None:
+        """`begin` resets what micro-batches add to: gradients, and the loads of experts."""
+        self.pipeline, self.begin, self.recorder = pipeline, begin, recorder
         self.scale = 0.0  # of what is recorded
         self.replays: dict[str, Run] = {}
 
@@ -65,19 +65,20 @@ class CudaGraphPipeline:
         """As Pipeline.train_step; gradients are reduced when all are there.
 
         Another scale is recorded anew. With loss weights, whose sum differs from step to step, it
-        goes into the weights instead.
+        goes into the weights instead, and only another loss scale is recorded anew.
         """
         pipeline, losses, spans = self.pipeline, [], []
-        if not self.scale or (scale != self.scale and self.inputs.weights is None):
-            self._record(load(0), scale)
+        first = load(0)
+        if self._is_new(first, scale):
+            self._record(first, scale)
         factor = scale / self.scale
-        self.strategy.before_step(from_zero=True)
+        self.begin()
         for op in pipeline.ops:
             pipeline.current = op
             with pipeline.around(op):
                 start = pipeline.clock()
                 if op.kind == "F":
-                    self._fill(load(op.micro_batch), factor)
+                    self._fill(load(op.micro_batch) if op.micro_batch else first, factor)
                 self.replays[op.kind]()
                 if op.kind == "F":
                     losses.append(self.total.clone())
@@ -85,9 +86,15 @@ class CudaGraphPipeline:
         pipeline.spans = spans
         return float(torch.stack(losses).double().sum()) / factor
 
+    def _is_new(self, inputs: Inputs, scale: float) -> bool:
+        """Whether a number that is part of the graphs is another than they have."""
+        if not self.scale or inputs.aux_scale != self.inputs.aux_scale:
+            return True
+        return scale != self.scale and self.inputs.weights is None
+
     def _record(self, inputs: Inputs, scale: float) -> None:
         self.inputs, self.scale = inputs.clone(), scale
-        self.strategy.before_step(from_zero=True)
+        self.begin()
         with self.recorder.warm_up():
             for _ in range(WARM_UPS):
                 self._forward()

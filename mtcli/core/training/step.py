@@ -180,7 +180,12 @@ class Trainer:
             hint = "set train.cuda_graphs = false"
             message = "cuda_graphs=true, and there is no CUDA device here"
             raise wrong(message, hint, "train.cuda_graphs")
-        return CudaGraphPipeline(self.pipeline, self.strategy, CudaGraphs())
+        return CudaGraphPipeline(self.pipeline, self.begin_from_zero, CudaGraphs())
+
+    def begin_from_zero(self) -> None:
+        """Resets the gradients and the loads of experts that micro-batches add to."""
+        self.strategy.before_step(from_zero=True)
+        self.balance.begin()
 
     def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
         """The same on every rank, as the loss and the norm are."""

@@ -46,7 +46,11 @@ def stepped(runtime, parallel, batch):
         initialise(trainer)
         stage, calls = trainer.stages[0], []
         experts = stage.get_submodule("blocks.0.mlp.experts")
-        experts.register_forward_pre_hook(lambda module, given, to=calls: to.append(given[1]))
+
+        def note(module, given, to=calls):
+            to.append(None if given[1] is None else given[1].tolist())
+
+        experts.register_forward_pre_hook(note)
         if model["num_experts"] == 8:
             for router in trainer.balance.routers:
                 with torch.no_grad():

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny import GPT, LLAMA, Samples, Weighted, run_config
+from tiny import BIASED, GPT, LLAMA, MOE, Samples, Weighted, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.launch import Runtime
@@ -37,7 +37,7 @@ def curve(config, recorder=None, samples=Samples):
     trainer = Trainer(config, ALONE)
     initialise(trainer)
     if recorder:
-        trainer.cuda_graphs = CudaGraphPipeline(trainer.pipeline, trainer.strategy, recorder)
+        trainer.cuda_graphs = CudaGraphPipeline(trainer.pipeline, trainer.begin_from_zero, recorder)
     loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(3)]
     loader.close()
@@ -50,8 +50,16 @@ def curve(config, recorder=None, samples=Samples):
         (GPT | {"dropout": 0.2}, {}, "fp32"),
         (LLAMA, {"document_positions": True}, "fp32"),
         (LLAMA | {"hidden_size": 64, "ffn_hidden_size": 128}, {}, "fp8"),
+        (MOE, {}, "fp32"),
+        (BIASED, {}, "fp32"),
     ],
-    ids=["gpt", "llama", "float8, whose scales are made in the graph"],
+    ids=[
+        "gpt",
+        "llama",
+        "float8, whose scales are made in the graph",
+        "mixtral",
+        "experts whose loads move biases",
+    ],
 )
 def test_replayed_micro_batches_give_the_steps_of_those_as_written(model, data, precision):
     config = run_config(model | {"num_layers": 2}, data=data, train={"precision": precision})
@@ -75,6 +83,15 @@ def test_another_loss_scale_is_recorded_anew():
     )
     recorder = Again()
     assert curve(config, recorder)[0] == curve(config)[0]
+    assert recorder.events.count("record") == 3 * 2
+
+
+def test_the_loss_scale_of_auxiliary_losses_is_part_of_a_graph_with_loss_weights_too():
+    train = {"precision": "fp16", "loss_scale_window": 1, "initial_loss_scale": 64.0}
+    config, recorder = run_config(MOE, train=train), Again()
+    replayed, _ = curve(config, recorder, Weighted)
+    written, _ = curve(config, samples=Weighted)
+    assert [s for pair in replayed for s in pair] == pytest.approx(sum(written, ()), rel=2e-3)
     assert recorder.events.count("record") == 3 * 2
 
 
