@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,9 @@ LaunchConfig = Mapping[str, Any]
 AutotuneTable = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> config
 
 SHIPPED = Path(__file__).with_name("choices.json")
-_timing: ContextVar[AutotuneTable | None] = ContextVar("timing", default=None)
+# The tables of `autotuning()`, innermost last. Process-wide: on a GPU the kernels of a backward are
+# launched by autograd's device threads, whose context variables are all at their defaults.
+_timing: list[AutotuneTable] = []
 
 
 def best_config(
@@ -37,7 +38,7 @@ def best_config(
 ) -> LaunchConfig | None:
     """The config measured to be fastest for x's dtype and about these sizes, if any was."""
     bucket = bucket_of(x.dtype, sizes)
-    table = _timing.get()
+    table = _timing[-1] if _timing else None
     if table is not None and bucket not in table.setdefault(kernel, {}):
         table[kernel][bucket] = dict(min(configs, key=lambda config: _milliseconds(launch, config)))
     known = _measured(x.device) if table is None else table
@@ -65,11 +66,11 @@ def autotuning() -> Iterator[AutotuneTable]:
     Yields the table of what was fastest, for `save_table`.
     """
     table: AutotuneTable = {}
-    token = _timing.set(table)
+    _timing.append(table)
     try:
         yield table
     finally:
-        _timing.reset(token)
+        _timing.pop()
 
 
 def save_table(table: AutotuneTable, device: torch.device, file: Path | None = None) -> Path:
@@ -110,11 +111,16 @@ def _measured(device: torch.device) -> AutotuneTable:
 
 
 def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:
-    """The median time of a launch; infinite where the device cannot hold the config."""
-    from triton.runtime.errors import OutOfResources
+    """The median time of a launch, compiled before; infinite where it fails to compile or launch.
+
+    Raises what leaves the device of no use to any later launch.
+    """
+    from triton.errors import TritonError
     from triton.testing import do_bench
 
     try:
         return float(do_bench(lambda: launch(config), return_mode="median"))
-    except OutOfResources:
+    except (TritonError, RuntimeError):
+        # A sticky CUDA error, such as of an illegal address, is raised again by whatever follows.
+        torch.cuda.synchronize()
         return float("inf")
