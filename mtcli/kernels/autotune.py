@@ -59,13 +59,13 @@ def bucket_of(dtype: torch.dtype, sizes: Sequence[int]) -> str:
 
 
 @contextmanager
-def autotuning() -> Iterator[AutotuneTable]:
+def autotuning(known: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
     """Inside, each launch of a kernel with several configs first times them, on its arguments.
 
     Kernels that overwrite their arguments do so many times: results inside are not to be used.
-    Yields the table of what was fastest, for `save_table`.
+    Yields the table of what was fastest, for `save_table`; what is `known` is not timed again.
     """
-    table: AutotuneTable = {}
+    table = merged(known or {})
     _timing.append(table)
     try:
         yield table
@@ -73,19 +73,30 @@ def autotuning() -> Iterator[AutotuneTable]:
         _timing.pop()
 
 
-def save_table(table: AutotuneTable, device: torch.device, file: Path | None = None) -> Path:
-    """Adds a device's table to a file, the user's where none is named; returns the file."""
-    file = file or user_file()
+def merged(*tables: AutotuneTable) -> AutotuneTable:
+    """The entries of several tables; the last one's win."""
+    found: AutotuneTable = {}
+    for table in tables:
+        for kernel, buckets in table.items():
+            found.setdefault(kernel, {}).update(buckets)
+    return found
+
+
+def save_table(table: AutotuneTable, device: torch.device) -> Path:
+    """Adds a device's table to the user's file, which it returns."""
+    write_table(table, device_name(device), user_file())
+    return user_file()
+
+
+def write_table(table: AutotuneTable, device: str, file: Path) -> None:
+    """Adds the table of the device of a name to a file."""
     known = json.loads(file.read_text()) if file.exists() else {}
-    of_device = known.setdefault(device_name(device), {})
-    for kernel, buckets in table.items():
-        of_device.setdefault(kernel, {}).update(buckets)
+    known[device] = merged(known.get(device, {}), table)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     partial.replace(file)
     _measured.cache_clear()
-    return file
 
 
 def user_file() -> Path:
@@ -102,12 +113,8 @@ def device_name(device: torch.device) -> str:
 @cache
 def _measured(device: torch.device) -> AutotuneTable:
     """Both files' entries of a device; the user's own win."""
-    table: AutotuneTable = {}
-    for file in (SHIPPED, user_file()):
-        known = json.loads(file.read_text()) if file.exists() else {}
-        for kernel, buckets in known.get(device_name(device), {}).items():
-            table.setdefault(kernel, {}).update(buckets)
-    return table
+    files = [json.loads(file.read_text()) for file in (SHIPPED, user_file()) if file.exists()]
+    return merged(*(known.get(device_name(device), {}) for known in files))
 
 
 def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:
