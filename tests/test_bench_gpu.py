@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,190 @@ def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
     again = capsys.readouterr().out
     assert "beside" not in again and f"wrote {path}" in again
     assert json.loads(path.read_text())["rows"] == record["rows"]
+
+
+class Ended(Exception):
+    """A script that would begin again in a new process."""
+
+
+@pytest.fixture
+def kernels(scripts, monkeypatch, tmp_path):
+    """bench_kernels.py on a GPU that is played: a function from entries and flags to the rows.
+
+    A pass takes 2 ms, a copy moves 1 and a product makes 1 in a second.
+    """
+    import bench_kernels
+    import harness
+
+    from mtcli.kernels import autotune
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Played")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(autotune, "device_name", lambda device: "Played")
+    monkeypatch.setattr(autotune, "_milliseconds", lambda launch, config: config["BLOCK"])
+    monkeypatch.setattr(harness, "milliseconds", lambda step, moved, repeats: 2.0)
+    measured = []
+    floors = {"copy_bytes_per_s": 1.0, "flop_per_s": 1.0}
+    monkeypatch.setattr(harness, "floors", lambda repeats: measured.append(repeats) or floors)
+
+    def begin_again(path, words):
+        raise Ended
+
+    monkeypatch.setattr(bench_kernels.os, "execv", begin_again)
+
+    def run(entries, *flags):
+        monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--output", str(tmp_path), *flags])
+        run.end = None
+        try:
+            bench_kernels.measure(entries, bench_kernels.parse())
+        except (Ended, SystemExit) as end:
+            run.end = end
+        newest = max(tmp_path.glob("kernels-Played-*.json"), default=None)
+        return json.loads(newest.read_text())["rows"] if newest else []
+
+    run.floors = measured
+    autotune._measured.cache_clear()
+    yield run
+    autotune._measured.cache_clear()
+
+
+def entry(name, ours, sizes, **more):
+    """An entry that squares, and compares with torch's square."""
+    from harness import Entry
+
+    def make(device, dtype, n):
+        return (torch.linspace(1.0, 2.0, n),)
+
+    rivals = {"torch": torch.square}
+    return Entry(name, ours, rivals, make, sizes, (2,), torch_compiles="", **more)
+
+
+def timed(rows):
+    return [(row["entry"], *row["size"]) for row in rows if "ms" in row]
+
+
+def test_a_size_that_fails_keeps_no_other_from_being_measured_and_floors_are_taken_once(kernels):
+    def ours(x):
+        if len(x) == 8:
+            raise RuntimeError("no room")
+        return x * x
+
+    entries = [entry("some", ours, [(4,), (8,), (16,)]), entry("all", torch.square, [(4,)])]
+    rows = kernels(entries)
+    assert timed(rows) == [("some", 4), ("some", 16), ("all", 4)]
+    (failed,) = (row for row in rows if row.get("failed"))
+    assert (failed["size"], failed["why"]) == ([8], "RuntimeError: no room")
+    assert str(kernels.end) == "error: these entries failed: some"
+    assert kernels(entries) == rows and kernels.floors == [3]
+    kernels(entries, "--afresh")
+    assert kernels.floors == [3, 3]
+
+
+def test_where_the_device_is_of_no_more_use_a_new_process_goes_on_with_the_next_size(
+    kernels, monkeypatch
+):
+    broken = []
+
+    def ours(x):
+        if len(x) == 4:
+            broken.append(True)
+            raise RuntimeError("Triton Error [CUDA]: misaligned address")
+        return x * x
+
+    def synchronize():
+        if broken:
+            raise torch.AcceleratorError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    entries = [entry("some", ours, [(4,), (8,)])]
+    assert timed(kernels(entries)) == [] and isinstance(kernels.end, Ended)
+    broken.clear()
+    assert timed(kernels(entries)) == [("some", 8)] and kernels.floors == [3]
+
+
+def test_a_size_that_was_cut_short_is_measured_again_and_no_size_begins_too_late(kernels):
+    backwards = []
+
+    def ours(x):
+        if x.requires_grad and not backwards:
+            backwards.append(True)
+            raise KeyboardInterrupt
+        return x * x
+
+    def make(device, dtype, n):
+        return (torch.linspace(1.0, 2.0, n, requires_grad=True),)
+
+    whole = replace(entry("some", ours, [(4,)], backward_bytes=lambda *size: 0), make=make)
+    late = kernels([whole], "--budget", "-1")
+    assert str(kernels.end) == "error: the time was up before some (4,); the next run goes on"
+    assert late == []
+    with pytest.raises(KeyboardInterrupt):
+        kernels([whole])
+    assert [row["pass"] for row in kernels([whole]) if "ms" in row] == ["forward", "backward"]
+
+
+def test_wrong_results_are_a_failure_and_a_row_is_a_part_of_the_floors(kernels):
+    wrong = entry("wrong", lambda x: x * x * 1.03, [(4,)])
+    right = entry("right", torch.square, [(4,)], forward_bytes=lambda itemsize, n: itemsize * n)
+    rows = kernels([wrong, right])
+    assert next(row["why"] for row in rows if "why" in row).startswith("AssertionError: wrong: res")
+    (row,) = (row for row in rows if "ms" in row)
+    assert row["of_copy"] == pytest.approx(2 * 4 / 2e-3) and row["ms"]["torch"] == 2.0
+
+
+def test_configs_are_chosen_once_for_the_sizes_of_a_bucket_and_shipped(
+    kernels, tmp_path, monkeypatch
+):
+    import run
+
+    from mtcli.kernels import autotune
+
+    configs, launched = ({"BLOCK": 3}, {"BLOCK": 1}, {"BLOCK": 2}), []
+
+    def launch(x):
+        best = autotune.best_config("op._kernel", x, [len(x)], configs, lambda config: None)
+        launched.append(best)
+        return x * x
+
+    rows = kernels([entry("some", launch, [(7,), (8,), (16,)])], "--tune")
+    best = {"BLOCK": 1}
+    assert [row["chosen"] for row in rows if "chosen" in row] == [
+        {"op._kernel": {"float32 8": best}}, {}, {"op._kernel": {"float32 16": best}}
+    ]  # fmt: skip
+    assert launched == [best] * len(launched)
+    monkeypatch.setattr(autotune, "SHIPPED", tmp_path / "choices.json")
+    run.ship(tmp_path)
+    shipped = json.loads((tmp_path / "choices.json").read_text())
+    assert shipped == {"Played": {"op._kernel": {"float32 8": best, "float32 16": best}}}
+
+
+def test_the_whole_benchmark_begins_with_the_small_steps_and_shares_its_time(scripts, monkeypatch):
+    import run
+
+    commands = []
+
+    def measure(words, env, timeout):
+        commands.append((Path(words[1]).name, words[2:-2], float(words[-1])))
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run.subprocess, "run", measure)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--budget", "540"])
+    run.main()
+    small = ["--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"]
+    assert [command[:2] for command in commands] == [
+        ("bench_step.py", small), ("bench_kernels.py", ["--tune"]), ("bench_step.py", [])
+    ]  # fmt: skip
+    assert [budget for *_, budget in commands] == pytest.approx([180, 270, 540], abs=2)
+
+
+def test_attention_is_measured_first_then_experts_and_optimizers(scripts):
+    import bench_kernels
+
+    names = [entry.name for entry in bench_kernels.entries()]
+    order = [names.index(name) for name in ("flash", "route", "adamw", "rms_norm")]
+    assert order == sorted(order) and order[0] == 0
 
 
 @NO_GPU

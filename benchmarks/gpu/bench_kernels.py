@@ -24,24 +24,28 @@ def main() -> None:
     args = parse()
     os.environ["TRITON_INTERPRET"] = "1" if args.smoke and args.device == "cpu" else "0"
 
-    import elementwise
-    import mixture
-    import scores
     import torch
-    import updates
 
     if args.device == "cuda" and not args.compile and not torch.cuda.is_available():
         print("error: torch sees no GPU here; try --device cpu --smoke", file=sys.stderr)
         sys.exit(2)
-    groups = (scores, mixture, updates, elementwise)  # what costs a step most comes first
-    entries = [entry for group in groups for entry in group.ENTRIES]
-    chosen = [e for e in entries if not args.only or e.name in args.only]
+    wanted = [e for e in entries() if not args.only or e.name in args.only]
     if args.compile:
-        compile_all(chosen, args.compile, args.first)
+        compile_all(wanted, args.compile, args.first)
     elif args.smoke:
-        smoke(chosen, args.device)
+        smoke(wanted, args.device)
     else:
-        measure(chosen, args)
+        measure(wanted, args)
+
+
+def entries() -> list:
+    """All of them; what costs a step most comes first."""
+    import elementwise
+    import mixture
+    import scores
+    import updates
+
+    return [entry for group in (scores, mixture, updates, elementwise) for entry in group.ENTRIES]
 
 
 def parse() -> argparse.Namespace:
@@ -97,44 +101,61 @@ def compile_all(entries, arch, first) -> None:
 
 
 def measure(entries, args) -> None:
-    """Times every entry and its rivals; prints a table and writes the rows.
+    """Times every entry and its rivals at each size; prints a table and writes the rows.
 
-    Where an entry fails the rest goes on in a new process, as its CUDA context may be of no use.
+    What fails is written down and the rest goes on, in a new process where the CUDA context is of
+    no more use.
     """
     import torch
-    from choosing import keep, tune
+    from choosing import chosen, keep
     from harness import floors
 
     deadline = monotonic() + args.budget
     record = open_record(args.output, "kernels", torch.cuda.get_device_name(), args.afresh)
-    record.facts |= (limits := floors(args.repeats))
-    copy, rate = limits["copy_bytes_per_s"], limits["flop_per_s"]
+    # Once for a record: they take as long as a small entry.
+    if "flop_per_s" not in record.facts:
+        record.facts |= floors(args.repeats)
+    copy, rate = record.facts["copy_bytes_per_s"], record.facts["flop_per_s"]
     print(
         f"{record.facts['device']}: copy {copy / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s"
     )
-    for row in record.rows:
-        keep(row.get("chosen", {}))  # by a run on another machine, perhaps
-    for entry in entries:
-        if record.has(entry=entry.name, whole=True) or record.has(entry=entry.name, failed=True):
+    keep(chosen(record.rows))  # by a run on another machine, perhaps
+    for entry, dtype, size in ((e, d, s) for e in entries for d in e.dtypes for s in e.sizes):
+        key = {"entry": entry.name, "size": list(size), "dtype": str(dtype)}
+        if record.has(**key, whole=True) or record.has(**key, failed=True):
             continue
         if monotonic() > deadline:
-            sys.exit(f"error: the time was up before {entry.name}; the next run goes on with it")
-        try:
-            if args.tune and not record.has(entry=entry.name, tuned=True):
-                record.add({"entry": entry.name, "tuned": True, "chosen": tune(entry)})
-            rows = list(rows_of(entry, limits, args.repeats))
-        except Exception as error:
-            print(f"{entry.name}: {type(error).__name__}: {error}", flush=True)
-            why = f"{type(error).__name__}: {error}"[:600]
-            record.add({"entry": entry.name, "failed": True, "why": why})
-            go_on(deadline)
-        for row in rows:
-            record.add(row)
-        record.add({"entry": entry.name, "whole": True})
+            sys.exit(f"error: the time was up before {entry.name} {size}; the next run goes on")
+        record.drop(lambda row, key=key: "ms" in row and key.items() <= row.items())
+        attempt(entry, key, (dtype, size), record, args, deadline)
     print(f"wrote {record.path}")
-    failed = [row["entry"] for row in record.rows if row.get("failed")]
+    failed = {row["entry"]: None for row in record.rows if row.get("failed")}
     if failed:
         sys.exit(f"error: these entries failed: {', '.join(failed)}")
+
+
+def attempt(entry, key, case, record, args, deadline) -> None:
+    """Chooses and times at one size, and adds the rows, or one that says why not."""
+    import torch
+    from choosing import chosen, tune
+
+    try:
+        if args.tune and not record.has(**key, tuned=True):
+            record.add(key | {"tuned": True, "chosen": tune(entry, *case, chosen(record.rows))})
+        for row in sized(entry, *case, record.facts, args.repeats):
+            record.add(key | row)
+        record.add(key | {"whole": True})
+        return
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        print(f"{entry.name} {case[1]}: {why}", flush=True)
+        record.add(key | {"failed": True, "why": why[:600]})
+    # Outside of `except`, which keeps the tensors of the failed call alive.
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        go_on(deadline)
 
 
 def go_on(deadline) -> None:
@@ -145,14 +166,8 @@ def go_on(deadline) -> None:
     os.execv(sys.executable, [sys.executable, *flags, *budget])
 
 
-def rows_of(entry, limits, repeats):
-    """A row per size, dtype and pass: milliseconds of each function, and parts of the floors."""
-    for dtype in entry.dtypes:
-        for size in entry.sizes:
-            yield from sized(entry, size, dtype, limits, repeats)
-
-
-def sized(entry, size, dtype, limits, repeats):
+def sized(entry, dtype, size, limits, repeats):
+    """A row per pass: milliseconds of each function, and parts of the floors."""
     import torch
     import torch._functorch.config
     from harness import agree, milliseconds, passes, tried
@@ -178,7 +193,7 @@ def sized(entry, size, dtype, limits, repeats):
             for who, function in functions.items()
         }
         times = {who: ms for who, ms in times.items() if ms < float("inf")}
-        row = {"entry": entry.name, "pass": name, "size": size, "dtype": str(dtype), "ms": times}
+        row = {"pass": name, "ms": times}
         row["of_copy"] = moved / times["mtcli"] * 1e3 / limits["copy_bytes_per_s"]
         row["of_product"] = flops / times["mtcli"] * 1e3 / limits["flop_per_s"]
         cells = "  ".join(f"{who} {ms:.3f}" for who, ms in times.items())

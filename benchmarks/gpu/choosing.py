@@ -5,43 +5,40 @@ from functools import partial
 import torch
 from harness import passes, tried
 
-from mtcli.kernels.autotune import AutotuneTable, autotuning, bucket_of, save_table
+from mtcli.kernels.autotune import AutotuneTable, autotuning, bucket_of, merged, save_table
 
 
-def tune(entry) -> AutotuneTable:
-    """Times what there is to choose from, at the sizes of an entry; returns what it kept."""
-    with autotuning() as table:
-        for _, _, arguments in cases(entry):
-            for make in passes(entry).values():
-                make(entry, entry.ours, arguments)()
+def tune(entry, dtype, size, known: AutotuneTable) -> AutotuneTable:
+    """Times what there is to choose from at a size of an entry, and is not yet known.
+
+    Returns what it kept.
+    """
+    arguments = entry.make("cuda", dtype, *size)
+    with autotuning(known) as table:
+        for make in passes(entry).values():
+            make(entry, entry.ours, arguments)()
     keep(table)
-    by_whom: AutotuneTable = {}
-    for dtype, size, arguments in cases(entry) if entry.chosen else ():
-        bucket = bucket_of(dtype, entry.magnitudes(*size))
-        by_whom.setdefault(entry.name, {})[bucket] = {"by": fastest(entry, arguments)}
-    keep(by_whom)
-    return merged(table, by_whom)
+    bucket = bucket_of(dtype, entry.magnitudes(*size))
+    if entry.chosen and bucket not in known.get(entry.name, {}):
+        # With the configs just kept.
+        table.setdefault(entry.name, {})[bucket] = {"by": fastest(entry, arguments)}
+        keep(table)
+    return {
+        kernel: new
+        for kernel, buckets in table.items()
+        if (new := {b: c for b, c in buckets.items() if b not in known.get(kernel, {})})
+    }
+
+
+def chosen(rows) -> AutotuneTable:
+    """What rows of a record say was fastest."""
+    return merged(*(row.get("chosen", {}) for row in rows))
 
 
 def keep(table: AutotuneTable) -> None:
     """Has kernels of this user take these choices from now on."""
     if table:
         save_table(table, torch.device("cuda"))
-
-
-def merged(*tables: AutotuneTable) -> AutotuneTable:
-    """The choices of several tables."""
-    found: AutotuneTable = {}
-    for table in tables:
-        for kernel, buckets in table.items():
-            found.setdefault(kernel, {}).update(buckets)
-    return found
-
-
-def cases(entry):
-    for dtype in entry.dtypes:
-        for size in entry.sizes:
-            yield dtype, size, entry.make("cuda", dtype, *size)
 
 
 def fastest(entry, arguments) -> str:

@@ -31,7 +31,8 @@ def run_ranks(
     if environment_world() is None:
         launch(nproc, sys.argv[1:], max_restarts)
         return None
-    with bring_up(train.device, train.timeout, train.matmul, train.debug_collectives) as runtime:
+    settings = train.matmul, train.debug_collectives, train.cuda_graphs
+    with bring_up(train.device, train.timeout, *settings) as runtime:
         return work(runtime)
 
 

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,9 @@ LaunchConfig = Mapping[str, Any]
 AutotuneTable = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> config
 
 SHIPPED = Path(__file__).with_name("choices.json")
-_timing: ContextVar[AutotuneTable | None] = ContextVar("timing", default=None)
+# The tables of `autotuning()`, innermost last. Process-wide: on a GPU the kernels of a backward are
+# launched by autograd's device threads, whose context variables are all at their defaults.
+_timing: list[AutotuneTable] = []
 
 
 def best_config(
@@ -37,7 +38,7 @@ def best_config(
 ) -> LaunchConfig | None:
     """The config measured to be fastest for x's dtype and about these sizes, if any was."""
     bucket = bucket_of(x.dtype, sizes)
-    table = _timing.get()
+    table = _timing[-1] if _timing else None
     if table is not None and bucket not in table.setdefault(kernel, {}):
         table[kernel][bucket] = dict(min(configs, key=lambda config: _milliseconds(launch, config)))
     known = _measured(x.device) if table is None else table
@@ -58,33 +59,44 @@ def bucket_of(dtype: torch.dtype, sizes: Sequence[int]) -> str:
 
 
 @contextmanager
-def autotuning() -> Iterator[AutotuneTable]:
+def autotuning(known: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
     """Inside, each launch of a kernel with several configs first times them, on its arguments.
 
     Kernels that overwrite their arguments do so many times: results inside are not to be used.
-    Yields the table of what was fastest, for `save_table`.
+    Yields the table of what was fastest, for `save_table`; what is `known` is not timed again.
     """
-    table: AutotuneTable = {}
-    token = _timing.set(table)
+    table = merged(known or {})
+    _timing.append(table)
     try:
         yield table
     finally:
-        _timing.reset(token)
+        _timing.pop()
 
 
-def save_table(table: AutotuneTable, device: torch.device, file: Path | None = None) -> Path:
-    """Adds a device's table to a file, the user's where none is named; returns the file."""
-    file = file or user_file()
+def merged(*tables: AutotuneTable) -> AutotuneTable:
+    """The entries of several tables; the last one's win."""
+    found: AutotuneTable = {}
+    for table in tables:
+        for kernel, buckets in table.items():
+            found.setdefault(kernel, {}).update(buckets)
+    return found
+
+
+def save_table(table: AutotuneTable, device: torch.device) -> Path:
+    """Adds a device's table to the user's file, which it returns."""
+    write_table(table, device_name(device), user_file())
+    return user_file()
+
+
+def write_table(table: AutotuneTable, device: str, file: Path) -> None:
+    """Adds the table of the device of a name to a file."""
     known = json.loads(file.read_text()) if file.exists() else {}
-    of_device = known.setdefault(device_name(device), {})
-    for kernel, buckets in table.items():
-        of_device.setdefault(kernel, {}).update(buckets)
+    known[device] = merged(known.get(device, {}), table)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     partial.replace(file)
     _measured.cache_clear()
-    return file
 
 
 def user_file() -> Path:
@@ -101,20 +113,21 @@ def device_name(device: torch.device) -> str:
 @cache
 def _measured(device: torch.device) -> AutotuneTable:
     """Both files' entries of a device; the user's own win."""
-    table: AutotuneTable = {}
-    for file in (SHIPPED, user_file()):
-        known = json.loads(file.read_text()) if file.exists() else {}
-        for kernel, buckets in known.get(device_name(device), {}).items():
-            table.setdefault(kernel, {}).update(buckets)
-    return table
+    files = [json.loads(file.read_text()) for file in (SHIPPED, user_file()) if file.exists()]
+    return merged(*(known.get(device_name(device), {}) for known in files))
 
 
 def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:
-    """The median time of a launch; infinite where the device cannot hold the config."""
-    from triton.runtime.errors import OutOfResources
+    """The median time of a launch, compiled before; infinite where it fails to compile or launch.
+
+    Raises what leaves the device of no use to any later launch.
+    """
+    from triton.errors import TritonError
     from triton.testing import do_bench
 
     try:
         return float(do_bench(lambda: launch(config), return_mode="median"))
-    except OutOfResources:
+    except (TritonError, RuntimeError):
+        # A sticky CUDA error, such as of an illegal address, is raised again by whatever follows.
+        torch.cuda.synchronize()
         return float("inf")

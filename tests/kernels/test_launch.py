@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from threading import Thread
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtcli.kernels import autotune, launch
 from mtcli.kernels.norm import rms_norm
 from mtcli.kernels.swiglu import swiglu
+
+needs_triton = pytest.mark.skipif(not launch.HAS_TRITON, reason="triton is not installed")
 
 
 def test_a_step_on_cpu_imports_neither_triton_nor_dynamo():
@@ -95,6 +98,106 @@ def test_a_choice_is_timed_once_and_read_by_later_runs(measured, tmp_path):
     assert chosen(x, 65) == {"BLOCK": 2}
     assert chosen(x, 129) is chosen(x.half(), 100) is None  # not measured
     assert measured.timed == list(CONFIGS)
+
+
+def test_a_launch_in_another_thread_is_tuned_as_a_backward_on_a_gpu_needs(measured):
+    class Launches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            chosen(grad, 100)
+            return grad
+
+    with autotune.autotuning() as table:
+        y = Launches.apply(torch.ones(1, requires_grad=True)).sum()
+        thread = Thread(target=y.backward)  # autograd's device threads begin as this one does
+        thread.start()
+        thread.join()
+    assert table == {"op._kernel": {"float32 128": {"BLOCK": 2}}}
+    assert chosen(torch.empty(1), 7) is None  # timed inside alone
+
+
+def test_the_tuning_outside_goes_on_after_one_inside(measured):
+    with autotune.autotuning() as outer:
+        with autotune.autotuning() as inner:
+            chosen(torch.empty(1), 100)
+        chosen(torch.empty(1), 7)
+    assert [list(t["op._kernel"]) for t in (inner, outer)] == [["float32 128"], ["float32 8"]]
+
+
+class Device:
+    """Stands for a GPU on which configurations take 3 ms, or fail; an error may be sticky."""
+
+    def __init__(self, monkeypatch, sticky=False):
+        monkeypatch.setattr("triton.testing.do_bench", self.do_bench)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        self.sticky, self.broken = sticky, False
+
+    def do_bench(self, step, return_mode):
+        try:
+            step()
+        except RuntimeError:
+            self.broken = self.sticky
+            raise
+        return 3.0
+
+    def synchronize(self):
+        if self.broken:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["resources", "source", "assembler", "launch"])
+def test_a_config_that_does_not_compile_or_launch_takes_forever(monkeypatch, kind):
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    Device(monkeypatch)
+    error = {
+        "resources": OutOfResources(2**20, 2**18, "shared memory"),
+        "source": CompilationError("x + y", None, "shapes differ"),
+        "assembler": PTXASError("out of registers"),
+        "launch": RuntimeError("Triton Error [CUDA]: out of memory"),
+    }[kind]
+
+    def launch(config):
+        if config["BLOCK"] == 1:
+            raise error
+
+    assert autotune._milliseconds(launch, {"BLOCK": 1}) == float("inf")
+    assert autotune._milliseconds(launch, {"BLOCK": 2}) == 3.0
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "raised",
+    [
+        RuntimeError("Triton Error [CUDA]: misaligned address"),
+        torch.AcceleratorError("CUDA error: misaligned address"),
+    ],
+    ids=["triton's", "torch's"],
+)
+def test_an_error_after_which_the_device_is_of_no_use_ends_the_tuning(monkeypatch, raised):
+    Device(monkeypatch, sticky=True)
+
+    def launch(config):
+        raise raised
+
+    with pytest.raises(torch.AcceleratorError, match="CUDA error"):
+        autotune._milliseconds(launch, {"BLOCK": 1})
+
+
+def test_a_bug_of_a_launch_is_no_reason_to_take_another_config(monkeypatch):
+    Device(monkeypatch)
+    with pytest.raises(TypeError, match="no such argument"):
+        autotune._milliseconds(lambda config: raises(TypeError("no such argument")), {})
+
+
+def raises(error):
+    raise error
 
 
 def test_a_choice_that_is_no_longer_offered_is_not_taken(measured):

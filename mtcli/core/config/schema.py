@@ -134,8 +134,8 @@ class TrainConfig(Section):
     """fp16: steps in a row without overflow after which the loss scale doubles"""
     loss_scale_hysteresis: Positive = 2
     """fp16: overflows since it last doubled from which on each halves the loss scale"""
-    matmul: Literal["fast", "strict"] = "fast"
-    """fast, on CPU: quicker products as accurate as torch's own; strict: torch's own"""
+    matmul: Literal["fast", "strict", "tf32"] = "fast"
+    """fast: on CPU, quicker and as accurate as torch's own; strict: torch's; tf32: TF32 on a GPU"""
     compile: bool = False
     """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
     cuda_graphs: bool = False

@@ -160,12 +160,15 @@ def _process_bytes(device: torch.device) -> int:
 def peak_flops(config: RunConfig, runtime: Runtime) -> float:
     """The rate of this rank's device in FLOP/s that MFU and HFU are fractions of.
 
-    GPUs: the datasheet's dense rate of train.precision, from plan/hardware.py. CPU, and boards that
-    are not listed there: the best of five products, measured on all ranks at once.
+    GPUs: the datasheet's dense rate of train.precision, from plan/hardware.py; of TF32 half of
+    bfloat16's. CPU, and boards that are not listed there: the best of five products, measured on
+    all ranks at once.
     """
-    name = device_name(runtime.device)
+    name, train = device_name(runtime.device), config.train
+    if name in GPUS and (train.precision, train.matmul) == ("fp32", "tf32"):
+        return max(GPUS[name].peak("bf16") / 2, GPUS[name].peak("fp32"))
     if name in GPUS:
-        return GPUS[name].peak(config.train.precision)
+        return GPUS[name].peak(train.precision)
     dtype, side = DTYPES[config.train.precision], SIDE[runtime.device.type]
     a, b = (torch.randn(side, side, device=runtime.device).to(dtype) for _ in range(2))
     seconds = []

@@ -69,13 +69,19 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
 
 @contextmanager
 def bring_up(
-    device: str, timeout: float, matmul: str = "fast", debug_collectives: bool = False
+    device: str,
+    timeout: float,
+    matmul: str = "fast",
+    debug_collectives: bool = False,
+    cuda_graphs: bool = False,
 ) -> Iterator[Runtime]:
     """Brings up process groups and their watchdog, and gives this process's Runtime.
 
     A rank that waits for another for `timeout` seconds ends the run. An error inside is handed to
     our launcher, which reports the first one, once.
     """
+    if not cuda_graphs:
+        _let_segments_grow()
     try:
         place = _ranks(os.environ) or (0, 1, 0, 1)
         with telling_of_lost_peers(place[0]):
@@ -142,6 +148,7 @@ def _start(
         set_matmul(matmul)
     else:
         torch.cuda.set_device(where)
+        set_gpu_matmul(matmul)
     if world == 1:
         return Runtime(rank, world, local_rank, local_world, where), None
     import torch.distributed as dist
@@ -190,6 +197,16 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
         watchdog.stop()
 
 
+def _let_segments_grow() -> None:
+    """Has CUDA's caching allocator map memory into segments that grow, which fragment less where
+    shapes differ from step to step (experts, documents). Read when torch first allocates.
+
+    A recorded graph takes its memory from a pool of its own, for which segments stay as they are.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of it
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def _device(name: str, local_rank: int) -> "torch.device":
     import torch
 
@@ -227,6 +244,20 @@ def set_matmul(matmul: str) -> None:
         if error > 2e-6:  # 8 times what float32 sums of 192 products show, 1/1000 of bfloat16's
             torch.set_float32_matmul_precision("highest")
             return
+
+
+def set_gpu_matmul(matmul: str) -> None:
+    """Has a GPU sum 16-bit GEMMs in float32 to their end, and float32 ones in TF32 if so asked.
+
+    torch by itself lets cuBLAS round the partial sums of a long contraction that it splits over
+    multiprocessors (split-K, as in gradients of weights) to 16 bits before it adds them.
+    """
+    import torch
+
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if matmul == "tf32":
+        torch.set_float32_matmul_precision("high")
 
 
 def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:

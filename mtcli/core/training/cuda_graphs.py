@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.pipeline import OpSpan, Pipeline
@@ -30,14 +31,17 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """Records CUDA graphs that share one pool of memory and are replayed in the same order."""
+    """Records CUDA graphs that share one pool of memory and are replayed in the same order.
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    Each warm-up begins a pool of its own: that of earlier graphs ends with them.
+    """
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
         """A stream beside the current one: a recording is made on such a one too."""
+        # What a recording needs cannot be had by freeing other memory meanwhile.
+        torch.cuda.empty_cache()
+        self.pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -59,6 +63,7 @@ class CudaGraphPipeline:
         """`begin` resets what micro-batches add to: gradients, and the loads of experts."""
         self.pipeline, self.begin, self.recorder = pipeline, begin, recorder
         self.scale = 0.0  # of what is recorded
+        self.total: Tensor | None = None
         self.replays: dict[str, Run] = {}
 
     def train_step(self, load: Callable[[int], Inputs], scale: float) -> float:
@@ -93,7 +98,9 @@ class CudaGraphPipeline:
         return scale != self.scale and self.inputs.weights is None
 
     def _record(self, inputs: Inputs, scale: float) -> None:
-        self.inputs, self.scale = inputs.clone(), scale
+        # First, as each recording takes as much memory as a micro-batch.
+        self.replays.clear()
+        self.inputs, self.scale, self.total = inputs.clone(), scale, None
         self.begin()
         with self.recorder.warm_up():
             for _ in range(WARM_UPS):

@@ -92,6 +92,51 @@ def test_strict_takes_torchs_own_product():
 
 
 @pytest.fixture
+def gpu(monkeypatch):
+    """A GPU as far as bring-up goes, and torch's switches of its products as they come."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    switches = torch.backends.cuda.matmul
+    before = {name: getattr(switches, name) for name in REDUCED}
+    yield switches
+    for name, value in before.items():
+        setattr(switches, name, value)
+
+
+REDUCED = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+
+
+@pytest.mark.parametrize(
+    ("matmul", "precision"), [("fast", "highest"), ("strict", "highest"), ("tf32", "high")]
+)
+def test_a_gpu_sums_in_float32_and_takes_tf32_where_it_is_asked_for(gpu, matmul, precision):
+    with bring_up("cuda", 10.0, matmul) as alone:
+        assert alone.device == torch.device("cuda", 0)
+        assert torch.get_float32_matmul_precision() == precision
+        assert not any(getattr(gpu, name) for name in REDUCED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cuda_graphs", "read"),
+    [
+        ({}, False, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, True, {}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, False, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:b"}, False, {"PYTORCH_CUDA_ALLOC_CONF": "a:b"}),
+    ],
+    ids=["nothing", "graphs", "the user's", "the user's, by the older name"],
+)
+def test_segments_grow_unless_graphs_are_recorded_or_the_user_says_how(
+    monkeypatch, settings, cuda_graphs, read
+):
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    monkeypatch.setattr(os, "environ", kept | settings)
+    with bring_up("cpu", 10.0, cuda_graphs=cuda_graphs):
+        assert {name: v for name, v in os.environ.items() if "ALLOC_CONF" in name} == read
+
+
+@pytest.fixture
 def handlers():
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield

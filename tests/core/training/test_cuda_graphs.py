@@ -1,6 +1,8 @@
 """Replayed micro-batches beside those that run as written, with a recorder that needs no GPU."""
 
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from tiny import BIASED, GPT, LLAMA, MOE, Samples, Weighted, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.training.cuda_graphs import CudaGraphPipeline
+from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -20,16 +22,23 @@ class Again:
     """Calls a recorded function again, which does its work on the same tensors as a graph would."""
 
     def __init__(self):
-        self.events = []
+        self.events, self.recorded = [], []
 
     @contextmanager
     def warm_up(self):
+        assert [graph() for graph in self.recorded] == [None] * len(self.recorded), "memory twice"
         self.events.append("warm up")
         yield
 
     def record(self, run):
         self.events.append("record")
-        return lambda: (self.events.append("replay"), run())
+
+        def replay():
+            self.events.append("replay")
+            run()
+
+        self.recorded.append(weakref.ref(replay))
+        return replay
 
 
 def curve(config, recorder=None, samples=Samples):
@@ -93,6 +102,25 @@ def test_the_loss_scale_of_auxiliary_losses_is_part_of_a_graph_with_loss_weights
     written, _ = curve(config, samples=Weighted)
     assert [s for pair in replayed for s in pair] == pytest.approx(sum(written, ()), rel=2e-3)
     assert recorder.events.count("record") == 3 * 2
+
+
+def test_each_recording_has_a_pool_of_its_own_which_both_of_its_graphs_share(monkeypatch):
+    handles, pools = iter([(0, 1), (0, 2)]), []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda s: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda graph, pool, **more: pools.append(pool) or nullcontext()
+    )
+    recorder = CudaGraphs()
+    for _ in range(2):
+        with recorder.warm_up():
+            pass
+        for _ in "FB":
+            recorder.record(lambda: None)
+    assert pools == [(0, 1), (0, 1), (0, 2), (0, 2)]
 
 
 def test_graphs_without_a_gpu_are_refused():
