@@ -10,7 +10,7 @@ import tempfile
 import pytest
 import torch
 
-from mtcli.kernels import cross_entropy
+from mtcli.kernels import cross_entropy, norm
 from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
 from mtcli.kernels.launch import HAS_TRITON, TritonKernel
 
@@ -24,7 +24,13 @@ def loss_of_50257():
     logits_gradient_(logits, top, target, sums, 50257)
 
 
-CASES = {cross_entropy: [loss_of_50257]}
+def layer_norm_of_4096():
+    x, weight = torch.empty(4, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    leaves = [y.requires_grad_() for y in (x, weight, weight.clone())]
+    norm.layer_norm(*leaves, 1e-5).backward(torch.empty_like(x))
+
+
+CASES = {cross_entropy: [loss_of_50257], norm: [layer_norm_of_4096]}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,12 @@ def test_logits_of_a_padded_vocabulary_are_read_16_bytes_at_a_time(compiled):
     assert kernels["_row_parts"]["load_bits"] == 128
     assert kernels["_logits_gradient"]["load_bits"] == 128
     assert kernels["_logits_gradient"]["store_bits"] == 128
+
+
+def test_a_norms_backward_prefetches_rows_and_leaves_registers_for_another_program(compiled):
+    kernel = compiled["layer_norm_of_4096"]["_backward"]
+    assert kernel["copies"] > 0
+    assert kernel["registers"] <= 128 and kernel["spilled"] == 0
 
 
 def main():
