@@ -109,11 +109,11 @@ def _row_parts(
     """Online softmax sums: a program reads one row."""
     row = tl.program_id(0).to(tl.int64)
     top, total = float("-inf"), 0.0
-    for first in range(0, valid, BLOCK):
+    for first in tl.range(0, valid, BLOCK, num_stages=2):
         column = first + tl.arange(0, BLOCK)
-        inside = column < valid
-        x = tl.load(logits_ptr + row * width + column, mask=inside, other=float("-inf"))
-        x = x.to(tl.float32)
+        # A mask by `valid`, of any length, hides that 16 bytes can be read at once.
+        x = tl.load(logits_ptr + row * width + column, mask=column < width, other=float("-inf"))
+        x = tl.where(column < valid, x.to(tl.float32), float("-inf"))
         higher = tl.maximum(top, tl.max(x, 0))
         # Where all are -inf so far, a shift by -inf would give NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -136,9 +136,10 @@ def _logits_gradient(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * width + column
-    x = tl.load(at, mask=column < valid, other=float("-inf")).to(tl.float32)
+    x = tl.load(at, mask=column < width, other=0.0).to(tl.float32)
     p = tl.exp(x - tl.load(lse_ptr + row))
     p = tl.where(column == tl.load(target_ptr + row), p - 1.0, p)
+    p = tl.where(column < valid, p, 0.0)
     tl.store(at, p * tl.load(grad_ptr + row).to(tl.float32), mask=column < width)
 
 

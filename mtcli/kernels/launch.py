@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import FunctionType
 from typing import Any, Literal
 from unittest.mock import patch
@@ -25,12 +25,8 @@ from mtcli.kernels.autotune import LaunchConfig, best_config, fastest_backend
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Configs of kernels whose tile is as wide as a row.
-FULL_ROW_CONFIGS = [
-    {"ROWS": rows, "num_warps": warps} for rows in (1, 4) for warps in (2, 4, 8, 16)
-]
-
 Grid = Callable[[Mapping[str, Any]], tuple[int, ...]]
+Configs = Sequence[LaunchConfig]
 
 
 @dataclass(frozen=True)
@@ -109,21 +105,22 @@ def fake_gpu() -> Iterator[None]:
 class TritonKernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
-    `configs` are alternative constants and launch options, as triton.Config has them. Which is best
-    may differ by device, by dtype and by the sizes of the arguments named in `key`; where nothing
-    was measured it is the first, or what `default` returns for those sizes. The first argument is a
-    tensor.
+    `configs` are alternative constants and launch options, as triton.Config has them, or a function
+    to them from the sizes of the arguments named in `key`. Which is best may differ by device, by
+    dtype and by those sizes; where nothing was measured it is the first, or what `default` returns
+    for them. The first argument is a tensor.
     """
 
     def __init__(
         self,
         function: FunctionType,
-        configs: Sequence[LaunchConfig],
+        configs: Configs | Callable[..., Configs],
         key: Sequence[str],
         default: Callable[..., LaunchConfig] | None,
     ) -> None:
-        self.function, self.configs = function, tuple(configs)
-        self.default = default or (lambda *sizes: self.configs[0])
+        self.function = function
+        self.configs = configs if callable(configs) else lambda *sizes: configs
+        self.default = default or (lambda *sizes: self.configs(*sizes)[0])
         self.name = f"{function.__module__.rsplit('.', 1)[-1]}.{function.__name__}"
         parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
         self.key = [parameters.index(name) for name in key]
@@ -152,15 +149,15 @@ class TritonKernel:
         mode = None if arguments[0].is_cuda else _mode.get()
         launch = partial(self._launch_as, grid, arguments, constants)
         sizes = [arguments[i] for i in self.key]
-        default = self.default(*sizes)
+        configs, default = self.configs(*sizes), self.default(*sizes)
         if isinstance(mode, CompileOnly):
-            for config in (default, *(() if mode.default_only else self.configs)):
+            for config in (default, *(() if mode.default_only else configs)):
                 launch(config, warmup=True)
                 mode.compiled.append(f"{self.name} {dict(config)}")
-        elif mode is not None or len(self.configs) == 1:
+        elif mode is not None or len(configs) == 1:
             launch(default)
         else:
-            best = best_config(self.name, arguments[0], sizes, self.configs, launch)
+            best = best_config(self.name, arguments[0], sizes, configs, launch)
             launch(best or default)
 
     def _launch_as(
@@ -177,7 +174,7 @@ class TritonKernel:
 
 
 def kernel(
-    configs: Sequence[LaunchConfig] = ({},),
+    configs: Configs | Callable[..., Configs] = ({},),
     key: Sequence[str] = (),
     default: Callable[..., LaunchConfig] | None = None,
 ) -> Callable[[FunctionType], TritonKernel]:
@@ -185,11 +182,18 @@ def kernel(
     return partial(TritonKernel, configs=configs, key=key, default=default)
 
 
-def full_row_config(width: int, elements: int) -> dict[str, int]:
-    """Rows for so many elements at least, and 16 elements per thread, with 4 to 16 warps."""
+@cache
+def full_row_configs(width: int, elements: int) -> tuple[dict[str, int], ...]:
+    """Configs of tiles as wide as a row, first rows of so many elements at least, 16 per thread.
+
+    The others have 4 to 64 elements per thread: more of them spill, and compile for minutes.
+    """
     block = power_of_two(width)
     rows = max(1, elements // block)
-    return {"ROWS": rows, "num_warps": min(16, max(4, rows * block // 512))}
+    first = {"ROWS": rows, "num_warps": min(16, rows * block // 512)}
+    tiles = [(more, warps) for more in (rows, 4 * rows) for warps in (2, 4, 8, 16)]
+    others = [{"ROWS": n, "num_warps": w} for n, w in tiles if 4 <= n * block // (32 * w) <= 64]
+    return first, *(config for config in others if config != first)
 
 
 def row_grid(rows: int) -> Grid:

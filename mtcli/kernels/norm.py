@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import (
-    FULL_ROW_CONFIGS,
-    full_row_config,
+    full_row_configs,
     kernel,
     multiprocessors,
     power_of_two,
@@ -40,11 +39,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-_config = partial(full_row_config, elements=2048)
+_configs = partial(full_row_configs, elements=2048)
 
 
 # fmt: off
-@kernel(FULL_ROW_CONFIGS, key=["width"], default=_config)
+@kernel(_configs, key=["width"])
 def _forward(
     x_ptr, y_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
@@ -76,18 +75,20 @@ def _forward(
 
 
 # fmt: off
-@kernel(FULL_ROW_CONFIGS, key=["width"], default=_config)
+@kernel(_configs, key=["width"])
 def _backward(
     grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: on
+    """With 2 STAGES a program's next rows are on their way while it computes."""
     column = tl.arange(0, BLOCK)[None, :]
     real = column < width
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, rows, step, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (row < rows) & real
         at = row * width + column
@@ -218,9 +219,12 @@ def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias):
     grad, rows, width = grad.contiguous(), stats.shape[0], x.shape[-1]
     dsum = None if dsum is None else dsum.contiguous()
     block, out = power_of_two(width), torch.empty_like(x)
-    programs = max(1, min(rows, multiprocessors(x) * max(1, min(4, 8192 // block))))
+    # As many as registers hold; of longer rows they would not hold a next row's either.
+    fitting = max(1, min(4, 8192 // block) if has_bias else min(6, 10240 // block))
+    stages = 2 if block <= 8192 else 1
+    programs = max(1, min(rows, multiprocessors(x) * fitting))
     parts = x.new_empty(programs, 1 + has_bias, width, dtype=torch.float32)
     pointers = (grad, grad if dsum is None else dsum, x, weight, stats, out, parts)
-    flags = (centred, dsum is not None, has_bias, block)
+    flags = (centred, dsum is not None, has_bias, block, stages)
     _backward[(programs,)](*pointers, rows, width, *flags)
     return out, parts.sum(0).to(weight.dtype)

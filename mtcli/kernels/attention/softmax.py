@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import (
-    FULL_ROW_CONFIGS,
-    full_row_config,
+    full_row_configs,
     kernel,
     power_of_two,
     prefers_kernel,
@@ -42,11 +41,11 @@ def masked_softmax_reference(scores: Tensor, mask: Tensor | None, scale: float) 
     return p.masked_fill(hidden, 0.0).to(scores.dtype)
 
 
-_config = partial(full_row_config, elements=1024)
+_configs = partial(full_row_configs, elements=1024)
 
 
 # fmt: off
-@kernel(FULL_ROW_CONFIGS, key=["m"], default=_config)
+@kernel(_configs, key=["m"])
 def _forward(
     scores_ptr, mask_ptr, out_ptr, rows, m, per_sequence, n, mask_b, scale,
     MASKED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -68,7 +67,7 @@ def _forward(
 
 
 # fmt: off
-@kernel(FULL_ROW_CONFIGS, key=["m"], default=_config)
+@kernel(_configs, key=["m"])
 def _backward(
     grad_ptr, p_ptr, out_ptr, rows, m, scale, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: on

@@ -1,0 +1,24 @@
+"""What the autotuner may choose for tiles as wide as a row depends on the width."""
+
+import pytest
+
+from mtcli.kernels import norm
+from mtcli.kernels.attention import softmax
+from mtcli.kernels.launch import full_row_configs, power_of_two
+
+
+@pytest.mark.parametrize("width", [5, 64, 768, 1024, 4096, 8192, 16384])
+@pytest.mark.parametrize("kernel", [norm._forward, norm._backward, softmax._backward])
+def test_a_thread_is_given_4_to_64_elements(kernel, width):
+    """512 elements of a thread spill 30 KiB and compile for minutes."""
+    configs = kernel.configs(width)
+    elements = [c["ROWS"] * power_of_two(width) / (32 * c["num_warps"]) for c in configs]
+    assert all(4 <= n <= 64 for n in elements), elements
+    assert len(configs) > 1 and configs[0] == kernel.default(width)
+    assert len({tuple(config.items()) for config in configs}) == len(configs)
+
+
+def test_the_default_has_16_elements_per_thread_up_to_16_warps():
+    defaults = [full_row_configs(width, 2048)[0] for width in (768, 2048, 4096, 16384)]
+    assert [(c["ROWS"], c["num_warps"]) for c in defaults] == [(2, 4), (1, 4), (1, 8), (1, 16)]
+    assert full_row_configs(1000, 1024)[0] == {"ROWS": 1, "num_warps": 2}
