@@ -128,8 +128,11 @@ def test_a_loss_in_several_chunks_has_the_gradients_of_float64(monkeypatch, dtyp
     made = [torch.randn(n, hidden, generator=generator) / 4 for n in (tokens, vocabulary)]
     x, table = (one.to(device, dtype).requires_grad_() for one in made)
     labels = torch.arange(tokens) * 7 % vocabulary
-    shard = vocab_parallel.Shard(0, vocabulary, make_groups(ParallelLayout(1), 0, device).tp)
-    _, loss = vocab_parallel.ChunkedLoss.apply(x, table, labels.to(device), shard, 1.0 / tokens)
+    groups = make_groups(ParallelLayout(1), 0, device)
+    shard = vocab_parallel.VocabShard(0, vocabulary, groups.tp)
+    _, loss = vocab_parallel.ChunkedLoss.apply(
+        x, table, labels.to(device), None, shard, 1.0 / tokens
+    )
     exact = [one.detach().double().cpu().requires_grad_() for one in (x, table)]
     expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, labels)
     found = [loss, *torch.autograd.grad(loss, (x, table))]

@@ -46,8 +46,7 @@ def fastest(entry, arguments) -> str:
     functions = {"mtcli": entry.ours} | {name: entry.rivals[name] for name in entry.chosen}
     times = {
         name: sum(
-            tried(partial(make, entry, function, arguments), 0, 3)
-            for make in passes(entry).values()
+            tried(partial(make, entry, function, arguments), 3) for make in passes(entry).values()
         )
         for name, function in functions.items()
     }

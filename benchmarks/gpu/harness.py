@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SMALL_BYTES = 32 * 2**20  # below, launches cost as much as the work, and are replayed from a graph
+SHORT = 1.0  # milliseconds; below, launches may take longer than the work
+REPLAYED = 20  # passes in a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -83,40 +84,49 @@ def agree(entry: Entry, step: Step, expected: Step, dtype: torch.dtype) -> None:
             raise AssertionError(f"{entry.name}: results are {error:.1e} apart")
 
 
-def milliseconds(make: Callable[[], Step], moved: int, repeats: int) -> float:
+def milliseconds(step: Step, repeats: int) -> float:
     """The median time of one pass on a GPU, with its L2 cache emptied before each.
 
-    Small ones are replayed from a CUDA graph, many in a row. `make()` makes the pass.
+    A short one is replayed from a CUDA graph, as its launches would take longer than its work. One
+    that asks the GPU for a number cannot be, and is timed with them.
     """
     from triton.testing import do_bench
 
-    step, count = make(), 1
-    if 0 < moved < SMALL_BYTES:
-        step, count = _replay(make)
-    return median(float(do_bench(step, return_mode="median")) for _ in range(repeats)) / count
+    found = median(float(do_bench(step, return_mode="median")) for _ in range(repeats))
+    try:
+        return _replayed(step, repeats) if found < SHORT else found
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return found
 
 
-def _replay(make: Callable[[], Step], count: int = 20) -> tuple[Step, int]:
-    """A CUDA graph of a pass that is repeated, and how often.
+def _replayed(step: Step, repeats: int) -> float:
+    """Milliseconds of a pass in a CUDA graph, less those of emptying the L2 cache."""
+    from triton.runtime import driver
+    from triton.testing import do_bench
 
-    The pass is made on the stream that is recorded: a backward runs on its forward's stream.
-    """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step = make()
-        step()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(count):
-            step()
-    return graph.replay, count
+    cache = driver.active.get_empty_cache_for_benchmark()
+
+    def graph_of(*work: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(REPLAYED):
+                for one in work:
+                    one()
+        return graph.replay
+
+    both, alone = graph_of(cache.zero_, step), graph_of(cache.zero_)
+    times = [
+        do_bench(both, return_mode="median") - do_bench(alone, return_mode="median")
+        for _ in range(repeats)
+    ]
+    return float(median(times)) / REPLAYED
 
 
-def tried(make: Callable[[], Step], moved: int, repeats: int) -> float:
+def tried(make: Callable[[], Step], repeats: int) -> float:
     """The same of a library's function; infinite where it refuses what it is given, or this GPU."""
     try:
-        return milliseconds(make, moved, repeats)
+        return milliseconds(make(), repeats)
     except RuntimeError as error:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA error" in str(error):
             raise
@@ -128,9 +138,9 @@ def floors(repeats: int) -> dict[str, float]:
     """Bytes per second of a copy (read and written) and FLOP per second of a product in bf16."""
     x = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    copy = milliseconds(lambda: lambda: y.copy_(x), 2 * x.nbytes, repeats)
+    copy = milliseconds(lambda: y.copy_(x), repeats)
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    product = milliseconds(lambda: lambda: a @ b, 0, repeats)
+    product = milliseconds(lambda: a @ b, repeats)
     return {
         "copy_bytes_per_s": 2 * x.nbytes / copy * 1e3,
         "flop_per_s": 2 * 8192**3 / product * 1e3,
