@@ -105,9 +105,11 @@ def kernels(scripts, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Played")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(autotune, "device_name", lambda device: "Played")
     monkeypatch.setattr(autotune, "_milliseconds", lambda launch, config: config["BLOCK"])
-    monkeypatch.setattr(harness, "milliseconds", lambda step, moved, repeats: 2.0)
+    monkeypatch.setattr(harness, "milliseconds", lambda step, repeats: 2.0)
     measured = []
     floors = {"copy_bytes_per_s": 1.0, "flop_per_s": 1.0}
     monkeypatch.setattr(harness, "floors", lambda repeats: measured.append(repeats) or floors)
