@@ -76,7 +76,7 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
 
 
 def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED) -> list[Scored]:
-    """Each record with what the predictor says of it."""
+    """Predicts each record, in order."""
     found, known = [], {}
     for record in records:
         key = record.work, record.device
