@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
+from mtcli.commands.options import CheckpointPath, ComputeDevice, JsonOut, Nproc, Overrides
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from mtcli.core.inference.model import OpenModel
     from mtcli.core.runtime.launch import Runtime
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
-    ),
-]
 Tasks = Annotated[
     list[str],
     typer.Option(
@@ -59,7 +53,7 @@ TokenizerName = Annotated[
 
 @answering
 def eval(
-    checkpoint: Source,
+    checkpoint: CheckpointPath,
     tasks: Tasks,
     overrides: Overrides,
     nproc: Nproc = 1,

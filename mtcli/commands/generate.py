@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
+from mtcli.commands.options import CheckpointPath, ComputeDevice, JsonOut, Nproc, Overrides
 from mtcli.commands.output import answer, answering
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
@@ -12,12 +12,6 @@ from mtcli.core.config.errors import wrong
 if TYPE_CHECKING:
     from mtcli.core.runtime.launch import Runtime
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
-    ),
-]
 Prompt = Annotated[
     list[str], typer.Option("--prompt", help="text to continue; may be given several times")
 ]
@@ -37,7 +31,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the sampl
 
 @answering
 def generate(
-    checkpoint: Source,
+    checkpoint: CheckpointPath,
     overrides: Overrides,
     prompt: Prompt,
     max_tokens: MaxTokens = 100,

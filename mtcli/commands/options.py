@@ -13,6 +13,12 @@ ConfigFile = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"),
 ]
+CheckpointPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
+    ),
+]
 Overrides = Annotated[
     list[str],
     typer.Option(

@@ -254,7 +254,7 @@ def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def all_fields() -> tuple[str, ...]:
-    """Every field that holds a value, as section.name."""
+    """Lists the fields that hold a value, as section.name."""
     return tuple(_leaves(RunConfig, ""))
 
 

@@ -33,12 +33,12 @@ SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts ar
 
 
 def problems(config: RunConfig, world: int, without: Collection[Rule] = ()) -> list[Problem]:
-    """Every rule that `config` breaks on `world` ranks, but for some."""
+    """Finds the rules that `config` breaks on `world` ranks, but for some."""
     return _broken([rule for rule in RULES if rule not in without], config, world)
 
 
 def lasting_problems(config: RunConfig) -> list[Problem]:
-    """Every rule that `config` breaks on any layout."""
+    """Finds the rules that `config` breaks on any layout."""
     bare = config.model_copy(update={"parallel": ParallelConfig()})
     return _broken([rule for rule in RULES if rule not in LAYOUT_RULES], bare, 1)
 

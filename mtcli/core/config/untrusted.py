@@ -18,6 +18,8 @@ from datetime import date, time
 from pathlib import Path
 from typing import IO, Any
 
+from mtcli.core.config.errors import wrong
+
 MAX_BYTES = 1 << 30  # of a file that is read into memory, where its reader names no limit
 # A FIFO is opened without waiting for a writer, a terminal without becoming this process's own.
 QUIETLY = os.O_NONBLOCK | os.O_NOCTTY
@@ -77,6 +79,18 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def load_json(
+    path: str | Path, hint: str, unread: str, most: int = MAX_BYTES, field: str = ""
+) -> Any:
+    """Parses a JSON file. Raises MtcliError with `hint`, or `unread` where it cannot be read."""
+    try:
+        return parse_json(read_untrusted(path, most))
+    except OSError as error:
+        raise wrong(f"{path} cannot be read: {error.strerror}", unread, field) from None
+    except ValueError as error:
+        raise wrong(f"{path} is not JSON: {error}", hint, field) from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:

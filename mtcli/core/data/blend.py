@@ -57,12 +57,12 @@ def split_range(split: str, which: Which, count: int) -> tuple[int, int]:
 
 
 def shares_of(size: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
-    """How many of `size` samples each dataset gives: ceil(ceil(size * w) * (1 + surplus))."""
+    """Counts of `size` samples by dataset: ceil(ceil(size * w) * (1 + surplus))."""
     return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
 
 
 def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
-    """Which dataset gives each of `size` samples, and which of its own.
+    """Chooses the dataset of each of `size` samples, and which of its own.
 
     Sample i goes to the dataset that is furthest behind its share: argmax of w * max(i, 1) - drawn,
     the first where equal. Each pick depends on all before it, so this is a loop: 1.3 million picks

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, wrong
-from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
+from mtcli.core.config.untrusted import load_json, open_untrusted
 from mtcli.core.runtime.atomic_writes import atomic_file
 
 MAGIC = b"MMIDIDX\0\0"
@@ -200,12 +200,7 @@ def describe(prefix: str | Path) -> dict[str, object] | None:
     path = with_suffix(prefix, ".json")
     if not path.exists():
         return None
-    try:
-        facts = parse_json(read_untrusted(path, MAX_FACTS_BYTES))
-    except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}", AGAIN) from None
-    except ValueError as error:
-        raise wrong(f"{path} is not JSON: {error}", AGAIN) from None
+    facts = load_json(path, AGAIN, AGAIN, MAX_FACTS_BYTES)
     if not isinstance(facts, dict):
         raise wrong(f"{path} holds no object", AGAIN)
     return facts

@@ -86,7 +86,7 @@ class PreprocessRequest(NamedTuple):
         return int(size)
 
     def reading(self, cuttable: bool) -> Reading:
-        """How documents are read; `cuttable` says whether long ones may be encoded in parts."""
+        """The options of reading; `cuttable` says whether long texts may be encoded in parts."""
         return Reading(self.text_key, self.split_on_blank, cuttable, self.max_document_bytes)
 
 

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 from weakref import ref
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,17 +21,14 @@ from torch.utils._pytree import tree_leaves
 from mtcli.core.config import rules
 from mtcli.core.config.errors import failed, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.loader import SampleId
 from mtcli.core.plan.fake_world import fake_shards, fake_world
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.memory import Memory, fullest_rank, rank_memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.step import Trainer
 from mtcli.kernels.gemm import set_bfloat16_in_float32
-
-pass
 
 KINDS = ("weights", "gradients", "optimizer")
 TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
@@ -145,7 +141,7 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
         trainer = Trainer(config, Runtime(rank, world, rank, world, where))
         trainers.append(trainer)
         state = trainer.state_bytes_by_kind()
-        loader = MicroBatchLoader(Blank(config), config, trainer.groups)
+        loader = synthetic_loader(config, trainer.groups)
         live.begin()
         with closing(loader):
             trainer.train_step(loader)
@@ -198,32 +194,6 @@ def _moment(trainers: list[Trainer]) -> str:
 
 def _apart(said: float, counted: float) -> float:
     return said / counted - 1 if counted else float(said > 0)
-
-
-class Blank:
-    """A data set of zeros: any number of samples, each one document."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.length = config.batch.seq_len + 1
-        self.count = config.train.steps * config.batch.global_batch_size
-
-    def __len__(self) -> int:
-        return self.count
-
-    def batch(self, start: int, count: int) -> np.ndarray:
-        """int64 [count, seq_len + 1]."""
-        return np.zeros((count, self.length), np.int64)
-
-    def documents(self, start: int, count: int) -> np.ndarray:
-        """int32 [count, seq_len + 1]."""
-        return np.zeros((count, self.length), np.int32)
-
-    def loss_weights(self, start: int, count: int) -> None:
-        """Returns None: every token's loss weighs 1."""
-
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns None: these samples come from no data set."""
-        return []
 
 
 resize_storage = torch.UntypedStorage.resize_

@@ -242,7 +242,7 @@ def _chunks(num_layers: int, pp: int) -> list[int]:
 
 
 def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """Every choice as a workload, without what a pinned value makes illegal."""
+    """Builds the workload of every choice, without those that a pinned value makes illegal."""
     start = Workload.of(config, world)
     works = [_with(start, choice) for choice in choices(config, world, pinned)]
     return [work for work in works if not (pinned and problems(apply(config, work), world))]

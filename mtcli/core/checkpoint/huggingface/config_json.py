@@ -13,7 +13,7 @@ from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.untrusted import parse_json, read_untrusted, shown
+from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE)
 BY_TYPE = {family.model_type: family for family in FAMILIES}
@@ -51,14 +51,7 @@ UNSUPPORTED |= dict.fromkeys((*ABSENT, "quantization_config"), (None,))
 
 def read_json(path: Path) -> Table:
     """The JSON object in a file; raises MtcliError where there is none."""
-    try:
-        text = read_untrusted(path, MAX_BYTES)
-    except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
-    try:
-        table = parse_json(text)
-    except ValueError as error:
-        raise wrong(f"{path} is not JSON: {error}", "use another copy") from None
+    table = load_json(path, "use another copy", "is the folder complete?", MAX_BYTES)
     if not isinstance(table, dict):
         raise wrong(f"{path} is not a JSON object", "use another copy")
     return table

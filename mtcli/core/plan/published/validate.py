@@ -7,7 +7,7 @@ from statistics import mean, median
 from typing import Any
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.config.untrusted import load_json
 from mtcli.core.plan.published.records import PublishedRun, read_record
 from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics
 
@@ -51,14 +51,7 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
 
     Raises MtcliError where the file is not such a list, or none of it can be predicted.
     """
-    try:
-        rows = parse_json(read_untrusted(path))
-    except OSError as error:
-        raise wrong(
-            f"{path} cannot be read: {error.strerror}", "name a file", "--validate"
-        ) from None
-    except ValueError as error:
-        raise wrong(f"{path} is not JSON: {error}", "see docs/plan.md", "--validate") from None
+    rows = load_json(path, "see docs/plan.md", "name a file", field="--validate")
     if not isinstance(rows, list):
         raise wrong(f"{path} holds no list of records", "see docs/plan.md", "--validate")
     records, left_out = [], []
@@ -76,7 +69,7 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
 
 
 def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED) -> list[Scored]:
-    """Each record with what the predictor says of it."""
+    """Predicts each record, in order."""
     found, known = [], {}
     for record in records:
         key = record.work, record.device
