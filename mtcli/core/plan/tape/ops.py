@@ -244,19 +244,16 @@ def linear(
     shape: tuple[float, float],
     rows: float = 0.0,
     weight: Value | None = None,
-    plain: bool = False,
 ) -> Value:
-    """x W^T of a weight [width, inner]: a parameter's, or an expert's (`weight`) of `rows` of x.
-
-    `plain` ones are never in float8.
-    """
+    """x W^T of a weight [width, inner]: a parameter's, which may be multiplied in float8, or the
+    head's or an expert's (`weight`), never in float8, of `rows` of x."""
     (width, inner), size = shape, kit.work.sizes.weight
     given = rows * inner * size or x.size
     out, whole = given / inner * width, width * inner * size
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
     scaling = kit.work.fp8_scaling
-    fp8 = kit.work.sizes.gemm == "fp8" and not plain
+    fp8 = kit.work.sizes.gemm == "fp8" and weight is None
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
 
@@ -309,9 +306,8 @@ def activated_linear(
     (width, inner), size = shape, kit.work.sizes.weight
     given, whole = x.size / gates(kit), width * inner * size
     out = given / inner * width
-    narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
-        kit.work.fp8_scaling, round(width), round(inner)
-    )
+    fp8 = kit.work.sizes.gemm == "fp8" and weight is None
+    narrow = fp8 and is_narrow(kit.work.fp8_scaling, round(width), round(inner))
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, whole, out))
     table = leaf(width) if weight is None else weight
 
