@@ -150,13 +150,15 @@ def _scale(
     values = x * tl.div_rn(tl.zeros_like(largest) + TOP, largest)
     at = values_ptr + row.to(tl.int64) * columns + column
     tl.store(at, values.to(values_ptr.dtype.element_ty), mask=(row < rows) & (column < columns))
-    if HIGH == 1:
-        of_block, inside = row.to(tl.int64) * blocks + across, row < rows
-    else:
-        of_block = tl.zeros((1, 1), tl.int64) + tl.program_id(0) * blocks + across
-        inside = of_block >= 0
-    first = ((WIDE > 0) | (across == 0)) & ((HIGH > 0) | (tl.program_id(0) == 0))
-    tl.store(scales_ptr + of_block, largest * (1.0 / TOP), mask=inside & first)
+    # A tile of each block writes its scale.
+    block = row if HIGH == 1 else tl.program_id(0) + tl.zeros((1, 1), tl.int32)
+    inside = row < rows if HIGH == 1 else block >= 0
+    if HIGH == 0:
+        inside = inside & (block == 0)
+    if WIDE == 0:
+        inside = inside & (across == 0)
+    at = scales_ptr + block.to(tl.int64) * blocks + across
+    tl.store(at, largest * (1.0 / TOP), mask=inside)
 
 
 def quantize(x_RK: Tensor, block: ScaleBlock, dtype: torch.dtype) -> Fp8Operand:

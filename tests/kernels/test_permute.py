@@ -87,6 +87,24 @@ def test_reorder_is_a_permutation_and_its_gradient_the_inverse(device):
     )
 
 
+def test_counts_are_scanned_in_one_dimension(device, monkeypatch):
+    """A GPU scans an outer dimension by a thread per column."""
+    cumsum, dims = torch.Tensor.cumsum, set()
+    note = lambda x, *given, **more: dims.add(x.dim()) or cumsum(x, *given, **more)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "cumsum", note)
+    copies_on(device, 0)
+    assert dims == {1}
+
+
+def test_all_copies_are_kept_where_nothing_says_which(device):
+    x, experts = torch.empty(T, 1, device=device), EXPERTS.to(device)
+    some = sort_copies(x, experts, torch.ones_like(experts, dtype=torch.bool), E, 0)
+    every = sort_copies(x, experts, None, E, 0)
+    assert torch.equal(every.places, some.places) and torch.equal(every.counts, some.counts)
+    assert every.num_rows == T * K and copies_on(device, 0).num_rows == sum(SIZES)
+    assert copies_on(device, CAPACITY).num_rows == E * CAPACITY
+
+
 def test_no_tokens_make_no_rows(device):
     none = torch.empty(0, K, dtype=torch.int64, device=device)
     x = torch.empty(0, 9, device=device)

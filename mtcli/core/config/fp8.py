@@ -1,11 +1,10 @@
 """Selects the linear layers that `train.precision = "fp8"` multiplies in float8, on a layout.
 
-The products of attention, MLP and experts are; embedding, head, router and norms are not. GPUs take
-rows of whole 16 bytes, and blocks of 128: a layer whose weight on a rank has another size is
-multiplied in bfloat16, with the same result as under precision = "bf16".
+The GEMMs of attention, MLP and shared expert are; embedding, head, router, norms and routed
+experts, whose grouped GEMMs are bfloat16's, are not. GPUs take rows of whole 16 bytes, and blocks
+of 128: a layer whose weight on a rank has another size is multiplied in bfloat16, with the same
+result as under precision = "bf16".
 """
-
-from collections.abc import Iterator
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import Fp8Scaling
@@ -19,8 +18,8 @@ def is_narrow(scaling: Fp8Scaling, rows: int, columns: int) -> bool:
     return rows % MULTIPLE[scaling] == 0 == columns % MULTIPLE[scaling]
 
 
-def weight_sizes(model: ModelConfig, tp: int, etp: int) -> LayerSizes:
-    """Rows and columns on a rank of each linear layer of a block; of experts, one's.
+def weight_sizes(model: ModelConfig, tp: int) -> LayerSizes:
+    """Rows and columns on a rank of each linear layer of a block but those of routed experts.
 
     The same as those of the parameter table, which needs a layout and cannot be read by rules.
     """
@@ -28,20 +27,13 @@ def weight_sizes(model: ModelConfig, tp: int, etp: int) -> LayerSizes:
     qkv = heads + 2 * model.num_kv_heads * model.head_dim
     up, rows = ("gate_up", 2) if model.activation == "swiglu" else ("up", 1)
     sizes = {"attention.qkv": (-(-qkv // tp), hidden), "attention.out": (hidden, -(-heads // tp))}
-    for name, ffn, parts in _feed_forwards(model, tp, etp):
-        columns = -(-ffn // parts)
+    name, ffn = "mlp", model.ffn_hidden_size
+    if model.num_experts:
+        name, ffn = "mlp.shared_expert", model.shared_expert_ffn_hidden_size
+    if ffn:
+        columns = -(-ffn // tp)
         sizes |= {f"{name}.{up}": (rows * columns, hidden), f"{name}.down": (hidden, columns)}
     return sizes
-
-
-def _feed_forwards(model: ModelConfig, tp: int, etp: int) -> Iterator[tuple[str, int, int]]:
-    """(name, width, ranks that share it) of a block's feed-forward layers."""
-    if not model.num_experts:
-        yield "mlp", model.ffn_hidden_size, tp
-        return
-    yield "mlp.experts", model.moe_ffn_hidden_size, etp
-    if model.shared_expert_ffn_hidden_size:
-        yield "mlp.shared_expert", model.shared_expert_ffn_hidden_size, tp
 
 
 def narrow_layers(scaling: Fp8Scaling, sizes: LayerSizes) -> LayerSizes:

@@ -203,12 +203,12 @@ def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
     p, t = config.parallel, config.train
     if t.precision != "fp8":
         return
-    whole, cut = (weight_sizes(config.model, tp, etp) for tp, etp in ((1, 1), (p.tp, p.etp)))
+    whole, cut = (weight_sizes(config.model, tp) for tp in (1, p.tp))
     if narrow_layers(t.fp8_scaling, whole) and not narrow_layers(t.fp8_scaling, cut):
         yield Problem(
-            f"tp={p.tp} etp={p.etp} leave no weight whose rows and columns are multiples of "
+            f"tp={p.tp} leaves no weight whose rows and columns are multiples of "
             f"{MULTIPLE[t.fp8_scaling]} (fp8_scaling={t.fp8_scaling!r}): {listed(cut)}",
-            "less tp and etp, or train.precision = 'bf16'",
+            "less tp, or train.precision = 'bf16'",
             "parallel.tp",
         )
 

@@ -205,7 +205,7 @@ def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem
 
 
 def _fp8_has_gemms(config: RunConfig, world: int) -> Iterator[Problem]:
-    t, sizes = config.train, weight_sizes(config.model, 1, 1)
+    t, sizes = config.train, weight_sizes(config.model, 1)
     if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
         multiple = MULTIPLE[t.fp8_scaling]
         yield Problem(

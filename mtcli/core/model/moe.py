@@ -26,7 +26,8 @@ class ExpertArray(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
-        build = replace(build, weight_passes=None)  # no schedule splits its backward
+        # No schedule splits its backward, and float8 would multiply experts one after another.
+        build = replace(build, weight_passes=None, gemms=None)
         up = "gate_up" if model.activation == "swiglu" else "up"
         self.up_name, self.count = up, model.num_experts // build.groups.axes["ep"].size
         for kind in (up, "down"):
@@ -38,14 +39,14 @@ class ExpertArray(nn.Module):
     def forward(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.
 
-        One expert after another on CPU and in float8, all at once on a GPU.
+        One expert after another on CPU, all at once on a GPU.
         """
         up_EFD, down_EDF = (
             holder.weight.unflatten(0, (self.count, -1))
             for holder in (self.get_submodule(self.up_name), self.down)
         )
         build, activation = self.build, self.activation
-        if build.gemms is None and runs_triton(x_ND):
+        if runs_triton(x_ND):
             inner_NF = grouped_linear(x_ND, up_EFD, counts_E)
             return build.activated_experts(activation, inner_NF, down_EDF, counts_E)
         parts = [

@@ -141,6 +141,8 @@ def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
+    if work.precision == "fp8":  # not of routed experts: see config/fp8.py
+        work = replace(work, precision="bf16")
     experts = m.num_experts // layout.ep
     rows = max(1, round(work.expert_rows / experts))
     inner = m.moe_ffn_hidden_size // layout.etp

@@ -238,7 +238,7 @@ def _precision(config: RunConfig, world: int) -> str:
     t = config.train
     if t.precision != "fp8":
         return t.precision
-    sizes = weight_sizes(config.model, config.parallel.tp, config.parallel.etp)
+    sizes = weight_sizes(config.model, config.parallel.tp)
     wide = {k: v for k, v in sizes.items() if k not in narrow_layers(t.fp8_scaling, sizes)}
     return f"fp8 {t.fp8_scaling}" + (f"; in bf16 {listed(wide)}" if wide else "")
 

@@ -10,21 +10,23 @@ MOE = ["num_experts=8", "top_k=2", "moe_ffn_hidden_size=192", "shared_expert_ffn
 
 def sizes(layout, *overrides):
     config = load_config("tiny", [f"model.{word}" for word in overrides])
-    found = weight_sizes(config.model, layout.tp, layout.etp)
+    found = weight_sizes(config.model, layout.tp)
     assert found == of_the_table(config.model, layout)
     return found
 
 
 def of_the_table(model, layout):
-    """The matrices of the parameter table's first block, but router and gate."""
+    """The matrices of the parameter table's first block, but router, experts and gate."""
     found = {}
     for name, parameter in parameters(model).items():
         layer = name.removeprefix("blocks.0.").removesuffix(".weight")
         is_linear = name.endswith(".weight") and name.startswith("blocks.0.")
-        if is_linear and layer.rpartition(".")[2] in ("qkv", "out", "up", "gate_up", "down"):
-            rows, columns = parameter.stored_shape(layout)
-            experts = parameter.local_shape(layout)[0] if parameter.is_expert else 1
-            found[layer] = rows // experts, columns
+        if (
+            is_linear
+            and not parameter.is_expert
+            and layer.rpartition(".")[2] in ("qkv", "out", "up", "gate_up", "down")
+        ):
+            found[layer] = tuple(parameter.stored_shape(layout))
     return found
 
 
@@ -37,7 +39,7 @@ def test_the_layers_of_a_dense_block_are_cut_as_their_weights_are():
     }
 
 
-def test_an_expert_counts_by_itself_and_router_and_gate_do_not():
+def test_a_shared_expert_counts_and_routed_ones_router_and_gate_do_not():
     found = sizes(
         ParallelLayout(4, ep=2, etp=2),
         *MOE,
@@ -48,16 +50,10 @@ def test_an_expert_counts_by_itself_and_router_and_gate_do_not():
     assert found == {
         "attention.qkv": (768, 256),
         "attention.out": (256, 256),
-        "mlp.experts.gate_up": (192, 256),
-        "mlp.experts.down": (256, 96),
         "mlp.shared_expert.gate_up": (512, 256),
         "mlp.shared_expert.down": (256, 256),
     }
-    assert "mlp.experts.down" in narrow_layers("rowwise", found)
-    assert set(found) - set(narrow_layers("blockwise", found)) == {
-        "mlp.experts.gate_up",
-        "mlp.experts.down",
-    }
+    assert narrow_layers("blockwise", found) == found
 
 
 def test_both_sizes_have_to_be_multiples():

@@ -119,10 +119,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_fp8_is_left": (
         ["train.precision=fp8", "train.fp8_scaling=blockwise", "parallel.tp=8",
          "model.ffn_hidden_size=512"], 8, "parallel.tp",
-        "tp=8 etp=1 leave no weight whose rows and columns are multiples of 128 "
+        "tp=8 leaves no weight whose rows and columns are multiples of 128 "
         "(fp8_scaling='blockwise'): attention.qkv 96 x 256, attention.out 256 x 32, "
         "mlp.up 64 x 256, mlp.down 256 x 64",
-        "less tp and etp, or train.precision = 'bf16'"),
+        "less tp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
     "odd heads cannot turn": (

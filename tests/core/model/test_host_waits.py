@@ -13,6 +13,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.model.moe import MixtureOfExperts
+from mtcli.core.parallel.fp8 import fp8_gemms
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.plan.fake_world import fake_world
@@ -69,12 +70,12 @@ class HostWaits(TorchDispatchMode):
         return len(places) > 1
 
 
-def waits(changes, world=1, **parallel):
+def waits(changes, world=1, gemms=None, **parallel):
     """What a forward and backward of a MoE layer waits for."""
     model, seen = run_config(MOE | changes).model, HostWaits()
     with fake_world(0, world, model, seen, on_gpu=True):
         groups = make_groups(ParallelLayout(world, **parallel), 0, GPU)
-        build = TensorParallelLayers(parameters(model), groups, torch.bfloat16)
+        build = TensorParallelLayers(parameters(model), groups, torch.bfloat16, gemms=gemms)
         layer = MixtureOfExperts("blocks.0.mlp", model, build)
         tokens = torch.empty(B, S, dtype=torch.int64, device=GPU)
         inputs = make_inputs(model, torch.bfloat16, tokens, aux_scale=0.5)
@@ -99,6 +100,11 @@ ALONE = {
 @pytest.mark.parametrize("case", ALONE)
 def test_a_layer_of_one_rank_never_waits(case):
     assert waits(ALONE[case]) == []
+
+
+def test_a_layer_of_a_float8_run_has_grouped_gemms_too():
+    sizes = {"hidden_size": 64, "moe_ffn_hidden_size": 128}
+    assert waits(sizes, gemms=fp8_gemms("rowwise")) == []
 
 
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"etp": 2}, {"ep": 2, "etp": 2}], ids=str)

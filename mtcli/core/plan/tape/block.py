@@ -514,13 +514,13 @@ def _gathered_experts(kit: Kit, x: Value) -> Value:
 
 
 def _experts(kit: Kit, x: Value) -> Value:
-    """Runs this rank's experts: by grouped GEMMs on a GPU, one after another on CPU and in fp8."""
+    """Runs this rank's experts: by grouped GEMMs on a GPU, one after another on CPU."""
     m, work = kit.work.model, kit.work
     hidden, width = kit.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
     gated, number = gates(kit), m.num_experts // work.layout.ep
     down = number * hidden * width * kit.t.size
     tables = [_table(kit, number * gated * width), _table(kit, number * hidden)]
-    if kit.by_torch or work.sizes.gemm == "fp8":
+    if kit.by_torch:
         return _one_by_one(kit, x, tables, number)
     inner = _grouped_gemm(kit, x, tables[0], gated * width / hidden, gated * down)
     if recomputes_activation(kit):

@@ -244,11 +244,10 @@ def linear(
     shape: tuple[float, float],
     rows: float = 0.0,
     weight: Value | None = None,
-    plain: bool = False,
 ) -> Value:
-    """Runs x W^T of a weight [width, inner]: a parameter's, or an expert's `weight` of `rows` of x.
+    """Runs x W^T of a weight [width, inner]: a parameter's, which may be multiplied in float8.
 
-    `plain` ones are never in float8.
+    `weight` is the head's or an expert's, of `rows` of x, which never is.
     """
     (width, inner), size = shape, kit.work.sizes.weight
     given = rows * inner * size or x.size
@@ -256,7 +255,7 @@ def linear(
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
     scaling = kit.work.fp8_scaling
-    fp8 = kit.work.sizes.gemm == "fp8" and not plain
+    fp8 = kit.work.sizes.gemm == "fp8" and weight is None
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
 
@@ -309,9 +308,8 @@ def activated_linear(
     (width, inner), size = shape, kit.work.sizes.weight
     given, weight_bytes = x.size / gates(kit), width * inner * size
     out = given / inner * width
-    narrow = kit.work.sizes.gemm == "fp8" and is_narrow(
-        kit.work.fp8_scaling, round(width), round(inner)
-    )
+    fp8 = kit.work.sizes.gemm == "fp8" and weight is None
+    narrow = fp8 and is_narrow(kit.work.fp8_scaling, round(width), round(inner))
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
     table = leaf(width) if weight is None else weight
 

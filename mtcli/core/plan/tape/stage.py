@@ -265,7 +265,7 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
 def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
     """Runs torch's loss: exponentials, and then their gradient, in the logits' memory."""
     tape, t, columns = kit.tape, kit.t, logits_bytes(kit.work) / kit.t.tokens / kit.t.size
-    logits = linear(kit, x, (columns, t.hidden), weight=weight, plain=True)
+    logits = linear(kit, x, (columns, t.hidden), weight=weight)
     copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size * t.wide
     more = t.tokens * (INDEX + 1 + 2 * t.wide)
     tape.moment(more + copy)
