@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import all_gather, all_reduce
-from mtcli.core.parallel.context import sequence_order, zigzag
+from mtcli.core.parallel.context import in_sequence, zigzag
 from mtcli.core.parallel.expert import Routing
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.top_k import TopKRouting, route
@@ -97,11 +97,11 @@ class Router(nn.Module):
         axis = groups.axes["sequence"] if self.build.sequence_parallel else groups.cp
         parts = all_gather(x_TE, axis).view(groups.cp.size, b, n, -1)
         flat = parts.transpose(0, 1).reshape(b, groups.cp.size * n, -1)
-        return flat[:, sequence_order(flat.shape[1], groups.cp)]
+        return in_sequence(flat, groups.cp, 1)
 
     def _my_part(self, x_bsE: Tensor) -> Tensor:
         cp = self.build.groups.cp
-        mine = zigzag(x_bsE.shape[1], cp.size, cp.rank)
+        mine = zigzag(x_bsE.shape[1], cp.size, cp.rank, x_bsE.device)
         return self.build.my_tokens(x_bsE[:, mine].flatten(0, 1))
 
     def _losses(

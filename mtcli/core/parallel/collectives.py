@@ -85,13 +85,14 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Starts sending x to a rank of the axis, which receives `what` under the same name."""
     call = axis.recorder.call("send", axis, x, what, peer)
-    return Pending(call, lambda: dist.isend(x, axis.ranks[peer], group=axis.group))
+    group = axis.p2p_group(axis.rank, peer)
+    return Pending(call, lambda: dist.isend(x, axis.ranks[peer], group=group))
 
 
 def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
     """x, filled with what a rank of the axis has sent."""
     with axis.recorder.call("recv", axis, x, what, peer):
-        dist.recv(x, axis.ranks[peer], group=axis.group)
+        dist.recv(x, axis.ranks[peer], group=axis.p2p_group(peer, axis.rank))
     return x
 
 

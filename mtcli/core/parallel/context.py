@@ -28,11 +28,12 @@ from mtcli.kernels.launch import runs_triton
 Attend = Callable[[Tensor, Tensor, Tensor, Axis, AttentionMask], Tensor]
 
 
-def zigzag(seq_len: int, axis_size: int, rank: int) -> Tensor:
+def zigzag(seq_len: int, axis_size: int, rank: int, device: torch.device | None = None) -> Tensor:
     """The positions that a rank holds, ascending: int64 [seq_len / cp]."""
+    positions = torch.arange(seq_len, device=device)
     if axis_size == 1:
-        return torch.arange(seq_len)  # odd lengths too
-    chunks = torch.arange(seq_len).view(2 * axis_size, -1)
+        return positions  # odd lengths too
+    chunks = positions.view(2 * axis_size, -1)
     return torch.cat([chunks[rank], chunks[2 * axis_size - 1 - rank]])
 
 
@@ -50,7 +51,24 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     parts = gather_in(x.transpose(0, 2).contiguous(), axis)  # [cp * n, g, b, d], rank by rank
-    return parts[sequence_order(parts.shape[0], axis)].transpose(0, 2)
+    return in_sequence(parts, axis, 0).transpose(0, 2)
+
+
+def in_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Tokens rank by rank along a dimension, cp * n of them -> in the order of positions.
+
+    Copies slices: a GPU waits for no index, nor does the backward sort one.
+    """
+    if axis.size == 1:
+        return x
+    early, late = x.unflatten(dim, (axis.size, 2, -1)).unbind(dim + 1)
+    return torch.cat([early, late.flip(dim)], dim).flatten(dim, dim + 1)
+
+
+def _by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Undoes `in_sequence`."""
+    early, late = x.unflatten(dim, (2, axis.size, -1)).unbind(dim)
+    return torch.stack([early, late.flip(dim)], dim + 1).flatten(dim, dim + 2)
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
@@ -65,7 +83,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
     if axis.size == 1:
         return _local(q, k, v, masking)
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
-    mine = zigzag(k.shape[2], axis.size, axis.rank).to(q.device)
+    mine = zigzag(k.shape[2], axis.size, axis.rank, q.device)
     keys = torch.arange(k.shape[2], device=q.device)
     if runs_triton(q):
         return flash_attention(q, k, v, masking.spans(mine, keys))
@@ -107,22 +125,20 @@ def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     sent = x.view(b, axis.size, h // axis.size, n, d).transpose(0, 1)
     parts = all_to_all(sent.contiguous(), axis)  # [cp of the sender, b, h / cp, n, d]
     full = parts.permute(1, 2, 0, 3, 4).reshape(b, h // axis.size, axis.size * n, d)
-    return full[:, :, sequence_order(full.shape[2], axis)]
+    return in_sequence(full, axis, 2)
 
 
 def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
     """[b, h / cp, s, d] -> [b, h, n, d], the way back of `_to_heads`."""
     b, h, s, d = x.shape
-    back = torch.argsort(sequence_order(s, axis))
-    sent = x[:, :, back].view(b, h, axis.size, s // axis.size, d).permute(2, 0, 1, 3, 4)
+    sent = _by_rank(x, axis, 2).view(b, h, axis.size, s // axis.size, d).permute(2, 0, 1, 3, 4)
     parts = all_to_all(sent.contiguous(), axis)  # [cp of the heads, b, h / cp, n, d]
     return parts.transpose(0, 1).reshape(b, axis.size * h, s // axis.size, d)
 
 
 def sequence_order(seq_len: int, axis: Axis) -> Tensor:
     """[s] int64: where each position stands when ranks' tokens are put one rank after another."""
-    ranks = [zigzag(seq_len, axis.size, rank) for rank in range(axis.size)]
-    return torch.argsort(torch.cat(ranks))
+    return in_sequence(torch.arange(seq_len), axis, 0)
 
 
 class _Ring(torch.autograd.Function):
@@ -169,6 +185,8 @@ class _Ring(torch.autograd.Function):
                 dq[:, :, at] += parts[0]
                 dkv[:, :, :, keys] += torch.stack(parts[1:])
                 del parts  # before the next step's are there
+            # Waited for at once: to receive it beside the next block's backward would take the
+            # memory of another float32 sum. It is a sum over ranks, so it is not rounded between.
             dkv = RingShift(dkv, axis).wait()
             block = coming.wait() if coming else block
         return dq.to(q.dtype), dkv.to(kv.dtype), None, None
@@ -194,7 +212,7 @@ def _meeting(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Meeti
         return _Meeting(queries, keys, masking.causal and step == 0, None)
     ranks = axis.rank, (axis.rank - step) % axis.size
     device = masking.documents.device
-    mine, theirs = (zigzag(tokens * axis.size, axis.size, rank).to(device) for rank in ranks)
+    mine, theirs = (zigzag(tokens * axis.size, axis.size, rank, device) for rank in ranks)
     if runs_triton(q):
         return _Meeting(queries, keys, False, masking.spans(mine[queries], theirs[keys]))
     mask = masking.mask(mine[queries], theirs[keys])

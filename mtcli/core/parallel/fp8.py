@@ -33,6 +33,7 @@ from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OLDEST = {"tensorwise": (8, 9), "rowwise": (8, 9), "blockwise": (9, 0)}  # compute capabilities
+BLOCKWISE_CUDA = (12, 9)  # the oldest whose cublasLt multiplies blocks of 128
 
 
 class ScalingRecipe(NamedTuple):
@@ -59,13 +60,16 @@ def fp8_gemms(scaling: Fp8Scaling) -> LinearGemms:
 
 
 def require_fp8(device: torch.device, scaling: Fp8Scaling) -> None:
-    """Raises MtcliError where a GPU has no float8 products with this scaling; CPUs emulate them."""
+    """Raises MtcliError where a GPU, or torch's CUDA, has no float8 products with this scaling.
+
+    CPUs emulate them.
+    """
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
     newest = (9, 0) if scaling == "blockwise" else (99, 0)  # torch has squares on Hopper alone
     if OLDEST[scaling] <= (major, minor) <= newest:
-        return
+        return _require_cuda(scaling)
     need = ".".join(map(str, OLDEST[scaling])) + (" or more" if newest > (9, 0) else "")
     name = torch.cuda.get_device_name(device)
     message = (
@@ -74,6 +78,17 @@ def require_fp8(device: torch.device, scaling: Fp8Scaling) -> None:
     )
     other = "train.fp8_scaling = 'rowwise'" if major > 9 else "train.precision = 'bf16'"
     raise wrong(message, other, "train.fp8_scaling")
+
+
+def _require_cuda(scaling: Fp8Scaling) -> None:
+    has = torch.version.cuda or "0.0"
+    if scaling == "blockwise" and tuple(map(int, has.split("."))) < BLOCKWISE_CUDA:
+        need = ".".join(map(str, BLOCKWISE_CUDA))
+        message = (
+            f"fp8_scaling='blockwise' takes CUDA {need} or more, and torch was built with {has}"
+        )
+        hint = f"a wheel of torch for CUDA {need} or more, or train.fp8_scaling = 'rowwise'"
+        raise wrong(message, hint, "train.fp8_scaling")
 
 
 def _forward(scaling: Fp8Scaling, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:

@@ -4,8 +4,10 @@ An `Axis` of size 1 has no process group and its collectives are the identity, s
 how large an axis is.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -18,8 +20,7 @@ from mtcli.core.parallel.transport.process_group import Transport, transport_bet
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
 # Every set of axes along which something is exchanged. Those that hold the same ranks share a
-# group, but for pipeline p2p, which uses one per direction: on NCCL a forward and a backward
-# transfer on one communicator can wait for each other.
+# group, but for pipeline p2p: it has one per direction, and on NCCL one per sender and receiver.
 AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -45,6 +46,12 @@ class Axis(NamedTuple):
     group: dist.ProcessGroup | None  # None where there is nobody to talk to
     recorder: FlightRecorder  # of this process
     transport: Transport | None = None  # what carries its collectives, where there is somebody
+    # By sender and receiver, where messages from one rank to another have a group of their own.
+    p2p: Mapping[tuple[int, int], dist.ProcessGroup] = MappingProxyType({})
+
+    def p2p_group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        """The group on which one rank of the axis sends to another."""
+        return self.p2p.get((sender, receiver), self.group)
 
     @property
     def size(self) -> int:
@@ -124,6 +131,8 @@ def make_groups(
             if axis is None:
                 axis = _connected(_axis(name, groups, world, timeout), timeout + LATER)
                 known.setdefault(same, axis)
+            if name in P2P and axis.group and dist.get_backend(axis.group) == "nccl":
+                axis = axis._replace(p2p=_p2p_groups(name, layout, rank, timeout))
             axes[name] = axis._replace(name=name)
     return Groups(layout, rank, device, axes)
 
@@ -142,6 +151,28 @@ def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Ax
         if world.rank in ranks:
             mine, handle = tuple(ranks), made
     return Axis(name, mine, mine.index(world.rank), handle, world.recorder)
+
+
+def _p2p_groups(
+    name: str, layout: ParallelLayout, rank: int, timeout: float
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for each sender and receiver of this rank's pipeline, by their indices in it.
+
+    A communicator of NCCL runs what is sent and received in one stream, in the order of the calls.
+    On one that several ranks share, or both directions of a pair, all could have a send at its
+    head: interleaved stages stall.
+    """
+    found, limit = {}, timedelta(seconds=timeout + LATER)
+    for pipe in layout.attention.groups("pp"):
+        # With several stages on a rank the last one sends to the first.
+        for first in range(len(pipe) if layout.vpp > 1 and len(pipe) > 1 else len(pipe) - 1):
+            ends = first, (first + 1) % len(pipe)
+            ends = ends if name == "pp_forward" else ends[::-1]
+            ranks = [pipe[end] for end in ends]
+            group = dist.new_group(sorted(ranks), timeout=limit, group_desc=name)
+            if rank in ranks:
+                found[ends] = group
+    return found
 
 
 def _connected(axis: Axis, timeout: float) -> Axis:

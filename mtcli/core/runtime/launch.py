@@ -156,7 +156,7 @@ def _start(
     from mtcli.core.parallel.health.consistency import ConsistencyGuard
     from mtcli.core.runtime.rendezvous import meet
 
-    store = meet(rank, world, timeout, "nccl" if where.type == "cuda" else "gloo", restarts())
+    store = meet(rank, world, timeout, where, restarts())
     check = None
     if debug_collectives:
         check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare

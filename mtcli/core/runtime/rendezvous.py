@@ -14,6 +14,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 
 import psutil
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -73,8 +74,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def meet(rank: int, world: int, timeout: float, backend: str, attempt: int) -> dist.Store:
+def meet(rank: int, world: int, timeout: float, device: torch.device, attempt: int) -> dist.Store:
     """The store of a process group that every rank has joined, at the launcher's n-th attempt.
+
+    On GPUs NCCL connects all ranks here, each by its device, and every later group as it is made:
+    by itself it would within a group's first collective, where ranks may come in any order.
 
     Raises MtcliError where ranks are missing after `timeout` seconds, and where MASTER_ADDR names
     no single interface.
@@ -82,7 +86,11 @@ def meet(rank: int, world: int, timeout: float, backend: str, attempt: int) -> d
     limit, later = timedelta(seconds=timeout), timedelta(seconds=timeout + LATER)
     store = attempt_store(_connect(rank, limit), attempt)
     _await_all(store, rank, world, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=later)
+    members = {"store": store, "rank": rank, "world_size": world, "timeout": later}
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device, **members)
+    else:
+        dist.init_process_group("gloo", **members)
     return store
 
 

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import GPT, LLAMA, run_config
 
 from mtcli.core.mesh.layout import ParallelLayout
@@ -133,3 +135,24 @@ def test_several_tokens_after_a_cache_are_not_let_see_those_to_come():
     more = make_inputs(config.model, torch.float32, ids[:, 3:5], positions=ids[:, 3:5], cache=cache)
     with pytest.raises(AssertionError, match="2 tokens after a cache need a mask"):
         stage(None, more)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_masked_row_on_a_gpu_is_given_to_the_kernel_that_takes_masks(monkeypatch, groups):
+    given = []
+
+    def attend(q, k, v, attn_mask, enable_gqa):
+        given.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    layer = SimpleNamespace(drop=0.0, queries_per_group=4 // groups)
+    inputs = SimpleNamespace(numbers=None, mask=torch.ones(2, 8, 8, dtype=torch.bool))
+    q, k = (torch.empty(2, heads, 8, 16) for heads in (4, groups))
+    Attention._attend(layer, q.as_subclass(OnGpu), k, k, inputs)
+    Attention._attend(layer, q, k, k, inputs)
+    # Groups are no kernel's business there: the fallback would hold the scores of all heads.
+    assert given == [(4, 4, False), (groups, groups, groups < 4)]

@@ -1,15 +1,18 @@
 """Attention over a cut context against softmax attention of the whole, written out on one rank."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.parallel import context
 from mtcli.core.parallel.attention_mask import AttentionMask
-from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
+from mtcli.core.parallel.context import attention_over, gather_sequence, in_sequence, zigzag
 from mtcli.core.parallel.groups import make_groups
 from mtcli.kernels.launch import HAS_TRITON, interpreted
 
@@ -146,3 +149,25 @@ def test_a_ring_of_8192_tokens_is_torch_s_attention(cuts, causal):
     for rank in run_ranks(2, long_ring, causal, documents):
         for found, wanted in zip(rank, (out.detach(), *gradients), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tokens_are_put_in_order_and_back_without_an_index_to_wait_for(cp, dim):
+    axis, called = SimpleNamespace(size=cp), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    held = torch.cat([zigzag(S, cp, rank) for rank in range(cp)])
+    whole = torch.arange(2.0 * S * S).view(2 * S, S).narrow(1 - dim, 0, 3).contiguous()
+    whole = whole.narrow(dim, 0, S)
+    x = whole.index_select(dim, held).requires_grad_()
+    with Watch():
+        ordered = in_sequence(x, axis, dim)
+        back = ordered if cp == 1 else context._by_rank(ordered, axis, dim)
+        (grad,) = torch.autograd.grad(back, x, x.detach())
+    assert torch.equal(ordered, whole) and torch.equal(back, x) and torch.equal(grad, x)
+    assert not [name for name in called if "index" in name or "sort" in name or "_to_copy" in name]

@@ -184,9 +184,30 @@ def test_a_cut_layer_is_the_whole_one_where_its_scales_are_the_same(scaling):
 def test_a_gpu_without_float8_products_is_refused(monkeypatch, scaling, capability, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     if message is None:
         require_fp8(torch.device("cuda"), scaling)
         return
     with pytest.raises(MtcliError, match=message):
         require_fp8(torch.device("cuda"), scaling)
     require_fp8(torch.device("cpu"), scaling)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "cuda", "refused"),
+    [("blockwise", "12.8", True), ("blockwise", "12.9", False), ("blockwise", "13.0", False),
+     ("rowwise", "12.8", False), ("tensorwise", "12.8", False)],
+)  # fmt: skip
+def test_squares_of_an_older_cuda_are_refused_with_both_versions(
+    monkeypatch, scaling, cuda, refused
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    if not refused:
+        return require_fp8(torch.device("cuda"), scaling)
+    with pytest.raises(MtcliError) as caught:
+        require_fp8(torch.device("cuda"), scaling)
+    (problem,) = caught.value.problems
+    said = "fp8_scaling='blockwise' takes CUDA 12.9 or more, and torch was built with 12.8"
+    assert problem.message == said and problem.field == "train.fp8_scaling"
+    assert problem.hint.endswith("or train.fp8_scaling = 'rowwise'")

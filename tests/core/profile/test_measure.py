@@ -134,6 +134,10 @@ def test_a_listed_gpu_has_its_datasheets_peak(monkeypatch):
     monkeypatch.setattr(measuring, "device_name", lambda device: "h100")
     config = config_of(TABLE | {"train": {"precision": "bf16"}})
     assert peak_flops(config, RUNTIME) == pytest.approx(989.4e12)
+    single = config_of(TABLE | {"train": {"precision": "fp32"}})
+    assert peak_flops(single, RUNTIME) == pytest.approx(67e12)
+    tf32 = config_of(TABLE | {"train": {"precision": "fp32", "matmul": "tf32"}})
+    assert peak_flops(tf32, RUNTIME) == pytest.approx(494.7e12)
 
 
 def test_a_cpus_peak_is_what_a_large_product_reaches():

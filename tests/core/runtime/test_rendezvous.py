@@ -1,9 +1,11 @@
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime import rendezvous
 from mtcli.core.runtime.rendezvous import _await_all, attempt_store, endpoint, on_one_machine
 
 
@@ -75,3 +77,22 @@ def test_slurms_job_gives_the_port_and_its_first_node_the_address():
         with pytest.raises(MtcliError) as caught:
             endpoint({"MASTER_PORT": port})
         assert caught.value.code == 2 and repr(port) in caught.value.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "bound"),
+    [
+        (torch.device("cuda", 3), "nccl", {"device_id": torch.device("cuda", 3)}),
+        (torch.device("cpu"), "gloo", {}),
+    ],
+)
+def test_nccl_connects_each_rank_by_its_device_when_ranks_meet(monkeypatch, device, backend, bound):
+    given = {}
+    monkeypatch.setattr(rendezvous, "_connect", lambda rank, limit: dist.HashStore())
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **more: given.update(more, backend=name)
+    )
+    store = rendezvous.meet(0, 1, 10.0, device, attempt=0)
+    times = {"timeout": given.pop("timeout")}
+    assert times["timeout"].total_seconds() == 10.0 + rendezvous.LATER
+    assert given == {"backend": backend, "store": store, "rank": 0, "world_size": 1} | bound
