@@ -10,7 +10,7 @@ from harness import Entry, leaf, seeded
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.vocab_parallel import ChunkedLoss, VocabShard
-from mtcli.kernels.attention.softmax import masked_softmax, masked_softmax_reference
+from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax, masked_softmax_reference
 from mtcli.kernels.cross_entropy import (
     logits_gradient_,
     logits_gradient_reference,
@@ -195,6 +195,15 @@ def operand(device, dtype, rows, columns, block, transposed):
     return x.T if transposed else x, BLOCKS[block], torch.float8_e4m3fn
 
 
+def with_dropout(softmax):
+    """softmax(scores, mask) with dropout by the queries' token numbers."""
+
+    def dropped(scores, mask, numbers):
+        return softmax(scores, mask, ScoreDropout(numbers, scores.shape[1], 0, KEY, DROP))
+
+    return dropped
+
+
 # fmt: off
 ENTRIES = [
     Entry("rms_norm", partial(rms_norm, eps=EPS), {"torch": rms, **liger("rms_norm")},
@@ -232,10 +241,12 @@ ENTRIES = [
         lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
         lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
         compiled=(1, 8, 32, 8, 128)),
-    Entry("masked_softmax", masked_softmax, {"torch": masked_softmax_reference},
+    Entry("masked_softmax", with_dropout(masked_softmax),
+        {"torch": with_dropout(masked_softmax_reference)},
         lambda device, dtype, b, h, n: (
             leaf((b, h, n, n), dtype, device),
-            torch.ones(1, 1, n, n, dtype=torch.bool, device=device).tril(), 0.125),
+            torch.ones(1, 1, n, n, dtype=torch.bool, device=device).tril(),
+            torch.arange(b * n, device=device).view(b, n)),
         [(8, 12, 1024), (1, 16, 4096)], (2, 2, 9),
         lambda itemsize, b, h, n: 2 * b * h * n * n * itemsize,
         lambda itemsize, b, h, n: 3 * b * h * n * n * itemsize, compiled=(1, 1, 1024),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import kernel, runs_triton, tile_grid
-from mtcli.kernels.random import keep_mask, splitmix64
+from mtcli.kernels.launch import kernel, runs_triton, tile_configs, tile_grid
+from mtcli.kernels.random import keep_mask, keeps
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -27,8 +27,7 @@ def dropout_reference(y: Tensor, numbers: Tensor, key: int, drop: float) -> Tens
 
 
 # fmt: off
-@kernel([{"ROWS": 1, "COLUMNS": 1024, "num_warps": 4}, {"ROWS": 1, "COLUMNS": 2048, "num_warps": 8},
-         {"ROWS": 4, "COLUMNS": 512, "num_warps": 4}], key=["width"])
+@kernel(tile_configs, key=["width"])
 def _dropout(
     y_ptr, onto_ptr, numbers_ptr, out_ptr, rows, width, key: tl.int64, threshold: tl.int64, scale,
     ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -37,7 +36,7 @@ def _dropout(
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < width)
     number = tl.load(numbers_ptr + row, mask=row < rows, other=0)
-    keep = (splitmix64(key, number * width + column) >> 32).to(tl.int64) >= threshold
+    keep = keeps(key, number * width, column, threshold)
     at = row * width + column
     y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
     out = tl.where(keep, y * scale, 0.0)

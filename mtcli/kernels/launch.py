@@ -196,6 +196,17 @@ def full_row_configs(width: int, elements: int) -> tuple[dict[str, int], ...]:
     return first, *(config for config in others if config != first)
 
 
+@cache
+def tile_configs(width: int, elements: int = 2048) -> tuple[dict[str, int], ...]:
+    """Configs of tiles of so many elements, first the widest of those that pad a row least.
+
+    A tile of 2048 columns leaves 62 % of its lanes idle where a row has 768.
+    """
+    columns = sorted((2048, 1024, 512, 256), key=lambda n: (cdiv(width, n) * n, -n))
+    tiles = [(max(1, elements // n), n) for n in columns]
+    return tuple({"ROWS": rows, "COLUMNS": n, "num_warps": 4} for rows, n in tiles)
+
+
 def row_grid(rows: int) -> Grid:
     """A program for each ROWS of so many rows."""
     return lambda meta: (cdiv(rows, meta["ROWS"]),)

@@ -28,12 +28,23 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 @kernel()
-def splitmix64(key, index):
-    """`random_bits` for kernels: unsigned 64 bits for each index."""
-    x = (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
+def splitmix64(key, first, offset):
+    """`random_bits` of index first + offset, for kernels: unsigned 64 bits.
+
+    The sum is made after the product, which costs less where a row shares `first`: in dropout 31
+    instructions per element instead of 37.
+    """
+    x = (first.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
+    x += offset.to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
+
+
+@kernel()
+def keeps(key, first, offset, threshold):
+    """`keep_mask` of index first + offset, for kernels; the threshold is drop * 2**32."""
+    return (splitmix64(key, first, offset) >> 32).to(tl.uint32) >= threshold.to(tl.uint32)
 
 
 @kernel([{"PAIRS": pairs, "num_warps": warps} for pairs in (1024, 2048) for warps in (4, 8)])
@@ -46,8 +57,9 @@ def _normal(
     PAIRS: tl.constexpr,
 ):
     """Numbers `start` .. `start + count - 1`; a program computes pairs of one block."""
-    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS) + start // (2 * HALF) * HALF
-    bits = splitmix64(key, pair)
+    first = tl.program_id(0).to(tl.int64) * PAIRS + start // (2 * HALF) * HALF
+    pair = first + tl.arange(0, PAIRS)
+    bits = splitmix64(key, first, tl.arange(0, PAIRS))
     uniform = ((bits >> 32).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
     angle = (bits & 0xFFFFFFFF).to(tl.float32) * 1.4629180792671596e-09  # 2 pi * 2**-32
     radius = tl.sqrt(tl.log(uniform) * -2.0)

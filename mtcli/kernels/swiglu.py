@@ -12,18 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import kernel, runs_triton, tile_grid
+from mtcli.kernels.launch import kernel, runs_triton, tile_configs, tile_grid
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-# Tiles of 2 to 8 KiB of 16-bit numbers; narrow ones for the experts of a mixture.
-CONFIGS = (
-    {"ROWS": 1, "COLUMNS": 2048, "num_warps": 4},
-    {"ROWS": 1, "COLUMNS": 1024, "num_warps": 4},
-    {"ROWS": 2, "COLUMNS": 2048, "num_warps": 8},
-    {"ROWS": 4, "COLUMNS": 512, "num_warps": 4},
-)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -32,7 +24,7 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@kernel(CONFIGS, key=["width"])
+@kernel(tile_configs, key=["width"])
 def _forward(gate_up_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[rows, 2 width] -> [rows, width]."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
@@ -44,7 +36,7 @@ def _forward(gate_up_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.
     tl.store(out_ptr + row * width + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-@kernel(CONFIGS, key=["width"])
+@kernel(tile_configs, key=["width"])
 def _backward(
     grad_ptr, gate_up_ptr, out_ptr, rows, width,
     WITH_OUTPUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

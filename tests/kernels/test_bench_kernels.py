@@ -55,7 +55,7 @@ print(sorted(k.metadata.target.arch for kernels in caches for k in kernels.value
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     *names, architectures = done.stdout.splitlines()
-    assert names == ["[\"swiglu._forward {'ROWS': 1, 'COLUMNS': 2048, 'num_warps': 4}\"]"] * 2
+    assert names == ["[\"swiglu._forward {'ROWS': 8, 'COLUMNS': 256, 'num_warps': 4}\"]"] * 2
     assert architectures == "[80, 90]"
 
 

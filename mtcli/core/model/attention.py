@@ -11,9 +11,9 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.attention.softmax import masked_softmax
+from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
-from mtcli.kernels.random import keep_mask, stream_key
+from mtcli.kernels.random import stream_key
 
 
 class Attention(nn.Module):
@@ -71,17 +71,13 @@ class Attention(nn.Module):
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         """Attention with probabilities dropped by (query token, head, key position)."""
         assert inputs.numbers is not None, "dropout is a function of token numbers"
-        r, numbers = self.queries_per_group, inputs.numbers
+        r = self.queries_per_group
         k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
         s = k.shape[2]
         keys = torch.arange(s, device=q.device)
         mine = zigzag(s, self.cp.size, self.cp.rank, q.device)
         mask = inputs.attention_mask.mask(mine, keys)
         q = q * self.head_dim**-0.5  # first, for float16
-        probabilities = masked_softmax(matmul(q, k.transpose(-1, -2)), mask)
-        heads = torch.arange(q.shape[1], device=q.device) + self.tp_rank * q.shape[1]
-        rows = numbers[:, None, :] * self.num_heads + heads[None, :, None]  # [b, h, s]
-        # the 64-bit numbers of probabilities have no name: they would be there beside the product
-        keep = keep_mask(self.drop_key, rows[..., None] * s + keys, self.drop)
-        keep = keep.to(v.dtype).div_(1.0 - self.drop)
-        return matmul(probabilities * keep, v)
+        first_head = self.tp_rank * q.shape[1]
+        dropout = ScoreDropout(inputs.numbers, self.num_heads, first_head, self.drop_key, self.drop)
+        return matmul(masked_softmax(matmul(q, k.transpose(-1, -2)), mask, dropout), v)

@@ -179,22 +179,30 @@ def _with_dropout(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     tape, (q, *kv), size = kit.tape, qkv, kit.t.size
     all_keys = kit.work.layout.cp * heads.q
     k, v = (_per_head(kit, x, heads, all_keys) for x in kv)
-    mask = tape.new(mask_numel(kit))
+    seen = Value(tape.new(mask_numel(kit)))
     scaled = moved(kit, q, heads.q, heads.q, heads.q)
     scores = batched_gemm(kit, (scaled, k), heads.scores * size)
     tape.free(scaled, k)
-    probabilities = masked_softmax(kit, scores, heads.scores)
+    left = _dropped_softmax(kit, scores, seen, heads)
     tape.free(scores)
-    tape.moment(8 * RANDOM_BITS_PEAK * heads.scores)
-    left = tape.op(
-        [probabilities],
-        [probabilities.size],
-        new_gradients(probabilities.size),
-        more=probabilities.size,
-    )[0]
     mixed = batched_gemm(kit, (left, v), heads.q)
-    tape.free(probabilities, left, v, mask)
+    tape.free(left, v, seen)
     return then(kit, mixed, copied(kit, mixed, heads.q))
+
+
+def _dropped_softmax(kit: Kit, scores: Value, seen: Value, heads: HeadSizes) -> Value:
+    """Returns the probabilities that dropout leaves, which a GPU recomputes from the scores."""
+    tape = kit.tape
+    if not kit.by_torch:
+        made_again = [scores, seen]
+        return tape.op(
+            [scores], [scores.size], new_gradients(scores.size), saved=made_again, more=heads.lse
+        )[0]
+    probabilities = masked_softmax(kit, scores, heads.scores)
+    tape.moment(8 * RANDOM_BITS_PEAK * heads.scores)
+    size = probabilities.size
+    left = tape.op([probabilities], [size], new_gradients(size), more=size)[0]
+    return then(kit, probabilities, left)
 
 
 def _per_head(kit: Kit, x: Value, heads: HeadSizes, size: float) -> Value:
@@ -329,9 +337,7 @@ def _softmax(kit: Kit, scores: Value, *saved: Value) -> Value:
 
 
 def masked_softmax(kit: Kit, scores: Value, numel: float) -> Value:
-    """Runs softmax under an attention mask; by torch on wide copies, which are saved."""
-    if not kit.by_torch:
-        return _softmax(kit, scores)
+    """Runs softmax under an attention mask by torch, on wide copies, which are saved."""
     wide = numel * kit.t.wide
     unseen = Value(kit.tape.new(mask_numel(kit)))
     filled = moved(kit, scores, wide, scores.size, wide)

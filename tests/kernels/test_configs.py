@@ -1,10 +1,10 @@
-"""What the autotuner may choose for tiles as wide as a row depends on the width."""
+"""Defaults of tiles, and what the autotuner may choose, depend on a row's width."""
 
 import pytest
 
-from mtcli.kernels import norm
+from mtcli.kernels import gelu, norm, swiglu
 from mtcli.kernels.attention import softmax
-from mtcli.kernels.launch import full_row_configs, power_of_two
+from mtcli.kernels.launch import cdiv, full_row_configs, power_of_two
 
 
 @pytest.mark.parametrize("width", [5, 64, 768, 1024, 4096, 8192, 16384])
@@ -22,3 +22,14 @@ def test_the_default_has_16_elements_per_thread_up_to_16_warps():
     defaults = [full_row_configs(width, 2048)[0] for width in (768, 2048, 4096, 16384)]
     assert [(c["ROWS"], c["num_warps"]) for c in defaults] == [(2, 4), (1, 4), (1, 8), (1, 16)]
     assert full_row_configs(1000, 1024)[0] == {"ROWS": 1, "num_warps": 2}
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"), [(768, 256), (1024, 1024), (5632, 512), (14336, 2048), (1400, 512)]
+)
+@pytest.mark.parametrize("kernel", [gelu._forward, swiglu._forward, swiglu._backward])
+def test_a_tile_is_the_widest_of_those_that_pad_a_row_least(kernel, width, columns):
+    default, *others = kernel.configs(width)
+    assert default == {"ROWS": 2048 // columns, "COLUMNS": columns, "num_warps": 4}
+    padded = [cdiv(width, c["COLUMNS"]) * c["COLUMNS"] for c in (default, *others)]
+    assert padded == sorted(padded) and padded[0] < width + 256
