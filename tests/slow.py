@@ -11,23 +11,16 @@ SLOW = {
         "test_every_layout_is_the_one_rank_run": (
             "llama documents: world=8 tp=4 cp=2 *",
             "llama dropout: world=4 tp=2 pp=2 *",
-            "llama: world=4 tp=2 pp=2 *",
             "gpt deep: world=4 pp=4 vpp=2 *",
-            "gpt dropout: world=2 cp=2 cp_mode=all_gather",
-            "llama: world=2 cp=2 cp_mode=a2a *",
             "gpt dropout: world=2 zero=3",
-            "one key head: world=4 tp=4 *",
-            "moe early: world=4 *",
             "moe capped: world=4 * zero=3 *",
-            "moe biased: world=2 cp=2 ep=2",
             "moe lamb: world=4 *",
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },
     "test_docs.py": {
         "test_a_page_s_commands_do_what_it_says": (
-            "README.md", "checkpoints.md", "data.md", "eval.md", "experts.md", "generate.md",
-            "preprocess.md", "shard.md",
+            "README.md", "checkpoints.md", "data.md", "eval.md", "experts.md",
         ),
     },
     "test_bench_gpu.py": {
@@ -35,7 +28,9 @@ SLOW = {
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
     "test_bench_kernels.py": {
+        "test_every_entry_of_the_benchmark_gives_the_first_rivals_results_interpreted": (),
         "test_every_kernel_compiles_for_a_gpu_that_is_not_there": (),
+        "test_kernels_of_two_architectures_are_compiled_in_one_process": (),
         "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),
     },
     # commands
@@ -46,11 +41,24 @@ SLOW = {
     "test_faults.py": {
         "test_a_damaged_newest_checkpoint": ("flipped",),
         "test_a_rank_killed_in_a_save": ("commit-*",),
+        "test_a_save_that_takes_longer_than_the_timeout_ends_no_run": (),
     },
     "test_listening.py": {
+        "test_a_launcher_that_is_interrupted_prints_no_words_of_torchs": (),
+        "test_an_address_that_no_other_machine_can_use_is_refused": ("localhost-*",),
         "test_ranks_of_several_machines_listen_on_the_interface_of_the_master_alone": (),
     },
+    "test_plan.py": {
+        "test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide": (),
+    },
+    "test_shard.py": {"test_verify_says_what_was_compared_of_the_optimizer": ()},
     "test_run_folder.py": {
+        "test_a_stale_list_of_checkpoints_does_not_mix_them": (),
+        "test_beside_a_live_run_that_has_saved_nothing_no_other_starts": ("1",),
+        "test_checkpoints_of_one_name_and_other_bytes_are_not_mixed": (),
+        "test_rank_0_does_not_begin_behind_a_checkpoint_that_another_sees": ("older",),
+        "test_ranks_do_not_evaluate_different_weights_of_one_name": (),
+        "test_ranks_do_not_start_from_different_weights_of_one_name": ("ours",),
         "test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over": (),
     },
     "test_stalls.py": {
@@ -68,16 +76,82 @@ SLOW = {
     "test_aux_losses.py": {
         "test_gradients_are_those_of_the_formulas": ("4-*", "2-{'pp': 2*"),
     },
-    "test_measure_cpu.py": {"test_two_ranks_measure_every_number_of_a_mixture": ()},
+    "test_bench_train.py": {"test_contenders_have_our_losses": ("plain",)},
+    "test_console.py": {"test_every_table_of_a_plan_is_as_wide_as_the_terminal_at_most": ("60",)},
+    "test_expert_balance.py": {
+        "test_a_copy_counts_once_however_often_it_is_computed": ("with losses-2-*",),
+        "test_biases_move_by_the_loads_of_the_whole_global_batch": ("8-2-*", "6-4-*"),
+    },
+    "test_finished_run.py": {"test_the_page_of_a_long_run_is_below_five_megabytes": ()},
+    "test_fp8_runs.py": {
+        "test_a_layout_trains_as_one_rank_does_up_to_float8_s_rounding": (
+            "('moe', 2, {'ep': 2, 'zero': 1}, 'rowwise')", "('blocks', 2, {'tp': 2}, 'blockwise')",
+        ),
+    },
+    "test_gpu_path.py": {
+        "test_a_model_of_kernels_has_the_losses_and_gradients_of_torchs_functions": (
+            "mixtral of groups",
+        ),
+    },
+    "test_lambada.py": {"test_every_real_passage_is_read_and_split_in_tokens_as_words": ()},
+    "test_loss_weights.py": {
+        "test_evaluation_is_the_weighted_mean_over_all_its_batches": ("{'zero': 3}",),
+        "test_random_weights_on_a_layout_give_the_one_rank_run": (
+            "moe: world=4 cp=2 *", "llama: world=4 tp=2 cp=2 zero=3 *", "gpt deep: *",
+        ),
+        "test_weights_of_one_give_the_bits_of_no_weights": (
+            "llama dropout: *-bf16", "moe: world=4 pp=2 *-fp32",
+        ),
+    },
+    "test_measure_cpu.py": {
+        "test_a_process_ends_when_its_processor_time_is_used": (),
+        "test_two_ranks_measure_every_number_of_a_mixture": (),
+    },
+    "test_other_layouts.py": {
+        "test_any_layout_to_any_other_and_back_keeps_weights_and_optimizer": (),
+        "test_a_run_stopped_on_tp_and_pp_goes_on_on_cp_dp_and_ep_with_its_curve": ("*'zero': 3*",),
+    },
+    "test_preprocess_run.py": {
+        "test_a_killed_run_goes_on_where_it_stopped": ("9",),
+        "test_memory_does_not_grow_with_the_corpus": (),
+    },
+    "test_race.py": {
+        "test_real_articles_have_the_choices_and_likelihoods_of_lm_eval": (),
+    },
+    "test_replicas.py": {
+        "test_a_layout_of_as_many_replicas_copies_each_to_one": ("dp=2,tp=2,pp=2",),
+    },
+    "test_search.py": {
+        "test_the_search_finds_what_trying_everything_finds": ("config0-*", "config1-*"),
+    },
+    "test_strategy_state.py": {
+        "test_a_strategys_state_is_restored_on_any_layout": ("4-parallel2",),
+    },
+    "test_train_step.py": {
+        "test_evaluation_is_the_mean_loss_without_dropout_on_any_layout": ("2-{'cp': 2}-{}",),
+        "test_evaluation_takes_no_more_for_more_micro_batches": ("2-parallel2",),
+    },
+    "test_vocab_parallel.py": {
+        "test_the_loss_in_chunks_is_cross_entropy_whatever_the_chunks": (
+            "1-dtype1-3000-*", "2-dtype2-3072-True",
+        ),
+    },
     "test_compiling.py": {
         "test_compiled_blocks_give_the_losses_of_those_as_written": (
-            "tp of one key-value head", "ep and zero=3",
+            "ep and zero=3",
         ),
         "test_generated_code_gives_the_same_losses_and_one_graph_serves_every_block": (),
     },
-    "test_to_mtcli.py": {"test_any_layout_to_any_other_and_back_is_bit_exact": ("moe",)},
+    "test_to_mtcli.py": {
+        "test_any_layout_to_any_other_and_back_is_bit_exact": ("moe",),
+        "test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_tensor": (),
+        "test_two_processes_write_the_bytes_of_one": ("hf",),
+    },
     "test_context.py": {
-        "test_values_and_every_gradient_are_those_of_the_whole": ("4-*", "2-a2a-full-rows"),
+        "test_values_and_every_gradient_are_those_of_the_whole": (
+            "4-ring-causal-documents", "4-a2a-full-documents", "4-all_gather-causal-*",
+            "2-a2a-full-rows",
+        ),
         "test_flash_kernels_have_the_values_and_gradients_of_the_whole": ("all_gather-True",),
         "test_a_ring_of_8192_tokens_is_torch_s_attention": ("documents-causal",),
     },
@@ -94,6 +168,7 @@ SLOW = {
             "a key head of ranks round a ring",
             "copies of weights on CPU", "documents round a ring on CPU", "bfloat16 in float32",
         ),
+        "test_a_real_step_on_cpu_holds_what_the_plan_says": ("bfloat16", "a tied table", "lamb"),
     },
     "test_inference_model.py": {
         "test_mixtures_score_as_transformers_wherever_their_experts_are": (
@@ -102,30 +177,32 @@ SLOW = {
     },
     "test_fp16_layouts.py": {
         "test_a_layout_has_float64_s_gradients_to_rounding_and_one_rank_s_loss_scales": (
-            "('llama', 4,*", "('moe', 4, {'tp': 2*", "('gpt', 2, {'zero': 3}*",
+            "('moe', 4, {'tp': 2*",
         ),
-        "test_a_run_goes_on_with_its_loss_scale_and_updates_on_any_layout": ("2-{'cp': 2*",),
+        "test_a_run_goes_on_with_its_loss_scale_and_updates_on_any_layout": (),
     },
     "test_generate.py": {
-        "test_every_rank_of_any_layout_says_the_same": ("*-['tp=2', 'pp=2']", "llama-['tp=4']"),
+        "test_every_rank_of_any_layout_says_the_same": ("llama-['tp=2', 'pp=2']",),
     },
     "test_generate_families.py": {
-        "test_text_ends_where_either_file_says": ("gpt2", "qwen2_moe"),
+        "test_text_ends_where_either_file_says": ("gpt2",),
     },
     "test_idle_experts.py": {
         "test_what_no_token_meets_has_zero_gradients_on_every_layout": (
-            "4-{'tp': 2*", "4-{'ep': 2, 'zero': 3}-{}-all_to_all",
+            "4-{'ep': 2, 'zero': 3}-{}-all_to_all",
         ),
     },
     "test_lamb_runs.py": {
-        "test_a_run_goes_on_with_the_same_curve_on_any_layout": ("gpt-bf16*", "moe-fp64*"),
+        "test_a_run_goes_on_with_the_same_curve_on_any_layout": ("moe-fp64*",),
     },
     "test_limits.py": {
-        "test_a_line_of_600_mb_takes_less_than_300": ("a.jsonl.zst", "-"),
+        "test_a_line_of_600_mb_takes_less_than_300": ("-",),
         "test_what_is_told_of_reading_is_the_size_of_the_file_in_steps": ("", ".zst"),
     },
     "test_suggest.py": {
-        "test_the_nearest_are_the_best_of_trying_every_layout": ("*-8",),
+        "test_the_nearest_are_the_best_of_trying_every_layout": (
+            "dense-8", "few key heads-8", "moe-8",
+        ),
     },
     "test_published.py": {
         "test_steps_that_were_not_fitted_on_are_predicted_within_some_per_cent": (
@@ -141,12 +218,16 @@ SLOW = {
     "test_state.py": {
         "test_any_layout_goes_on_with_the_same_curve": ("llama-(4*",),
         "test_saving_without_a_step_between_changes_no_bit": ("gpt-(4*",),
-        "test_a_wider_precision_between_loses_nothing_of_a_narrow_run": ("*zero*", "(1, {}, {})-*"),
+        "test_a_wider_precision_between_loses_nothing_of_a_narrow_run": ("(2, {'zero': 3}, {})-fp16",),
+        "test_a_checkpoint_holds_weights_and_moments_whole_and_without_padding": ("llama",),
+        "test_a_conversion_cuts_as_a_run_of_that_layout_does": ("--cp=2,*",),
+        "test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve": ("gpt",),
+        "test_sharded_masters_are_the_same_in_a_checkpoint_as_masters_beside_weights": ("3",),
         "test_biases_of_experts_go_on_on_any_layout": ("(4,*",),
     },
     "test_state_bytes.py": {
         "test_the_planned_state_bytes_are_those_that_the_fullest_rank_allocates": (
-            "one rank, masters", "zero=1 of experts", "zero=3, odd rows", "folded", "lamb*",
+            "zero=3, odd rows", "folded", "lamb, zero=3 *",
         ),
     },
     "test_training_upcycled.py": {

@@ -8,6 +8,7 @@ python tests/test_words.py piece     # each place of one word
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -117,6 +118,7 @@ def room(path):
     return parts[0] if parts else "top"
 
 
+@functools.cache
 def names_in(path):
     """The identifiers that a file defines, each once: itself, classes, functions, arguments, fields
     and variables."""
@@ -135,6 +137,7 @@ def names_in(path):
     return [(words_of(name), line) for name, line in names.items()]
 
 
+@functools.cache
 def prose_in(path):
     """The docstrings and comments of a file, or a page, each with its first line."""
     text = path.read_text()
@@ -162,7 +165,7 @@ def places(word):
         if path.suffix == ".py" and room(path) not in ONLY_IN.get(word, (room(path),)):
             continue
         texts = names_in(path) if path.suffix == ".py" else []
-        texts += prose_in(path) if word in RETIRED else []
+        texts = [*texts, *(prose_in(path) if word in RETIRED else [])]
         for text, line in texts:
             for match in pattern.finditer(text):
                 around = " ".join(text[max(0, match.start() - 40) : match.end() + 40].split())

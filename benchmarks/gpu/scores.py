@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from harness import Entry, leaf
 
 from mtcli.core.parallel.context import _visible_half as visible_half
-from mtcli.core.parallel.context import sequence_order, zigzag
+from mtcli.core.parallel.context import in_sequence, zigzag
 from mtcli.kernels.attention.attention import (
     attention,
     attention_backward_reference,
@@ -68,8 +68,7 @@ def ring(q, k, v, ranks):
             part, part_lse = attention(mine[:, :, at], *theirs, hop == 0)
             merge_(out[:, :, at], lse[:, :, at], part, part_lse)
         mixed.append(out.to(q.dtype))
-    order = sequence_order(q.shape[2], SimpleNamespace(size=RING))
-    return torch.cat(mixed, 2)[:, :, order.to(q.device)]
+    return in_sequence(torch.cat(mixed, 2), SimpleNamespace(size=RING), 2)
 
 
 def torch_causal(q, k, v, *others):

@@ -136,11 +136,6 @@ def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
     return parts.transpose(0, 1).reshape(b, axis.size * h, s // axis.size, d)
 
 
-def sequence_order(seq_len: int, axis: Axis) -> Tensor:
-    """[s] int64: where each position stands when ranks' tokens are put one rank after another."""
-    return in_sequence(torch.arange(seq_len), axis, 0)
-
-
 class _Ring(torch.autograd.Function):
     """Partial attention against one rank's keys at a time, merged by log-sum-exp.
 

@@ -156,6 +156,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     short = q.shape[2] * wide.itemsize <= CPU_ATTENTION_ROW_BYTES
     if q.device.type == "cpu" and short and torch.is_grad_enabled():
         return cpu_attention(q, _per_head(k, q), _per_head(v, q), causal)
+    # Torch's kernel for float32 takes no groups of heads, and GEMMs would keep all scores.
+    if q.device.type != "cpu" and wide == torch.float32:
+        k, v = _per_head(k, q), _per_head(v, q)
     grouped, (wide_q, k, v) = q.shape[1] != k.shape[1], (x.to(wide) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(wide_q, k, v, is_causal=causal, enable_gqa=grouped)
     return mixed.to(q.dtype)

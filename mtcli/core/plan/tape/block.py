@@ -179,24 +179,24 @@ def _with_dropout(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     tape, (q, *kv), size = kit.tape, qkv, kit.t.size
     all_keys = kit.work.layout.cp * heads.q
     k, v = (_per_head(kit, x, heads, all_keys) for x in kv)
-    seen = Value(tape.new(mask_numel(kit)))
+    visible = Value(tape.new(mask_numel(kit)))
     scaled = moved(kit, q, heads.q, heads.q, heads.q)
     scores = batched_gemm(kit, (scaled, k), heads.scores * size)
     tape.free(scaled, k)
-    left = _dropped_softmax(kit, scores, seen, heads)
+    left = _dropped_softmax(kit, scores, visible, heads)
     tape.free(scores)
     mixed = batched_gemm(kit, (left, v), heads.q)
-    tape.free(left, v, seen)
+    tape.free(left, v, visible)
     return then(kit, mixed, copied(kit, mixed, heads.q))
 
 
-def _dropped_softmax(kit: Kit, scores: Value, seen: Value, heads: HeadSizes) -> Value:
+def _dropped_softmax(kit: Kit, scores: Value, visible: Value, heads: HeadSizes) -> Value:
     """Returns the probabilities that dropout leaves, which a GPU recomputes from the scores."""
     tape = kit.tape
     if not kit.by_torch:
-        made_again = [scores, seen]
+        recomputed = [scores, visible]
         return tape.op(
-            [scores], [scores.size], new_gradients(scores.size), saved=made_again, more=heads.lse
+            [scores], [scores.size], new_gradients(scores.size), saved=recomputed, more=heads.lse
         )[0]
     probabilities = masked_softmax(kit, scores, heads.scores)
     tape.moment(8 * RANDOM_BITS_PEAK * heads.scores)
