@@ -169,7 +169,8 @@ FAULTS = [
         "limit = self._limit(scores_bsE.shape[1] // self.build.groups.cp.size)",
         lambda f: f.m.capacity_factor > 0 and f.p.cp > 1),
     Fault("wrong scope: a sequence's balance over its whole micro-batch", "model/router.py",
-        "if inputs.shape[0] > 1 else None", "if inputs.shape[0] > 9 else None",
+        "self._balance(*each, inputs)",
+        "self._balance(*(x.sum(0, keepdim=True) for x in each), inputs)",
         lambda f: f.m.sequence_aux_loss_coeff > 0 and f.b.micro_batch_size > 1),
 ]
 # fmt: on
