@@ -17,7 +17,8 @@ from mtcli.kernels.multi_tensor import (
     TensorTable,
     chunk_of,
     fill_,
-    pointers_at,
+    load_at,
+    store_at,
 )
 
 if TYPE_CHECKING:
@@ -46,63 +47,52 @@ def adamw_reference_(
 
 @kernel()
 def _block(
-    master_at, m_at, v_at, weight_at, gradient_at, start, numel, scale, one_less_beta1, beta2,
-    one_less_beta2, eps, step, root, factor, MASKED: tl.constexpr, ALIGNED: tl.constexpr,
-    ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    addresses, start, numel, numbers, WHOLE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Updates elements start .. start + BLOCK - 1 of a tensor."""
+    master_at, m_at, v_at, weight_at, gradient_at = addresses
+    scale, one_less_beta1, beta2, one_less_beta2, eps, step, root, factor = numbers
     at = start + tl.arange(0, BLOCK)
-    inside = at < numel if MASKED else None
-    m_at, v_at = pointers_at(m_at, at, ALIGNED), pointers_at(v_at, at, ALIGNED)
-    master_at = pointers_at(master_at, at, ALIGNED)
-    g = tl.load(pointers_at(gradient_at, at, ALIGNED), mask=inside).to(tl.float32) * factor
-    m, v = tl.load(m_at, mask=inside), tl.load(v_at, mask=inside)
-    master = tl.load(master_at, mask=inside)
+    g = load_at(gradient_at, at, numel, WHOLE).to(tl.float32) * factor
+    m, v = load_at(m_at, at, numel, WHOLE), load_at(v_at, at, numel, WHOLE)
+    master = load_at(master_at, at, numel, WHOLE)
     m += (g - m) * one_less_beta1
     v = v * beta2 + g * g * one_less_beta2
     master = master * scale - step * m / (tl.sqrt(v) * root + eps)
-    tl.store(m_at, m, mask=inside)
-    tl.store(v_at, v, mask=inside)
-    tl.store(master_at, master, mask=inside)
+    store_at(m_at, at, numel, m, WHOLE)
+    store_at(v_at, at, numel, v, WHOLE)
+    store_at(master_at, at, numel, master, WHOLE)
     if ROUNDS:
-        tl.store(pointers_at(weight_at, at, ALIGNED), master, mask=inside)
+        store_at(weight_at, at, numel, master, WHOLE)
 
 
 @kernel(CONFIGS)
 def _adamw(
     table_ptr, chunks_ptr, weight_like, gradient_like, shrink, one_less_beta1, beta2,
-    one_less_beta2, eps, step, root, factor, ALIGNED: tl.constexpr, ROUNDS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    one_less_beta2, eps, step, root, factor, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates one chunk of a tensor; the arguments `_like` give dtypes alone.
 
     step is lr / (1 - beta1^t), root (1 - beta2^t)^-0.5.
     """
-    _, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
+    _, row, start, numel, decays, whole = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
-    gradient_ptr = tl.pointer_type(gradient_like.dtype.element_ty)
-    weight_ptr = tl.pointer_type(weight_like.dtype.element_ty)
-    master_at = tl.load(row + 2).to(float_ptr)
-    m_at = tl.load(row + 3).to(float_ptr)
-    v_at = tl.load(row + 4).to(float_ptr)
-    weight_at = tl.load(row + 5).to(weight_ptr)
-    gradient_at = tl.load(row + 6).to(gradient_ptr)
+    addresses = (
+        tl.load(row + 3).to(float_ptr),
+        tl.load(row + 4).to(float_ptr),
+        tl.load(row + 5).to(float_ptr),
+        tl.load(row + 6).to(tl.pointer_type(weight_like.dtype.element_ty)),
+        tl.load(row + 7).to(tl.pointer_type(gradient_like.dtype.element_ty)),
+    )
     scale = tl.where(decays != 0, shrink, 1.0)
-    # Unmasked where it can be: a mask of any length hides that 16 bytes can be read at once.
-    if start + CHUNK <= numel:
+    numbers = (scale, one_less_beta1, beta2, one_less_beta2, eps, step, root, factor)
+    if whole:
         for done in range(0, CHUNK, BLOCK):
-            _block(
-                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, scale,
-                one_less_beta1, beta2, one_less_beta2, eps, step, root, factor,
-                False, ALIGNED, ROUNDS, BLOCK,
-            )  # fmt: skip
+            _block(addresses, start + done, numel, numbers, True, ROUNDS, BLOCK)
     else:
         for done in range(0, CHUNK, BLOCK):
-            _block(
-                master_at, m_at, v_at, weight_at, gradient_at, start + done, numel, scale,
-                one_less_beta1, beta2, one_less_beta2, eps, step, root, factor,
-                True, ALIGNED, ROUNDS, BLOCK,
-            )  # fmt: skip
+            _block(addresses, start + done, numel, numbers, False, ROUNDS, BLOCK)
 
 
 def adamw_(
@@ -132,7 +122,6 @@ def adamw_(
 )
 def _adamw_op(host, table, chunks, masters, m, v, weights, decays, gradients, numbers):
     roles = (masters, m, v, weights, gradients)
-    aligned = fill_(TensorTable(host, table, chunks), roles, decays)
-    rounds = weights[0].dtype != torch.float32
-    flags = {"ALIGNED": aligned, "ROUNDS": rounds, "CHUNK": CHUNK}
+    fill_(TensorTable(host, table, chunks), roles, decays)
+    flags = {"ROUNDS": weights[0].dtype != torch.float32, "CHUNK": CHUNK}
     _adamw[(len(chunks),)](table, chunks, weights[0], gradients[0], *numbers, **flags)

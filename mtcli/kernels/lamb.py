@@ -22,7 +22,8 @@ from mtcli.kernels.multi_tensor import (
     TensorTable,
     chunk_of,
     fill_,
-    pointers_at,
+    load_at,
+    store_at,
 )
 
 if TYPE_CHECKING:
@@ -82,34 +83,54 @@ def _direction(master, m, v, decay, eps):
     return m / (tl.sqrt(v) + eps) + decay * master
 
 
+@kernel()
+def _moments_block(
+    addresses, start, numel, numbers, of_x, of_u, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Updates BLOCK elements of the moments; adds to the sums of x^2 and of u^2."""
+    master_at, m_at, v_at, gradient_at = addresses
+    one_less_beta1, beta2, one_less_beta2, eps, decay, factor = numbers
+    at = start + tl.arange(0, BLOCK)
+    g = load_at(gradient_at, at, numel, WHOLE).to(tl.float32) * factor
+    m, v = load_at(m_at, at, numel, WHOLE), load_at(v_at, at, numel, WHOLE)
+    master = load_at(master_at, at, numel, WHOLE)
+    m += (g - m) * one_less_beta1
+    v = v * beta2 + g * g * one_less_beta2
+    u = _direction(master, m, v, decay, eps)
+    if not WHOLE:
+        u = tl.where(at < numel, u, 0.0)
+    store_at(m_at, at, numel, m, WHOLE)
+    store_at(v_at, at, numel, v, WHOLE)
+    return of_x + master * master, of_u + u * u
+
+
 @kernel(CONFIGS)
 def _moments(
     table_ptr, chunks_ptr, squares_ptr, gradient_like, one_less_beta1, beta2, one_less_beta2, eps,
-    decay, factor, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    decay, factor, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates the moments; squares [chunks, 2] are the sums of x^2 and of u^2."""
-    _, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
+    _, row, start, numel, decays, whole = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
-    master_at, m_at = tl.load(row + 2).to(float_ptr), tl.load(row + 3).to(float_ptr)
-    v_at = tl.load(row + 4).to(float_ptr)
-    gradient_at = tl.load(row + 6).to(tl.pointer_type(gradient_like.dtype.element_ty))
+    addresses = (
+        tl.load(row + 3).to(float_ptr),
+        tl.load(row + 4).to(float_ptr),
+        tl.load(row + 5).to(float_ptr),
+        tl.load(row + 7).to(tl.pointer_type(gradient_like.dtype.element_ty)),
+    )
     decay = tl.where(decays != 0, decay, 0.0)
+    numbers = (one_less_beta1, beta2, one_less_beta2, eps, decay, factor)
     of_x, of_u = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for done in range(0, CHUNK, BLOCK):
-        at = start + done + tl.arange(0, BLOCK)
-        inside = at < numel
-        g = tl.load(pointers_at(gradient_at, at, ALIGNED), mask=inside, other=0.0)
-        g = g.to(tl.float32) * factor
-        m = tl.load(pointers_at(m_at, at, ALIGNED), mask=inside, other=0.0)
-        v = tl.load(pointers_at(v_at, at, ALIGNED), mask=inside, other=0.0)
-        master = tl.load(pointers_at(master_at, at, ALIGNED), mask=inside, other=0.0)
-        m += (g - m) * one_less_beta1
-        v = v * beta2 + g * g * one_less_beta2
-        u = tl.where(inside, _direction(master, m, v, decay, eps), 0.0)
-        of_x += master * master
-        of_u += u * u
-        tl.store(pointers_at(m_at, at, ALIGNED), m, mask=inside)
-        tl.store(pointers_at(v_at, at, ALIGNED), v, mask=inside)
+    if whole:
+        for done in range(0, CHUNK, BLOCK):
+            of_x, of_u = _moments_block(
+                addresses, start + done, numel, numbers, of_x, of_u, True, BLOCK
+            )
+    else:
+        for done in range(0, CHUNK, BLOCK):
+            of_x, of_u = _moments_block(
+                addresses, start + done, numel, numbers, of_x, of_u, False, BLOCK
+            )
     tl.store(squares_ptr + tl.program_id(0) * 2, tl.sum(of_x, 0))
     tl.store(squares_ptr + tl.program_id(0) * 2 + 1, tl.sum(of_u, 0))
 
@@ -129,29 +150,43 @@ def _totals(table_ptr, chunks_ptr, squares_ptr, totals_ptr, CHUNK: tl.constexpr)
     tl.store(totals_ptr + tensor * 2 + 1, tl.sum(of_u, 0), mask=chunk == 0)
 
 
+@kernel()
+def _step_block(
+    addresses, start, numel, numbers, WHOLE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Takes the step of BLOCK elements."""
+    master_at, m_at, v_at, weight_at = addresses
+    length, eps, decay = numbers
+    at = start + tl.arange(0, BLOCK)
+    m, v = load_at(m_at, at, numel, WHOLE), load_at(v_at, at, numel, WHOLE)
+    master = load_at(master_at, at, numel, WHOLE)
+    master -= length * _direction(master, m, v, decay, eps)
+    store_at(master_at, at, numel, master, WHOLE)
+    if ROUNDS:
+        store_at(weight_at, at, numel, master, WHOLE)
+
+
 @kernel(CONFIGS)
 def _step(
     table_ptr, chunks_ptr, ratios_ptr, weight_like, lr, eps, decay,
-    ALIGNED: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates the masters, and rounds them to the weights."""
-    tensor, row, start, numel, decays = chunk_of(table_ptr, chunks_ptr, CHUNK)
-    length = lr * tl.load(ratios_ptr + tensor)
+    tensor, row, start, numel, decays, whole = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
-    master_at, m_at = tl.load(row + 2).to(float_ptr), tl.load(row + 3).to(float_ptr)
-    v_at = tl.load(row + 4).to(float_ptr)
-    weight_at = tl.load(row + 5).to(tl.pointer_type(weight_like.dtype.element_ty))
-    decay = tl.where(decays != 0, decay, 0.0)
-    for done in range(0, CHUNK, BLOCK):
-        at = start + done + tl.arange(0, BLOCK)
-        inside = at < numel
-        m = tl.load(pointers_at(m_at, at, ALIGNED), mask=inside, other=0.0)
-        v = tl.load(pointers_at(v_at, at, ALIGNED), mask=inside, other=0.0)
-        master = tl.load(pointers_at(master_at, at, ALIGNED), mask=inside, other=0.0)
-        master -= length * _direction(master, m, v, decay, eps)
-        tl.store(pointers_at(master_at, at, ALIGNED), master, mask=inside)
-        if ROUNDS:
-            tl.store(pointers_at(weight_at, at, ALIGNED), master, mask=inside)
+    addresses = (
+        tl.load(row + 3).to(float_ptr),
+        tl.load(row + 4).to(float_ptr),
+        tl.load(row + 5).to(float_ptr),
+        tl.load(row + 6).to(tl.pointer_type(weight_like.dtype.element_ty)),
+    )
+    numbers = (lr * tl.load(ratios_ptr + tensor), eps, tl.where(decays != 0, decay, 0.0))
+    if whole:
+        for done in range(0, CHUNK, BLOCK):
+            _step_block(addresses, start + done, numel, numbers, True, ROUNDS, BLOCK)
+    else:
+        for done in range(0, CHUNK, BLOCK):
+            _step_block(addresses, start + done, numel, numbers, False, ROUNDS, BLOCK)
 
 
 def lamb_moments_(
@@ -188,16 +223,13 @@ def lamb_step_(
 )
 def _moments_op(host, table, chunks, masters, m, v, weights, decays, gradients, numbers):
     roles = (masters, m, v, weights, gradients)
-    aligned = fill_(TensorTable(host, table, chunks), roles, decays)
+    fill_(TensorTable(host, table, chunks), roles, decays)
     beta1, beta2, eps, decay, factor = numbers
     squares = masters[0].new_empty(len(chunks), 2)
     # Zeros, as a tensor of no elements has no program.
     totals = masters[0].new_zeros(len(masters), 2)
     betas, grid = (1.0 - beta1, beta2, 1.0 - beta2), (len(chunks),)
-    _moments[grid](
-        table, chunks, squares, gradients[0], *betas, eps, decay, factor,
-        ALIGNED=aligned, CHUNK=CHUNK,
-    )  # fmt: skip
+    _moments[grid](table, chunks, squares, gradients[0], *betas, eps, decay, factor, CHUNK=CHUNK)
     _totals[grid](table, chunks, squares, totals, CHUNK=CHUNK)
     return totals
 
@@ -207,7 +239,6 @@ def _moments_op(host, table, chunks, masters, m, v, weights, decays, gradients, 
     " Tensor[] exp_avg_sqs, Tensor(b!)[] weights, Tensor ratios, float[] numbers) -> ()"
 )
 def _step_op(host, table, chunks, masters, exp_avgs, exp_avg_sqs, weights, ratios, numbers):
-    assert host[0, 2] == masters[0].data_ptr(), "the table has what the moments were updated of"
-    aligned, rounds = not (host[:, 2:] % 16).any(), weights[0].dtype != torch.float32
-    flags = {"ALIGNED": aligned, "ROUNDS": rounds, "CHUNK": CHUNK}
+    assert host[0, 3] == masters[0].data_ptr(), "the table has what the moments were updated of"
+    flags = {"ROUNDS": weights[0].dtype != torch.float32, "CHUNK": CHUNK}
     _step[(len(chunks),)](table, chunks, ratios, weights[0], *numbers, **flags)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 CHUNK = 8192  # elements of a program
-WIDTH = 8  # columns of the table: elements, a flag, then up to 6 addresses
+WIDTH = 8  # columns of the table: elements, a flag, whether it is aligned, up to 5 addresses
 
 
 class OptimizerTensors(NamedTuple):
@@ -61,42 +61,53 @@ def tensor_table(like: Sequence[Tensor]) -> TensorTable:
     return TensorTable(host, host.to(device, copy=True), torch.cat(pairs).to(device))
 
 
-def fill_(table: TensorTable, roles: Sequence[Sequence[Tensor]], flags: Sequence[bool]) -> bool:
+def fill_(table: TensorTable, roles: Sequence[Sequence[Tensor]], flags: Sequence[bool]) -> None:
     """Writes a row for each tensor: its elements, its flag, and its address in each role.
 
-    `roles` holds for masters, moments, ... a contiguous tensor of each row. The table is sent to
-    the device where an address has changed. Returns whether all addresses are multiples of 16
-    bytes.
+    `roles` holds for masters, moments, ... a contiguous tensor of each row; the row is aligned if
+    all its addresses are multiples of 16 bytes. The table is sent to the device where an address
+    has changed.
     """
     rows = []
     for flag, *tensors in zip(flags, *roles, strict=True):
         numel = tensors[0].numel()
         assert all(x.is_contiguous() and x.numel() == numel for x in tensors), f"{numel} elements"
         addresses = [x.data_ptr() for x in tensors]
-        rows.append([numel, int(flag), *addresses, *[0] * (WIDTH - 2 - len(addresses))])
+        aligned = all(address % 16 == 0 for address in addresses)
+        rows.append([numel, flag, aligned, *addresses, *[0] * (WIDTH - 3 - len(addresses))])
     if rows != table.host.tolist():
         table.host.copy_(torch.tensor(rows))
         table.table.copy_(table.host, non_blocking=True)
-    return all(address % 16 == 0 for row in rows for address in row[2:])
 
 
 @kernel()
 def chunk_of(table_ptr, chunks_ptr, CHUNK: tl.constexpr):
-    """(tensor, its row of the table, first element, elements, flag) of this program's chunk."""
+    """(tensor, its row of the table, first element, elements, flag) of this program's chunk, and
+    whether it is whole: of CHUNK elements, all of them at multiples of 16 bytes."""
     at = chunks_ptr + tl.program_id(0) * 2
     tensor = tl.load(at)
-    row = table_ptr + tensor * 8
-    return tensor, row, tl.load(at + 1) * CHUNK, tl.load(row), tl.load(row + 1)
+    row, start = table_ptr + tensor * 8, tl.load(at + 1) * CHUNK
+    numel = tl.load(row)
+    whole = (start + CHUNK <= numel) & (tl.load(row + 2) != 0)
+    return tensor, row, start, numel, tl.load(row + 1), whole
 
 
 @kernel()
-def pointers_at(ptr, at, ALIGNED: tl.constexpr):
-    """Pointers to the consecutive elements `at`; if ALIGNED, 16 bytes are read at once.
+def load_at(ptr, at, numel, WHOLE: tl.constexpr):
+    """The consecutive elements `at` of a tensor, 0 past its end; of a whole chunk by 16 bytes.
 
-    The compiler is told so here, of the block of pointers: told of an address in the table, it
-    forgets when the address is cast to a pointer.
+    The compiler is told of the block of pointers: told of an address in the table, it forgets when
+    the address is cast to a pointer. A mask of any length would hide it too.
     """
-    pointers = ptr + at
-    if ALIGNED:
-        pointers = tl.multiple_of(pointers, 16)
-    return pointers
+    if WHOLE:
+        return tl.load(tl.multiple_of(ptr + at, 16))
+    return tl.load(ptr + at, mask=at < numel, other=0.0)
+
+
+@kernel()
+def store_at(ptr, at, numel, x, WHOLE: tl.constexpr):
+    """Writes the elements that `load_at` reads."""
+    if WHOLE:
+        tl.store(tl.multiple_of(ptr + at, 16), x)
+    else:
+        tl.store(ptr + at, x, mask=at < numel)

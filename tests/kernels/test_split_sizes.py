@@ -8,15 +8,18 @@ from mtcli.kernels.limits import CPU_BLOCK_BYTES, LOSS_CHUNK_BYTES, block_rows, 
 @pytest.mark.parametrize(
     ("row_bytes", "rows"),
     [
-        (2 * 128 * 1024, 1024),  # 16 bits of 128k columns: 2**28 / 2**18
-        (2 * 50304, 2560),  # 2668 fit, which is 20.8 times 128
-        (2**28 // 100, 100),  # fewer than 128 fit
-        (2**29, 1),
+        (2 * 128 * 1024, 4096),  # 16 bits of 128k columns: 1 GiB
+        (2 * 50304, 4096),  # 393 MiB
+        (2 * 256 * 1024, 2048),  # 1 GiB holds no more
+        (4 * 200_000, 1280),  # 1342 fit, which is 10.5 times 128
+        (2 * 16 * 1024, 8192),  # 256 MiB
+        (2**30 // 100, 100),  # fewer than 128 fit
+        (2**31, 1),
     ],
 )
-def test_a_chunk_of_the_loss_is_as_many_rows_as_fit_in_tiles_of_128(row_bytes, rows):
+def test_a_chunk_of_the_loss_is_4096_tokens_where_that_is_256_to_1024_mib(row_bytes, rows):
     assert chunk_rows(row_bytes) == rows
-    assert rows * row_bytes <= LOSS_CHUNK_BYTES or rows == 1
+    assert rows * row_bytes <= LOSS_CHUNK_BYTES[1] or rows == 1
 
 
 @pytest.mark.parametrize(

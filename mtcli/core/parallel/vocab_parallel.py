@@ -222,8 +222,9 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward pass has made, times the gradient of the scaled sum."""
-        of_x, of_weight = ctx.saved_tensors
-        of_weight = (of_weight * grad).to(ctx.dtype)
+        of_x, wide = ctx.saved_tensors
+        # In one pass over the sum, which is wider than the weight where there were several chunks.
+        of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
         return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None
 
 
@@ -240,7 +241,7 @@ def losses_in_chunks(
 
 
 def chunks(x_TD: Tensor, weight_VD: Tensor) -> list[slice]:
-    """Rows whose logits fill LOSS_CHUNK_BYTES at most, in multiples of 128 if any fit."""
+    """Rows whose logits are made at a time: see `limits.chunk_rows`."""
     step = chunk_rows(weight_VD.shape[0] * x_TD.element_size(), LOSS_CHUNK_BYTES)
     return [slice(i, min(i + step, len(x_TD))) for i in range(0, len(x_TD), step)]
 

@@ -39,7 +39,7 @@ def weights_of(weighted):
 
 def lost(runtime, dtype, chunk_bytes, weighted):
     """Of each vocabulary (its losses, its scaled sum, gradients of x and table, losses alone)."""
-    vocab_parallel.LOSS_CHUNK_BYTES = chunk_bytes  # of this forked process
+    vocab_parallel.LOSS_CHUNK_BYTES = chunk_bytes, chunk_bytes  # of this forked process
     with interpreted():
         return [_lost(runtime, dtype, vocab, weights_of(weighted)) for vocab in VOCABS]
 
@@ -108,7 +108,7 @@ def test_chunks_fit_their_bytes_and_cover_every_row(monkeypatch):
         (5, 50, 2**28, [5]),
     ):
         x, weight = torch.empty(tokens, 2, dtype=torch.bfloat16), torch.empty(columns, 2)
-        monkeypatch.setattr(vocab_parallel, "LOSS_CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(vocab_parallel, "LOSS_CHUNK_BYTES", (chunk_bytes, chunk_bytes))
         rows = vocab_parallel.chunks(x, weight)
         assert [part.stop - part.start for part in rows] == lengths
         assert torch.equal(
