@@ -28,7 +28,6 @@ SLOW = {
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
     "test_bench_kernels.py": {
-        "test_every_entry_of_the_benchmark_gives_the_first_rivals_results_interpreted": (),
         "test_every_kernel_compiles_for_a_gpu_that_is_not_there": (),
         "test_kernels_of_two_architectures_are_compiled_in_one_process": (),
         "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),
@@ -218,7 +217,9 @@ SLOW = {
     "test_state.py": {
         "test_any_layout_goes_on_with_the_same_curve": ("llama-(4*",),
         "test_saving_without_a_step_between_changes_no_bit": ("gpt-(4*",),
-        "test_a_wider_precision_between_loses_nothing_of_a_narrow_run": ("(2, {'zero': 3}, {})-fp16",),
+        "test_a_wider_precision_between_loses_nothing_of_a_narrow_run": (
+            "(2, {'zero': 3}, {})-fp16",
+        ),
         "test_a_checkpoint_holds_weights_and_moments_whole_and_without_padding": ("llama",),
         "test_a_conversion_cuts_as_a_run_of_that_layout_does": ("--cp=2,*",),
         "test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve": ("gpt",),
