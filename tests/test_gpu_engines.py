@@ -123,7 +123,7 @@ def test_the_phases_of_a_step_are_in_order_by_the_devices_clock():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_in_several_chunks_has_the_gradients_of_float64(monkeypatch, dtype):
     tokens, hidden, vocabulary = 300, 64, 512
-    monkeypatch.setattr(vocab_parallel, "LOSS_CHUNK_BYTES", 128 * vocabulary * dtype.itemsize)
+    monkeypatch.setattr(vocab_parallel, "LOSS_CHUNK_BYTES", (0, 128 * vocabulary * dtype.itemsize))
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
     made = [torch.randn(n, hidden, generator=generator) / 4 for n in (tokens, vocabulary)]
     x, table = (one.to(device, dtype).requires_grad_() for one in made)

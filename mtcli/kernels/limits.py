@@ -7,8 +7,8 @@ CPU_ATTENTION_LSE_ROW_BYTES = 512
 # Scores of the heads, or logits of the rows, that a CPU takes through all passes: an L2 cache.
 CPU_BLOCK_BYTES = 2**20
 # Tokens whose logits the loss makes at a time on a GPU. Each chunk reads and writes the gradient of
-# the weight in float32, 8 V D bytes beside 6 tokens V D operations: on an H200 6 % of their time at
-# 4096 tokens, 24 % at 1024. These are the least and the most bytes of a chunk's logits.
+# the weight in float32, 8 V D bytes beside 6 tokens V D operations: at an H200's rates 6 % of their
+# time at 4096 tokens, 24 % at 1024. These are the least and the most bytes of a chunk's logits.
 LOSS_CHUNK_ROWS, LOSS_CHUNK_BYTES = 4096, (2**28, 2**30)
 
 # 64-bit numbers per element alive at the peak of drawing a dropout mask by torch, in random.py:
