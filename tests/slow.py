@@ -28,7 +28,6 @@ SLOW = {
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
     "test_bench_kernels.py": {
-        "test_every_kernel_compiles_for_a_gpu_that_is_not_there": (),
         "test_kernels_of_two_architectures_are_compiled_in_one_process": (),
         "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),
     },
