@@ -3,10 +3,10 @@
     python benchmarks/gpu/bench_kernels.py                        # measure; writes a JSON file
     python benchmarks/gpu/bench_kernels.py --tune                 # first choose each kernel's best configuration
     python benchmarks/gpu/bench_kernels.py --device cpu --smoke   # each entry once, small, interpreted
-    python benchmarks/gpu/bench_kernels.py --compile 90           # each kernel, for a GPU that is not there
 
 Outputs and gradients are compared before anything is timed. Each entry is written when it is done;
 a run that was cut short, or an entry that failed, does not keep the next run from the others.
+compile.py compiles them without a GPU.
 """  # noqa: E501
 
 import argparse
@@ -26,13 +26,11 @@ def main() -> None:
 
     import torch
 
-    if args.device == "cuda" and not args.compile and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no GPU here; try --device cpu --smoke", file=sys.stderr)
         sys.exit(2)
     wanted = [e for e in entries() if not args.only or e.name in args.only]
-    if args.compile:
-        compile_all(wanted, args.compile, args.first)
-    elif args.smoke:
+    if args.smoke:
         smoke(wanted, args.device)
     else:
         measure(wanted, args)
@@ -52,8 +50,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="run each entry once, on small inputs")
-    parser.add_argument("--compile", type=int, metavar="SM", help="compile for a GPU, such as 90")
-    parser.add_argument("--first", action="store_true", help="compile the default choices alone")
     parser.add_argument("--tune", action="store_true", help="choose configurations, and keep them")
     parser.add_argument("--only", nargs="*", default=[], help="names of entries")
     parser.add_argument("--repeats", type=int, default=3)
@@ -81,23 +77,6 @@ def smoke(entries, device) -> None:
                 ours = make(entry, entry.ours, arguments)
                 agree(entry, ours, theirs, torch.float32)
             print(f"{entry.name} {name}: as {next(iter(entry.rivals))}")
-
-
-def compile_all(entries, arch, first) -> None:
-    """Compiles what every entry launches, in each of its dtypes and in float32."""
-    import torch
-    from harness import passes
-
-    from mtcli.kernels.ahead_of_time import compiled_for
-
-    for entry in entries:
-        for dtype in entry.dtypes if first else {*entry.dtypes, torch.float32}:
-            arguments = entry.make("cpu", dtype, *(entry.compiled or entry.small))
-            with compiled_for("cuda", arch, 32, default_only=first) as names:
-                for make in passes(entry).values():
-                    make(entry, entry.ours, arguments)()
-            for name in dict.fromkeys(names):
-                print(f"{entry.name} {str(dtype).removeprefix('torch.')}: {name}")
 
 
 def measure(entries, args) -> None:

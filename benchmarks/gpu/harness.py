@@ -1,4 +1,4 @@
-"""What a kernel's benchmark is, and how one is checked, timed and compiled.
+"""What a kernel's benchmark is, and how one is checked and timed.
 
 An entry names our function and its rivals, the first of which says what is right. The floors, a
 copy's bandwidth and a product's rate, are measured in the same run, and every time is also given as
@@ -36,7 +36,6 @@ class Entry:
     forward_flops: Callable[..., int] = lambda *size: 0
     backward_flops: Callable[..., int] = lambda *size: 0
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    compiled: tuple[int, ...] | None = None  # a size for --compile; None is `small`
     chosen: tuple[str, ...] = ()  # rivals that a wrapper calls where they are faster than ours
     magnitudes: Callable[..., Sequence[int]] = lambda *size: size[-1:]  # what that depends on
     torch_compiles: str | None = None  # the rival for torch.compile; None is the first

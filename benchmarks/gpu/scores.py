@@ -171,20 +171,19 @@ def document_flops(products):
 
 CHOSEN = {
     "chosen": tuple(LIBRARIES), "magnitudes": lambda b, h, g, n, m, d: tuned_sizes(m, d),
-    "torch_compiles": "", "compiled": (1, 4, 2, 256, 128, 128),
+    "torch_compiles": "",
 }  # fmt: skip
 
 # fmt: off
 ENTRIES = [
     Entry("flash", causal, {"torch": torch_causal}, heads, SIZES, (1, 4, 2, 37, 20),
         backward_bytes=lambda itemsize, *size: 0, forward_flops=causal_flops(2),
-        backward_flops=causal_flops(5), compiled=(1, 4, 2, 256, 128)),
+        backward_flops=causal_flops(5)),
     Entry("flash_documents", documents, {"torch": torch_documents}, with_spans, SIZES[:1],
         (1, 4, 2, 37, 20), backward_bytes=lambda itemsize, *size: 0,
-        forward_flops=document_flops(2), backward_flops=document_flops(5),
-        compiled=(1, 4, 2, 256, 128)),
+        forward_flops=document_flops(2), backward_flops=document_flops(5)),
     Entry("ring_of_4", ring, {"torch": torch_causal}, cut, [(1, 32, 8, 32768, 128)],
-        (1, 4, 2, 64, 20), forward_flops=causal_flops(2), compiled=(1, 4, 2, 256, 128)),
+        (1, 4, 2, 64, 20), forward_flops=causal_flops(2)),
     Entry("attention", block_of(flash, None, None),
         {"torch": by_group, **{name: block_of(lib.forward) for name, lib in LIBRARIES.items()}},
         block, BLOCKS, (1, 4, 2, 37, 20, 20), forward_flops=block_flops(2), **CHOSEN),
@@ -195,6 +194,5 @@ ENTRIES = [
         **CHOSEN),
     Entry("merge", our_merge, {"torch": torch_merge}, two_results,
         [(1, 32, 4096, 128)], (2, 3, 37, 20),
-        lambda itemsize, b, h, n, d: b * h * n * d * (8 + itemsize), torch_compiles="",
-        compiled=(1, 4, 64, 128)),
+        lambda itemsize, b, h, n, d: b * h * n * d * (8 + itemsize), torch_compiles=""),
 ]

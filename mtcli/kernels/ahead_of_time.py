@@ -9,22 +9,22 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from mtcli.kernels.launch import CompileOnly, launch_mode
+from mtcli.kernels.launch import Compilation, CompileOnly, launch_mode
 
 
 @contextmanager
 def compiled_for(
     backend: str, arch: int, warp_size: int, *, default_only: bool = False
-) -> Iterator[list[str]]:
+) -> Iterator[list[Compilation]]:
     """Inside, launches on CPU tensors only compile: each kernel's default config, or all of them.
 
     Nothing runs, so results are uninitialised memory. Yields a list that fills with what was
-    compiled, such as "swiglu._forward {'ROWS': 1}".
+    compiled, and with what could not be.
     """
     driver.set_active(OfflineDriver(backend, arch, warp_size))
     mode = CompileOnly(default_only)
     with launch_mode(mode):
-        yield mode.compiled
+        yield mode.compilations
 
 
 class OfflineDriver(DriverBase):

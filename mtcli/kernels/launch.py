@@ -30,11 +30,23 @@ Configs = Sequence[LaunchConfig]
 
 
 @dataclass(frozen=True)
+class Compilation:
+    """A kernel that was compiled with a config, or the error that Triton or ptxas gave."""
+
+    name: str
+    config: LaunchConfig
+    is_default: bool
+    # triton's CompiledKernel, with `asm` and `metadata`; None beside an error.
+    compiled: Any = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class CompileOnly:
     """The mode in which launches on CPU tensors compile and do not run: see ahead_of_time.py."""
 
     default_only: bool
-    compiled: list[str] = field(default_factory=list)
+    compilations: list[Compilation] = field(default_factory=list)
 
 
 LaunchMode = CompileOnly | Literal["interpreted", "fake"]
@@ -151,9 +163,9 @@ class TritonKernel:
         sizes = [arguments[i] for i in self.key]
         configs, default = self.configs(*sizes), self.default(*sizes)
         if isinstance(mode, CompileOnly):
-            for config in (default, *(() if mode.default_only else configs)):
-                launch(config, warmup=True)
-                mode.compiled.append(f"{self.name} {dict(config)}")
+            others = () if mode.default_only else [c for c in configs if c != default]
+            for config in (default, *others):
+                mode.compilations.append(self._compile(launch, config, config is default))
         elif mode is not None or len(configs) == 1:
             launch(default)
         else:
@@ -167,10 +179,21 @@ class TritonKernel:
         constants: Any,
         config: LaunchConfig,
         warmup: bool = False,
-    ) -> None:
+    ) -> Any:
         # Triton launches on the current device.
         with torch.cuda.device_of(arguments[0]):
-            self.jitted.run(*arguments, grid=grid, warmup=warmup, **constants, **config)
+            return self.jitted.run(*arguments, grid=grid, warmup=warmup, **constants, **config)
+
+    def _compile(
+        self, launch: Callable[..., Any], config: LaunchConfig, is_default: bool
+    ) -> Compilation:
+        compiled, error = None, ""
+        # Whatever Triton raises of one kernel: the others are compiled all the same.
+        try:
+            compiled = launch(config, warmup=True)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        return Compilation(self.name, dict(config), is_default, compiled, error)
 
 
 def kernel(

@@ -1,0 +1,219 @@
+"""Reads what a compiled kernel costs from its machine code: no GPU and no CUDA toolkit needed.
+
+cuobjdump and nvdisasm are in Triton's wheel. Spilled bytes are those of the instructions that reach
+local memory, which are the numbers that `ptxas -v` prints.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WARP = 32
+KIB = 1024
+
+
+class Device(NamedTuple):
+    """A multiprocessor (SM): CUDA C++ programming guide, table of technical specifications.
+
+    `tensor` is FLOP per cycle of dense 16-bit GEMMs with float32 sums; float32 as tf32 has half.
+    """
+
+    program_kib: int  # shared memory that one program may have
+    shared_kib: int
+    threads: int
+    programs: int
+    tensor: int
+    registers: int = 65536
+    schedulers: int = 4
+    exponentials: int = 16  # per cycle
+
+
+DEVICES = {
+    80: Device(163, 164, 2048, 32, 2048),
+    86: Device(99, 100, 1536, 16, 1024),
+    89: Device(99, 100, 1536, 24, 1024),
+    90: Device(227, 228, 2048, 32, 4096),
+    100: Device(227, 228, 2048, 32, 8192),
+}
+# Instructions by what they stand for.
+KINDS = {
+    "wgmma": ("HGMMA", "IGMMA", "QGMMA"),
+    "mma": ("HMMA", "IMMA", "QMMA"),
+    "tcgen05": ("UTCHMMA", "UTCQMMA"),
+    "tma": ("UTMALDG", "UBLKCP"),
+    "cp.async": ("LDGSTS",),
+    "atomic": ("ATOM", "ATOMG", "RED", "REDG"),
+    "double": ("DFMA", "DADD", "DMUL"),
+}
+LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
+BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # of an access; others have 4
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One iteration of a program: cycles that a whole SM would take for each part, and bytes."""
+
+    tensor: float
+    issue: float
+    exponentials: float
+    spilled: int  # accesses of local memory per thread
+    loaded_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What a kernel needs of an SM, and how it reaches memory."""
+
+    warps: int
+    registers: int
+    shared_bytes: int
+    spill_stores: int  # bytes per thread
+    spill_loads: int
+    programs: int  # that one SM holds at once
+    limited_by: str
+    load_bits: float  # of the access of global memory that a byte comes by, on average
+    store_bits: float
+    in_flight_kib: float  # loads that a full SM waits for at once
+    multiplies: bool
+    serialized: bool  # each wgmma waits for the one before it
+    units: dict[str, int]
+    loop: Loop  # that multiplies most or, without any, loads most; the whole kernel without loops
+
+
+def machine_code(compiled: Any, arch: int) -> MachineCode:
+    """The costs of a kernel that Triton compiled for an architecture, such as 90."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        used = _tool("cuobjdump", "-res-usage", file.name)
+        lines = list(_instructions(_tool("nvdisasm", "-c", file.name)))
+    registers, static = (int(re.search(rf"{key}:(\d+)", used)[1]) for key in ("REG", "SHARED"))
+    data, code = compiled.metadata, Counter(name for name, _ in lines if name[0] != ".")
+    warps, shared = data.num_warps, max(data.shared, static)
+    programs, limited_by = occupancy(DEVICES[arch], registers, warps, shared)
+    units = {kind: _count(code, names) for kind, names in KINDS.items()}
+    loop = _busiest([*loops(lines), code], warps, DEVICES[arch])
+    return MachineCode(
+        warps=warps,
+        registers=registers,
+        shared_bytes=shared,
+        spill_stores=_bytes(code, ("STL",)),
+        spill_loads=_bytes(code, ("LDL",)),
+        programs=programs,
+        limited_by=limited_by,
+        load_bits=_bits(code, LOADS),
+        store_bits=_bits(code, STORES),
+        in_flight_kib=programs * loop.loaded_bytes / KIB,
+        multiplies="tt.dot" in compiled.asm["ttir"],
+        serialized=1 < units["wgmma"] <= code["WARPGROUP.DEPBAR.LE"],
+        units={kind: count for kind, count in units.items() if count},
+        loop=loop,
+    )
+
+
+def occupancy(device: Device, registers: int, warps: int, shared: int) -> tuple[int, str]:
+    """(programs that an SM holds, what limits them)."""
+    # A warp's registers come in units of 256 and stay on one of the schedulers.
+    each = -(-max(registers, 16) // 8) * 8 * WARP
+    warps_each = device.registers // device.schedulers // each
+    bounds = {
+        "threads": device.threads // (warps * WARP),
+        "registers": warps_each * device.schedulers // warps,
+        "shared": device.shared_kib * KIB // (-(-shared // 128) * 128 + KIB),
+        "programs": device.programs,
+    }
+    by = min(bounds, key=bounds.__getitem__)
+    return bounds[by], by
+
+
+def loops(lines: list[tuple[str, str]]) -> list[Counter[str]]:
+    """The instructions of every loop, innermost ones first, without those of loops inside."""
+    labels = {name: i for i, (name, _) in enumerate(lines) if name[0] == "."}
+    spans = [(labels[to], i) for i, (_, to) in enumerate(lines) if labels.get(to, i) < i]
+    taken: set[int] = set()
+    found = []
+    for first, last in sorted(spans, key=lambda span: span[1] - span[0]):
+        inside = [i for i in range(first, last + 1) if i not in taken]
+        taken.update(inside)
+        found.append(Counter(lines[i][0] for i in inside if lines[i][0][0] != "."))
+    return found
+
+
+def _busiest(bodies: list[Counter[str]], warps: int, device: Device) -> Loop:
+    """The loop that a program spends its time in; the last body is the whole kernel."""
+    found = [_loop(body, warps, device) for body in bodies]
+    if any(loop.tensor for loop in found):
+        return max(found[:-1] or found, key=lambda loop: loop.tensor)
+    return max((x for x in found[:-1] if x.loaded_bytes), key=_traffic, default=found[-1])
+
+
+def _traffic(loop: Loop) -> int:
+    return loop.loaded_bytes + loop.stored_bytes
+
+
+def _loop(body: Counter[str], warps: int, device: Device) -> Loop:
+    flop = sum(count * _flop(name, warps) for name, count in body.items())
+    exponentials = sum(count for name, count in body.items() if name.startswith("MUFU"))
+    return Loop(
+        tensor=flop / device.tensor,
+        issue=sum(body.values()) * warps / device.schedulers,
+        exponentials=exponentials * warps * WARP / device.exponentials,
+        spilled=_count(body, ("LDL", "STL")),
+        loaded_bytes=_bytes(body, LOADS) * warps * WARP,
+        stored_bytes=_bytes(body, STORES) * warps * WARP,
+    )
+
+
+def _flop(name: str, warps: int) -> float:
+    """FLOP of an instruction by all warps of a program, those of tf32 twice as they are as slow."""
+    word, *parts = name.split(".")
+    scale = 2 if "TF32" in parts else 1
+    if word in KINDS["wgmma"]:  # of a warpgroup: 64 x N x K
+        m, n, k = (int(size) for size in parts[0].split("x"))
+        return scale * 2 * m * n * k * warps / 4
+    if word in KINDS["mma"]:  # of a warp: 16 x 8 x K
+        return scale * 2 * 16 * 8 * int(parts[0][3:]) * warps
+    return 0.0
+
+
+def _count(code: Counter[str], words: tuple[str, ...]) -> int:
+    return sum(count for name, count in code.items() if name.split(".")[0] in words)
+
+
+def _width(name: str) -> int:
+    """Bytes of a thread's access."""
+    return next((BYTES[part] for part in name.split(".") if part in BYTES), 4)
+
+
+def _bytes(code: Counter[str], words: tuple[str, ...]) -> int:
+    return sum(n * _width(name) for name, n in code.items() if name.split(".")[0] in words)
+
+
+def _bits(code: Counter[str], words: tuple[str, ...]) -> float:
+    """The mean over bytes: a few scalars beside 16 bytes at once do not count for much."""
+    widths = {name: _width(name) for name in code if name.split(".")[0] in words}
+    total = sum(code[name] * width for name, width in widths.items())
+    return 8 * sum(code[name] * width**2 for name, width in widths.items()) / max(1, total)
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    """(instruction with its modifiers, or a label; the label that it branches to), in order."""
+    pattern = re.compile(
+        r"^(\.L\w+):|/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]+)([^;]*)", re.M
+    )
+    for label, name, rest in pattern.findall(text):
+        target = re.search(r"`\((\.L\w+)\)", rest) if name.startswith("BRA") else None
+        yield label or name, target[1] if target else ""
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout

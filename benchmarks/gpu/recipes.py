@@ -1,0 +1,198 @@
+"""What compile.py compiles: every entry of the benchmark, at the sizes by which its kernels differ.
+
+Nothing is computed, so tensors have few rows: a kernel is the same for any number of them. Cases
+that no benchmark measures stand at the end.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import elementwise
+import mixture
+import scores
+import torch
+import updates
+from harness import Entry, leaf, seeded
+
+from mtcli.kernels.attention.softmax import masked_softmax
+from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
+from mtcli.kernels.multi_tensor import OptimizerTensors, tensor_table
+from mtcli.kernels.permute import sort_copies
+from mtcli.kernels.top_k import TopKRouting, route
+
+HEADS = (16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384)
+VOCABULARIES = (50257, 128256)
+EXPERTS = ((8, 2), (16, 4), (60, 4), (64, 6), (128, 8), (256, 8))
+Size = tuple[int, ...]
+
+
+class Shapes(NamedTuple):
+    """`label` are the sizes of a benchmark by which kernels differ, `small` a size of the same."""
+
+    label: Callable[..., Size]
+    small: Callable[..., Size]
+    more: tuple[Size, ...] = ()  # labels that no benchmark has
+
+
+class Case(NamedTuple):
+    """An entry at one size, such as "flash 128"; `sizes` are those of the benchmark it stands for.
+
+    Of 16-bit dtypes an entry takes any, and of float32 alone that one.
+    """
+
+    entry: Entry
+    small: Size
+    sizes: tuple[Size, ...]
+
+    def dtypes(self, asked: list[torch.dtype]) -> list[torch.dtype]:
+        """Those of `asked`, or what the entry is for."""
+        return asked if torch.bfloat16 in self.entry.dtypes else list(self.entry.dtypes)
+
+
+def last(*more: int) -> Shapes:
+    """64 rows of the last size."""
+    return Shapes(lambda *size: size[-1:], lambda width: (64, width), tuple((n,) for n in more))
+
+
+def experts_and_k(*more: Size) -> Shapes:
+    return Shapes(lambda *size: size[-2:], lambda e, k: (64, e, k), more)
+
+
+def shrunk(size: int) -> int:
+    """A small size with the remainder of a large one: it is as (un)aligned."""
+    return 256 + size % 256
+
+
+HEAD = Shapes(
+    lambda b, h, g, n, d: (d,), lambda d: (1, 8, 2, 256, d), tuple((d,) for d in HEADS)
+)  # fmt: skip
+BLOCK = Shapes(  # of a ring: as many keys as queries are causal, half of them are seen whole
+    lambda b, h, g, n, m, d: (d, n // m), lambda d, part: (1, 8, 2, 256, 256 // part, d)
+)
+ANY = Shapes(lambda *size: (), lambda: (4096,))
+OPTIMIZER = Shapes(lambda *size: (), lambda: (2, 4096))
+SHAPES = {
+    "flash": HEAD,
+    "flash_documents": HEAD._replace(more=((64,), (128,))),
+    "ring_of_4": HEAD._replace(more=()),
+    "attention": BLOCK,
+    "attention_backward": BLOCK,
+    "merge": Shapes(lambda b, h, n, d: (d,), lambda d: (1, 8, 64, d)),
+    "rms_norm": last(*WIDTHS),
+    "layer_norm": last(*WIDTHS),
+    "add_rms_norm": last(*WIDTHS),
+    "add_layer_norm": last(*WIDTHS),
+    "gelu": last(3072, 6400),
+    "gelu_tanh": last(3072),
+    "gelu_again": last(3072),
+    "swiglu": last(768, 28672),
+    "swiglu_again": last(768, 28672),
+    "dropout_add": last(1600),
+    "rotate": Shapes(
+        lambda b, s, h, g, d: (h, g, d), lambda h, g, d: (2, 64, h, g, d), ((16, 16, 72),)
+    ),
+    "masked_softmax": Shapes(lambda b, h, n: (n,), lambda n: (1, 2, n)),
+    "cross_entropy": last(),
+    "linear_cross_entropy": Shapes(lambda t, d, v: (v,), lambda v: (64, 64, v)),
+    "fp8_quantize": Shapes(
+        lambda rows, columns, block, transposed: (block, transposed),
+        lambda block, transposed: (128, 4096, block, transposed),
+    ),
+    "normal": ANY,
+    "route": experts_and_k(*EXPERTS),
+    "sort_copies": experts_and_k(*EXPERTS),
+    "permute": Shapes(
+        lambda t, width, e, k: (width, e, k), lambda *label: (64, *label), ((768, 60, 4),)
+    ),
+    "unpermute": Shapes(
+        lambda t, width, e, k: (width, e, k), lambda *label: (64, *label), ((768, 60, 4),)
+    ),
+    "grouped_linear": Shapes(
+        lambda *size: size,
+        lambda e, each, inner, width: (e, min(each, 1024), shrunk(inner), shrunk(width)),
+        ((6, 1024, 2056, 1400),),
+    ),
+    "adamw": OPTIMIZER,
+    "lamb": OPTIMIZER,
+    "compress": ANY,
+    "decompress": ANY,
+    # Not measured.
+    "cross_entropy_padded": last(*VOCABULARIES),
+    "softmax_of_all": Shapes(tuple, lambda n: (1, 2, n), ((1024,),)),
+    "route_groups": experts_and_k((64, 6), (256, 8)),
+    "sort_with_capacity": experts_and_k((8, 2)),
+    "adamw_unaligned": OPTIMIZER._replace(more=((),)),
+    "lamb_unaligned": OPTIMIZER._replace(more=((),)),
+}
+
+
+def padded(device, dtype, rows, valid):
+    """Logits of a vocabulary that is padded to a multiple of 128, as the model's shards are."""
+    logits, target = elementwise.logits(device, dtype, rows, -(-valid // 128) * 128)
+    return logits, target % valid, valid
+
+
+def padded_cross_entropy(logits, target, valid):
+    top, sums, _ = row_parts(logits, target, valid)
+    return logits_gradient_(logits, top + sums.log(), target, torch.ones_like(top), valid)
+
+
+def choose_within_groups(logits, k):
+    routing = TopKRouting(k, False, True, groups=8, top_groups=4)
+    return route(logits, torch.zeros(logits.shape[1]), routing)[:2]
+
+
+def sort_with_capacity(x, experts, num_experts):
+    kept = torch.ones_like(experts, dtype=torch.bool)
+    copies = sort_copies(x, experts, kept, num_experts, 64)
+    return copies.counts, copies.places
+
+
+def unaligned(device, dtype, tensors, numel):
+    """Tensors of an optimizer, the last at an address that is no multiple of 16 bytes."""
+
+    def made(dtype=torch.float32):
+        last_one = seeded((numel + 1,), dtype, device)[1:]
+        return [*(seeded((numel,), dtype, device) for _ in range(tensors - 1)), last_one]
+
+    masters = made()
+    weights = masters if dtype == torch.float32 else made(dtype)
+    ours = OptimizerTensors(masters, made(), made(), weights, [True] * tensors)
+    return ours, tensor_table(masters), None, None, made()
+
+
+def scores_of_all(device, dtype, b, h, n):
+    return leaf((b, h, n, n), dtype, device), None, 0.125
+
+
+def unmeasured(name: str, ours: Callable[..., Any], make, **passes) -> Entry:
+    return Entry(name, ours, {}, make, (), (), **passes)
+
+
+BACKWARD: dict[str, Any] = {"backward_bytes": lambda itemsize, *size: 0}
+MEASURED = [*scores.ENTRIES, *mixture.ENTRIES, *updates.ENTRIES, *elementwise.ENTRIES]
+UNMEASURED = [
+    unmeasured("cross_entropy_padded", padded_cross_entropy, padded),
+    unmeasured("softmax_of_all", masked_softmax, scores_of_all, **BACKWARD),
+    unmeasured(
+        "route_groups", choose_within_groups, mixture.router, dtypes=(torch.float32,), **BACKWARD
+    ),
+    unmeasured("sort_with_capacity", sort_with_capacity, mixture.unsorted),
+    unmeasured("adamw_unaligned", updates.by_ours, unaligned),
+    unmeasured("lamb_unaligned", updates.lamb, unaligned),
+]
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """(name, case) of everything, such as "flash 128"."""
+    for entry in (*MEASURED, *UNMEASURED):
+        shapes = SHAPES[entry.name]
+        labels = dict.fromkeys([*(shapes.label(*size) for size in entry.sizes), *shapes.more])
+        for label in labels:
+            sizes = tuple(size for size in entry.sizes if shapes.label(*size) == label)
+            name = " ".join([entry.name, "x".join(map(str, label))]).strip()
+            yield name, Case(entry, shapes.small(*label), sizes)
+
+
+CASES = dict(cases())
