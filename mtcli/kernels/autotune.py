@@ -53,8 +53,8 @@ def fastest_backend(op: str, x: Tensor, sizes: Sequence[int]) -> str | None:
 
 
 def bucket_of(dtype: torch.dtype, sizes: Sequence[int]) -> str:
-    """Such as "bfloat16 4096": each size rounded up to a power of two."""
-    rounded = [str(1 << max(0, n - 1).bit_length()) for n in sizes]
+    """Such as "bfloat16 4096": each size rounded up to a power of two, and flags as they are."""
+    rounded = [str(n if n < 2 else 1 << (n - 1).bit_length()) for n in map(int, sizes)]
     return " ".join([str(dtype).removeprefix("torch."), *rounded])
 
 

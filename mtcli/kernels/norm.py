@@ -75,7 +75,7 @@ def _forward(
 
 
 # fmt: off
-@kernel(_configs, key=["width"])
+@kernel(lambda width, centred: _configs(width), key=["width", "CENTRED"])
 def _backward(
     grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,

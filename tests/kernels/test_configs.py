@@ -8,13 +8,15 @@ from mtcli.kernels.launch import cdiv, full_row_configs, power_of_two
 
 
 @pytest.mark.parametrize("width", [5, 64, 768, 1024, 4096, 8192, 16384])
-@pytest.mark.parametrize("kernel", [norm._forward, norm._backward, softmax._backward])
-def test_a_thread_is_given_4_to_64_elements(kernel, width):
+@pytest.mark.parametrize(
+    ("kernel", "flags"), [(norm._forward, ()), (norm._backward, (True,)), (softmax._backward, ())]
+)
+def test_a_thread_is_given_4_to_64_elements(kernel, flags, width):
     """512 elements of a thread spill 30 KiB and compile for minutes."""
-    configs = kernel.configs(width)
+    configs = kernel.configs(width, *flags)
     elements = [c["ROWS"] * power_of_two(width) / (32 * c["num_warps"]) for c in configs]
     assert all(4 <= n <= 64 for n in elements), elements
-    assert len(configs) > 1 and configs[0] == kernel.default(width)
+    assert len(configs) > 1 and configs[0] == kernel.default(width, *flags)
     assert len({tuple(config.items()) for config in configs}) == len(configs)
 
 

@@ -216,7 +216,7 @@ def test_measurements_of_more_kernels_are_added_to_the_file(measured):
 
 def test_a_magnitude_is_rounded_up_to_a_power_of_two():
     sizes = [(n, autotune.bucket_of(torch.bfloat16, [n])) for n in (0, 1, 2, 3, 4096, 4097)]
-    powers = {0: 1, 1: 1, 2: 2, 3: 4, 4096: 4096, 4097: 8192}
+    powers = {0: 0, 1: 1, 2: 2, 3: 4, 4096: 4096, 4097: 8192}
     assert sizes == [(n, f"bfloat16 {power}") for n, power in powers.items()]
 
 

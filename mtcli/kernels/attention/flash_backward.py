@@ -44,22 +44,20 @@ CONFIGS = (
 
 def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
     """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
-    if itemsize == 4 or d > 128:
-        return _wide_config(d, itemsize)
+    if itemsize == 4:
+        return config(64, 32, 4, 2) if d <= 64 else config(32, 32, 4, 2)
+    if d > 128:
+        return config(64, 32, 8, 2)
     if mask == RANGES:  # a short range fills few tiles
         return config(64, 64, 4, 2)
     return config(64, 64, 4, 3) if d <= 64 else config(128, 64, 8, 3)
 
 
 def dkv_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
-    """`dq_config` for the gradients of keys and values."""
-    return _wide_config(d, itemsize) if itemsize == 4 or d > 128 else config(64, 64, 4, 1)
-
-
-def _wide_config(d: int, itemsize: int) -> dict[str, int]:
+    """`dq_config` for the gradients of keys and values, of which a program holds two."""
     if itemsize == 4:
-        return config(64, 32, 4, 2) if d <= 64 else config(32, 32, 4, 2)
-    return config(64, 32, 8, 2)
+        return config(32, 32, 4, 2)
+    return config(64, 64, 4, 1) if d <= 128 else config(64, 32, 8, 2)
 
 
 @kernel()
