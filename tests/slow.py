@@ -27,6 +27,15 @@ SLOW = {
         "test_a_pair_is_measured_in_processes_of_their_own_and_kept": (),
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
+    "test_budgets.py": {
+        "test_a_kernel_keeps_its_budget": (
+            "sm_90 bf16 flash 128 *", "sm_90 bf16 * 4096 *", "sm_90 bf16 swiglu 5632 *",
+            "sm_90 bf16 rotate 32x8x128 *", "sm_90 bf16 cross_entropy_padded 50257 *",
+            "sm_90 fp32 route 128x8 *", "sm_90 bf16 sort_copies 128x8 *",
+            "sm_90 bf16 * 2048x128x8 *", "sm_90 bf16 grouped_linear 128x2048*",
+            "sm_90 bf16 adamw *", "sm_90 bf16 lamb *", "sm_90 bf16 compress *",
+        ),
+    },
     "test_bench_kernels.py": {
         "test_kernels_of_two_architectures_are_compiled_in_one_process": (),
         "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),

@@ -1,0 +1,252 @@
+"""What kernels may cost: limits by kernel and shape, held by compiling for GPUs that are not there.
+
+A row of the table is a case of benchmarks/gpu/recipes.py and a kernel that it launches. All rows
+keep LIMITS, but for those with limits of their OWN, which nobody will mend, and those that are
+BROKEN: whoever mends one takes its mark away.
+"""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from collections import defaultdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import mtcli.kernels
+from mtcli.kernels.launch import HAS_TRITON, TritonKernel
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "compile.py"
+# A cold cache makes the fixture slow: hundreds of kernels take some seconds each.
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed"),
+    pytest.mark.timeout(3600),
+]
+
+HEADS = (16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+VOCABULARIES = (50257, 128256)
+WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384)
+EXPERTS = ("8x2", "16x4", "60x4", "64x6", "128x8", "256x8")
+NORM = ("norm._forward", "norm._backward")
+GELU, SWIGLU = ("gelu._forward", "gelu._backward"), ("swiglu._forward", "swiglu._backward")
+FLASH = ("flash_forward._forward", "flash_backward._dq", "flash_backward._dkv")
+LOSS = ("cross_entropy._row_parts", "cross_entropy._logits_gradient")
+LAMB = ("lamb._moments", "lamb._totals", "lamb._step")
+SORT = ("permute._count", "permute._place")
+GROUPED = ("grouped_gemm._gemm", "grouped_gemm._wgrad")
+SOFTMAX = ("softmax._forward", "softmax._backward")
+ROUTE = ("top_k._route", "top_k._route_backward")
+
+# entry, the labels of its cases, the kernels of each
+BF16 = [
+    ("flash", HEADS, FLASH),
+    ("flash_documents", (64, 128), FLASH),
+    ("attention", ("128x1", "128x2", "64x1"), FLASH[:1]),
+    ("attention_backward", ("128x1", "128x2", "64x1"), FLASH[1:]),
+    ("merge", (128,), ("merge._merge",)),
+    ("rms_norm", WIDTHS, NORM),
+    ("layer_norm", WIDTHS, NORM),
+    ("add_rms_norm", WIDTHS, NORM),
+    ("add_layer_norm", WIDTHS, NORM),
+    ("gelu", (768, 3072, 4096, 6400, 16384), GELU),
+    ("gelu_tanh", (768, 3072, 4096, 16384), GELU),
+    ("gelu_again", (3072, 4096, 16384), GELU[1:]),
+    ("swiglu", (768, 5632, 14336, 28672), SWIGLU),
+    ("swiglu_again", (768, 5632, 14336, 28672), SWIGLU[1:]),
+    ("dropout_add", (768, 1600, 4096), ("dropout._dropout",)),
+    ("rotate", ("32x8x128", "12x12x64", "16x16x72"), ("rope._rotate",)),
+    ("masked_softmax", (1024, 4096), SOFTMAX),
+    ("softmax_of_all", (1024,), SOFTMAX),
+    ("cross_entropy_padded", VOCABULARIES, LOSS),
+    ("sort_copies", EXPERTS, SORT),
+    ("sort_with_capacity", ("8x2",), SORT),
+    ("permute", ("2048x128x8", "4096x8x2", "768x60x4"), ("permute._scatter", "permute._gather")),
+    (
+        "unpermute",
+        ("2048x128x8", "4096x8x2", "768x60x4"),
+        ("permute._gather", "permute._gather_backward"),
+    ),
+    (
+        "grouped_linear",
+        (
+            "8x8192x4096x28672",
+            "8x8192x14336x4096",
+            "128x2048x2048x1536",
+            "128x256x2048x1536",
+            "6x1024x2056x1400",
+        ),
+        GROUPED,
+    ),
+    ("adamw", (), ("adamw._adamw",)),
+    ("lamb", (), LAMB),
+    ("compress", (), ("onebit._add", "onebit._pack")),
+    ("decompress", (), ("onebit._unpack",)),
+    ("normal", (), ("random._normal",)),
+]
+FP32 = [
+    ("flash", (64, 128), FLASH),
+    ("rms_norm", (4096,), NORM),
+    ("layer_norm", (4096,), NORM),
+    ("gelu", (4096,), GELU),
+    ("swiglu", (5632,), SWIGLU),
+    ("rotate", ("32x8x128",), ("rope._rotate",)),
+    ("cross_entropy_padded", VOCABULARIES, LOSS),
+    ("route", EXPERTS, ROUTE),
+    ("route_groups", ("64x6", "256x8"), ROUTE),
+    ("unpermute", ("2048x128x8",), ("permute._gather", "permute._gather_backward")),
+    ("grouped_linear", ("8x8192x4096x28672", "6x1024x2056x1400"), GROUPED),
+    ("adamw", (), ("adamw._adamw",)),
+]
+# Compute capability 8.0 has no float8.
+SM90 = [
+    ("fp8_quantize", ("0x0", "0x1", "1x0", "1x1"), ("fp8._largest", "fp8._scale")),
+    ("fp8_quantize", ("2x0", "2x1", "3x0", "3x1"), ("fp8._scale",)),
+]  # fmt: skip
+
+
+class Limits(NamedTuple):
+    """Of a thread: bytes spilled, and the width in bits of the access by which a byte comes and
+    goes, on average. Of a program: the device's shared memory and registers. Of a 16-bit GEMM of
+    64 rows or more on sm_90: wgmma, not serialized.
+    """
+
+    spills: int = 32
+    load_bits: int = 96
+    store_bits: int = 96
+
+
+# Rows that nobody will mend: what they have, and why.
+OWN = {
+    "* flash 72 *": (
+        Limits(2048, 16, 16),
+        "the compiler knows multiples of 16 alone, and 72 is none",
+    ),
+    "* fp32 flash *": (Limits(spills=1600), "three tf32 parts of an operand of twice the bytes"),
+    "*flash_backward._dkv": (
+        Limits(640, 64),
+        "dk, dv, k and v fill the registers; a query has two numbers of 4 bytes",
+    ),
+    "sm_80 bf16 flash*": (Limits(640, 64), "operands of mma take registers"),
+    "* flash 1[69]? *forward._forward": (
+        Limits(spills=64),
+        "a tile 256 wide, for 160 or 192",
+    ),
+    "* flash_documents *forward._forward": (Limits(spills=64), "the key ranges of 128 queries"),
+    "* rotate 16x16x72 *": (Limits(load_bits=32, store_bits=32), "halves of 36 elements"),
+    "*cross_entropy._row_parts": (Limits(store_bits=0), "three numbers of a row"),
+    "* lamb._totals": (Limits(load_bits=32, store_bits=0), "two numbers of a chunk"),
+    "* lamb *": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),
+    "* adamw *": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),
+    "* permute._scatter": (Limits(load_bits=64), "the rows of a token's copies, 8 bytes each"),
+    "* permute._count": (Limits(load_bits=32, store_bits=0), "8 bytes of an expert, 1 of a flag"),
+    "* permute._place": (Limits(load_bits=32, store_bits=64), "8 bytes of an expert, 1 of a flag"),
+    "* onebit._unpack": (Limits(load_bits=16), "a byte has the signs of 8 elements"),
+    "* random._normal": (Limits(256, 0, 32), "runs once; the slow path of a double's logarithm"),
+    "sm_80 * grouped_linear 1*": (Limits(spills=64), "operands of mma take registers"),
+    "* top_k.*": (Limits(load_bits=32, store_bits=32), "rows of few experts, k numbers of each"),
+}
+# Whoever mends one takes its mark away.
+LONG_ROWS = "norm's backward holds 16384 columns with a gradient of each in 16 warps"
+ODD_WIDTHS = "widths that are no multiple of 16 are loaded element by element"
+BROKEN = {
+    "sm_80 fp32 flash 64 flash_backward._dkv": "tf32 products of 64 keys by mma spill 36 KB",
+    "* bf16 *norm 12288 norm._backward": LONG_ROWS,
+    "* bf16 *norm 16384 norm._backward": LONG_ROWS,
+    "* grouped_linear 6x1024x2056x1400 *": ODD_WIDTHS,
+}
+
+
+class Row(NamedTuple):
+    """A kernel of a case, compiled for a dtype and an architecture."""
+
+    arch: int
+    dtype: str
+    case: str
+    kernel: str
+
+    def __str__(self):
+        return f"sm_{self.arch} {self.dtype} {self.case} {self.kernel}"
+
+
+def first_of(table, row):
+    """The value of the first pattern that a row's name matches."""
+    return next((value for pattern, value in table.items() if fnmatch(str(row), pattern)), None)
+
+
+ROWS = [
+    Row(arch, dtype, f"{entry} {label}".strip(), kernel)
+    for arch in (80, 90)
+    for dtype, table in (("bf16", BF16), ("fp32", FP32), ("bf16", SM90 if arch == 90 else []))
+    for entry, labels, kernels in table
+    for label in labels or ("",)
+    for kernel in kernels
+]
+MARKED = [
+    pytest.param(row, id=str(row), marks=pytest.mark.xfail(strict=True, reason=why) if why else ())
+    for row in ROWS
+    for why in [first_of(BROKEN, row)]
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(request, tmp_path_factory):
+    """Row -> what it was compiled to, for the rows of the tests that were chosen."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    cases = defaultdict(dict)
+    for row in (param["row"] for param in params if "row" in param):
+        cases[row.arch, row.dtype][row.case] = True
+    found = defaultdict(list)
+    for (arch, dtype), names in cases.items():
+        file = tmp_path_factory.mktemp("compiled") / "kernels.json"
+        flags = ["--arch", str(arch), "--dtype", dtype, "--json", str(file), "--only", *names]
+        done = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True)
+        assert file.exists(), done.stderr
+        for kernel in json.loads(file.read_text())["rows"]:
+            found[Row(arch, dtype, kernel["case"], kernel["name"])].append(kernel)
+    return found
+
+
+@pytest.mark.parametrize("row", MARKED)
+def test_a_kernel_keeps_its_budget(row, compiled):
+    limits, _ = first_of(OWN, row) or (Limits(), "")
+    assert compiled[row], "the case does not launch it"
+    assert [problem for kernel in compiled[row] for problem in problems(kernel, limits)] == []
+
+
+def problems(kernel, limits):
+    """What a kernel exceeds, in words."""
+    if kernel["error"]:
+        return [kernel["error"]]
+    code = kernel["code"]
+    found = {"smem", "registers", "no-wgmma", "serialized"} & set(kernel["verdict"])
+    for what in ("spill_stores", "spill_loads"):
+        if code[what] > limits.spills:
+            found.add(f"{what} {code[what]} B > {limits.spills}")
+    for what in ("load_bits", "store_bits"):
+        if 0 < code[what] < getattr(limits, what):
+            found.add(f"{what} {code[what]:.0f} < {getattr(limits, what)}")
+    return sorted(found)
+
+
+def test_the_table_has_every_kernel():
+    modules = [
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(mtcli.kernels.__path__, "mtcli.kernels.")
+        if not module.name.endswith(".ahead_of_time")  # imports triton
+    ]
+    kernels = [
+        x for module in modules for x in vars(module).values() if isinstance(x, TritonKernel)
+    ]
+    called = {name for kernel in kernels for name in kernel.function.__code__.co_names}
+    launched = {k.name for k in kernels if k.function.__name__ not in called}
+    assert {row.kernel for row in ROWS} == launched
+
+
+@pytest.mark.parametrize("pattern", [*OWN, *BROKEN])
+def test_an_exception_is_of_some_row(pattern):
+    assert any(first_of({pattern: True}, row) for row in ROWS)
