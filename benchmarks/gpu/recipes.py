@@ -12,11 +12,10 @@ import mixture
 import scores
 import torch
 import updates
-from harness import Entry, leaf, seeded
+from harness import Entry, leaf
 
 from mtcli.kernels.attention.softmax import masked_softmax
 from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
-from mtcli.kernels.multi_tensor import OptimizerTensors, tensor_table
 from mtcli.kernels.permute import sort_copies
 from mtcli.kernels.top_k import TopKRouting, route
 
@@ -122,8 +121,6 @@ SHAPES = {
     "softmax_of_all": Shapes(tuple, lambda n: (1, 2, n), ((1024,),)),
     "route_groups": experts_and_k((64, 6), (256, 8)),
     "sort_with_capacity": experts_and_k((8, 2)),
-    "adamw_unaligned": OPTIMIZER._replace(more=((),)),
-    "lamb_unaligned": OPTIMIZER._replace(more=((),)),
 }
 
 
@@ -149,21 +146,8 @@ def sort_with_capacity(x, experts, num_experts):
     return copies.counts, copies.places
 
 
-def unaligned(device, dtype, tensors, numel):
-    """Tensors of an optimizer, the last at an address that is no multiple of 16 bytes."""
-
-    def made(dtype=torch.float32):
-        last_one = seeded((numel + 1,), dtype, device)[1:]
-        return [*(seeded((numel,), dtype, device) for _ in range(tensors - 1)), last_one]
-
-    masters = made()
-    weights = masters if dtype == torch.float32 else made(dtype)
-    ours = OptimizerTensors(masters, made(), made(), weights, [True] * tensors)
-    return ours, tensor_table(masters), None, None, made()
-
-
 def scores_of_all(device, dtype, b, h, n):
-    return leaf((b, h, n, n), dtype, device), None, 0.125
+    return leaf((b, h, n, n), dtype, device), None, torch.arange(b * n).view(b, n)
 
 
 def unmeasured(name: str, ours: Callable[..., Any], make, **passes) -> Entry:
@@ -174,13 +158,13 @@ BACKWARD: dict[str, Any] = {"backward_bytes": lambda itemsize, *size: 0}
 MEASURED = [*scores.ENTRIES, *mixture.ENTRIES, *updates.ENTRIES, *elementwise.ENTRIES]
 UNMEASURED = [
     unmeasured("cross_entropy_padded", padded_cross_entropy, padded),
-    unmeasured("softmax_of_all", masked_softmax, scores_of_all, **BACKWARD),
+    unmeasured(
+        "softmax_of_all", elementwise.with_dropout(masked_softmax), scores_of_all, **BACKWARD
+    ),
     unmeasured(
         "route_groups", choose_within_groups, mixture.router, dtypes=(torch.float32,), **BACKWARD
     ),
     unmeasured("sort_with_capacity", sort_with_capacity, mixture.unsorted),
-    unmeasured("adamw_unaligned", updates.by_ours, unaligned),
-    unmeasured("lamb_unaligned", updates.lamb, unaligned),
 ]
 
 

@@ -82,9 +82,7 @@ BF16 = [
         GROUPED,
     ),
     ("adamw", (), ("adamw._adamw",)),
-    ("adamw_unaligned", (), ("adamw._adamw",)),
     ("lamb", (), LAMB),
-    ("lamb_unaligned", (), LAMB),
     ("compress", (), ("onebit._add", "onebit._pack")),
     ("decompress", (), ("onebit._unpack",)),
     ("normal", (), ("random._normal",)),
@@ -141,8 +139,8 @@ OWN = {
     "* rotate 16x16x72 *": (Limits(load_bits=32, store_bits=32), "halves of 36 elements"),
     "*cross_entropy._row_parts": (Limits(store_bits=0), "three numbers of a row"),
     "* lamb._totals": (Limits(load_bits=32, store_bits=0), "two numbers of a chunk"),
-    "* lamb*": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),
-    "* adamw*": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),
+    "* lamb *": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),
+    "* adamw *": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),
     "* permute._scatter": (Limits(load_bits=64), "the rows of a token's copies, 8 bytes each"),
     "* permute._count": (Limits(load_bits=32, store_bits=0), "8 bytes of an expert, 1 of a flag"),
     "* permute._place": (Limits(load_bits=32, store_bits=64), "8 bytes of an expert, 1 of a flag"),
@@ -153,18 +151,11 @@ OWN = {
 }
 # Whoever mends one takes its mark away.
 LONG_ROWS = "norm's backward holds 16384 columns with a gradient of each in 16 warps"
-ALWAYS_MASKED = "LAMB's loads are masked in every chunk"
-ONE_ADDRESS = "one tensor at an odd address takes 16-byte accesses from all"
 ODD_WIDTHS = "widths that are no multiple of 16 are loaded element by element"
 BROKEN = {
     "sm_80 fp32 flash 64 flash_backward._dkv": "tf32 products of 64 keys by mma spill 36 KB",
     "* bf16 *norm 12288 norm._backward": LONG_ROWS,
     "* bf16 *norm 16384 norm._backward": LONG_ROWS,
-    "* lamb lamb._moments": ALWAYS_MASKED,
-    "* lamb lamb._step": ALWAYS_MASKED,
-    "* adamw_unaligned *": ONE_ADDRESS,
-    "* lamb_unaligned lamb._moments": ONE_ADDRESS,
-    "* lamb_unaligned lamb._step": ONE_ADDRESS,
     "* grouped_linear 6x1024x2056x1400 *": ODD_WIDTHS,
 }
 
