@@ -131,11 +131,6 @@ OWN = {
         "dk, dv, k and v fill the registers; a query has two numbers of 4 bytes",
     ),
     "sm_80 bf16 flash*": (Limits(640, 64), "operands of mma take registers"),
-    "* flash 1[69]? *forward._forward": (
-        Limits(spills=64),
-        "a tile 256 wide, for 160 or 192",
-    ),
-    "* flash_documents *forward._forward": (Limits(spills=64), "the key ranges of 128 queries"),
     "* rotate 16x16x72 *": (Limits(load_bits=32, store_bits=32), "halves of 36 elements"),
     "*cross_entropy._row_parts": (Limits(store_bits=0), "three numbers of a row"),
     "* lamb._totals": (Limits(load_bits=32, store_bits=0), "two numbers of a chunk"),
@@ -153,7 +148,6 @@ OWN = {
 LONG_ROWS = "norm's backward holds 16384 columns with a gradient of each in 16 warps"
 ODD_WIDTHS = "widths that are no multiple of 16 are loaded element by element"
 BROKEN = {
-    "sm_80 fp32 flash 64 flash_backward._dkv": "tf32 products of 64 keys by mma spill 36 KB",
     "* bf16 *norm 12288 norm._backward": LONG_ROWS,
     "* bf16 *norm 16384 norm._backward": LONG_ROWS,
     "* grouped_linear 6x1024x2056x1400 *": ODD_WIDTHS,
