@@ -10,7 +10,6 @@ SLOW = {
     "test_parity.py": {
         "test_every_layout_is_the_one_rank_run": (
             "llama documents: world=8 tp=4 cp=2 *",
-            "llama dropout: world=4 tp=2 pp=2 *",
             "gpt deep: world=4 pp=4 vpp=2 *",
             "gpt dropout: world=2 zero=3",
             "moe capped: world=4 * zero=3 *",
@@ -20,7 +19,7 @@ SLOW = {
     },
     "test_docs.py": {
         "test_a_page_s_commands_do_what_it_says": (
-            "README.md", "checkpoints.md", "data.md", "eval.md", "experts.md",
+            "README.md", "checkpoints.md", "experts.md",
         ),
     },
     "test_bench_gpu.py": {
@@ -48,9 +47,11 @@ SLOW = {
     "test_faults.py": {
         "test_a_damaged_newest_checkpoint": ("flipped",),
         "test_a_rank_killed_in_a_save": ("commit-*",),
+        "test_a_rank_that_stalls": (),
         "test_a_save_that_takes_longer_than_the_timeout_ends_no_run": (),
     },
     "test_listening.py": {
+        "test_ranks_of_one_machine_are_reached_from_it_alone_and_run_nothing_they_are_sent": (),
         "test_a_launcher_that_is_interrupted_prints_no_words_of_torchs": (),
         "test_an_address_that_no_other_machine_can_use_is_refused": ("localhost-*",),
         "test_ranks_of_several_machines_listen_on_the_interface_of_the_master_alone": (),
@@ -69,13 +70,14 @@ SLOW = {
         "test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over": (),
     },
     "test_stalls.py": {
+        "test_our_launcher_says_what_a_rank_found_and_ends_the_one_that_is_stopped": (),
         "test_a_rank_that_leaves_without_a_word_is_named": (),
         "test_a_rank_that_is_stopped_is_named_as_one_that_does_not_answer": (),
         "test_a_rank_whose_store_has_stopped_still_ends": (),
     },
     "test_train.py": {
         "test_a_signal_saves_and_ends_with_130": ("ctrl-c with workers",),
-        "test_an_id_that_the_vocabulary_lacks_ends_all_ranks_with_its_place": ("train",),
+        "test_an_id_that_the_vocabulary_lacks_ends_all_ranks_with_its_place": (),
         "test_slurm_tasks_find_each_other": (),
         "test_torchrun_starts_it_and_bf16_keeps_float32_masters": (),
     },
@@ -100,11 +102,20 @@ SLOW = {
             "mixtral of groups",
         ),
     },
+    "test_harness.py": {
+        "test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused": (),
+    },
+    "test_fp8.py": {
+        "test_the_kernel_quantizes_to_the_bits_of_the_reference": (
+            "cpu-rows-True-e4m3", "cpu-whole-False-e5m2",
+        ),
+        "test_the_kernel_spreads_what_is_not_finite_over_its_block": ("cpu-rows",),
+    },
     "test_lambada.py": {"test_every_real_passage_is_read_and_split_in_tokens_as_words": ()},
     "test_loss_weights.py": {
         "test_evaluation_is_the_weighted_mean_over_all_its_batches": ("{'zero': 3}",),
         "test_random_weights_on_a_layout_give_the_one_rank_run": (
-            "moe: world=4 cp=2 *", "llama: world=4 tp=2 cp=2 zero=3 *", "gpt deep: *",
+            "moe: world=4 cp=2 *",
         ),
         "test_weights_of_one_give_the_bits_of_no_weights": (
             "llama dropout: *-bf16", "moe: world=4 pp=2 *-fp32",
@@ -217,7 +228,7 @@ SLOW = {
         ),
     },
     "test_consumed_samples.py": {
-        "test_a_run_made_longer_across_an_epoch_keeps_its_samples": ("False",),
+        "test_a_run_made_longer_across_an_epoch_keeps_its_samples": (),
     },
     "test_save.py": {
         "test_training_goes_on_while_the_bytes_of_a_synchronous_save_are_written": ("*'zero': 3*",),
@@ -241,6 +252,13 @@ SLOW = {
     },
     "test_training_upcycled.py": {
         "test_a_run_starts_at_the_dense_loss_falls_and_is_the_same_on_every_layout": ("slices",),
+    },
+    "test_wikitext.py": {
+        "test_the_real_test_file_has_the_papers_counts": (),
+        "test_the_real_text_is_detokenised_and_counted_as_lm_eval_does": (),
+    },
+    "test_compiled.py": {
+        "test_logits_of_a_padded_vocabulary_are_read_16_bytes_at_a_time": (),
     },
     "test_watchdog.py": {
         "test_a_rank_that_another_waits_for_is_named": ("tensor-*", "message-*"),
