@@ -2,8 +2,8 @@
 # `make test` holds every promise of docs/promises.md; `make test-all` runs the whole suite.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes of the suite, one more than two cores: some tests wait, and some start ranks of their own.
-WORKERS ?= 3
+# Processes of the suite: most tests use one core, some start ranks of their own.
+WORKERS ?= 2
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-rest test-all lint bench gpu bench-gpu

@@ -13,13 +13,12 @@ SLOW = {
             "gpt deep: world=4 pp=4 vpp=2 *",
             "gpt dropout: world=2 zero=3",
             "moe capped: world=4 * zero=3 *",
-            "moe lamb: world=4 *",
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },
     "test_docs.py": {
         "test_a_page_s_commands_do_what_it_says": (
-            "README.md", "checkpoints.md", "experts.md",
+            "README.md",
         ),
     },
     "test_bench_gpu.py": {
@@ -59,17 +58,21 @@ SLOW = {
     "test_plan.py": {
         "test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide": (),
     },
-    "test_shard.py": {"test_verify_says_what_was_compared_of_the_optimizer": ()},
+    "test_shard.py": {
+        "test_the_first_tensor_that_differs_is_named_however_many_look_for_it": (),
+        "test_verify_says_what_was_compared_of_the_optimizer": (),
+    },
     "test_run_folder.py": {
         "test_a_stale_list_of_checkpoints_does_not_mix_them": (),
         "test_beside_a_live_run_that_has_saved_nothing_no_other_starts": ("1",),
         "test_checkpoints_of_one_name_and_other_bytes_are_not_mixed": (),
         "test_rank_0_does_not_begin_behind_a_checkpoint_that_another_sees": ("older",),
         "test_ranks_do_not_evaluate_different_weights_of_one_name": (),
-        "test_ranks_do_not_start_from_different_weights_of_one_name": ("ours",),
+        "test_ranks_do_not_start_from_different_weights_of_one_name": (),
         "test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over": (),
     },
     "test_stalls.py": {
+        "test_ranks_that_wait_for_each_other_are_told_and_how_to_find_out": (),
         "test_our_launcher_says_what_a_rank_found_and_ends_the_one_that_is_stopped": (),
         "test_a_rank_that_leaves_without_a_word_is_named": (),
         "test_a_rank_that_is_stopped_is_named_as_one_that_does_not_answer": (),
@@ -113,7 +116,8 @@ SLOW = {
     },
     "test_lambada.py": {"test_every_real_passage_is_read_and_split_in_tokens_as_words": ()},
     "test_loss_weights.py": {
-        "test_evaluation_is_the_weighted_mean_over_all_its_batches": ("{'zero': 3}",),
+        "test_evaluation_is_the_weighted_mean_over_all_its_batches": (),
+        "test_random_weights_on_any_legal_layout_give_the_one_rank_gradients": (),
         "test_random_weights_on_a_layout_give_the_one_rank_run": (
             "moe: world=4 cp=2 *",
         ),
@@ -155,22 +159,20 @@ SLOW = {
         ),
     },
     "test_compiling.py": {
-        "test_compiled_blocks_give_the_losses_of_those_as_written": (
-            "ep and zero=3",
-        ),
+        "test_compiled_blocks_give_the_losses_of_those_as_written": (),
         "test_generated_code_gives_the_same_losses_and_one_graph_serves_every_block": (),
     },
     "test_to_mtcli.py": {
         "test_any_layout_to_any_other_and_back_is_bit_exact": ("moe",),
         "test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_tensor": (),
-        "test_two_processes_write_the_bytes_of_one": ("hf",),
+        "test_two_processes_write_the_bytes_of_one": (),
     },
     "test_context.py": {
         "test_values_and_every_gradient_are_those_of_the_whole": (
             "4-ring-causal-documents", "4-a2a-full-documents", "4-all_gather-causal-*",
             "2-a2a-full-rows",
         ),
-        "test_flash_kernels_have_the_values_and_gradients_of_the_whole": ("all_gather-True",),
+        "test_flash_kernels_have_the_values_and_gradients_of_the_whole": (),
         "test_a_ring_of_8192_tokens_is_torch_s_attention": ("documents-causal",),
     },
     "test_tokenizer_limits.py": {
@@ -180,11 +182,9 @@ SLOW = {
     },
     "test_dry_run.py": {
         "test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent": (
-            "one rank", "zero=3 and no data ranks", "dropout", "tp", "interleaved",
-            "a shared expert, folded", "experts in float8", "capacity of whole sequences",
-            "zero=3, experts", "documents", "lamb, zero=3", "zero=3 in a pipeline",
-            "a key head of ranks round a ring",
-            "copies of weights on CPU", "documents round a ring on CPU", "bfloat16 in float32",
+            "dropout", "interleaved", "a shared expert, folded", "capacity of whole sequences",
+            "lamb, zero=3", "zero=3 in a pipeline", "a key head of ranks round a ring",
+            "documents round a ring on CPU", "bfloat16 in float32",
         ),
         "test_a_real_step_on_cpu_holds_what_the_plan_says": ("bfloat16", "a tied table", "lamb"),
     },
@@ -214,7 +214,7 @@ SLOW = {
         "test_a_run_goes_on_with_the_same_curve_on_any_layout": ("moe-fp64*",),
     },
     "test_limits.py": {
-        "test_a_line_of_600_mb_takes_less_than_300": ("-",),
+        "test_a_line_of_600_mb_takes_less_than_300": (),
         "test_what_is_told_of_reading_is_the_size_of_the_file_in_steps": ("", ".zst"),
     },
     "test_suggest.py": {
@@ -231,10 +231,13 @@ SLOW = {
         "test_a_run_made_longer_across_an_epoch_keeps_its_samples": (),
     },
     "test_save.py": {
-        "test_training_goes_on_while_the_bytes_of_a_synchronous_save_are_written": ("*'zero': 3*",),
+        "test_training_goes_on_while_the_bytes_of_a_synchronous_save_are_written": (),
     },
     "test_state.py": {
-        "test_any_layout_goes_on_with_the_same_curve": ("llama-(4*",),
+        "test_another_narrow_precision_rounds_the_masters_once": (),
+        "test_any_layout_goes_on_with_the_same_curve": ("llama-(4, {'tp': 2, 'zero': 3}*",),
+        "test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters": (),
+        "test_the_same_layout_goes_on_bit_for_bit": (),
         "test_saving_without_a_step_between_changes_no_bit": ("gpt-(4*",),
         "test_a_wider_precision_between_loses_nothing_of_a_narrow_run": (
             "(2, {'zero': 3}, {})-fp16",
@@ -257,9 +260,8 @@ SLOW = {
         "test_the_real_test_file_has_the_papers_counts": (),
         "test_the_real_text_is_detokenised_and_counted_as_lm_eval_does": (),
     },
-    "test_compiled.py": {
-        "test_logits_of_a_padded_vocabulary_are_read_16_bytes_at_a_time": (),
-    },
+    "test_compile.py": {"test_the_page_is_written_by_the_command_that_it_names": ()},
+    "test_profile.py": {"test_memory_at_its_peak_is_what_plan_says": ()},
     "test_watchdog.py": {
         "test_a_rank_that_another_waits_for_is_named": ("tensor-*", "message-*"),
     },

@@ -179,6 +179,10 @@ ROWS = [
     for label in labels or ("",)
     for kernel in kernels
 ]
+PREFETCHED = [
+    Row(90, "bf16", "layer_norm 4096", "norm._backward"),
+    Row(90, "bf16", "cross_entropy_padded 50257", "cross_entropy._row_parts"),
+]
 MARKED = [
     pytest.param(row, id=str(row), marks=pytest.mark.xfail(strict=True, reason=why) if why else ())
     for row in ROWS
@@ -210,6 +214,11 @@ def test_a_kernel_keeps_its_budget(row, compiled):
     limits, _ = first_of(OWN, row) or (Limits(), "")
     assert compiled[row], "the case does not launch it"
     assert [problem for kernel in compiled[row] for problem in problems(kernel, limits)] == []
+
+
+@pytest.mark.parametrize("row", PREFETCHED, ids=str)
+def test_rows_are_prefetched(row, compiled):
+    assert all(kernel["code"]["units"].get("cp.async") for kernel in compiled[row])
 
 
 def problems(kernel, limits):
