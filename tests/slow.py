@@ -11,7 +11,6 @@ SLOW = {
         "test_every_layout_is_the_one_rank_run": (
             "llama documents: world=8 tp=4 cp=2 *",
             "gpt deep: world=4 pp=4 vpp=2 *",
-            "gpt dropout: world=2 zero=3",
             "moe capped: world=4 * zero=3 *",
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
@@ -27,14 +26,13 @@ SLOW = {
     },
     "test_budgets.py": {
         "test_a_kernel_keeps_its_budget": (
-            "sm_90 bf16 flash 128 *", "sm_90 bf16 * 4096 *", "sm_90 bf16 swiglu 5632 *",
-            "sm_90 bf16 rotate 32x8x128 *", "sm_90 bf16 cross_entropy_padded 50257 *",
-            "sm_90 fp32 route 128x8 *", "sm_90 bf16 sort_copies 128x8 *",
-            "sm_90 bf16 * 2048x128x8 *", "sm_90 bf16 grouped_linear 128x2048*",
-            "sm_90 bf16 adamw *", "sm_90 bf16 lamb *", "sm_90 bf16 compress *",
+            "sm_90 bf16 flash 128 *", "sm_90 bf16 layer_norm 4096 *",
+            "sm_90 bf16 cross_entropy_padded 50257 *", "sm_90 fp32 route 128x8 *",
+            "sm_90 bf16 grouped_linear 128x2048*", "sm_90 bf16 lamb *",
         ),
     },
     "test_bench_kernels.py": {
+        "test_every_entry_of_the_benchmark_gives_the_first_rivals_results_interpreted": (),
         "test_kernels_of_two_architectures_are_compiled_in_one_process": (),
         "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),
     },
@@ -46,6 +44,7 @@ SLOW = {
     "test_faults.py": {
         "test_a_damaged_newest_checkpoint": ("flipped",),
         "test_a_rank_killed_in_a_save": ("commit-*",),
+        "test_a_rank_killed_while_ranks_meet": (),
         "test_a_rank_that_stalls": (),
         "test_a_save_that_takes_longer_than_the_timeout_ends_no_run": (),
     },
@@ -59,6 +58,7 @@ SLOW = {
         "test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide": (),
     },
     "test_shard.py": {
+        "test_the_result_says_what_memory_it_took": (),
         "test_the_first_tensor_that_differs_is_named_however_many_look_for_it": (),
         "test_verify_says_what_was_compared_of_the_optimizer": (),
     },
@@ -72,6 +72,7 @@ SLOW = {
         "test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over": (),
     },
     "test_stalls.py": {
+        "test_the_debug_mode_names_the_first_call_that_differs": (),
         "test_ranks_that_wait_for_each_other_are_told_and_how_to_find_out": (),
         "test_our_launcher_says_what_a_rank_found_and_ends_the_one_that_is_stopped": (),
         "test_a_rank_that_leaves_without_a_word_is_named": (),
@@ -93,6 +94,9 @@ SLOW = {
     "test_expert_balance.py": {
         "test_a_copy_counts_once_however_often_it_is_computed": ("with losses-2-*",),
         "test_biases_move_by_the_loads_of_the_whole_global_batch": ("8-2-*", "6-4-*"),
+    },
+    "test_fewest_devices.py": {
+        "test_no_smaller_number_of_devices_is_enough": ("gpt2-1.5b-rtx-5000-*",),
     },
     "test_finished_run.py": {"test_the_page_of_a_long_run_is_below_five_megabytes": ()},
     "test_fp8_runs.py": {
@@ -125,13 +129,14 @@ SLOW = {
             "llama dropout: *-bf16", "moe: world=4 pp=2 *-fp32",
         ),
     },
+    "test_measure.py": {"test_slow_data_is_seen_as_waiting_for_data": ()},
     "test_measure_cpu.py": {
         "test_a_process_ends_when_its_processor_time_is_used": (),
         "test_two_ranks_measure_every_number_of_a_mixture": (),
     },
     "test_other_layouts.py": {
         "test_any_layout_to_any_other_and_back_keeps_weights_and_optimizer": (),
-        "test_a_run_stopped_on_tp_and_pp_goes_on_on_cp_dp_and_ep_with_its_curve": ("*'zero': 3*",),
+        "test_a_run_stopped_on_tp_and_pp_goes_on_on_cp_dp_and_ep_with_its_curve": (),
     },
     "test_preprocess_run.py": {
         "test_a_killed_run_goes_on_where_it_stopped": ("9",),
@@ -211,7 +216,7 @@ SLOW = {
         ),
     },
     "test_lamb_runs.py": {
-        "test_a_run_goes_on_with_the_same_curve_on_any_layout": ("moe-fp64*",),
+        "test_a_run_goes_on_with_the_same_curve_on_any_layout": (),
     },
     "test_limits.py": {
         "test_a_line_of_600_mb_takes_less_than_300": (),
@@ -244,9 +249,9 @@ SLOW = {
         ),
         "test_a_checkpoint_holds_weights_and_moments_whole_and_without_padding": ("llama",),
         "test_a_conversion_cuts_as_a_run_of_that_layout_does": ("--cp=2,*",),
-        "test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve": ("gpt",),
+        "test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve": (),
         "test_sharded_masters_are_the_same_in_a_checkpoint_as_masters_beside_weights": ("3",),
-        "test_biases_of_experts_go_on_on_any_layout": ("(4,*",),
+        "test_biases_of_experts_go_on_on_any_layout": (),
     },
     "test_state_bytes.py": {
         "test_the_planned_state_bytes_are_those_that_the_fullest_rank_allocates": (
@@ -261,6 +266,7 @@ SLOW = {
         "test_the_real_text_is_detokenised_and_counted_as_lm_eval_does": (),
     },
     "test_compile.py": {"test_the_page_is_written_by_the_command_that_it_names": ()},
+    "test_process_pool.py": {"test_workers_die_with_a_parent_that_was_killed": ()},
     "test_profile.py": {"test_memory_at_its_peak_is_what_plan_says": ()},
     "test_watchdog.py": {
         "test_a_rank_that_another_waits_for_is_named": ("tensor-*", "message-*"),
