@@ -77,7 +77,7 @@ DRAWN = {"attention_dropout": 0.1}
 AGAIN_ONCE = {"recompute": "selective"}
 ROWS = {  # world, model, parallel, precision, rank, and other sections
     "one rank": (1, GPT, {}, "bf16", None),
-    "float32 has no kernel for grouped queries": (1, LLAMA, {}, "fp32", None),
+    "float32 with keys for each query head": (1, LLAMA, {}, "fp32", None),
     "dropout": (1, GPT | DROPPING, {}, "fp16", None),
     "tp": (2, GPT, {"tp": 2}, "bf16", None),
     "without sequence parallelism": (2, LLAMA, {"tp": 2, "sequence_parallel": False}, "bf16", None),

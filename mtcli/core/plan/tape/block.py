@@ -254,8 +254,14 @@ def _of_rows(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
         mixed = fused(kit, (q, k, v), wide, wide.k)
         kit.tape.free(q, k, v)
         return then(kit, mixed, resized(kit, mixed, heads.q))
-    if not kit.cpu and (heads.size > 4 or (heads.grouped and heads.size == 4)):
+    if not kit.cpu and heads.size > 4:
         return plain(kit, qkv, heads)
+    if not kit.cpu and heads.grouped and heads.size == 4:
+        q, *kv = qkv
+        k, v = (moved(kit, x, heads.q, heads.k) for x in kv)
+        mixed = fused(kit, (q, k, v), heads, heads.q)
+        kit.tape.free(k, v)
+        return mixed
     return fused(kit, qkv, heads, heads.k)
 
 
