@@ -204,7 +204,7 @@ def found(request):
     return rows
 
 
-# The tape counts half a MB more than the step holds, about one tensor as large as the queries: 5.6 %.
+# The tape counts 0.5 MB more than the step holds, as much as one tensor of all queries: 5.6 %.
 ONE_TENSOR_MORE = "a key head of ranks that drop"
 
 
