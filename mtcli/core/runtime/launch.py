@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from mtcli.core.config.errors import wrong
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-pass
+ONE_PRESS = 2.0
 
 
 @dataclass(frozen=True)
@@ -99,17 +100,22 @@ def bring_up(
 
 
 class StopSignal:
-    """Remembers SIGINT and SIGTERM, so that a run can save after its step; a second stops it."""
+    """Remembers SIGINT and SIGTERM, so that a run can save after its step; a second stops it.
+
+    A terminal sends Ctrl-C to every process, and the launcher passes it on to its ranks: what comes
+    within ONE_PRESS seconds is the same one.
+    """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received, self.at = 0, 0.0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: object) -> None:
-        if self.received:
+        if not self.received:
+            self.received, self.at = number, monotonic()
+        elif monotonic() - self.at > ONE_PRESS:
             raise KeyboardInterrupt
-        self.received = number
 
 
 # No local rank: accelerate would take it for a launcher's and wait for a rendezvous.

@@ -8,6 +8,7 @@ import torch
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime import launch as bringing_up
+from mtcli.core.runtime import launch as launch_module
 from mtcli.core.runtime.launch import StopSignal, bring_up, cores, environment_world
 from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
 
@@ -145,11 +146,16 @@ def handlers():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_remembered_and_the_second_interrupts(handlers, number):
+def test_the_first_signal_is_remembered_and_a_later_one_interrupts(handlers, monkeypatch, number):
+    now = [100.0]
+    monkeypatch.setattr(launch_module, "monotonic", lambda: now[0])
     stop = StopSignal()
     assert stop.received == 0
     os.kill(os.getpid(), number)
     assert stop.received == number
+    now[0] += launch_module.ONE_PRESS - 0.1
+    os.kill(os.getpid(), signal.SIGINT)  # the launcher's, of the same press
+    now[0] += 0.2
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1.0)
