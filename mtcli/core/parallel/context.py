@@ -197,9 +197,9 @@ class _Meeting(NamedTuple):
 
 
 def _meeting(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Meeting | None:
-    """What this rank computes with the keys of rank - step; None where no query sees a key.
+    """Selects the queries and keys of a ring's step, whose keys are those of rank - step.
 
-    A GPU is not asked whether one does: its kernel skips what is not masking.
+    None where no query attends to a key. A GPU is not asked: its kernel skips hidden keys.
     """
     tokens, square = q.shape[2], (slice(None), slice(None))
     queries, keys = _visible_half(tokens, step, axis) if masking.causal else square

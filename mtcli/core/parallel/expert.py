@@ -109,7 +109,7 @@ def _all_gather(
 
 
 def _by_expert(segments_SE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """What sorts rows lying by (sender, expert) stably by expert, and what undoes it.
+    """Computes the order that sorts rows from (sender, expert) to expert, and its inverse.
 
     A segment's rows, those of one sender and expert, all move by the same number of rows.
     """

@@ -39,7 +39,7 @@ def unsharded(stages: Mapping[int, nn.Module]) -> dict[str, OwnedShard]:
 
 @dataclass(frozen=True)
 class Ownership:
-    """What a rank has to do with each parameter; `shard` shards ownership over data ranks."""
+    """Tells over which axes a parameter's gradient is summed and its optimizer state sharded."""
 
     groups: Groups
     table: Mapping[str, Parameter]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-ONE_PRESS = 2.0
+ONE_PRESS = 2.0  # seconds in which signals are of one Ctrl-C
 
 
 @dataclass(frozen=True)

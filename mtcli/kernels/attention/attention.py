@@ -65,8 +65,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """`attention_reference` by the quickest backend.
 
-    On a GPU our flash kernel or, without a mask, the library that was measured to be faster; on a
-    CPU torch's flash kernel or, of short rows without a mask, GEMMs over blocks of heads.
+    On a GPU our flash kernel or, without a mask, that of `library_for`; on a CPU torch's flash
+    kernel or, of short rows without a mask, GEMMs over blocks of heads.
     """
     if runs_triton(q) and not isinstance(mask, Tensor):
         if mask is None and (library := library_for("attention", q, k)):
