@@ -151,8 +151,8 @@ SLOW = {
     "test_search.py": {
         "test_the_search_finds_what_trying_everything_finds": ("config0-*", "config1-*"),
     },
-    "test_strategy_state.py": {
-        "test_a_strategys_state_is_restored_on_any_layout": ("4-parallel2",),
+    "test_exchange_state.py": {
+        "test_the_state_of_an_exchange_is_restored_on_any_layout": ("4-parallel2",),
     },
     "test_train_step.py": {
         "test_evaluation_is_the_mean_loss_without_dropout_on_any_layout": ("2-{'cp': 2}-{}",),

@@ -3,7 +3,7 @@
 It has no tensors: samples consumed and from which data, updates, the loss scale, random state.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -92,6 +92,8 @@ class RunProgress(Section):
     """of initial weights, dropout and the order of the data"""
     samples: SampleRecord | None = None
     """the consumed samples"""
+    sync: dict[str, Any] = {}
+    """counters of what replicas exchange"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:

@@ -68,6 +68,8 @@ class Checkpoint:
     """what the folder holds besides, and nobody reads"""
     replicas: int = 1
     """data-parallel replicas, where some tensors differ between them"""
+    averages: int = 0
+    """replicas, of which a tensor that differs is read as the mean; 0: it is read one by one"""
 
     def names(self) -> list[str]:
         """The names of all tensors."""
@@ -89,10 +91,13 @@ class Checkpoint:
 
     def replicas_of(self, name: str) -> tuple[int | None, ...]:
         """The replicas whose elements of a tensor differ; (None,) where all are equal."""
-        return tuple(range(self.replicas)) if self._stored(name).differs else (None,)
+        differs = self._stored(name).differs and not self.averages
+        return tuple(range(self.replicas)) if differs else (None,)
 
     def replica(self, index: int) -> "Checkpoint":
-        """Views the checkpoint as one replica has it."""
+        """Views the checkpoint as one replica has it; an averaged view is its own."""
+        if self.averages:
+            return self
         tensors = {
             name: stored._replace(
                 boxes=tuple(
@@ -105,14 +110,25 @@ class Checkpoint:
         }
         return replace(self, tensors=tensors, replicas=1)
 
+    def averaged(self) -> "Checkpoint":
+        """Views the checkpoint as the average of its replicas."""
+        if self.replicas == 1:
+            return self
+        return replace(self, replicas=1, averages=self.replicas)
+
     def read(self, name: str, box: Box | None = None, replica: int | None = None) -> Tensor:
         """Reads the elements of a tensor in a box [box.size], or all of them, and no others.
 
-        Where replicas differ, `replica` says whose. Raises MtcliError where the tensor or replica
-        is unknown or a file is damaged.
+        Where replicas differ, `replica` says whose; an averaged view has their mean, computed in
+        float64. Raises MtcliError where the tensor or replica is unknown or a file is damaged.
         """
         stored = self._stored(name)
         box = box or Box.of(stored.shape)
+        if stored.differs and self.averages:
+            total = torch.zeros(box.size, dtype=torch.float64)
+            for one in range(self.averages):
+                total += replace(self, replicas=self.averages, averages=0).read(name, box, one)
+            return (total / self.averages).to(stored.dtype)
         is_inside = len(box.start) == len(box.size) == len(stored.shape) and all(
             min(a, n) >= 0 and a + n <= size for a, n, size in zip(*box, stored.shape, strict=True)
         )
@@ -187,13 +203,6 @@ class Checkpoint:
             made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
             hint = f"the checkpoint is dense: {made} makes a mixture of experts of it"
         raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=hint))
-
-    def require_equal_replicas(self, target: str) -> None:
-        """Raises MtcliError where replicas differ, of which `target` has no more than one."""
-        if self.replicas > 1:
-            message = f"{self.folder} has {self.replicas} replicas that differ, and {target} has 1"
-            hint = "replicas are not averaged: train on, and save when they have become equal"
-            raise wrong(message, f"{hint}; or --to mtcli --layout dp={self.replicas}")
 
     def begins_at_zero(self, parameter: Parameter) -> bool:
         """Whether a parameter is missing because this model was made without it: the bias of a

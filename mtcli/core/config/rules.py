@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
-from mtcli.core.config.fields import divides, divisors, listing
+from mtcli.core.config.fields import divides, divisors, either, listing
 from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.config.layout_rules import (
     LAYOUT_RULES,
@@ -26,6 +26,8 @@ from mtcli.core.config.loading import read_config, validate, with_overrides
 from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
+from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC
+from mtcli.core.config.sync_rules import method_takes_the_optimizer, replicas_divide
 from mtcli.core.config.untrusted import shown
 
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
@@ -306,33 +308,52 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
 
 
 class Need(NamedTuple):
-    """A setting without which some fields have no meaning: its value, or where None 1 or more."""
+    """A setting without which some fields have no meaning: one of its values, or, where there are
+    none, 1 or more."""
 
     fields: tuple[str, ...]
     setting: str
-    value: str | None
+    values: tuple[str, ...]
     otherwise: str  # of any other value: why that is no use
 
 
+def _of_sync(names: str, *methods: str) -> Need:
+    fields = tuple(f"sync.{name}" for name in names.split())
+    return Need(fields, "sync.method", methods, "which does not read it")
+
+
 NEEDS = (
-    Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", None, "a dense model"),
+    Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", (), "a dense model"),
     Need(
-        ("model.rope_theta", "model.rope_scaling"), "model.position", "rope", "which turns nothing"
+        ("model.rope_theta", "model.rope_scaling"),
+        "model.position",
+        ("rope",),
+        "which turns nothing",
     ),
-    Need(("optimizer.trust_bounds",), "optimizer.name", "lamb", "which has no trust ratio"),
-    Need(("train.loss_scale",), "train.precision", "fp16", "whose loss is not scaled"),
-    Need(("train.fp8_scaling",), "train.precision", "fp8", "which scales nothing"),
+    Need(("optimizer.trust_bounds",), "optimizer.name", ("lamb",), "which has no trust ratio"),
+    Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),
+    Need(("train.fp8_scaling",), "train.precision", ("fp8",), "which scales nothing"),
+    Need(
+        ("optimizer.momentum", "optimizer.nesterov"), "optimizer.name", ("sgd",), "which has none"
+    ),
+    _of_sync("warmup_steps", "onebit"),
+    _of_sync("topology machine_size", *DECENTRALIZED),
+    _of_sync("group_size global_period global_pull", "lsgd"),
+    _of_sync("pull asynchronous", *LEADERS),
+    _of_sync("period", *LEADERS, *PERIODIC),
+    _of_sync("outer_lr outer_momentum outer_nesterov", "diloco"),
+    _of_sync("fragments overlap_steps quantise top_k error_decay", *PERIODIC),
 )
 
 
 def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that no field is set which the rest of the config makes meaningless."""
     by_name = ARCHITECTURES[config.model.architecture]
-    for fields, setting, needed, otherwise in NEEDS:
+    for fields, setting, values, otherwise in NEEDS:
         has = attrgetter(setting)(config)
-        if has == needed or (needed is None and has > 0):
+        if has in values or (not values and has > 0):
             continue
-        cure = f"{setting} = {needed!r}" if needed else f"{setting} of 1 or more"
+        cure = f"{setting} = {either(map(repr, values))}" if values else f"{setting} of 1 or more"
         lacking = f"{setting.partition('.')[2]}={has!r}, {otherwise}"
         for field in fields:
             section, _, name = field.partition(".")
@@ -367,6 +388,8 @@ RULES: tuple[Rule, ...] = (
     _heads,
     _experts_are_whole,
     *LAYOUT_RULES,
+    replicas_divide,
+    method_takes_the_optimizer,
     _sequence_fits,
     next_tokens_are_hidden,
     _rope_scaling_is_a_range,

@@ -11,13 +11,14 @@ from pydantic import Field, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.sync import SyncConfig, most_replicas
 
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
-OptimizerName = Literal["adamw", "lamb"]
+OptimizerName = Literal["adamw", "lamb", "sgd"]
 
 
 class ParallelConfig(Section):
@@ -75,17 +76,21 @@ class OptimizerConfig(Section):
     """The optimizer and its learning-rate curve, a pure function of the step."""
 
     name: OptimizerName = "adamw"
-    """update rule; lamb scales each parameter's step by a trust ratio, for large batches"""
+    """update rule; lamb scales each parameter's step by a trust ratio, for large batches; sgd"""
     lr: Rate = 3e-4
     """peak learning rate"""
     min_lr: Rate = 0.0
     """learning rate at the end of the decay"""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """decay of the first and second moments"""
+    momentum: Fraction = 0.0
+    """sgd: decay of the sum of gradients"""
+    nesterov: bool = False
+    """sgd: Nesterov's momentum, which looks one step ahead"""
     eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-8
     """added to the square root of the second moment"""
     weight_decay: Annotated[Real, Field(ge=0.0, le=100.0)] = 0.1
-    """decoupled; not applied to biases, norms (tensors of one dimension)"""
+    """decoupled, with sgd added to gradients; not of biases and norms (one dimension)"""
     trust_bounds: tuple[TrustRatio, TrustRatio] = (0.01, 10.0)
     """lamb: the least and the largest trust ratio, of a parameter's norm to its step's"""
     clip: Annotated[Real, Field(ge=0.0, le=1e9)] = 1.0
@@ -96,6 +101,11 @@ class OptimizerConfig(Section):
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
     """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
+
+    @property
+    def num_moments(self) -> int:
+        """Tensors of state per parameter, besides master weights."""
+        return int(self.momentum > 0.0) if self.name == "sgd" else 2
 
 
 class DataConfig(Section):
@@ -173,8 +183,16 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    sync: SyncConfig = SyncConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+
+    def num_replicas(self, world: int) -> int:
+        """Copies of the model that may differ on `world` ranks."""
+        if self.sync.method == "all_reduce":
+            return 1
+        p = self.parallel
+        return self.sync.replicas or most_replicas(world, p.pp, (p.tp * p.cp, p.ep * p.etp))
 
     @model_validator(mode="before")
     @classmethod

@@ -58,14 +58,9 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
 def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) -> RunConfig:
     """The config of a checkpoint converted to a layout, which keeps zero where that says nothing.
 
-    Raises MtcliError with all that is illegal, and the nearest layouts that are not; and where
-    replicas differ, of which a layout of another dp has another number.
+    Raises MtcliError with all that is illegal, and the nearest layouts that are not.
     """
     dp = world // (parallel.tp * parallel.cp * parallel.pp)
-    if source.replicas not in (1, dp):
-        message = f"{source.folder} has {source.replicas} replicas that differ, and the layout has "
-        hint = f"dp={source.replicas} copies each to one of its own; replicas are not averaged"
-        raise wrong(f"{message}dp={dp}", hint, "--layout")
     base = source.config or RunConfig.model_validate(
         {"model": source.model, "batch": {"seq_len": min(1024, source.model.max_seq_len)}}
     )

@@ -45,12 +45,9 @@ def left_out(source: Checkpoint, plan: ConversionPlan) -> list[str]:
 
 
 def require_target(source: Checkpoint, target: Path, plan: ConversionPlan) -> None:
-    """Raises MtcliError where the folder's name is taken, or the model cannot be sharded so, or the
-    format or recipe has one replica and `source` several that differ."""
+    """Raises MtcliError where the folder's name is taken, or the model cannot be sharded so."""
     require_free(target, plan.force)
-    if plan.to == "hf":
-        source.require_equal_replicas("a Hugging Face folder")
-    else:
+    if plan.to != "hf":
         output_config(_new_model(source, plan), *plan.layout)
 
 
@@ -62,7 +59,8 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
     if source.folder.resolve().is_relative_to(target.resolve()):
         message = f"{target} holds {source.folder}, and would be replaced before all is proved"
         raise wrong(message, "write to another folder, and remove this one afterwards")
-    start, watch, new = perf_counter(), MemoryWatch(), _new_model(source, plan)
+    start, watch, source = perf_counter(), MemoryWatch(), _replicas_kept(source, plan)
+    new = _new_model(source, plan)
     memory = verify_hashes(source, plan.nproc, lambda _: None)  # else damage would get new hashes
     memory = memory.or_more(_write(new, target, plan))
     after = open_checkpoint(target)
@@ -70,6 +68,7 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
     facts = {name: seen[name] for name in ("format", "step", "layout", "bytes", "dtype")}
     facts["step"] = describe(source)["step"] if facts["step"] is None else facts["step"]
     facts |= {"source": str(source.folder), "output": str(target)}
+    facts |= {"averaged_replicas": source.averages} if source.averages else {}
     facts |= {"dropped": left_out(source, plan), "parameters": seen["parameters"]}
     if plan.recipe:
         sizes = {name: seen["model"][name] for name in ("num_experts", "top_k")}
@@ -84,6 +83,14 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
         dtype = rounding(source, plan.recipe, plan.dtype)
         facts |= require_same_logits(source, after, dtype, source.model.num_layers)
     return facts | {"seconds": perf_counter() - start}
+
+
+def _replicas_kept(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
+    """The source with its replicas, where the target has as many; else their average."""
+    parallel, world = plan.layout
+    dp = world // (parallel.tp * parallel.cp * parallel.pp)
+    keeps = plan.to == "mtcli" and plan.recipe is None and source.replicas == dp
+    return source if keeps else source.averaged()
 
 
 def _new_model(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:

@@ -34,7 +34,6 @@ def to_hf(
     differ.
     """
     source.require_model(source.model)
-    source.require_equal_replicas("a Hugging Face folder")
     original = original_config(source)
     if original is None:
         family = config_json.family_of(source.model)

@@ -3,6 +3,7 @@
 The rank grid is one mixed-radix number, innermost axis first: attention is tp-cp-dp-pp and experts
 etp-ep-edp-pp, with pp outermost so that both agree on the pipeline (MoE Parallel Folding,
 arXiv:2504.14960, section 3; its printed listing with tp innermost and pp inside dp does not).
+Where replicas of the model may differ, an axis of them lies between dp and pp in both grids.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from mtcli.core.config.schema import ParallelConfig
+from mtcli.core.config.schema import ParallelConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,14 @@ class ParallelLayout:
     vpp: int = 1
     ep: int = 1
     etp: int = 1
+    replicas: int = 1
+
+    @classmethod
+    def of_run(cls, config: RunConfig, world: int) -> "ParallelLayout":
+        """The layout of a run, whose replicas may differ."""
+        p = config.parallel
+        sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp}
+        return cls(world, **sizes, replicas=config.num_replicas(world))
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> "ParallelLayout":
@@ -74,13 +83,18 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """Data parallel size of attention."""
-        return self.world // (self.tp * self.cp * self.pp)
+        """Data parallel size of attention, inside a replica."""
+        return self.world // (self.tp * self.cp * self.pp * self.replicas)
+
+    @property
+    def batch_shards(self) -> int:
+        """Ranks that see other samples: the data ranks of all replicas."""
+        return self.dp * self.replicas
 
     @property
     def edp(self) -> int:
-        """Data parallel size of experts."""
-        return self.world // (self.ep * self.etp * self.pp)
+        """Data parallel size of experts, inside a replica."""
+        return self.world // (self.ep * self.etp * self.pp * self.replicas)
 
     @property
     def num_stages(self) -> int:
@@ -90,12 +104,18 @@ class ParallelLayout:
     @cached_property
     def attention(self) -> Grid:
         """The grid of everything but the experts."""
-        return Grid(("tp", "cp", "dp", "pp"), (self.tp, self.cp, self.dp, self.pp))
+        return Grid(
+            ("tp", "cp", "dp", "replica", "pp"),
+            (self.tp, self.cp, self.dp, self.replicas, self.pp),
+        )
 
     @cached_property
     def experts(self) -> Grid:
         """The grid of the experts, over the same ranks."""
-        return Grid(("etp", "ep", "edp", "pp"), (self.etp, self.ep, self.edp, self.pp))
+        return Grid(
+            ("etp", "ep", "edp", "replica", "pp"),
+            (self.etp, self.ep, self.edp, self.replicas, self.pp),
+        )
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis of both grids."""

@@ -171,13 +171,14 @@ class Parameter:
             yield slice(first, first + prod(extent)), Box(corner, (*extent, *size[columns:]))
 
     def replicated_over(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """Axes of its grid, pipeline aside, along which ranks have the same elements."""
+        """Axes of its grid, along which ranks of a replica and stage have the same elements."""
         grid = layout.experts if self.is_expert else layout.attention
-        return tuple(axis for axis in grid.axes if axis != "pp" and axis not in self.shard_axes)
+        apart = ("replica", "pp", *self.shard_axes)
+        return tuple(axis for axis in grid.axes if axis not in apart)
 
     def is_primary(self, layout: ParallelLayout, rank: int, owners: tuple[str, ...] = ()) -> bool:
-        """Whether this rank, of those that have the same elements, is the one that counts and saves
-        them, where `owners` are axes that shard the rows once more."""
+        """Whether this rank, of those of its replica that have the same elements, is the one that
+        counts and saves them, where `owners` are axes that shard the rows once more."""
         coordinates = layout.coordinates(rank)
         copies = (axis for axis in self.replicated_over(layout) if axis not in owners)
         return all(coordinates[axis] == 0 for axis in copies)

@@ -52,9 +52,11 @@ def load_weights(
     """Fills a rank's shards from a checkpoint, whatever layout wrote it.
 
     With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
-    master weights, where it has them, which lose nothing in a wider dtype.
+    master weights, where it has them, which lose nothing in a wider dtype. Of replicas that differ
+    their average is taken.
     """
     checkpoint.require_model(model)
+    checkpoint = checkpoint.averaged()
     table, stored = parameters(model), set(checkpoint.names())
     for name, shard in shards.items():
         shard.tensor.zero_()  # rows that pad the vocabulary

@@ -1,7 +1,7 @@
-"""Optimizer state: float32 master weights, two moments, and weights rounded from the masters.
+"""Optimizer state: float32 master weights, moments, and weights rounded from the masters.
 
 Parameters of 16 bits have a float32 master that is updated and that they are rounded from; wider
-ones are their own master. How an update is made is a rule's: `adamw`, or a `Lamb`.
+ones are their own master. How an update is made is a rule's: `adamw`, a `Lamb` or an `Sgd`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.optim.adamw import adamw
 from mtcli.core.optim.lamb import Lamb
+from mtcli.core.optim.sgd import Sgd
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
@@ -35,31 +36,40 @@ class Optimizer:
         self.masters = {name: _master(part) for name, part in self.named.items()}
         self.moments = {
             kind: {name: torch.zeros_like(m) for name, m in self.masters.items()}
-            for kind in ("exp_avg", "exp_avg_sq")
+            for kind in moment_kinds(config)
         }
         self.updates = 0  # made so far, which AdamW's bias correction depends on
         decays = [ownership.table[name].decays for name in self.named]
-        kinds = (self.masters, *self.moments.values(), self.named)
-        self.parts = OptimizerTensors(*(list(kind.values()) for kind in kinds), decays)
+        first, second = [*(list(kind.values()) for kind in self.moments.values()), [], []][:2]
+        masters, weights = list(self.masters.values()), list(self.named.values())
+        self.parts = OptimizerTensors(masters, first, second, weights, decays)
         self.rule: UpdateRule = adamw
         if config.name == "lamb":
             self.rule = Lamb(self.named, ownership, config.trust_bounds)
+        elif config.name == "sgd":
+            self.rule = Sgd(config.momentum, config.nesterov)
         tensors = (*self.masters.values(), *self.named.values())
         alike = len({part.dtype for part in self.named.values()}) == 1
-        self.by_kernels = alike and all(runs_triton(x) and x.is_contiguous() for x in tensors)
+        has_kernels = config.name != "sgd"
+        self.by_kernels = (
+            has_kernels and alike and all(runs_triton(x) and x.is_contiguous() for x in tensors)
+        )
         self.packed: TensorTable | None = None
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
         """Updates with the reduced gradients, times a factor where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
-        self.updates += 1
         if self.by_kernels and self.packed is None:
             self.packed = tensor_table(self.parts.masters)
-        c = self.config
-        update = OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
-        mine = [gradients[name].contiguous() for name in self.named]
+        update, mine = self.begin(lr, factor), [gradients[n].contiguous() for n in self.named]
         self.rule(self.parts, mine, update, self.packed)
+
+    def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
+        """Counts an update; returns its scalars."""
+        self.updates += 1
+        c = self.config
+        return OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
 
     @torch.no_grad()
     def reset_masters(self) -> None:
@@ -75,6 +85,13 @@ class Optimizer:
             if master.dtype != self.dtype:
                 tensors[f"master/{name}"] = master
         return tensors
+
+
+def moment_kinds(config: OptimizerConfig) -> tuple[str, ...]:
+    """The kinds of state that an update rule keeps besides master weights."""
+    if config.name == "sgd":
+        return ("momentum",) if config.momentum else ()
+    return ("exp_avg", "exp_avg_sq")
 
 
 def _master(part: Tensor) -> Tensor:

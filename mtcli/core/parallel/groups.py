@@ -31,6 +31,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "etp": ("etp",),
     "experts": ("etp", "ep"),
     "edp": ("edp",),
+    "replica": ("tp", "cp", "dp", "pp"),
+    "replicas": ("replica",),
     "pp_forward": ("pp",),
     "pp_backward": ("pp",),
 }
@@ -84,14 +86,25 @@ class Groups:
         return self.axes["world"]
 
     @property
+    def replica(self) -> Axis:
+        """The ranks of this rank's replica of the model: every rank, where replicas are equal."""
+        return self.axes["replica"]
+
+    @property
+    def replicas(self) -> Axis:
+        """The ranks that hold the same shards in other replicas of the model."""
+        return self.axes["replicas"]
+
+    @property
     def pp_rank(self) -> int:
         """This rank's place in the pipeline."""
         return self.layout.coordinates(self.rank)["pp"]
 
     @property
     def dp_rank(self) -> int:
-        """This rank's share of each global batch."""
-        return self.layout.coordinates(self.rank)["dp"]
+        """This rank's share of each global batch, of `layout.batch_shards`."""
+        at = self.layout.coordinates(self.rank)
+        return at["dp"] + self.layout.dp * at["replica"]
 
     def over(self, axes: tuple[str, ...]) -> Axis:
         """The group along a set of axes; of no axes, this rank alone."""

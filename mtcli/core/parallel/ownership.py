@@ -105,7 +105,7 @@ class GlobalSums:
         """`names` are the parameters that this rank has shards of."""
         trained = (name for name, parameter in ownership.table.items() if parameter.trained)
         row_of, here = {name: row for row, name in enumerate(trained)}, list(names)
-        self.world, device = ownership.groups.world, ownership.groups.device
+        self.replica, device = ownership.groups.replica, ownership.groups.device
         self.rows = torch.tensor([row_of[name] for name in here], dtype=torch.int64, device=device)
         counts = [[float(ownership.answers_for(name))] for name in here]
         self.counts = torch.tensor(counts, dtype=torch.float64, device=device).view(-1, 1)
@@ -115,4 +115,4 @@ class GlobalSums:
         """[this rank's names, k] of its shards -> float64 of the global parameters. Collective."""
         every = self.counts.new_zeros(self.num_rows, sums.shape[1])
         every[self.rows] = sums.to(self.counts) * self.counts
-        return all_reduce(every, self.world)[self.rows]
+        return all_reduce(every, self.replica)[self.rows]

@@ -172,7 +172,7 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
     few = 2 * pp + count % pp if work.layout.vpp > 1 else pp + 2
     if pp == 1 or work.schedule_name != "gpipe":
         count = min(count, few)
-    size = count * work.micro_batch_size * work.layout.dp
+    size = count * work.micro_batch_size * work.layout.batch_shards
     batch = config.batch.model_copy(update={"global_batch_size": size})
     return config.model_copy(update={"batch": batch})
 

@@ -49,6 +49,7 @@ class Workload:
     precision: str = "bf16"
     fp8_scaling: Fp8Scaling = "rowwise"
     optimizer: OptimizerName = "adamw"
+    num_moments: int = 2  # of the optimizer
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
     zero: int = 0
@@ -65,12 +66,13 @@ class Workload:
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
         """The step of a run config on `world` ranks: its fields of the same names, and these."""
-        p, layout = config.parallel, ParallelLayout.of(config.parallel, world)
+        p, layout = config.parallel, ParallelLayout.of_run(config, world)
         even = spread(config.model.num_layers, layout.num_stages)
         told: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
             "model": config.model,
             "layout": layout,
             "optimizer": config.optimizer.name,
+            "num_moments": config.optimizer.num_moments,
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.tp_mode == "2d",
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,
@@ -82,7 +84,8 @@ class Workload:
     @property
     def sizes(self) -> Precision:
         """Bytes per element of weights, gradients and optimizer state."""
-        return PRECISIONS[self.precision]
+        sizes = PRECISIONS[self.precision]
+        return sizes._replace(moments=sizes.moments // 2 * self.num_moments)
 
     @property
     def block_bytes(self) -> float:
@@ -97,7 +100,7 @@ class Workload:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one data parallel rank."""
-        return max(1, self.global_batch_size // (self.micro_batch_size * self.layout.dp))
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.layout.batch_shards))
 
     @property
     def tokens(self) -> int:
@@ -170,7 +173,7 @@ class Workload:
     @property
     def layout_words(self) -> str:
         """The layout in one line, axes of size 1 left out."""
-        layout, axes = self.layout, ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+        layout, axes = self.layout, ("tp", "cp", "dp", "replica", "pp", "vpp", "ep", "etp")
         sizes = {axis: layout.vpp if axis == "vpp" else layout.size(axis) for axis in axes}
         words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1] or ["one rank"]
         if self.tp_mode == "2d":

@@ -1,4 +1,4 @@
-"""Builds the strategy that a config names."""
+"""Builds the strategy and the exchange of replicas that a config names."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,11 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import shards_parameters
+from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
+from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -31,3 +33,8 @@ def strategy_for(
     from mtcli.core.sync.fsdp import FullyShardedDataParallel  # half a second of torch's imports
 
     return FullyShardedDataParallel(stages, ownership, dtype)
+
+
+def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
+    """Builds what replicas exchange, over the strategy inside each."""
+    return ReplicaExchange(inside, optimizer)

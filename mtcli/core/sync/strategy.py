@@ -1,8 +1,8 @@
-"""Defines the protocol of data-parallel strategies: what replicas exchange, and when.
+"""Defines the protocol of strategies that reduce the gradients of one replica's ranks.
 
 A training step calls `before_step`, then `before_last_backward` ahead of each stage's last
 backward, then `after_backward`, and after the optimizer's update `after_update`. The step asks the
-strategy for its gradients, their norm and clipping, and a checkpoint for its state.
+strategy for its gradients, their norm and clipping. `exchange.py` is about several replicas.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Strategy(Protocol):
         """Waits until every gradient is reduced; those that no backward touched are zero."""
 
     def after_update(self) -> None:
-        """Makes replicas equal again, once this rank's owned rows are updated."""
+        """Gives the other ranks the owned rows, once this one has updated them."""
 
     def counted_gradients(self) -> list[Tensor]:
         """The gradients that this rank counts in the global norm: each element on one rank."""
@@ -61,10 +61,6 @@ class Strategy(Protocol):
 
     def saves(self, name: str) -> bool:
         """Whether this rank writes its shard of a parameter into a checkpoint."""
-
-    def state(self) -> dict[str, Tensor]:
-        """State for a checkpoint: owned rows of tensors, named `<kind>/<parameter>`."""
-        return {}
 
 
 def sum_tied_gradients_(gradients: Mapping[str, Tensor], ownership: Ownership) -> None:

@@ -49,6 +49,7 @@ class StepBatch(NamedTuple):
 
     load: Callable[[int], Inputs]  # gives micro-batch m
     weight: float  # sum of the loss weights of the global batch, the same on every rank
+    replica_weight: float  # sum of those of this rank's replica
 
 
 class MicroBatchLoader:
@@ -78,9 +79,8 @@ class MicroBatchLoader:
         samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
         firsts = self._starts(step)
-        return StepBatch(
-            lambda m: self._inputs(samples[m], firsts[m], loss_scale), self._weight(step, samples)
-        )
+        weights = self._weights(step, samples)
+        return StepBatch(lambda m: self._inputs(samples[m], firsts[m], loss_scale), *weights)
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -98,9 +98,9 @@ class MicroBatchLoader:
 
     def _starts(self, step: int) -> range:
         """The first sample of each of this rank's micro-batches of a step."""
-        size, dp = self.config.batch.global_batch_size, self.groups.layout.dp
+        size, shards = self.config.batch.global_batch_size, self.groups.layout.batch_shards
         first = step * size + self.groups.dp_rank * self._mbs
-        return range(first, (step + 1) * size, self._mbs * dp)
+        return range(first, (step + 1) * size, self._mbs * shards)
 
     def _read(self, start: int, count: int) -> ReadAhead:
         data = self.config.data
@@ -122,24 +122,29 @@ class MicroBatchLoader:
             return rows
         return torch.from_numpy(rows).pin_memory()
 
-    def _weight(self, step: int, samples: list[ReadAhead]) -> float:
-        """The sum of the global batch's loss weights: its labels, where they weigh 1 each.
+    def _weights(self, step: int, samples: list[ReadAhead]) -> tuple[float, float]:
+        """Sums the loss weights of the global batch, and of this rank's replica: its labels, where
+        they weigh 1 each.
 
         Ranks' sums are added in rank order, so that all get the same: 8 bytes of each data rank.
         """
-        size = self.config.batch.global_batch_size
+        size, groups = self.config.batch.global_batch_size, self.groups
+        replicas = groups.layout.replicas
         if samples[0].weights is None:
-            return float(size * self.config.batch.seq_len)
+            labels = float(size * self.config.batch.seq_len)
+            return labels, labels / replicas
         own = torch.tensor([sum(read.weight_sum for read in samples)], dtype=torch.float64)
-        weight = sum(all_gather(own.to(self.groups.device), self.groups.axes["data"]).tolist())
+        inside = sum(all_gather(own.to(groups.device), groups.axes["data"]).tolist())
+        each = all_gather(torch.tensor([inside], dtype=torch.float64).to(own), groups.replicas)
+        weight = sum(each.tolist())
         if not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
             raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
-        return weight
+        return weight, inside or 1.0  # by which gradients of nothing are divided
 
     def _inputs(self, read: ReadAhead, first: int, loss_scale: float) -> Inputs:
-        mbs, seq_len = self._mbs, self.config.batch.seq_len
+        mbs, seq_len, layout = self._mbs, self.config.batch.seq_len, self.groups.layout
         rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
         model, numbers = self.config.model, None
@@ -156,7 +161,9 @@ class MicroBatchLoader:
             numbers=numbers,
             documents=documents,
             attended=self.has_blocks,
-            aux_scale=loss_scale / (self.config.batch.global_batch_size * seq_len),
+            aux_scale=loss_scale
+            * layout.replicas
+            / (self.config.batch.global_batch_size * seq_len),
         )
 
     def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ from mtcli.core.parallel.groups import Axis, Groups, world_axis
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
-from mtcli.core.training.metrics import RunLog
+from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
@@ -93,11 +93,12 @@ def _train(
                 _skip(trainer, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":
                 samples.skip(step.step, step.outcome)
-            valid_loss = None
+            valid_loss, distance = None, trainer.exchange.distance()
             if valid and step.step % config.train.eval_every == 0:
                 valid_loss = trainer.evaluate(valid)
-            log.step(step, trainer.consumed_samples, valid_loss)
-            stopped = _any_rank(trainer, stop.received > 0)
+            stopped, sync_bytes = _agreed(trainer, stop.received > 0)
+            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, distance)
+            log.step(step, told)
             saver.poll()
             every = config.train.save_every or config.train.steps
             if stopped or step.step == config.train.steps or step.step % every == 0:
@@ -134,7 +135,10 @@ def _skip(trainer: Trainer, step: Step, where: str) -> None:
         sys.stderr.write(f"\nwarning: skipped {message}\n")
 
 
-def _any_rank(trainer: Trainer, flag: bool) -> bool:
-    """Whether the flag is set on any rank: all leave the loop after the same step."""
-    sums = torch.tensor([float(flag)], device=trainer.groups.device)
-    return all_reduce(sums, trainer.groups.world).item() > 0.0
+def _agreed(trainer: Trainer, stops: bool) -> tuple[bool, int]:
+    """Whether any rank stops, so that all leave the loop after the same step, and the bytes that
+    all ranks sent for data parallelism since the last call."""
+    own = [float(stops), float(trainer.sync_traffic.taken())]
+    sums = torch.tensor(own, dtype=torch.float64).to(trainer.groups.device)
+    stopped, sent = all_reduce(sums, trainer.groups.world).tolist()
+    return stopped > 0.0, round(sent)

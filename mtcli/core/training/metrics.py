@@ -86,6 +86,15 @@ class SaveRecord(NamedTuple):
     write_seconds: float  # until it was durable
 
 
+class StepFacts(NamedTuple):
+    """What is recorded of a step besides what it did."""
+
+    consumed_samples: int
+    valid_loss: float | None  # of the average of replicas, where it was asked for
+    sync_bytes: int  # that all ranks sent each other for data parallelism
+    replica_distance: float | None  # root mean square, from the average; None where all are equal
+
+
 class RunLog:
     """Rank 0's records; the same calls on other ranks say nothing."""
 
@@ -119,6 +128,7 @@ class RunLog:
             "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
             "layout": f"{world} ranks: {_axes(config, world)}",
             "step": f"{tokens:,} tokens, {_precision(config, world)}",
+            "sync": _sync(config, world),
             "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
             "from": resumed_from,
             "output": str(self.folder),
@@ -129,7 +139,7 @@ class RunLog:
             total=config.train.steps, initial=self.first_step, unit="step", file=sys.stderr
         )
 
-    def step(self, step: Any, consumed: int, valid_loss: float | None) -> None:
+    def step(self, step: Any, told: StepFacts) -> None:
         """Records a step."""
         if not self.speaks:
             return
@@ -138,7 +148,7 @@ class RunLog:
         flops = 3.0 * forward_flops(self.config.model, batch.seq_len) * tokens
         row = {
             "step": step.step,
-            "consumed_samples": consumed,
+            "consumed_samples": told.consumed_samples,
             "loss": step.loss,
             "lr": step.lr,
             "grad_norm": step.grad_norm,
@@ -147,9 +157,12 @@ class RunLog:
             "step_seconds": step.seconds,
             "tokens_per_second": tokens / step.seconds,
             "mfu": flops / step.seconds / self.flops_per_second,
+            "sync_bytes": told.sync_bytes,
         }
-        if valid_loss is not None:
-            row["valid_loss"] = valid_loss
+        if told.replica_distance is not None:
+            row["replica_distance"] = told.replica_distance
+        if told.valid_loss is not None:
+            row["valid_loss"] = told.valid_loss
         if step.expert_load is not None:
             row["expert_load_max_over_mean"] = step.expert_load
         finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
@@ -231,6 +244,14 @@ def _axes(config: RunConfig, world: int) -> str:
     rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}
     sizes |= {axis: size for axis, size in rarer.items() if size != (axis != "zero")}
     return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _sync(config: RunConfig, world: int) -> str:
+    """The strategy of data parallelism, and of how many replicas where they may differ."""
+    replicas = config.num_replicas(world)
+    inside = world // (config.parallel.tp * config.parallel.cp * config.parallel.pp * replicas)
+    each = f" of {inside} data ranks" if inside > 1 else ""
+    return config.sync.method + (f", {replicas} replicas{each}" if replicas > 1 else "")
 
 
 def _precision(config: RunConfig, world: int) -> str:

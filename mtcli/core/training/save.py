@@ -29,7 +29,7 @@ from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.health.flight_recorder import SAVING
 from mtcli.core.training.metrics import RunLog, SaveRecord
-from mtcli.core.training.state import shards
+from mtcli.core.training.state import saved_replicas, shards
 from mtcli.core.training.step import Trainer
 
 
@@ -78,6 +78,7 @@ class Saver:
         self.axis = _own_axis(trainer.groups)
         self.note_progress = trainer.groups.world.recorder.note_progress
         self.snapshot = Snapshot(trainer.groups.device)
+        self.replicas = saved_replicas(trainer)
         self.pending: BackgroundWrite | None = None
         self.step = 0  # of the save that is pending, or else of the last one
         self.fault = ""  # of the last save
@@ -170,6 +171,7 @@ class Saver:
             tokenizer=_tokenizer(config),
             keep=config.train.keep,
             keep_every=config.train.keep_every,
+            replicas=self.replicas,
         )
         mine = sum(shard.tensor.nbytes for shard in taken.shards)
         all_ranks = gather((mine, max(stall, device_seconds), perf_counter() - start))

@@ -101,36 +101,53 @@ def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunPro
         loss_scale=trainer.loss_scale.state(),
         random=RandomState(seed=trainer.config.seed, step=trainer.step),
         samples=samples and samples.record(trainer.consumed_samples),
+        sync=trainer.exchange.counters(),
     )
 
 
 def shards(trainer: Trainer) -> list[Shard]:
-    """The shards that this rank writes of weights and state, on its device, unpadded."""
+    """The shards that this rank writes of weights and state, on its device, unpadded.
+
+    Of what is equal in all replicas the first one's; of the rest each its own.
+    """
     found = []
-    strategy, table = trainer.strategy, trainer.table
+    strategy, exchange, table = trainer.strategy, trainer.exchange, trainer.table
     for name, (tensor, rows) in strategy.shards.items():
         if strategy.saves(name):
             weight = tensor.to(trainer.dtype) if table[name].trained else tensor
-            found += _boxes(trainer, name, name, OwnedShard(weight, rows))
+            shard = OwnedShard(weight, rows)
+            found += _boxes(trainer, name, name, shard, exchange.weights_differ)
     for key, name, shard in _owned_state(trainer):
         if strategy.ownership.answers_for(name):
-            found += _boxes(trainer, f"{OPTIMIZER}{key}", name, shard)
+            differs = exchange.differs(key.partition("/")[0])
+            found += _boxes(trainer, f"{OPTIMIZER}{key}", name, shard, differs)
     return found
 
 
-def _boxes(trainer: Trainer, stored: str, name: str, shard: OwnedShard) -> list[Shard]:
+def saved_replicas(trainer: Trainer) -> int:
+    """The number of replicas that a checkpoint holds: 1 where all of its tensors are equal."""
+    kinds = {key.partition("/")[0] for key, _, _ in _owned_state(trainer)}
+    differ = trainer.exchange.weights_differ or any(map(trainer.exchange.differs, kinds))
+    return trainer.layout.replicas if differ else 1
+
+
+def _boxes(
+    trainer: Trainer, stored: str, name: str, shard: OwnedShard, differs: bool
+) -> list[Shard]:
     """The boxes of a parameter's shard, or of its state's, under the name it is `stored` by."""
-    described = trainer.table[name]
+    described, replica = trainer.table[name], trainer.groups.replicas.rank
+    if replica and not differs:
+        return []
     return [
-        Shard(stored, view, box.start, described.shape)
+        Shard(stored, view, box.start, described.shape, replica if differs else None)
         for box, view in shard.blocks(described, trainer.groups)
     ]
 
 
 def _owned_state(trainer: Trainer) -> list[tuple[str, str, OwnedShard]]:
-    """(`<kind>/<parameter>`, parameter, shard) of the optimizer's and the strategy's state."""
+    """(`<kind>/<parameter>`, parameter, shard) of the optimizer's and the exchange's state."""
     found = []
-    for key, tensor in (trainer.optimizer.state() | trainer.strategy.state()).items():
+    for key, tensor in (trainer.optimizer.state() | trainer.exchange.state()).items():
         name = key.partition("/")[2]
         rows = trainer.strategy.ownership.rows(name)
         found.append((key, name, OwnedShard(tensor, rows)))
@@ -143,12 +160,14 @@ def initialise(trainer: Trainer) -> None:
     where = trainer.strategy.shards, config.model, trainer.groups
     init.initialise(*where, config.seed, trainer.dtype)
     trainer.optimizer.reset_masters()
+    trainer.exchange.begin()
 
 
 def load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Takes the weights of any checkpoint of this model and starts at step 0."""
     init.load_weights(trainer.strategy.shards, checkpoint, trainer.config.model, trainer.groups)
     trainer.optimizer.reset_masters()
+    trainer.exchange.begin()
 
 
 @torch.no_grad()
@@ -156,12 +175,17 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Restores a run's checkpoint but its consumed samples, whatever layout and precision wrote it.
 
     Master weights are lost in no precision; one that a checkpoint of fp32 lacks is the weight
-    itself. Strategy state that it lacks, of another method, starts at zero. Raises MtcliError where
-    the manifest's counters make no sense.
+    itself. State of an exchange that it lacks, of another method, starts at zero. Replicas that
+    differ are restored where there are as many of them; else all start from their average. Raises
+    MtcliError where the manifest's counters make no sense.
     """
     model, groups, done = trainer.config.model, trainer.groups, progress_of(checkpoint)
+    same = checkpoint.replicas in (1, groups.replicas.size)
+    if checkpoint.replicas > 1:
+        own = groups.replicas.rank
+        checkpoint = checkpoint.replica(own) if same else checkpoint.averaged()
     init.load_weights(trainer.strategy.shards, checkpoint, model, groups, from_masters=True)
-    known, optional = set(checkpoint.names()), trainer.strategy.state()
+    known, optional = set(checkpoint.names()), trainer.exchange.state()
     for key, name, shard in _owned_state(trainer):
         stored = f"{OPTIMIZER}{key}"
         if stored not in known and key.startswith("master/"):
@@ -174,6 +198,9 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
     trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())
     trainer.step = checkpoint.step
+    if not same:
+        trainer.exchange.begin()
+    trainer.exchange.load_counters(done.sync if same else {})
 
 
 def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:

@@ -25,10 +25,11 @@ from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.health.traffic import SyncTraffic
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only, schedule_for
-from mtcli.core.sync.methods import allocates_shards, strategy_for
+from mtcli.core.sync.methods import allocates_shards, replica_exchange, strategy_for
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader
@@ -44,7 +45,7 @@ class Step(NamedTuple):
     step: int
     loss: float  # weighted mean over the global batch's labels, nats
     lr: float
-    grad_norm: float  # before clipping
+    grad_norm: float  # before clipping; the mean of replicas' own
     seconds: float
     loss_scale: float  # of this step
     outcome: Literal["updated", "overflow", "fault"]
@@ -68,7 +69,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self.config = config
-        self.layout = ParallelLayout.of(config.parallel, runtime.world)
+        self.layout = ParallelLayout.of_run(config, runtime.world)
         self.groups = make_groups(
             self.layout, runtime.rank, runtime.device, config.train.timeout, runtime.recorder
         )
@@ -80,6 +81,8 @@ class Trainer:
             compile_blocks(self.stages.values(), config.data.document_mask)
         weights, ownership = self.strategy.weights(), self.strategy.ownership
         self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype)
+        self.exchange = replica_exchange(config, self.strategy, self.optimizer)
+        self.groups.world.recorder.sync_traffic = self.sync_traffic = SyncTraffic()
         self.balance = ExpertBalance(
             self.stages.values(),
             config.model.router_bias_update_rate,
@@ -87,7 +90,7 @@ class Trainer:
             self.groups.axes["tokens" if p.sequence_parallel else "data"],
         )
         self.loss_scale = LossScale.of(config.train)
-        self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.dp)
+        self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.batch_shards)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
@@ -96,17 +99,19 @@ class Trainer:
         self.phases: Phases | None = None  # of the last step, for profile
 
     def state_bytes(self) -> int:
-        """Bytes of this rank's weights, gradients, masters and moments."""
+        """Bytes of this rank's weights, gradients, masters, moments and exchange."""
         return sum(self.state_bytes_by_kind().values())
 
     def state_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's weights, gradients and optimizer (masters and moments)."""
+        """Bytes of this rank's weights, gradients, optimizer (masters and moments) and of what its
+        replica keeps for the exchange with others."""
         weights = [shard.tensor for shard in self.strategy.shards.values()]
         here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         kinds = {
             "weights": weights,
             "gradients": self.strategy.gradient_buffers(),
             "optimizer": [x for x in self.optimizer.state().values() if _memory(x) not in here],
+            "sync": self.exchange.buffers(),
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 
@@ -122,17 +127,20 @@ class Trainer:
         loss_sum, weight, marks = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
         marks.append(self.pipeline.clock())
-        loss, scaled_norm = self._global(loss_sum, weight, squares)
+        loss, scaled_norms = self._global(loss_sum, weight, squares)
         marks.append(self.pipeline.clock())
         step, scale = self.step + 1, self.loss_scale.scale
-        lr, norm = learning_rate(config.optimizer, step, config.train.steps), scaled_norm / scale
+        lr = learning_rate(config.optimizer, step, config.train.steps)
+        norms = [norm / scale for norm in scaled_norms]
+        norm = sum(norms) / len(norms)
         outcome = self._outcome(loss, norm)
         if outcome != "fault":
             self.step = step
             self.loss_scale.update(outcome == "overflow")
         expert_load = None
         if outcome == "updated":
-            self._update(norm, scale, lr)
+            own = norms[self.groups.replicas.rank]
+            self.exchange.update(lr, clip_factor(own, config.optimizer.clip) / scale)
             expert_load = self.balance.move_biases()
         self.phases = Phases(*marks, self.pipeline.clock())
         seconds = perf_counter() - start
@@ -149,8 +157,9 @@ class Trainer:
         clock = self.pipeline.clock
         marks = [clock()]
         batch = loader.step(self.step, self.loss_scale.scale)
-        gradient_scale = self.loss_scale.scale / batch.weight
+        gradient_scale = self.loss_scale.scale / batch.replica_weight
         marks.append(clock())
+        self.exchange.before_step()
         self.strategy.before_step()
         self.balance.begin()
         with compiler_errors(self.config.train.compile):
@@ -193,17 +202,10 @@ class Trainer:
             return "updated"
         return "overflow" if math.isfinite(loss) and self.loss_scale.can_fall else "fault"
 
-    def _update(self, norm: float, scale: float, lr: float) -> None:
-        factor = clip_factor(norm, self.config.optimizer.clip) / scale
-        if factor != 1.0 and not self.optimizer.by_kernels:
-            self.strategy.scale_gradients_(factor)
-            factor = 1.0
-        self.optimizer.step(self.strategy.gradients, lr, factor)
-        self.strategy.after_update()
-
     @torch.no_grad()
     def evaluate(self, loader: MicroBatchLoader) -> float:
-        """The weighted mean loss over train.eval_batches global batches of the validation data.
+        """The weighted mean loss over train.eval_batches global batches of the validation data, of
+        the average of replicas that differ.
 
         The losses of a micro-batch are summed when it has passed the last stage, so the memory that
         evaluation takes does not depend on how many there are.
@@ -219,22 +221,27 @@ class Trainer:
             total.add_(last.losses(x_TD, inputs).double().sum())
 
         weight = 0.0
-        for step in range(steps):
-            batch = loader.step(step, loss_scale=0.0)
-            pipeline.forward(batch.load, self.micro_batch_tokens, add)
-            weight += batch.weight
+        with self.exchange.averaged():
+            for step in range(steps):
+                batch = loader.step(step, loss_scale=0.0)
+                pipeline.forward(batch.load, self.micro_batch_tokens, add)
+                weight += batch.weight
         loss, _ = self._global(float(total), weight / steps, 0.0)
         return loss / steps
 
-    def _global(self, loss_sum: float, weight: float, square_sum: float) -> tuple[float, float]:
-        """(the loss of labels of that weight, gradient norm), the same on every rank.
+    def _global(
+        self, loss_sum: float, weight: float, square_sum: float
+    ) -> tuple[float, list[float]]:
+        """(the loss of labels of that weight, gradient norm of each replica), the same on every
+        rank.
 
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
-        mine = loss_sum if self.groups.tp.rank == 0 else 0.0
-        sums = torch.tensor([mine, square_sum], dtype=torch.float64).to(self.groups.device)
-        loss, squares = all_reduce(sums, self.groups.world).tolist()
-        return loss / weight, math.sqrt(squares)
+        sums = torch.zeros(1 + self.layout.replicas, dtype=torch.float64)
+        sums[0] = loss_sum if self.groups.tp.rank == 0 else 0.0
+        sums[1 + self.groups.replicas.rank] = square_sum
+        loss, *squares = all_reduce(sums.to(self.groups.device), self.groups.world).tolist()
+        return loss / weight, [math.sqrt(square) for square in squares]
 
 
 def _memory(x: torch.Tensor) -> int:

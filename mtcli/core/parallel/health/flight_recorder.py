@@ -102,12 +102,16 @@ class Broken(NamedTuple):
     error: str
 
 
-class CallObserver(Protocol):
-    """What is told of every collective and of every wait for one."""
+class CallCounter(Protocol):
+    """What is told of every collective."""
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Notes a collective on x, before it starts."""
         ...
+
+
+class CallObserver(CallCounter, Protocol):
+    """What is told of every collective and of every wait for one."""
 
     def waited(self, call: Call, seconds: float) -> None:
         """Notes that a call has ended, for which its thread waited."""
@@ -136,6 +140,9 @@ class FlightRecorder:
         self.step = 0  # of training: the one that runs
         self.progress = 0  # parts of saves that this rank has written
         self.traffic: CallObserver | None = None  # profile counts bytes and waits of a step here
+        self.sync_traffic: CallCounter | None = (
+            None  # training counts data parallelism's bytes here
+        )
 
     def call(
         self,
@@ -156,6 +163,8 @@ class FlightRecorder:
                 self.check(call, x, detail)
         if self.traffic is not None:
             self.traffic.note(call, x, detail)
+        if self.sync_traffic is not None:
+            self.sync_traffic.note(call, x, detail)
         return call
 
     def note_progress(self) -> None:
@@ -173,7 +182,7 @@ class FlightRecorder:
         They are not compared with other ranks' nor counted as a step's, and no device waits.
         """
         other = copy(self)
-        other.check = other.mark = other.traffic = None
+        other.check = other.mark = other.traffic = other.sync_traffic = None
         return other
 
     def oldest(self) -> Call | None:

@@ -69,6 +69,33 @@ class Traffic:
         self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
 
 
+# Axes along which ranks see other samples: what is sent there is for data parallelism.
+DATA_PARALLEL = frozenset(("data", "tokens", "edp", "replicas"))
+
+
+class SyncTraffic:
+    """Counts the bytes that a rank sends for data parallelism, where they leave."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def taken(self) -> int:
+        """The bytes since the last call."""
+        found, self._bytes = self._bytes, 0
+        return found
+
+    def add(self, count: int) -> None:
+        """Adds bytes that are sent by no collective of ours."""
+        self._bytes += count
+
+    def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
+        """Adds what a collective on x makes this rank send, if it is data parallelism's."""
+        if call.axis.name not in DATA_PARALLEL or x is None or call.op == "recv":
+            return
+        size, rows = x.numel() * x.element_size(), len(x) if x.dim() else 1
+        self._bytes += sum(sent_by(call, size, rows, detail).values())
+
+
 def sent_by(call: Call, size: int, rows: int, detail: object) -> dict[int, int]:
     """Bytes for each place of the axis that a call sends to; its tensor has `size` bytes."""
     axis = call.axis

@@ -1,0 +1,97 @@
+"""The sync section: what data-parallel replicas exchange, and when.
+
+A replica is a copy of the model that trains on its own part of each global batch. With
+`all_reduce` every data rank belongs to the one replica there is. Any other method has several.
+"""
+
+from math import lcm
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtcli.core.config.fields import Fraction, Positive, Real, Section, Whole
+
+Method = Literal[
+    "all_reduce",
+    "onebit",
+    "decentlam",
+    "dsgd",
+    "dmsgd",
+    "awc_dmsgd",
+    "da_dmsgd",
+    "lsgd",
+    "easgd",
+    "local",
+    "diloco",
+]
+Topology = Literal[
+    "ring",
+    "symmetric_exponential",
+    "grid",
+    "star",
+    "full",
+    "one_peer_exponential",
+    "hierarchical",
+]
+DECENTRALIZED: tuple[Method, ...] = ("decentlam", "dsgd", "dmsgd", "awc_dmsgd", "da_dmsgd")
+LEADERS: tuple[Method, ...] = ("lsgd", "easgd")
+PERIODIC: tuple[Method, ...] = ("local", "diloco")
+Pull = Annotated[Real, Field(ge=0.0, le=1.0)]
+
+
+class SyncConfig(Section):
+    """What data-parallel replicas exchange, and when."""
+
+    method: Method = "all_reduce"
+    """all_reduce sums gradients; the others keep a model per replica, or compress what is sent"""
+    replicas: Whole = 0
+    """copies of the model that differ; 0: as many as there can be. Ranks of one sum gradients"""
+    warmup_steps: Whole = 0
+    """onebit: steps with uncompressed gradients, after which the variance is frozen; 0: a fifth"""
+    topology: Topology = "ring"
+    """decentralized: which replicas exchange with which"""
+    machine_size: Whole = 0
+    """hierarchical: replicas of a machine, which average first; 0: about the square root"""
+    group_size: Whole = 0
+    """lsgd: workers of a group, which has a leader of its own; 0: about the square root"""
+    period: Whole = 0
+    """steps between exchanges; 0: 4 with lsgd and easgd, 32 with local and diloco"""
+    global_period: Whole = 0
+    """lsgd: steps between pulls to the leader of all groups; 0: 4 * period"""
+    pull: Pull = 0.1
+    """lsgd, easgd: how far a worker moves to its group's leader, or to the centre"""
+    global_pull: Pull = 0.1
+    """lsgd: how far a worker moves to the leader of all groups"""
+    asynchronous: bool = False
+    """lsgd, easgd: faster workers make more steps between two exchanges"""
+    outer_lr: Annotated[Real, Field(ge=0.0, le=100.0)] = 0.7
+    """diloco: learning rate of the outer SGD"""
+    outer_momentum: Fraction = 0.9
+    """diloco: momentum of the outer SGD"""
+    outer_nesterov: bool = True
+    """diloco: Nesterov's momentum"""
+    fragments: Positive = 1
+    """local, diloco: parts of the model that are exchanged in turn, one every period / fragments"""
+    overlap_steps: Whole = 0
+    """local, diloco: steps of training during which an exchange is under way"""
+    quantise: Literal[0, 2, 4, 8] = 0
+    """local, diloco: bits of an exchanged value, with error feedback; 0: float32"""
+    top_k: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
+    """local, diloco: share of the largest values that is exchanged, with error feedback; 0: all"""
+    error_decay: Pull = 0.95
+    """local, diloco: factor on the error that is fed back"""
+
+    @property
+    def steps_between(self) -> int:
+        """Steps from one exchange to the next."""
+        return self.period or (4 if self.method in LEADERS else 32)
+
+    @property
+    def steps_between_global(self) -> int:
+        """Steps from one pull to the leader of all groups to the next."""
+        return self.global_period or 4 * self.steps_between
+
+
+def most_replicas(world: int, pp: int, inside: tuple[int, int]) -> int:
+    """The most replicas of a world: each has all stages, and `inside` it tp*cp and ep*etp."""
+    return max(1, world // (pp * lcm(*inside)))
