@@ -16,6 +16,7 @@ from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.plan.sensitivity import Neighbour
+from mtcli.core.plan.sync_bytes import sync_bytes_per_step
 from mtcli.core.plan.workload import Workload
 
 Json = dict[str, Any]
@@ -107,6 +108,7 @@ def figures(p: Prediction) -> Json:
         "hfu": p.hfu,
         "bubble_fraction": p.bubble_fraction,
         "communication_seconds": p.communication_seconds,
+        "sync_bytes_per_step": round(sync_bytes_per_step(p.work)),
         "device": p.device.name,
         "device_rates": p.device.rates,
         "flop_convention": FLOP_CONVENTION,
@@ -194,8 +196,18 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         ("counted otherwise", ", ".join(f"{r / 1e12:.4g} ({n})" for n, r in rates.items())),
         ("pipeline bubble", f"{p.bubble_fraction:.1%} of the ideal time"),
         ("communication", ", ".join(sent) or "none"),
+        ("data parallelism", _sync(p)),
     ]
     return [row for row in rows if row[1]]
+
+
+def _sync(p: Prediction) -> str:
+    """The strategy, and what ranks send each other for it in a step."""
+    sent, replicas = sync_bytes_per_step(p.work), p.work.layout.replicas
+    if not sent:
+        return ""
+    several = f", {replicas} replicas" if replicas > 1 else ""
+    return f"{p.work.sync.method}{several}, {gib(sent)} sent per step by all ranks"
 
 
 def _fullest(p: Prediction) -> str:

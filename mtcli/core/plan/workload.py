@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import Fp8Scaling, OptimizerName, RunConfig
+from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
@@ -49,6 +50,8 @@ class Workload:
     precision: str = "bf16"
     fp8_scaling: Fp8Scaling = "rowwise"
     optimizer: OptimizerName = "adamw"
+    sync: SyncConfig = SyncConfig()
+    steps: int = 1  # of the run, over which an exchange now and then is averaged
     num_moments: int = 2  # of the optimizer
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
@@ -72,6 +75,7 @@ class Workload:
             "model": config.model,
             "layout": layout,
             "optimizer": config.optimizer.name,
+            "sync": config.sync,
             "num_moments": config.optimizer.num_moments,
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.tp_mode == "2d",

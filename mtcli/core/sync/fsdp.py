@@ -8,7 +8,7 @@ dp * cp; untrained parameters are replicated.
 """
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 from warnings import filterwarnings
 
 import torch
@@ -21,10 +21,15 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.ownership import OwnedShard, Ownership, unsharded
 from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 
@@ -122,10 +127,45 @@ def _shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) 
         _prefetch(stage)
         for name, module in stage.named_modules():
             if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_CountedAllGather(groups.world.recorder))
+                module.set_custom_reduce_scatter(_CountedReduceScatter(groups.world.recorder))
                 if (experts if _is_expert_array(name) else data).size() > 1:  # one copies to divide
                     module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         stage.to_empty(device=groups.device)
+
+
+class _CountedAllGather(DefaultAllGather):
+    """FSDP2's all-gather, whose bytes the traffic counter is told."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.recorder = recorder
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        if self.recorder.sync_traffic is not None:
+            self.recorder.sync_traffic.add((group.size() - 1) * input_tensor.nbytes)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _CountedReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, whose bytes the traffic counter is told."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.recorder = recorder
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if self.recorder.sync_traffic is not None:
+            self.recorder.sync_traffic.add((group.size() - 1) * output_tensor.nbytes)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 def _prefetch(stage: nn.Module) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.sync import Method
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import shards_parameters
@@ -35,6 +36,10 @@ def strategy_for(
     return FullyShardedDataParallel(stages, ownership, dtype)
 
 
+# What replicas exchange, by method; with all_reduce there is one replica.
+EXCHANGES: dict[Method, type[ReplicaExchange]] = {"all_reduce": ReplicaExchange}
+
+
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
-    return ReplicaExchange(inside, optimizer)
+    return EXCHANGES.get(config.sync.method, ReplicaExchange)(inside, optimizer)

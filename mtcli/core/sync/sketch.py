@@ -17,8 +17,10 @@ def sketch(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     for tensor in tensors:
         flat = tensor.flatten().to(found)
         flat = flat * _signs(first, flat.numel(), device)
+        before = first % BUCKETS
+        after = -(before + flat.numel()) % BUCKETS
+        found += F.pad(flat, (before, after)).view(-1, BUCKETS).sum(0)
         first += flat.numel()
-        found += F.pad(flat, (0, -flat.numel() % BUCKETS)).view(-1, BUCKETS).sum(0)
     return found
 
 

@@ -25,7 +25,7 @@ from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.health.traffic import SyncTraffic
+from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only, schedule_for
@@ -82,7 +82,9 @@ class Trainer:
         weights, ownership = self.strategy.weights(), self.strategy.ownership
         self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype)
         self.exchange = replica_exchange(config, self.strategy, self.optimizer)
-        self.groups.world.recorder.sync_traffic = self.sync_traffic = SyncTraffic()
+        inside = REDUCED if self.layout.dp * self.layout.cp > 1 else ()
+        self.sync_traffic = SyncTraffic(("replicas", *inside))
+        self.groups.world.recorder.sync_traffic = self.sync_traffic
         self.balance = ExpertBalance(
             self.stages.values(),
             config.model.router_bias_update_rate,

@@ -102,19 +102,27 @@ class Broken(NamedTuple):
     error: str
 
 
-class CallCounter(Protocol):
-    """What is told of every collective."""
+class CallObserver(Protocol):
+    """What is told of every collective and of every wait for one."""
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Notes a collective on x, before it starts."""
         ...
 
-
-class CallObserver(CallCounter, Protocol):
-    """What is told of every collective and of every wait for one."""
-
     def waited(self, call: Call, seconds: float) -> None:
         """Notes that a call has ended, for which its thread waited."""
+        ...
+
+
+class CallCounter(Protocol):
+    """What is told of the bytes of every collective, ours or another library's."""
+
+    def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
+        """Notes a collective on x, before it starts."""
+        ...
+
+    def add(self, count: int) -> None:
+        """Adds bytes that are sent by no collective of ours."""
         ...
 
 

@@ -7,6 +7,7 @@ is for one rank alone, in a message, a rotation or an all-to-all, is counted for
 that travel as JSON are not counted.
 """
 
+from collections.abc import Collection
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,15 +70,14 @@ class Traffic:
         self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
 
 
-# Axes along which ranks see other samples: what is sent there is for data parallelism.
-DATA_PARALLEL = frozenset(("data", "tokens", "edp", "replicas"))
+REDUCED = ("data", "tokens", "edp")  # axes along which gradients are summed inside a replica
 
 
 class SyncTraffic:
-    """Counts the bytes that a rank sends for data parallelism, where they leave."""
+    """Counts the bytes that a rank sends for data parallelism along some axes, where they leave."""
 
-    def __init__(self) -> None:
-        self._bytes = 0
+    def __init__(self, axes: Collection[str]) -> None:
+        self.axes, self._bytes = frozenset(axes), 0
 
     def taken(self) -> int:
         """The bytes since the last call."""
@@ -90,7 +90,7 @@ class SyncTraffic:
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Adds what a collective on x makes this rank send, if it is data parallelism's."""
-        if call.axis.name not in DATA_PARALLEL or x is None or call.op == "recv":
+        if call.axis.name not in self.axes or x is None or call.op == "recv":
             return
         size, rows = x.numel() * x.element_size(), len(x) if x.dim() else 1
         self._bytes += sum(sent_by(call, size, rows, detail).values())

@@ -1,0 +1,54 @@
+"""SGD against torch.optim.SGD, in double precision, with a factor on gradients as clipping has."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import GPT, Samples, run_config
+
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
+from mtcli.core.training.step import Trainer
+
+
+def largest_difference(runtime, config):
+    """Of weights after three steps from torch's, which are given the same gradients."""
+    trainer, o = Trainer(config, runtime), config.optimizer
+    initialise(trainer)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    weights = trainer.strategy.weights()
+    theirs = {name: torch.nn.Parameter(x.clone()) for name, x in weights.items()}
+    table = trainer.strategy.ownership.table
+    kinds = [
+        [p for n, p in theirs.items() if table[n].decays == decays] for decays in (True, False)
+    ]
+    decay = o.weight_decay, 0.0
+    groups = [{"params": p, "weight_decay": d} for p, d in zip(kinds, decay, strict=True) if p]
+    sgd = torch.optim.SGD(groups, lr=1.0, momentum=o.momentum, nesterov=o.nesterov)
+    for _ in range(3):
+        step = trainer.train_step(loader)
+        factor = min(1.0, o.clip / step.grad_norm) if o.clip else 1.0
+        scaled = trainer.optimizer.by_kernels  # else the strategy's gradients are scaled already
+        for name, gradient in trainer.strategy.gradients.items():
+            theirs[name].grad = gradient * (factor if scaled else 1.0)
+        for group in sgd.param_groups:
+            group["lr"] = step.lr
+        sgd.step()
+    pairs = [(weights[name], theirs[name]) for name in theirs]
+    return max(float((a - b).abs().max()) for a, b in pairs if a.numel())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"momentum": 0.0},
+        {"momentum": 0.9, "weight_decay": 0.0, "clip": 0.0},
+        {"momentum": 0.9, "nesterov": True, "clip": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("world", "parallel"), [(1, {}), (2, {"zero": 1})])
+def test_a_step_is_torchs(optimizer, world, parallel):
+    optimizer = {"name": "sgd", "lr": 0.1} | optimizer
+    train = {"precision": "fp64"}
+    config = run_config(GPT, optimizer=optimizer, parallel=parallel, train=train)
+    assert max(run_ranks(world, largest_difference, config)) < 1e-13
