@@ -14,6 +14,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.elements import RankElements
 from mtcli.core.plan.gpu_time import Physics, dense_gemms
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.sync_bytes import rank_sync_bytes
 from mtcli.core.plan.workload import Pass, Workload
 
 
@@ -167,6 +168,16 @@ def gradient_seconds(
         else:
             total += Pass(0.0, all_reduce_seconds(there, ranks, stride, device, physics))
     return total
+
+
+def exchange_seconds(work: Workload, pp_rank: int, device: Device, physics: Physics) -> float:
+    """Mean seconds per step of what a rank sends to other replicas, after its update."""
+    replicas = work.layout.replicas
+    if replicas == 1:
+        return 0.0
+    stride = work.layout.tp * work.layout.cp * work.layout.dp
+    sent = rank_sync_bytes(work, pp_rank).across
+    return ring_seconds(sent * replicas / (replicas - 1), replicas, stride, device, physics)
 
 
 def sharded_block(elements: RankElements, work: Workload, device: Device, physics: Physics) -> Pass:

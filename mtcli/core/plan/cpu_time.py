@@ -13,8 +13,10 @@ from operator import mul
 
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
 from mtcli.core.plan.communication import data_groups
-from mtcli.core.plan.elements import RankElements, block_elements, rank_elements
+from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import dense_gemms
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.sync_bytes import rank_sync_bytes
 from mtcli.core.plan.workload import Costs, Pass, Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
@@ -117,14 +119,15 @@ def row_at(rows: Sequence[AttentionRow], length: float) -> AttentionRow:
     return AttentionRow(*(a + share * (b - a) for a, b in zip(before, after, strict=True)))
 
 
-def host_block(work: Workload, known: Calibration) -> Costs:
+def host_block(work: Workload, device: Device) -> Costs:
     """Costs of a step's parts that depend neither on the pipeline nor on the data ranks."""
+    known = calibration_of(device)
     attention = attention_seconds(work, known)
     compute = seconds_of(block_amounts(work), known) + attention
-    tensor, context, expert = _tensor(work, known), _context(work, known), _expert(work, known)
+    tensor, context, expert = _tensor(work, device), _context(work, device), _expert(work, device)
     busy = compute + tensor + context + expert
     again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
-    entry = _pair(work, known) * 0.5  # activations enter the head, or leave the embedding
+    entry = _pair(work, device) * 0.5  # activations enter the head, or leave the embedding
     return Costs(
         block=Pass(busy.forward, busy.backward + again),
         compute=compute,
@@ -137,13 +140,13 @@ def host_block(work: Workload, known: Calibration) -> Costs:
     )
 
 
-def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
+def host_step(work: Workload, parts: Costs, device: Device) -> Costs:
     """Costs of all of a step's parts: `parts`, hops, gradients and the update. Nothing of it is
     hidden, as ranks' collectives take the cores that compute."""
-    layout = work.layout
-    gradients = max(_gradients(rank_elements(work, rank), work, known) for rank in work.large_ranks)
-    gradients += _tied(work, known)
-    sharded = _sharded(work, known)
+    layout, known = work.layout, calibration_of(device)
+    gradients = max(_gradients(rank, work, device) for rank in work.large_ranks)
+    gradients += _tied(work, device)
+    sharded = _sharded(work, device)
     shards = layout.dp * layout.cp if work.zero else 1
     per_block, per_element = known.update
     update = max(
@@ -153,12 +156,14 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     )
     moved = work.stream_bytes / layout.tp
     sums = 2 if work.optimizer == "lamb" else 1  # the gradient norm, and then LAMB's norms
-    agreement = 0.0 if layout.world == 1 else sums * _link(known, "reduce", 16.0, 2)
+    agreement = 0.0 if layout.world == 1 else sums * _link(device, "reduce", 16.0, 2)
     costs = replace(
         parts,
         block=parts.block + sharded,
         sharded=sharded,
-        hop=0.0 if layout.pp == 1 else _link(known, "hop", 2 * moved, 2),
+        hop=0.0
+        if layout.pp == 1
+        else _link(device, "hop", 2 * moved, 2, layout.world // layout.pp),
         gradients=gradients,
         gradients_exposed=gradients,
         optimizer=update,
@@ -167,88 +172,116 @@ def host_step(work: Workload, parts: Costs, known: Calibration) -> Costs:
     return costs.crowded(known.crowd(layout.world))
 
 
-def _link(known: Calibration, kind: Exchange, moved: float, size: int) -> float:
-    """Seconds of a collective of `size` ranks whose global tensor has `moved` bytes."""
+def calibration_of(device: Device) -> Calibration:
+    """The calibration of a device that has one."""
+    assert device.calibration is not None, f"{device.name} was not measured"
+    return device.calibration
+
+
+def _link(device: Device, kind: Exchange, moved: float, size: int, stride: int = 1) -> float:
+    """Seconds of a collective of `size` ranks, `stride` apart, whose global tensor has `moved`
+    bytes; where they are on several machines it takes as long as a ring over their network."""
     if size == 1:
         return 0.0
-    latency, per_byte = known.links[kind]
-    return latency + per_byte * moved * (size - 1) / size
+    latency, per_byte = calibration_of(device).links[kind]
+    sent = moved * (size - 1) / size
+    here = latency + per_byte * sent
+    if device.host_network is None or size * stride <= device.node_size:
+        return here
+    ways = 2 if kind == "reduce" else 1
+    network = device.host_network
+    return max(here, ways * (sent / network.bandwidth + (size - 1) * network.latency))
 
 
-def _tensor(work: Workload, known: Calibration) -> Pass:
+def _tensor(work: Workload, device: Device) -> Pass:
     """Seconds of a gather and a scatter, or an all-reduce, for each half of a block with sharded
     GEMMs; and of exchanging the heads that ranks share."""
-    once = _link(known, "exchange", work.head_bytes, work.kv_sharers)
-    return _pair(work, known) * work.sharded_halves + Pass(once, once)
+    once = _link(device, "exchange", work.head_bytes, work.kv_sharers)
+    return _pair(work, device) * work.sharded_halves + Pass(once, once)
 
 
-def _pair(work: Workload, known: Calibration) -> Pass:
+def _pair(work: Workload, device: Device) -> Pass:
     kinds: tuple[Exchange, ...] = ("gather", "scatter") if work.sequence_parallel else ("reduce",)
-    once = sum(_link(known, kind, work.stream_bytes, work.layout.tp) for kind in kinds)
+    once = sum(_link(device, kind, work.stream_bytes, work.layout.tp) for kind in kinds)
     return Pass(once, once)
 
 
-def _context(work: Workload, known: Calibration) -> Pass:
+def _context(work: Workload, device: Device) -> Pass:
     """Seconds of sending keys and values round the ring, and in the backward pass their gradients,
     in float32, too. With cp_mode a2a heads are exchanged both ways."""
     m, layout = work.model, work.layout
     if work.cp_mode == "a2a":
         local = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.head_dim / layout.tp
-        both = _link(known, "exchange", local * work.sizes.weight, layout.cp)
+        both = _link(device, "exchange", local * work.sizes.weight, layout.cp, layout.tp)
         return Pass(both, both)
     if layout.cp == 1:
         return Pass()
     elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / layout.tp
-    latency, per_byte = known.links["gather"]  # of a hop: everyone gives the next rank its own
+    latency, per_byte = calibration_of(device).links[
+        "gather"
+    ]  # of a hop: everyone gives the next rank its own
     once = (layout.cp - 1) * (latency + per_byte * (elements * work.sizes.weight))
     home = latency + per_byte * (elements * max(4, work.sizes.weight))
     return Pass(once, once + layout.cp * home)
 
 
-def _expert(work: Workload, known: Calibration) -> Pass:
+def _expert(work: Workload, device: Device) -> Pass:
     """Seconds of dispatch and combine over ep, gather and scatter over etp, and of the counts that
     lead them; rows that came from several ranks are sorted by expert, and back."""
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
     routed = work.routed_bytes
-    both = _link(known, "gather", routed, layout.etp) + _link(known, "scatter", routed, layout.etp)
-    both += 2 * _link(known, "exchange", routed / layout.etp, layout.ep)
-    counts = _link(known, "gather", 8.0 * m.num_experts, layout.ep * layout.etp)
+    both = _link(device, "gather", routed, layout.etp) + _link(
+        device, "scatter", routed, layout.etp
+    )
+    both += 2 * _link(device, "exchange", routed / layout.etp, layout.ep, layout.etp)
+    counts = _link(device, "gather", 8.0 * m.num_experts, layout.ep * layout.etp)
     if layout.ep * layout.etp > 1 and work.dispatcher == "all_to_all":
-        both += 2 * 2 * routed / known.memory_bandwidth
+        both += 2 * 2 * routed / calibration_of(device).memory_bandwidth
     return Pass(both + counts, both)
 
 
-def _gradients(elements: RankElements, work: Workload, known: Calibration) -> float:
-    """Seconds of reducing gradients over data ranks; with zero=1 of a scatter and a gather."""
+def _gradients(pp_rank: int, work: Workload, device: Device) -> float:
+    """Seconds of reducing gradients over the data ranks of a replica, with zero=1 of a scatter and
+    a gather; and of what replicas exchange."""
+    total, sizes = exchange_seconds(work, pp_rank, device), work.sizes
     if work.zero == 3:
-        return 0.0
-    total, sizes = 0.0, work.sizes
-    for count, ranks, _ in data_groups(elements, work.layout):
+        return total
+    for count, ranks, stride in data_groups(rank_elements(work, pp_rank), work.layout):
         if work.zero:
-            total += _link(known, "scatter", float(count * sizes.gradient), ranks)
-            total += _link(known, "gather", float(count * sizes.weight), ranks)
+            total += _link(device, "scatter", float(count * sizes.gradient), ranks, stride)
+            total += _link(device, "gather", float(count * sizes.weight), ranks, stride)
         else:
-            total += _link(known, "reduce", float(count * sizes.gradient), ranks)
+            total += _link(device, "reduce", float(count * sizes.gradient), ranks, stride)
     return total
 
 
-def _tied(work: Workload, known: Calibration) -> float:
+def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
+    """Mean seconds per step of what a rank sends to other replicas: as a gather of as much."""
+    replicas, sent = work.layout.replicas, rank_sync_bytes(work, pp_rank).across
+    if replicas == 1:
+        return 0.0
+    stride = work.layout.tp * work.layout.cp * work.layout.dp
+    return _link(device, "gather", sent * replicas / (replicas - 1), replicas, stride)
+
+
+def _tied(work: Workload, device: Device) -> float:
     """Seconds of summing a tied embedding's two gradients, at the ends of a pipeline."""
     m, layout = work.model, work.layout
     if layout.pp == 1 or not m.tie_embeddings:
         return 0.0
     elements = m.vocab_size * m.hidden_size / layout.tp
-    return _link(known, "reduce", elements * work.sizes.gradient, 2)
+    apart = (layout.pp - 1) * layout.world // layout.pp
+    return _link(device, "reduce", elements * work.sizes.gradient, 2, apart)
 
 
-def _sharded(work: Workload, known: Calibration) -> Pass:
+def _sharded(work: Workload, device: Device) -> Pass:
     """Seconds of a block's ZeRO-3: weights gathered for both passes, gradients reduce-scattered."""
     if work.zero != 3:
         return Pass()
     seconds = sum(  # torch's FSDP2 takes gloo's way, as hops do
-        _link(known, "hop", float(count * work.sizes.weight), ranks)
-        for count, ranks, _ in data_groups(block_elements(work), work.layout)
+        _link(device, "hop", float(count * work.sizes.weight), ranks, stride)
+        for count, ranks, stride in data_groups(block_elements(work), work.layout)
     )
     return Pass(seconds, 2 * seconds)

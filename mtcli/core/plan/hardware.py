@@ -78,6 +78,7 @@ class Device:
     source: str = ""
     calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
     rates: Literal["datasheet", "calibration", "roofline"] = "datasheet"  # where they come from
+    host_network: Link | None = None  # CPUs: joins every `node_size` ranks to the others
 
     @property
     def usable_bytes(self) -> float:
@@ -171,16 +172,16 @@ def device_named(text: str) -> Device:
     """The device of a name; `cpu` is this machine, whose rates `for_run` measures.
 
     What joins the GPUs may follow, as in `h100,network=ethernet-100,link=pcie-512,node=4`: the
-    links between and within nodes, and GPUs in one. Raises MtcliError with all that is unknown.
+    links between and within nodes, and GPUs in one. `cpu,network=ethernet-1` is this machine with
+    such a link between ranks, or every `node` of them (network namespaces). Raises MtcliError with
+    all that is unknown.
     """
     name, *changes = text.split(",")
     if name not in NAMES:
         hint = f"one of {', '.join(NAMES)}{closest(name, NAMES)}"
         raise wrong(f"there is no device named {name!r}", hint, "--device")
-    if name == "cpu" and changes:
-        raise wrong("the links of this machine are measured", "--device cpu", "--device")
     if name == "cpu":
-        return HERE
+        return _machines(text, changes) if changes else HERE
     return _joined(GPUS[name], text, changes) if changes else GPUS[name]
 
 
@@ -206,6 +207,15 @@ def _joined(device: Device, text: str, changes: list[str]) -> Device:
     return replace(device, name=text, **joined)  # type: ignore[arg-type]
 
 
+def _machines(text: str, changes: list[str]) -> Device:
+    """This machine, whose ranks send each other over a network."""
+    if any(change.startswith("link=") for change in changes):
+        hint = "network=KIND-RATE, and node=RANKS on a machine"
+        raise wrong("the links within this machine are measured", hint, "--device")
+    joined = _joined(replace(HERE, node_size=1), text, changes)
+    return replace(joined, name="cpu", host_network=joined.network)
+
+
 def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = True) -> Device:
     """The device of one rank of a run: an accelerator of its own, or its share of this machine by a
     calibration with its ranks at work. Without `calibrate` that is three quick rates."""
@@ -213,10 +223,11 @@ def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = Tru
         return device
     known = calibrated(config, world) if calibrate else None
     if known is None:
-        return shared(measure_cpu(), world)
+        measured = replace(measure_cpu(), node_size=device.node_size, network=device.network)
+        return shared(measured, world)
     crowd = known.crowd(world)
     return replace(
-        HERE,
+        device,
         flops={name: known.flops / crowd for name in {"fp32", config.train.precision}},
         memory_bytes=HERE.memory_bytes / world,
         memory_bandwidth=known.memory_bandwidth / crowd,

@@ -6,6 +6,7 @@ from functools import cache, singledispatch
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.communication import (
     context_parallel,
+    exchange_seconds,
     expert_parallel,
     gradient_seconds,
     p2p_seconds,
@@ -32,7 +33,7 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     """Costs of each part of a step."""
     parts = block_costs(work, device, physics)
     if device.calibration:
-        return host_step(work, parts, device.calibration)
+        return host_step(work, parts, device)
     sharded = sharded_block(block_elements(work), work, device, physics)
     block = Pass(
         _covered(parts.block.forward, sharded.forward, physics),
@@ -64,7 +65,7 @@ def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
 @cache
 def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
     if device.calibration:
-        return host_block(work, device.calibration)
+        return host_block(work, device)
     compute = block_seconds(work, device, physics)
     tensor = tensor_parallel(work, device, physics)
     context = context_parallel(work, device, physics)
@@ -96,8 +97,9 @@ def _covered(compute: float, fetched: float, physics: Physics) -> float:
 def _gradients(
     work: Workload, block: Pass, device: Device, physics: Physics
 ) -> tuple[float, float]:
+    across = max(exchange_seconds(work, rank, device, physics) for rank in work.large_ranks)
     if work.zero == 3:
-        return 0.0, 0.0
+        return across, across
     ranks = [
         gradient_seconds(rank_elements(work, pp_rank), work, device, physics)
         for pp_rank in work.large_ranks
@@ -106,7 +108,7 @@ def _gradients(
     behind = block * (max(work.layers_of_stage) * work.layout.vpp * physics.data_overlap)
     exposed = max(0.0, most.backward - behind.backward)
     exposed += max(0.0, most.forward - hidden_gather(work, behind))
-    return most.forward + most.backward, exposed
+    return most.forward + most.backward + across, exposed + across
 
 
 @singledispatch
