@@ -79,7 +79,7 @@ PRECISIONS = "should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"
     ("train.precision=bfloat16", f"'bfloat16' {PRECISIONS}", "did you mean 'bf16'?"),
     ("train.precision=BF16", f"'BF16' {PRECISIONS}", "did you mean 'bf16'?"),
     ("train.precision=float32", f"'float32' {PRECISIONS}", "did you mean 'fp32'?"),
-    ("optimizer.name=adam", "'adam' should be 'adamw' or 'lamb'", "did you mean 'adamw'?"),
+    ("optimizer.name=adam", "'adam' should be 'adamw', 'lamb' or 'sgd'", "did you mean 'adamw'?"),
     ("train.device=gpu", "'gpu' should be 'auto', 'cpu' or 'cuda'", "did you mean 'cuda'?"),
 ])
 # fmt: on
@@ -103,7 +103,7 @@ def test_a_wrong_value_is_answered_with_what_it_should_be_and_a_right_one(overri
         ("weigth_decay", "did you mean 'optimizer.weight_decay'?"),
         ("factor", "did you mean 'model.rope_scaling.factor'?"),
         ("dp", "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"),
-        ("xyz", "known: seed, model, parallel, batch, optimizer, data, train"),
+        ("xyz", "known: seed, model, parallel, batch, optimizer, sync, data, train"),
     ],
 )
 def test_an_unknown_key_is_looked_up_in_all_sections_and_other_tools(key, hint):
