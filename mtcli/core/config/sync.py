@@ -91,6 +91,22 @@ class SyncConfig(Section):
         """Steps from one pull to the leader of all groups to the next."""
         return self.global_period or 4 * self.steps_between
 
+    @property
+    def compressed(self) -> bool:
+        """Whether an exchange sends less than all values in full, and feeds the error back."""
+        return bool(self.quantise or self.top_k)
+
+    @property
+    def outer_rule(self) -> tuple[float, float]:
+        """The outer SGD's learning rate and momentum.
+
+        local averages; with top_k the error that is fed back takes the place of the momentum
+        (SparseLoCo, arXiv:2508.15706, section 3).
+        """
+        if self.method == "local":
+            return 1.0, 0.0
+        return self.outer_lr, 0.0 if self.top_k else self.outer_momentum
+
 
 def most_replicas(world: int, pp: int, inside: tuple[int, int]) -> int:
     """The most replicas of a world: each has all stages, and `inside` it tp*cp and ep*etp."""

@@ -6,7 +6,7 @@ from math import lcm
 from mtcli.core.config.errors import Problem
 from mtcli.core.config.fields import divisors, listing
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED, LEADERS, most_replicas
+from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC, most_replicas
 
 # The update rules that a method takes, where it does not take all.
 TAKES = {"onebit": ("lamb", "adamw")} | dict.fromkeys((*DECENTRALIZED, *LEADERS), ("sgd",))
@@ -52,3 +52,34 @@ def method_takes_the_optimizer(config: RunConfig, world: int) -> Iterator[Proble
         message = f"method={method!r} is not defined for optimizer.name={name!r}"
         either = " or ".join(f"optimizer.name = {one!r}" for one in takes)
         yield Problem(message, either, "sync.method")
+
+
+def exchanges_come_in_turn(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that each fragment has layers, a step of its own, and is done before its next turn."""
+    s, layers, period = config.sync, config.model.num_layers, config.sync.steps_between
+    if s.method not in PERIODIC:
+        return
+    if s.fragments > layers:
+        message = f"fragments={s.fragments} of num_layers={layers} layers"
+        yield Problem(message, f"at most {layers}", "sync.fragments")
+    elif period % s.fragments:
+        message = f"fragments={s.fragments} does not divide period={period}"
+        yield Problem(message, listing(divisors(period)), "sync.fragments")
+    if s.overlap_steps >= period:
+        message = f"overlap_steps={s.overlap_steps} is not below period={period}"
+        yield Problem(message, f"at most {period - 1}", "sync.overlap_steps")
+
+
+def error_feedback_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks what is set of the error that is fed back, and of the momentum that it replaces."""
+    s = config.sync
+    if s.method not in PERIODIC:
+        return
+    if s.error_decay != type(s).model_fields["error_decay"].default and not s.compressed:
+        message = f"error_decay={s.error_decay:g} with quantise=0 and top_k=0, which lose nothing"
+        hint = "sync.quantise or sync.top_k, or leave sync.error_decay out"
+        yield Problem(message, hint, "sync.error_decay")
+    if s.top_k and s.outer_momentum not in (0.0, type(s).model_fields["outer_momentum"].default):
+        message = f"outer_momentum={s.outer_momentum:g} with top_k={s.top_k:g}, whose error "
+        message += "feedback takes its place"
+        yield Problem(message, "leave it out, or sync.quantise in place of top_k", "sync.top_k")

@@ -82,6 +82,14 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     return Pending(call, lambda: axis.transport.all_gather(out, x))
 
 
+def start_all_to_all_v(
+    out: Tensor, x: Tensor, received: list[int], sent: list[int], axis: Axis
+) -> Pending:
+    """Starts x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
+    call = axis.recorder.call("all_to_all_v", axis, x, (sent, received))
+    return Pending(call, lambda: axis.transport.all_to_all(out, x, received, sent))
+
+
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Starts sending x to a rank of the axis, which receives `what` under the same name."""
     call = axis.recorder.call("send", axis, x, what, peer)

@@ -50,7 +50,11 @@ class ReplicaExchange:
             self.inside.scale_gradients_(factor)
             factor = 1.0
         self.optimizer.step(self.inside.gradients, lr, factor)
+        self.after_step()
         self.inside.after_update()
+
+    def after_step(self) -> None:
+        """Exchanges master weights, once this replica's optimizer has updated them."""
 
     def state(self) -> dict[str, Tensor]:
         """State for a checkpoint: owned rows of tensors, named `<kind>/<parameter>`."""
@@ -70,6 +74,13 @@ class ReplicaExchange:
     def begin(self) -> None:
         """Starts from the weights, which are those of a seed, of another model, or of the average
         of another number of replicas."""
+
+    def rejoin(self, counters: Mapping[str, Any]) -> str:
+        """Starts from a checkpoint of another number of replicas, of which weights and state are
+        the average, and the counters as they were; returns what that is, in words."""
+        self.begin()
+        self.load_counters({})
+        return "their average"
 
     def buffers(self) -> list[Tensor]:
         """Lists the memory that the exchange takes besides the optimizer's."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import Method
+from mtcli.core.config.sync import PERIODIC
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import shards_parameters
@@ -14,6 +14,7 @@ from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
+from mtcli.core.sync.diloco import OuterExchange
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
 
@@ -36,10 +37,8 @@ def strategy_for(
     return FullyShardedDataParallel(stages, ownership, dtype)
 
 
-# What replicas exchange, by method; with all_reduce there is one replica.
-EXCHANGES: dict[Method, type[ReplicaExchange]] = {"all_reduce": ReplicaExchange}
-
-
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
-    return EXCHANGES.get(config.sync.method, ReplicaExchange)(inside, optimizer)
+    if config.sync.method in PERIODIC:
+        return OuterExchange(inside, optimizer, config.sync)
+    return ReplicaExchange(inside, optimizer)

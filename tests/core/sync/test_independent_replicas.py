@@ -5,8 +5,8 @@ import torch
 from ranks import run_ranks
 from tiny import GPT, MOE, Samples, run_config
 
-from mtcli.core.sync import methods
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.training import step
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -46,7 +46,8 @@ class Shares:
 
 def run(runtime, config, shares=None):
     """(weights by name, rows that they are, gradient norm and loss of each step)."""
-    methods.EXCHANGES = {"dsgd": ReplicaExchange}  # of this forked process
+    # Of this forked process: nothing is exchanged.
+    step.replica_exchange = lambda config, inside, optimizer: ReplicaExchange(inside, optimizer)
     trainer = Trainer(config, runtime)
     initialise(trainer)
     samples = Shares(config, *shares) if shares else Samples(config)

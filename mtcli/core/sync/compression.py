@@ -1,0 +1,132 @@
+"""Compresses flat tensors to bytes: a few bits of each value, and of the largest values alone.
+
+A value of b bits is a sign and the nearest of 2^(b-1) magnitudes times the scale of its row. 8 bits
+are evenly spaced and 4 are powers of two (E3M0, Streaming DiLoCo, arXiv:2501.18512, section 3.3),
+both up to the largest value of the row; 2 are the means of those below and above the mean magnitude.
+
+Shapes: R rows, C columns, K values of a row that are sent. What has the same values on two ranks
+has the same bytes, so copies of a tensor stay equal.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtcli.core.config.sync_payload import Payload
+
+# Of a value's largest magnitude.
+MAGNITUDES = {
+    8: tuple(i / 127 for i in range(128)),
+    4: (0.0, *(2.0**-i for i in range(6, -1, -1))),
+}
+
+
+def compress(x: Tensor, form: Payload) -> Tensor:
+    """The bytes of a flat tensor: scales, values, then the bitmaps and low bits of indices."""
+    length = len(x)
+    x_RC = F.pad(x, (0, form.rows * form.columns - length)).view(form.rows, form.columns)
+    indices: list[Tensor] = []
+    x_RK = x_RC
+    if form.sent < form.columns:
+        at_RK = x_RC.abs().topk(form.sent, dim=1, sorted=False).indices.sort(dim=1).values
+        x_RK, indices = x_RC.gather(1, at_RK), pack_indices(at_RK, form)
+    count = form.num_values(length)
+    if not form.bits:
+        return torch.cat([_bytes(x_RK.float().flatten()[:count]), *indices])
+    codes_RK, scales = quantise(x_RK.float(), form.bits)
+    values = pack(codes_RK.flatten()[:count], form.bits)
+    return torch.cat([_bytes(scales.flatten()), values, *indices])
+
+
+def decompress(payload: Tensor, form: Payload, length: int) -> Tensor:
+    """The flat float32 tensor that bytes stand for; zeros where no value was sent."""
+    scales, values, bitmaps, low = payload.split(list(form.sizes(length)))
+    count, shape = form.num_values(length), (form.rows, form.sent)
+    if form.bits:
+        codes = F.pad(unpack(values, form.bits, count), (0, form.rows * form.sent - count))
+        per_row = _floats(scales).view(form.rows, form.scales)
+        x_RK = dequantise(codes.view(shape), per_row, form.bits)
+    else:
+        x_RK = _floats(values).view(shape)
+    if form.sent < form.columns:
+        at_RK = unpack_indices(bitmaps, low, form)
+        x_RK = x_RK.new_zeros(form.rows, form.columns).scatter_(1, at_RK, x_RK)
+    return x_RK.flatten()[:length]
+
+
+def quantise(x_RK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(int64 codes [R, K] of so many bits, float32 scales [R, 1], or [R, 2] for 2 bits)."""
+    size_RK = x_RK.abs()
+    if bits == 2:
+        index_RK = (size_RK > size_RK.mean(1, keepdim=True)).long()
+        above = index_RK.sum(1)
+        large = (size_RK * index_RK).sum(1)
+        small = (size_RK.sum(1) - large).clamp(min=0.0)
+        scales = torch.stack([small / (size_RK.shape[1] - above), large / above.clamp(min=1)], 1)
+    else:
+        scales = size_RK.amax(1, keepdim=True)
+        levels = torch.tensor(MAGNITUDES[bits], device=x_RK.device)
+        smallest = torch.finfo(torch.float32).tiny
+        share_RK = size_RK / scales.clamp(min=smallest)
+        index_RK = torch.bucketize(share_RK, (levels[1:] + levels[:-1]) / 2)
+    return index_RK | ((x_RK < 0).long() << (bits - 1)), scales
+
+
+def dequantise(codes_RK: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """The float32 values [R, K] of codes."""
+    sign_RK = 1.0 - 2.0 * (codes_RK >> (bits - 1))
+    index_RK = codes_RK & ((1 << (bits - 1)) - 1)
+    if bits == 2:
+        return sign_RK * scales.gather(1, index_RK)
+    return sign_RK * torch.tensor(MAGNITUDES[bits], device=scales.device)[index_RK] * scales
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """The bits of codes one after another, the lowest first: uint8 [ceil(n * bits / 8)]."""
+    if 8 % bits:
+        codes, bits = ((codes[:, None] >> torch.arange(bits, device=codes.device)) & 1).flatten(), 1
+    octets = F.pad(codes.to(torch.uint8), (0, -len(codes) % (8 // bits))).view(-1, 8 // bits)
+    return (octets << _starts(bits, codes)).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The int64 codes of `pack`."""
+    unit = bits if 8 % bits == 0 else 1
+    codes = (packed[:, None] >> _starts(unit, packed)) & ((1 << unit) - 1)
+    flat = codes.flatten()[: count * bits // unit].long()
+    if unit == bits:
+        return flat
+    return (flat.view(count, bits) << torch.arange(bits, device=packed.device)).sum(1)
+
+
+def _starts(bits: int, like: Tensor) -> Tensor:
+    """The first bit of each code in an octet."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)
+
+
+def pack_indices(at_RK: Tensor, form: Payload) -> list[Tensor]:
+    """The bitmaps and the low bits of indices that ascend in each row."""
+    order = torch.arange(form.sent, device=at_RK.device)
+    bitmap = at_RK.new_zeros(form.rows, form.bitmap).scatter_(1, (at_RK >> form.low_bits) + order, 1)
+    low = (at_RK & ((1 << form.low_bits) - 1)).flatten()
+    packed = pack(low, form.low_bits) if form.low_bits else low.new_empty(0, dtype=torch.uint8)
+    return [pack(bitmap.flatten(), 1), packed]
+
+
+def unpack_indices(bitmaps: Tensor, low: Tensor, form: Payload) -> Tensor:
+    """The indices [R, K] of `pack_indices`."""
+    rows, sent = form.rows, form.sent
+    bitmap = unpack(bitmaps, 1, rows * form.bitmap).view(rows, form.bitmap)
+    high = bitmap.nonzero()[:, 1].view(rows, sent) - torch.arange(sent, device=low.device)
+    if not form.low_bits:
+        return high
+    return (high << form.low_bits) | unpack(low, form.low_bits, rows * sent).view(rows, sent)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _floats(payload: Tensor) -> Tensor:
+    """Bytes from anywhere in a payload, whose alignment a view would need."""
+    return payload.clone().view(torch.float32)

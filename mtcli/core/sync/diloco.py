@@ -1,0 +1,250 @@
+"""Local SGD and DiLoCo: replicas train alone and exchange what they have moved now and then.
+
+Every `period` steps a replica sends its pseudo-gradient, the outer weights less its own. The outer
+SGD, with momentum or Nesterov's, steps down the mean of all (DiLoCo, arXiv:2311.08105, algorithm
+1), and replicas go on from the outer weights, each with its own inner optimizer's state. `local` is
+the outer SGD with a learning rate of 1 and no momentum: the average of weights.
+
+Layers are strided over `fragments`, which are exchanged in turn (Streaming DiLoCo,
+arXiv:2501.18512, algorithm 2). With `overlap_steps` an exchange is under way while its replica
+trains, and then replicas go on from half of their own and half of the outer weights.
+
+Outer weights and momentum are the same on all replicas. A replica whose weights are not finite at
+an exchange misses it and goes on from the outer weights.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtcli.core.config.errors import failed
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.sgd import Sgd
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Axis
+from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.replica_mean import FullMean, LargestMean, QuantisedMean, ReplicaMean
+from mtcli.core.sync.strategy import Strategy
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
+
+OWN_SHARE = 0.5  # of a replica's own weights after an overlapped exchange: the paper's alpha
+EQUAL = ("outer", "outer_momentum")  # kinds of state that all replicas have the same
+
+
+class OuterExchange(ReplicaExchange):
+    """The exchange of `local` and `diloco`. Its clock is the optimizer's count of updates."""
+
+    def __init__(self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig) -> None:
+        super().__init__(inside, optimizer)
+        self.sync = sync
+        names: list[list[str]] = [[] for _ in range(sync.fragments)]
+        for name in optimizer.masters:
+            names[_layer(name) % sync.fragments].append(name)
+        self.fragments = [Fragment(each, optimizer, sync, self.replicas) for each in names]
+        self.due: dict[int, int] = {}  # by fragment under way: the update after which it is applied
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Applies, advances and starts the exchanges that are due, in the same order everywhere."""
+        sync, update = self.sync, self.optimizer.updates
+        for index, due in list(self.due.items()):
+            if due == update:
+                self._apply(index)
+            elif due - update == sync.overlap_steps // 2:
+                self.fragments[index].advance()
+        for index, fragment in enumerate(self.fragments):
+            offset = (index + 1) * sync.steps_between // sync.fragments
+            if (update - offset) % sync.steps_between == 0:
+                fragment.start(self._present())
+                self.due[index] = update + sync.overlap_steps
+                if not sync.overlap_steps:
+                    self._apply(index)
+
+    def _apply(self, index: int) -> None:
+        del self.due[index]
+        self.fragments[index].settle()
+        self.fragments[index].mix(OWN_SHARE if self.sync.overlap_steps else 0.0)
+
+    def _present(self) -> bool:
+        """Whether this replica's weights are finite; if not it goes on from the outer ones."""
+        masters = list(self.optimizer.masters.values())
+        largest = torch.stack([x.norm(torch.inf) for x in masters]) if masters else torch.zeros(1)
+        broken = (~largest.isfinite()).any().float().view(1)
+        groups = self.inside.ownership.groups
+        present = not all_reduce(broken.to(groups.device), groups.replica, dist.ReduceOp.MAX).any()
+        if not present:
+            self._restart()
+        return present
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """Goes on from the outer weights, with nothing to feed back."""
+        for fragment in self.fragments:
+            fragment.mix(0.0)
+            if fragment.error is not None:
+                fragment.error.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """The outer weights and momentum, and the error that is fed back.
+
+        Exchanges under way are waited for and the outer step is made, so that a checkpoint needs to
+        say no more of them than when they are applied.
+        """
+        for index in self.due:
+            self.fragments[index].settle()
+        found: dict[str, Tensor] = {}
+        for fragment in self.fragments:
+            found |= fragment.state()
+        return found
+
+    def differs(self, kind: str) -> bool:
+        """See ReplicaExchange."""
+        return kind not in EQUAL and super().differs(kind)
+
+    def counters(self) -> dict[str, Any]:
+        """When the exchanges under way are applied, by fragment."""
+        return {"outer_due": {str(index): due for index, due in self.due.items()}}
+
+    @torch.no_grad()
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Restores `counters`; without, the run had no outer weights and begins with the mean."""
+        if "outer_due" not in counters:
+            for master in self.optimizer.masters.values():
+                wide = all_reduce(master.double().contiguous(), self._apart)
+                master.copy_(wide / self.replicas.size)
+            self.begin()
+            self._restart()
+            self.inside.after_update()
+            return
+        try:
+            due = {int(index): int(at) for index, at in counters["outer_due"].items()}
+        except (AttributeError, TypeError, ValueError):
+            said = f"the manifest's sync.outer_due is {counters['outer_due']!r:.80}"
+            raise failed(said, "it maps fragments to the update after which each is applied") from (
+                None
+            )
+        updates, count = self.optimizer.updates, len(self.fragments)
+        self.due = {i: at for i, at in due.items() if i in range(count) and at > updates}
+
+    @torch.no_grad()
+    def rejoin(self, counters: Mapping[str, Any]) -> str:
+        """Starts from the outer weights of another number of replicas, or else from their mean."""
+        if "outer_due" not in counters:
+            return super().rejoin(counters)
+        self._restart()
+        self.inside.after_update()
+        return "the outer weights"
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Starts with the weights as the outer ones."""
+        self.due = {}
+        for fragment in self.fragments:
+            fragment.begin()
+
+    def buffers(self) -> list[Tensor]:
+        """Lists the memory that the exchange takes besides the optimizer's."""
+        return [tensor for fragment in self.fragments for tensor in fragment.tensors.values()]
+
+
+class Fragment:
+    """Some parameters with their outer weights and state, each a flat tensor of owned rows."""
+
+    def __init__(
+        self, names: list[str], optimizer: Optimizer, sync: SyncConfig, axis: Axis
+    ) -> None:
+        self.masters = [optimizer.masters[name] for name in names]
+        self.weights = [optimizer.named[name] for name in names]
+        self.names, self.sizes = names, [master.numel() for master in self.masters]
+        self.lr, momentum = sync.outer_rule
+        self.sgd = Sgd(momentum, sync.outer_nesterov)
+        self.under_way = False
+        self.tensors: dict[str, Tensor] = {}
+        if not names:
+            return
+        kinds = ["outer"] + ["outer_momentum"] * bool(momentum) + ["error"] * sync.compressed
+        like = self.masters[0]
+        self.tensors = {kind: like.new_zeros(sum(self.sizes)) for kind in kinds}
+        self.mean: ReplicaMean = FullMean(axis)
+        if self.error is not None:
+            compressed = LargestMean if sync.top_k else QuantisedMean
+            self.mean = compressed(axis, sync, self.sizes, self.error)
+
+    @property
+    def error(self) -> Tensor | None:
+        """What compression has lost so far."""
+        return self.tensors.get("error")
+
+    def start(self, present: bool) -> None:
+        """Starts the exchange of pseudo-gradients, the outer weights less the replica's own."""
+        if not self.names:
+            return
+        own = torch.cat([master.flatten() for master in self.masters])
+        # Of an absent replica it is zero, as its own weights are the outer ones again.
+        self.mean.start(self.tensors["outer"] - own, present)
+        self.under_way = True
+
+    def advance(self) -> None:
+        """Starts the second phase of an exchange under way."""
+        if self.under_way:
+            self.mean.advance()
+
+    def settle(self) -> None:
+        """Waits for an exchange under way and makes the outer step; without any it does nothing."""
+        if not self.under_way:
+            return
+        self.under_way = False
+        pseudo_gradient, count = self.mean.finish()
+        if not count:
+            return
+        outer = [self.tensors["outer"]]
+        momenta = [self.tensors[kind] for kind in ("outer_momentum",) if kind in self.tensors]
+        parts = OptimizerTensors(outer, momenta, [], outer, [False])
+        step = OptimizerStep(self.lr, (0.0, 0.0), 0.0, decay=0.0, count=0)
+        self.sgd(parts, [pseudo_gradient], step, None)
+
+    def mix(self, own_share: float) -> None:
+        """Replaces the replica's weights by the outer ones, but for a share of its own."""
+        for master, weight, outer in zip(self.masters, self.weights, self._outer(), strict=True):
+            if own_share:
+                master.mul_(own_share).add_(outer, alpha=1.0 - own_share)
+            else:  # not by a factor of 0, which keeps what is not finite
+                master.copy_(outer)
+            if weight.dtype != master.dtype:
+                weight.copy_(master)
+
+    def begin(self) -> None:
+        """Takes the replica's weights for the outer ones, which have not moved."""
+        self.under_way = False
+        for tensor in self.tensors.values():
+            tensor.zero_()
+        for master, outer in zip(self.masters, self._outer(), strict=True):
+            outer.copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """Views of the state by `<kind>/<parameter>`."""
+        return {
+            f"{kind}/{name}": view
+            for kind in self.tensors
+            for name, view in zip(self.names, self._views(kind), strict=True)
+        }
+
+    def _outer(self) -> list[Tensor]:
+        return self._views("outer") if self.names else []
+
+    def _views(self, kind: str) -> list[Tensor]:
+        parts = self.tensors[kind].split(self.sizes)
+        return [part.view_as(m) for part, m in zip(parts, self.masters, strict=True)]
+
+
+def _layer(name: str) -> int:
+    """The layer of a parameter; embeddings go with the first one, and what follows with the last:
+    fragments are counted modulo, so that is -1."""
+    if match := re.match(r"blocks\.(\d+)\.", name):
+        return int(match[1])
+    return -1 if name.startswith(("final_norm", "head")) else 0
