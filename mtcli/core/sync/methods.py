@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import shards_parameters
@@ -13,6 +14,7 @@ from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
+from mtcli.core.sync.decentralized import Decentralized
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
 
@@ -37,4 +39,6 @@ def strategy_for(
 
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
+    if config.sync.method in DECENTRALIZED:
+        return Decentralized(inside, optimizer, config)
     return ReplicaExchange(inside, optimizer)
