@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.sync import SyncConfig, most_replicas
+from mtcli.core.config.sync import DECENTRALIZED, SyncConfig, most_replicas
 
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
@@ -193,6 +193,13 @@ class RunConfig(Section):
             return 1
         p = self.parallel
         return self.sync.replicas or most_replicas(world, p.pp, (p.tp * p.cp, p.ep * p.etp))
+
+    @property
+    def overlaps_neighbours(self) -> bool:
+        """Whether decentralized replicas exchange while the step is computed: what they send
+        depends on no norm of all gradients, and on none that may overflow."""
+        free = not self.optimizer.clip and self.train.precision != "fp16"
+        return self.sync.method == "awc_dmsgd" or (self.sync.method in DECENTRALIZED and free)
 
     @model_validator(mode="before")
     @classmethod

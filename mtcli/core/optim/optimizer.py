@@ -68,6 +68,10 @@ class Optimizer:
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
         """Counts an update; returns its scalars."""
         self.updates += 1
+        return self.scalars(lr, factor)
+
+    def scalars(self, lr: float, factor: float = 1.0) -> OptimizerStep:
+        """The scalars of the update that was counted last."""
         c = self.config
         return OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
 

@@ -6,7 +6,7 @@ in the axis's flight recorder, so that a rank that waits can say for whom.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -102,6 +102,32 @@ def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
     with axis.recorder.call("recv", axis, x, what, peer):
         dist.recv(x, axis.ranks[peer], group=axis.p2p_group(peer, axis.rank))
     return x
+
+
+class Messages:
+    """Messages to and from some ranks of an axis, under way at once."""
+
+    def __init__(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: Axis, what: str
+    ) -> None:
+        """Starts sending to ranks of the axis, and receiving `what` from ranks that send it to this
+        one, into contiguous tensors. One message for another rank overtakes no earlier one."""
+        self.tensors = (*sent.values(), *received.values())  # in memory until they are sent
+        call = axis.recorder.call
+        self.calls = [call("send", axis, x, what, peer) for peer, x in sent.items()]
+        self.calls += [call("recv", axis, x, what, peer) for peer, x in received.items()]
+        ops = [dist.P2POp(dist.isend, x, axis.ranks[i], axis.group) for i, x in sent.items()]
+        ops += [dist.P2POp(dist.irecv, x, axis.ranks[i], axis.group) for i, x in received.items()]
+        self.works: list[dist.Work] = []
+        if ops:
+            with self.calls[0]:
+                self.works = dist.batch_isend_irecv(ops)
+
+    def wait(self) -> None:
+        """Returns when all have left and come; NCCL's are one work."""
+        for call, work in zip(self.calls, self.works, strict=False):
+            with call:
+                work.wait()
 
 
 def gather_values(value: Any, axis: Axis) -> list[Any]:

@@ -57,6 +57,7 @@ class Bucket:
         self.flat = like.new_zeros(owners.size, part)
         self.owned = self.flat[owners.rank]  # reduced in place
         self.work: Pending | None = None
+        self.started = False
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:
         """Adds a micro-batch's gradient; the first of a step replaces what was there."""
@@ -72,6 +73,7 @@ class Bucket:
 
     def start(self) -> None:
         """Starts the reduction, which overlaps what this rank computes next."""
+        self.started = True
         if self.owners.size > 1:
             self.work = start_reduce_scatter(self.owned, self.flat, self.owners)
         elif self.rest.size > 1:
@@ -79,11 +81,19 @@ class Bucket:
 
     def finish(self) -> None:
         """Waits until the owned gradients are the sums."""
+        if not self.started:
+            return
+        self.started = False
         if self.work is not None:
             self.work.wait()
             self.work = None
         if self.owners.size > 1:
             all_reduce(self.owned, self.rest)
+
+    @property
+    def sums(self) -> bool:
+        """Whether ranks sum it."""
+        return max(self.owners.size, self.rest.size) > 1
 
     def rows(self, name: str) -> slice:
         """The rows of a parameter that this rank owns; maybe none."""
@@ -146,6 +156,8 @@ class BucketedDataParallel(Strategy):
         self.fresh: set[str] = set(self.bucket_of)  # without a gradient in this step so far
         self.last: set[int] = set()  # stages in their last backward of the step
         self.missing: dict[Bucket, set[str]] = {}  # what the last backward has yet to fill
+        self.summing: list[Bucket] = []  # under way, and `when_reduced` to be told of
+        self.tell: Callable[[Mapping[str, Tensor]], None] | None = None
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -162,7 +174,7 @@ class BucketedDataParallel(Strategy):
 
     def before_step(self, from_zero: bool = False) -> None:
         """Starts a step; see Strategy."""
-        self.fresh, self.last = set(self.bucket_of), set()
+        self.fresh, self.last, self.summing = set(self.bucket_of), set(), []
         self.missing = {bucket: set(bucket.slots) for bucket in self.buckets}
         if from_zero:
             self.fresh = set()
@@ -183,6 +195,14 @@ class BucketedDataParallel(Strategy):
         for bucket in self.buckets:
             bucket.finish()
         sum_tied_gradients_(self.gradients, self.ownership)
+
+    def when_reduced(self, tell: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """See Strategy. One that ranks sum is told of when the next bucket is full."""
+        self.tell = tell
+
+    def gradient_buckets(self) -> list[list[str]]:
+        """Names of parameters whose gradients are reduced together."""
+        return [list(bucket.slots) for bucket in self.buckets]
 
     def scale_gradients_(self, factor: float) -> None:
         """Multiplies every reduced gradient in place, a bucket at a time."""
@@ -225,8 +245,23 @@ class BucketedDataParallel(Strategy):
                 self.missing[bucket].discard(name)
                 if not self.missing[bucket]:
                     bucket.start()
+                    self._tell_after(bucket)
 
         return collect
+
+    def _tell_after(self, bucket: Bucket) -> None:
+        """Tells of the buckets that are reduced, once another one is full."""
+        if self.tell is None:
+            return
+        self.summing.append(bucket)
+        done = self.summing[:-1] if bucket.sums else self.summing
+        self.summing = self.summing[len(done) :]
+        for one in done:
+            one.finish()
+            if not (
+                self.ownership.tied in one.slots and self.ownership.groups.axes["ends"].size > 1
+            ):
+                self.tell({name: one.gradient(name) for name in one.slots})
 
 
 def _bucketed(

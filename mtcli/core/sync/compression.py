@@ -107,7 +107,9 @@ def _starts(bits: int, like: Tensor) -> Tensor:
 def pack_indices(at_RK: Tensor, form: Payload) -> list[Tensor]:
     """The bitmaps and the low bits of indices that ascend in each row."""
     order = torch.arange(form.sent, device=at_RK.device)
-    bitmap = at_RK.new_zeros(form.rows, form.bitmap).scatter_(1, (at_RK >> form.low_bits) + order, 1)
+    bitmap = at_RK.new_zeros(form.rows, form.bitmap).scatter_(
+        1, (at_RK >> form.low_bits) + order, 1
+    )
     low = (at_RK & ((1 << form.low_bits) - 1)).flatten()
     packed = pack(low, form.low_bits) if form.low_bits else low.new_empty(0, dtype=torch.uint8)
     return [pack(bitmap.flatten(), 1), packed]

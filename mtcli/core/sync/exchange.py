@@ -41,8 +41,8 @@ class ReplicaExchange:
         """The same ranks, for what is measured and is no part of the method."""
         return self.replicas._replace(name="replicas_measured")
 
-    def before_step(self) -> None:
-        """Starts a step, before its first forward."""
+    def before_step(self, lr: float) -> None:
+        """Starts a step, before its first forward, whose update is to be at a learning rate."""
 
     def update(self, lr: float, factor: float) -> None:
         """Updates the weights by this replica's gradients times a factor, which clips them."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import PERIODIC
+from mtcli.core.config.sync import DECENTRALIZED, PERIODIC
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import shards_parameters
@@ -14,6 +14,7 @@ from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
+from mtcli.core.sync.decentralized import Decentralized
 from mtcli.core.sync.diloco import OuterExchange
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
@@ -41,4 +42,6 @@ def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) 
     """Builds what replicas exchange, over the strategy inside each."""
     if config.sync.method in PERIODIC:
         return OuterExchange(inside, optimizer, config.sync)
+    if config.sync.method in DECENTRALIZED:
+        return Decentralized(inside, optimizer, config)
     return ReplicaExchange(inside, optimizer)

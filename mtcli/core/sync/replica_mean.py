@@ -92,9 +92,7 @@ class Segment(NamedTuple):
     def add_(self, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
         """Adds what a payload stands for to the ranges of a flat tensor; returns its count."""
         payload = payload[: self.bytes]
-        sizes = [
-            sum(form.sizes(n)) for form, (_, n) in zip(self.forms, self.ranges, strict=True)
-        ]
+        sizes = [sum(form.sizes(n)) for form, (_, n) in zip(self.forms, self.ranges, strict=True)]
         *parts, told = payload.split([*sizes, COUNT_BYTES])
         for part, form, (at, n) in zip(parts, self.forms, self.ranges, strict=True):
             x[at : at + n].add_(decompress(part, form, n), alpha=factor)

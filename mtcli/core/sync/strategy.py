@@ -5,7 +5,7 @@ backward, then `after_backward`, and after the optimizer's update `after_update`
 strategy for its gradients, their norm and clipping. `exchange.py` is about several replicas.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -45,6 +45,14 @@ class Strategy(Protocol):
 
     def after_backward(self) -> None:
         """Waits until every gradient is reduced; those that no backward touched are zero."""
+
+    def when_reduced(self, tell: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Has `tell` called with reduced gradients in the backward that made them, a bucket at a
+        time, in the same order on every rank; by default never. The others are reduced after it."""
+
+    def gradient_buckets(self) -> list[list[str]]:
+        """Names of parameters whose gradients are reduced together; all of them by default."""
+        return [list(self.weights())]
 
     def after_update(self) -> None:
         """Gives the other ranks the owned rows, once this one has updated them."""

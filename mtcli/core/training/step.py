@@ -161,7 +161,8 @@ class Trainer:
         batch = loader.step(self.step, self.loss_scale.scale)
         gradient_scale = self.loss_scale.scale / batch.replica_weight
         marks.append(clock())
-        self.exchange.before_step()
+        optimizer, steps = self.config.optimizer, self.config.train.steps
+        self.exchange.before_step(learning_rate(optimizer, self.step + 1, steps))
         self.strategy.before_step()
         self.balance.begin()
         with compiler_errors(self.config.train.compile):

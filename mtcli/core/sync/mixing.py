@@ -1,0 +1,133 @@
+"""Mixes a tensor of each replica: x -> W x, with W of mesh/topology.py, in place.
+
+A neighbour's tensor comes as a message; all of a mix are under way at once, while this rank goes
+on. The average of all replicas is an all-reduce. In a hierarchy a rank averages 1/m of its
+machine's tensors, mixes that with the same 1/m of other machines, and sends it to its own.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mtcli.core.mesh.topology import MixingGraph
+from mtcli.core.parallel.collectives import Messages, Pending, start_all_reduce
+from mtcli.core.parallel.groups import Axis
+
+
+class Mix(Protocol):
+    """The mix of one flat tensor along an axis; every rank of it makes the same calls."""
+
+    x: Tensor
+    """[elements], to be filled before the start; W x after the end"""
+
+    def start(self, step: int) -> None:
+        """Starts it with the weights of a step; x is not to be changed until the end."""
+
+    def wait(self) -> None:
+        """Returns when x is mixed."""
+
+    def buffers(self) -> list[Tensor]:
+        """Lists its memory."""
+
+
+def mix_of(graph: MixingGraph, axis: Axis, like: Tensor) -> Mix:
+    """The mix of a tensor of the size of `like`, over the replicas of a graph."""
+    if graph.name == "hierarchical":
+        return _MachineMix(graph, axis, like)
+    return (_Average if graph.name == "full" else _NeighbourMix)(graph, axis, like)
+
+
+class _Average(Mix):
+    """The mean over all replicas: the same bits on each."""
+
+    def __init__(self, graph: MixingGraph, axis: Axis, like: Tensor) -> None:
+        self.axis, self.x = axis, torch.zeros_like(like)
+        self.pending: Pending | None = None
+
+    def start(self, step: int) -> None:
+        if self.axis.size > 1:
+            self.pending = start_all_reduce(self.x, self.axis)
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        self.x /= self.axis.size
+
+    def buffers(self) -> list[Tensor]:
+        return [self.x]
+
+
+class _NeighbourMix(Mix):
+    """A weighted sum of what neighbours send, each all of its tensor."""
+
+    def __init__(self, graph: MixingGraph, axis: Axis, like: Tensor) -> None:
+        self.graph, self.axis, self.x = graph, axis, torch.zeros_like(like)
+        self.received = like.new_zeros(len(graph.senders(axis.rank)), *like.shape)
+
+    def start(self, step: int) -> None:
+        own = self.axis.rank
+        self.row = self.graph.row(own, step)
+        self.messages = Messages(
+            {peer: self.x for peer in self.graph.receivers(own, step)},
+            dict(zip(self.graph.senders(own, step), self.received, strict=True)),
+            self.axis,
+            "replica",
+        )
+
+    def wait(self) -> None:
+        self.messages.wait()
+        row, own = self.row, self.axis.rank
+        self.x *= row[own]
+        for peer, x in zip(sorted(row.keys() - {own}), self.received, strict=True):
+            self.x.add_(x, alpha=row[peer])
+
+    def buffers(self) -> list[Tensor]:
+        return [self.x, self.received]
+
+
+class _MachineMix(Mix):
+    """The average over a machine's replicas, mixed with those of other machines."""
+
+    def __init__(self, graph: MixingGraph, axis: Axis, like: Tensor) -> None:
+        self.above, self.axis, m = graph.machines, axis, graph.machine_size
+        self.machine, self.place = divmod(axis.rank, m)
+        chunk = -(-like.numel() // m)
+        self.padded = like.new_zeros(m, chunk)
+        self.x = self.padded.flatten()[: like.numel()]
+        self.mates = {k: self.machine * m + k for k in range(m) if k != self.place}
+        self.others = [k * m + self.place for k in self.above.senders(self.machine)]
+        self.received = like.new_zeros(max(m - 1, len(self.others)), chunk)
+
+    def start(self, step: int) -> None:
+        sent = {rank: self.padded[k] for k, rank in self.mates.items()}
+        received = dict(zip(self.mates.values(), self.received, strict=False))
+        self.messages = Messages(sent, received, self.axis, "machine's part")
+
+    def wait(self) -> None:
+        self.messages.wait()
+        own, m = self.padded[self.place], len(self.padded)
+        for part in self.received[: m - 1]:
+            own += part
+        own /= m
+        received = dict(zip(self.others, self.received, strict=False))
+        Messages(dict.fromkeys(self.others, own), received, self.axis, "replica").wait()
+        row = self.above.row(self.machine)
+        own *= row[self.machine]
+        for rank, part in received.items():
+            own.add_(part, alpha=row[rank // m])
+        sent = dict.fromkeys(self.mates.values(), own)
+        received = {rank: self.padded[k] for k, rank in self.mates.items()}
+        Messages(sent, received, self.axis, "machine's mean").wait()
+
+    def buffers(self) -> list[Tensor]:
+        return [self.padded, self.received]
+
+
+def buffered_tensors(graph: MixingGraph) -> float:
+    """Tensors of the size of x that the mix of the fullest replica takes."""
+    if graph.name == "hierarchical":
+        m = graph.machine_size
+        return 1.0 + max(m - 1, graph.machines.most_neighbours) / m
+    return 1.0 + (0 if graph.name == "full" else graph.most_neighbours)
