@@ -110,7 +110,8 @@ SHAPES = {
     "grouped_linear": Shapes(
         lambda *size: size,
         lambda e, each, inner, width: (e, min(each, 1024), shrunk(inner), shrunk(width)),
-        ((6, 1024, 2056, 1400),),
+        # Multiples of 8, of 2, and odd numbers.
+        ((6, 1024, 2056, 1400), (6, 1024, 2052, 1402), (6, 1024, 2057, 1401)),
     ),
     "adamw": OPTIMIZER,
     "lamb": OPTIMIZER,
