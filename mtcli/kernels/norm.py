@@ -152,25 +152,20 @@ def _backward_in_chunks(
         dbiases += (tl.zeros([CHUNK], tl.float32),)
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         start = row * width
-        mean, scale = tl.load(stats_ptr + 2 * row), tl.load(stats_ptr + 2 * row + 1)
+        mean = tl.load(stats_ptr + 2 * row) if CENTRED else 0.0
+        scale = tl.load(stats_ptr + 2 * row + 1)
         of_grad, of_product = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
         for c in tl.static_range(chunks):
             grad = _read(grad_ptr + start, c, width, True, CHUNK)
             grad *= _read(weight_ptr, c, width, True, CHUNK)
-            x = _read(x_ptr + start, c, width, True, CHUNK)
-            if CENTRED:
-                x -= mean
-                of_grad += grad
-            of_product += grad * x
+            of_grad += grad
+            of_product += grad * (_read(x_ptr + start, c, width, True, CHUNK) - mean)
         mean_product = tl.sum(of_product, 0) * scale / width
         mean_grad = tl.sum(of_grad, 0) / width
         added_weights, added_biases = (), ()
         for c in tl.static_range(chunks):
             grad = _read(grad_ptr + start, c, width, False, CHUNK)
-            x = _read(x_ptr + start, c, width, False, CHUNK)
-            if CENTRED:
-                x -= mean
-            x *= scale
+            x = (_read(x_ptr + start, c, width, False, CHUNK) - mean) * scale
             added_weights += (dweights[c] + grad * x,)
             added_biases += (dbiases[c] + grad,)
             out = grad * _read(weight_ptr, c, width, False, CHUNK) - x * mean_product

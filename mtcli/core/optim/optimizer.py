@@ -55,7 +55,7 @@ class Optimizer:
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
         self.updates += 1
         if self.by_kernels and self.packed is None:
-            self.packed = tensor_table(self.parts.masters)
+            self.packed = tensor_table(self.parts)
         c = self.config
         update = OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
         mine = [gradients[name].contiguous() for name in self.named]
