@@ -154,13 +154,13 @@ def _backward_in_chunks(
         start = row * width
         mean = tl.load(stats_ptr + 2 * row) if CENTRED else 0.0
         scale = tl.load(stats_ptr + 2 * row + 1)
-        of_grad, of_product = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        of_grad, of_dot = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
         for c in tl.static_range(chunks):
             grad = _read(grad_ptr + start, c, width, True, CHUNK)
             grad *= _read(weight_ptr, c, width, True, CHUNK)
             of_grad += grad
-            of_product += grad * (_read(x_ptr + start, c, width, True, CHUNK) - mean)
-        mean_product = tl.sum(of_product, 0) * scale / width
+            of_dot += grad * (_read(x_ptr + start, c, width, True, CHUNK) - mean)
+        mean_dot = tl.sum(of_dot, 0) * scale / width
         mean_grad = tl.sum(of_grad, 0) / width
         added_weights, added_biases = (), ()
         for c in tl.static_range(chunks):
@@ -168,7 +168,7 @@ def _backward_in_chunks(
             x = (_read(x_ptr + start, c, width, False, CHUNK) - mean) * scale
             added_weights += (dweights[c] + grad * x,)
             added_biases += (dbiases[c] + grad,)
-            out = grad * _read(weight_ptr, c, width, False, CHUNK) - x * mean_product
+            out = grad * _read(weight_ptr, c, width, False, CHUNK) - x * mean_dot
             if CENTRED:
                 out -= mean_grad
             out *= scale
