@@ -285,6 +285,7 @@ time.sleep(600)
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 def test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read(tmp_path, monkeypatch):
     """`make bench-gpu` with small models and inputs, and kernels interpreted."""
     out, choices = tmp_path / "results", tmp_path / "choices.json"
