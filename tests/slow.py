@@ -22,6 +22,7 @@ SLOW = {
     },
     "test_bench_gpu.py": {
         "test_a_pair_is_measured_in_processes_of_their_own_and_kept": (),
+        "test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read": (),
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
     "test_budgets.py": {

@@ -13,8 +13,12 @@ import pytest
 import torch
 
 import mtcli.kernels
+from mtcli.kernels import autotune, swiglu
+from mtcli.kernels.launch import HAS_TRITON, TritonKernel, interpreted
 
-GPU = Path(__file__).parent.parent / "benchmarks" / "gpu"
+ROOT = Path(__file__).parent.parent
+GPU = ROOT / "benchmarks" / "gpu"
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 NO_GPU = pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there may be a GPU")
 KINDS = ["gpt2-124m", "llama-1b", "mixtral-8x7b/1", "qwen2-57b/1"]
 
@@ -99,8 +103,6 @@ def kernels(scripts, monkeypatch, tmp_path):
     """
     import bench_kernels
     import harness
-
-    from mtcli.kernels import autotune
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Played")
@@ -224,8 +226,6 @@ def test_configs_are_chosen_once_for_the_sizes_of_a_bucket_and_shipped(
 ):
     import run
 
-    from mtcli.kernels import autotune
-
     configs, launched = ({"BLOCK": 3}, {"BLOCK": 1}, {"BLOCK": 2}), []
 
     def launch(x):
@@ -239,8 +239,7 @@ def test_configs_are_chosen_once_for_the_sizes_of_a_bucket_and_shipped(
         {"op._kernel": {"float32 8": best}}, {}, {"op._kernel": {"float32 16": best}}
     ]  # fmt: skip
     assert launched == [best] * len(launched)
-    monkeypatch.setattr(autotune, "SHIPPED", tmp_path / "choices.json")
-    run.ship(tmp_path)
+    run.ship(tmp_path, tmp_path / "choices.json")
     shipped = json.loads((tmp_path / "choices.json").read_text())
     assert shipped == {"Played": {"op._kernel": {"float32 8": best, "float32 16": best}}}
 
@@ -250,12 +249,15 @@ def test_the_whole_benchmark_begins_with_the_small_steps_and_shares_its_time(scr
 
     commands = []
 
-    def measure(words, env, timeout):
-        commands.append((Path(words[1]).name, words[2:-2], float(words[-1])))
-        return subprocess.CompletedProcess(words, 0)
+    class Measured:
+        def __init__(self, words, env):
+            commands.append((Path(words[1]).name, words[2:-6], float(words[-1])))
+
+        def wait(self, timeout):
+            return 0
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run.subprocess, "run", measure)
+    monkeypatch.setattr(run.subprocess, "Popen", Measured)
     monkeypatch.setattr(sys, "argv", ["run.py", "--budget", "540"])
     run.main()
     small = ["--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"]
@@ -265,12 +267,80 @@ def test_the_whole_benchmark_begins_with_the_small_steps_and_shares_its_time(scr
     assert [budget for *_, budget in commands] == pytest.approx([180, 270, 540], abs=2)
 
 
+def test_a_script_that_takes_too_long_may_end_what_it_started(scripts, monkeypatch, tmp_path):
+    import run
+
+    script = tmp_path / "endless.py"
+    script.write_text("""
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("its contenders ended")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+time.sleep(600)
+""")
+    monkeypatch.setattr(run, "GRACE", 3.0)
+    assert run.run([str(script), str(tmp_path / "said")], 0.0) == 143
+    assert (tmp_path / "said").read_text() == "its contenders ended"
+
+
+@needs_triton
+@pytest.mark.timeout(1200)
+def test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read(tmp_path, monkeypatch):
+    """`make bench-gpu` with small models and inputs, and kernels interpreted."""
+    out, choices = tmp_path / "results", tmp_path / "choices.json"
+    flags = f"--device cpu --tiny --only gpt2 kernels --budget 1200 --output {out}"
+    make = ["make", "-o", ".venv/installed-test", f"BIN={Path(sys.executable).parent}", "bench-gpu"]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [*make, f"BENCH_ARGS={flags}"], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (steps,), (kernels,) = (
+        [json.loads(path.read_text())["rows"] for path in out.glob(f"{what}-cpu-*.json")]
+        for what in ("step", "kernels")
+    )
+    assert [(row["case"], row["agrees"]) for row in steps] == [
+        ("gpt2-124m", True), ("gpt2-355m", True)
+    ]  # fmt: skip
+    monkeypatch.syspath_prepend(str(GPU))
+    import bench_kernels
+
+    names = [entry.name for entry in bench_kernels.entries()]
+    assert [row["entry"] for row in kernels if row.get("whole")] == names
+    assert script("run.py", "--ship", str(choices), "--output", str(out)).returncode == 0
+
+    table = json.loads(choices.read_text())
+    assert {"norm._forward", "flash_forward._forward", "grouped_linear"} < table["cpu"].keys()
+    other = swiglu._forward.configs(22)[-1]
+    assert other != swiglu._forward.default(22)
+    table["cpu"]["swiglu._forward"] = {"float32 32": other}
+    choices.write_text(json.dumps(table))
+    monkeypatch.setattr(autotune, "SHIPPED", choices)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    launched = []
+    note = lambda self, grid, arguments, constants, config: launched.append(config)  # noqa: E731
+    monkeypatch.setattr(TritonKernel, "_launch_as", note)
+    autotune._measured.cache_clear()
+    with interpreted():
+        swiglu.swiglu(torch.ones(5, 44))
+    autotune._measured.cache_clear()
+    assert launched == [other]
+
+
 def test_attention_is_measured_first_then_experts_and_optimizers(scripts):
     import bench_kernels
 
     names = [entry.name for entry in bench_kernels.entries()]
     order = [names.index(name) for name in ("flash", "route", "adamw", "rms_norm")]
     assert order == sorted(order) and order[0] == 0
+
+
+@pytest.mark.parametrize("name", ["run.py", "bench_kernels.py"])
+def test_a_cpu_is_for_rehearsals(name):
+    done = script(name, "--device", "cpu")
+    words = "error: a CPU measures nothing that is asked here; add --tiny to rehearse it\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
 
 
 @NO_GPU

@@ -3,6 +3,7 @@
     python benchmarks/gpu/bench_kernels.py                        # measure; writes a JSON file
     python benchmarks/gpu/bench_kernels.py --tune                 # first choose each kernel's best configuration
     python benchmarks/gpu/bench_kernels.py --device cpu --smoke   # each entry once, small, interpreted
+    python benchmarks/gpu/bench_kernels.py --device cpu --tiny --tune --output FOLDER   # all of it, rehearsed
 
 Outputs and gradients are compared before anything is timed. Each entry is written when it is done;
 a run that was cut short, or an entry that failed, does not keep the next run from the others.
@@ -17,12 +18,15 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 
-from record import RESULTS, open_record
+from record import ONLY_REHEARSED, RESULTS, open_record
 
 
 def main() -> None:
     args = parse()
-    os.environ["TRITON_INTERPRET"] = "1" if args.smoke and args.device == "cpu" else "0"
+    if args.device == "cpu" and not (args.smoke or args.tiny):
+        print(f"error: {ONLY_REHEARSED}", file=sys.stderr)
+        sys.exit(2)
+    os.environ["TRITON_INTERPRET"] = "1" if args.device == "cpu" else "0"
 
     import torch
 
@@ -32,6 +36,11 @@ def main() -> None:
     wanted = [e for e in entries() if not args.only or e.name in args.only]
     if args.smoke:
         smoke(wanted, args.device)
+    elif args.device == "cpu":
+        from played import played_gpu
+
+        with played_gpu():
+            measure(wanted, args)
     else:
         measure(wanted, args)
 
@@ -50,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="run each entry once, on small inputs")
+    parser.add_argument("--tiny", action="store_true", help="small inputs, to try the script")
     parser.add_argument("--tune", action="store_true", help="choose configurations, and keep them")
     parser.add_argument("--only", nargs="*", default=[], help="names of entries")
     parser.add_argument("--repeats", type=int, default=3)
@@ -100,8 +110,8 @@ def measure(entries, args) -> None:
     print(
         f"{record.facts['device']}: copy {copy / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s"
     )
-    keep(chosen(record.rows))  # by a run on another machine, perhaps
-    for entry, dtype, size in ((e, d, s) for e in entries for d in e.dtypes for s in e.sizes):
+    keep(chosen(record.rows), args.device)  # by a run on another machine, perhaps
+    for entry, dtype, size in ((e, *case) for e in entries for case in cases(e, args)):
         key = {"entry": entry.name, "size": list(size), "dtype": str(dtype)}
         if record.has(**key, whole=True) or record.has(**key, failed=True):
             continue
@@ -115,6 +125,15 @@ def measure(entries, args) -> None:
         sys.exit(f"error: these entries failed: {', '.join(failed)}")
 
 
+def cases(entry, args) -> list:
+    """(dtype, size) of an entry; the interpreter multiplies in float32 alone."""
+    import torch
+
+    sizes = [entry.small] if args.tiny else entry.sizes
+    dtypes = [torch.float32] if args.device == "cpu" else entry.dtypes
+    return [(dtype, size) for dtype in dtypes for size in sizes]
+
+
 def attempt(entry, key, case, record, args, deadline) -> None:
     """Chooses and times at one size, and adds the rows, or one that says why not."""
     import torch
@@ -122,8 +141,9 @@ def attempt(entry, key, case, record, args, deadline) -> None:
 
     try:
         if args.tune and not record.has(**key, tuned=True):
-            record.add(key | {"tuned": True, "chosen": tune(entry, *case, chosen(record.rows))})
-        for row in sized(entry, *case, record.facts, args.repeats):
+            known = chosen(record.rows)
+            record.add(key | {"tuned": True, "chosen": tune(entry, args.device, *case, known)})
+        for row in sized(entry, case, record.facts, args):
             record.add(key | row)
         record.add(key | {"whole": True})
         return
@@ -147,13 +167,14 @@ def go_on(deadline) -> None:
     os.execv(sys.executable, [sys.executable, *flags, *budget])
 
 
-def sized(entry, dtype, size, limits, repeats):
+def sized(entry, case, limits, args):
     """A row per pass: milliseconds of each function, and parts of the floors."""
     import torch
     import torch._functorch.config
     from harness import agree, milliseconds, passes, tried
 
-    arguments = entry.make("cuda", dtype, *size)
+    (dtype, size), repeats = case, args.repeats
+    arguments = entry.make(args.device, dtype, *size)
     first = next(iter(entry.rivals.values()))
     functions = {"mtcli": entry.ours, **entry.rivals}
     compiled = next(iter(entry.rivals)) if entry.torch_compiles is None else entry.torch_compiles

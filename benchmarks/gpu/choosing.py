@@ -8,21 +8,21 @@ from harness import passes, tried
 from mtcli.kernels.autotune import AutotuneTable, autotuning, bucket_of, merged, save_table
 
 
-def tune(entry, dtype, size, known: AutotuneTable) -> AutotuneTable:
+def tune(entry, device, dtype, size, known: AutotuneTable) -> AutotuneTable:
     """Times what there is to choose from at a size of an entry, and is not yet known.
 
     Returns what it kept.
     """
-    arguments = entry.make("cuda", dtype, *size)
+    arguments = entry.make(device, dtype, *size)
     with autotuning(known) as table:
         for make in passes(entry).values():
             make(entry, entry.ours, arguments)()
-    keep(table)
+    keep(table, device)
     bucket = bucket_of(dtype, entry.magnitudes(*size))
     if entry.chosen and bucket not in known.get(entry.name, {}):
         # With the configs just kept.
         table.setdefault(entry.name, {})[bucket] = {"by": fastest(entry, arguments)}
-        keep(table)
+        keep(table, device)
     return {
         kernel: new
         for kernel, buckets in table.items()
@@ -35,10 +35,10 @@ def chosen(rows) -> AutotuneTable:
     return merged(*(row.get("chosen", {}) for row in rows))
 
 
-def keep(table: AutotuneTable) -> None:
+def keep(table: AutotuneTable, device: str) -> None:
     """Has kernels of this user take these choices from now on."""
     if table:
-        save_table(table, torch.device("cuda"))
+        save_table(table, torch.device(device))
 
 
 def fastest(entry, arguments) -> str:

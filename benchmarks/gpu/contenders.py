@@ -27,7 +27,7 @@ from mtcli.core.model.init import initial_values
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.profile.clock import clock_for
-from mtcli.core.runtime.launch import Runtime, set_gpu_matmul
+from mtcli.core.runtime.launch import Runtime, let_segments_grow, set_gpu_matmul
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.training.loader import StepBatch
 from mtcli.core.training.state import initialise
@@ -54,6 +54,8 @@ class Contender:
 def ours(config: RunConfig, device: torch.device) -> Contender:
     """The training step of `mtcli train`, fed with rows that are on the device already."""
     set_gpu_matmul(config.train.matmul)
+    if device.type == "cuda" and not config.train.cuda_graphs:
+        let_segments_grow()
     trainer = Trainer(config, Runtime(0, 1, 0, 1, device))
     initialise(trainer)
     loader = _Fixed(trainer)

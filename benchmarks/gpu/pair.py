@@ -46,7 +46,7 @@ class Pair:
         """The row of a case beside a contender; `settings` are those of a variant of ours."""
         begin = monotonic()
         row: dict[str, Any] = {"case": case.name, "contender": name}
-        if why := missing(name) or refused(case, settings):
+        if why := missing(name) or refused(case, settings, self.args.device):
             return row | {"skipped": why}
         config = case.config(tiny=self.args.tiny)
         row |= described(case, config) | {"settings": settings, "repeats": self.args.repeats}
@@ -177,8 +177,10 @@ class Pair:
         return GPUS[board].peak("bf16") if board else float(self.limits["flop_per_s"])
 
 
-def refused(case: Case, settings: tuple[str, ...] | None) -> str | None:
-    """What the config says against settings of ours, or None."""
+def refused(case: Case, settings: tuple[str, ...] | None, device: str) -> str | None:
+    """What the config, or a CPU, says against settings of ours, or None."""
+    if device == "cpu" and "train.cuda_graphs=true" in (settings or ()):
+        return "a CPU has no CUDA graphs"
     try:
         case.config(settings or ())
     except MtcliError as error:

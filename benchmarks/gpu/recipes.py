@@ -23,6 +23,7 @@ HEADS = (16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384)
 VOCABULARIES = (50257, 128256)
 EXPERTS = ((8, 2), (16, 4), (60, 4), (64, 6), (128, 8), (256, 8))
+FLOAT8 = 89  # the first compute capability with float8, times 10
 Size = tuple[int, ...]
 
 
@@ -47,6 +48,10 @@ class Case(NamedTuple):
     def dtypes(self, asked: list[torch.dtype]) -> list[torch.dtype]:
         """Those of `asked`, or what the entry is for."""
         return asked if torch.bfloat16 in self.entry.dtypes else list(self.entry.dtypes)
+
+    def runs_on(self, arch: int) -> bool:
+        """Whether GPUs of a compute capability have what it computes with."""
+        return arch >= FLOAT8 or not self.entry.name.startswith("fp8")
 
 
 def last(*more: int) -> Shapes:
@@ -110,7 +115,8 @@ SHAPES = {
     "grouped_linear": Shapes(
         lambda *size: size,
         lambda e, each, inner, width: (e, min(each, 1024), shrunk(inner), shrunk(width)),
-        ((6, 1024, 2056, 1400),),
+        # Multiples of 8, of 2, and odd numbers.
+        ((6, 1024, 2056, 1400), (6, 1024, 2052, 1402), (6, 1024, 2057, 1401)),
     ),
     "adamw": OPTIMIZER,
     "lamb": OPTIMIZER,

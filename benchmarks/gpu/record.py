@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+ONLY_REHEARSED = "a CPU measures nothing that is asked here; add --tiny to rehearse it"
 PACKAGES = ("torch", "triton", "transformers", "megatron-core", "torchtitan", "liger-kernel")
 Row = dict[str, Any]
 

@@ -37,7 +37,7 @@ def optimizers(device, dtype, tensors, numel):
         )
 
     ours = parts()
-    return ours, tensor_table(ours.masters), parts(), parts(), made(300)
+    return ours, tensor_table(ours), parts(), parts(), made(300)
 
 
 def by_ours(ours, packed, theirs, plain, gradients):

@@ -12,12 +12,13 @@ from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import kernel
 from mtcli.kernels.multi_tensor import (
     CHUNK,
+    FIRST,
     OptimizerStep,
     OptimizerTensors,
     TensorTable,
     chunk_of,
-    fill_,
     load_at,
+    point_at_gradients_,
     store_at,
 )
 
@@ -101,27 +102,26 @@ def adamw_(
     gradients: Sequence[Tensor],
     update: OptimizerStep,
 ) -> None:
-    """`adamw_reference_` in one launch; `table` is of tensors as the masters.
+    """`adamw_reference_` in one launch; `table` is of the tensors.
 
     Bytes moved per element: 24 of masters and moments, the gradient, and the weight if it is not
     its own master.
     """
-    assert len({x.dtype for x in gradients}) == 1, "gradients of one launch share a dtype"
+    point_at_gradients_(table, gradients)
     (beta1, beta2), lr, count = update.betas, update.lr, update.count
     numbers = [
         1.0 - lr * update.decay, 1.0 - beta1, beta2, 1.0 - beta2, update.eps,
         lr / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5, update.factor,
     ]  # fmt: skip
-    _adamw_op(*table, *(list(role) for role in tensors), list(gradients), numbers)
+    _adamw_op(*table, tensors.masters[0], tensors.weights[0], gradients[0], numbers)
 
 
 @custom_op(
-    "adamw_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor(c!)[] masters,"
-    " Tensor(d!)[] exp_avgs, Tensor(e!)[] exp_avg_sqs, Tensor(f!)[] weights, bool[] decays,"
-    " Tensor[] gradients, float[] numbers) -> ()"
+    "adamw_(Tensor host, Tensor table, Tensor chunks, Tensor(a!) master, Tensor(b!) weight,"
+    " Tensor gradient, float[] numbers) -> ()"
 )
-def _adamw_op(host, table, chunks, masters, m, v, weights, decays, gradients, numbers):
-    roles = (masters, m, v, weights, gradients)
-    fill_(TensorTable(host, table, chunks), roles, decays)
-    flags = {"ROUNDS": weights[0].dtype != torch.float32, "CHUNK": CHUNK}
-    _adamw[(len(chunks),)](table, chunks, weights[0], gradients[0], *numbers, **flags)
+def _adamw_op(host, table, chunks, master, weight, gradient, numbers):
+    """Takes the first of each role alone: to look at thousands takes longer than the launch."""
+    assert host[0, FIRST] == master.data_ptr(), "the table is of these tensors"
+    flags = {"ROUNDS": weight.dtype != torch.float32, "CHUNK": CHUNK}
+    _adamw[(len(chunks),)](table, chunks, weight, gradient, *numbers, **flags)

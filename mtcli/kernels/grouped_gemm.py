@@ -35,10 +35,14 @@ def default_config(rows_each: int, width: int, inner: int, itemsize: int) -> dic
     """The config where nothing was measured: the last one fits float32 in shared memory.
 
     A tile of 128 x 256 does 85 FLOP per byte that it reads from the L2 cache, 128 x 128 does 64,
-    and two of them run at once, and 64 x 128 does 43, of which an expert's end wastes less.
+    and two of them run at once, and 64 x 128 does 43, of which an expert's end wastes less. Odd
+    widths go to shared memory by registers, number by number, and other even ones than multiples
+    of 8 by more addresses: they take tiles that leave registers for it.
     """
-    if itemsize == 4:
+    if itemsize == 4 or width % 2 or inner % 2:
         return CONFIGS[-1]
+    if width % 8 or inner % 8:
+        return CONFIGS[2]
     return CONFIGS[0 if rows_each >= MANY else 1 if rows_each >= FEW else 3]
 
 
@@ -72,14 +76,31 @@ def locate(ends_ptr, tile, experts, E: tl.constexpr, ROWS: tl.constexpr):
     return expert, first, tl.sum(tl.where(found, end, 0), 0)
 
 
+@kernel()
+def multiple(n, UNIT: tl.constexpr):
+    """A size or stride, of which the compiler is told that UNIT divides it."""
+    return n // UNIT * UNIT if UNIT > 1 else n
+
+
+def units(*sizes: int) -> tuple[int, ...]:
+    """The power of 2 in each, 1 of multiples of 16: Triton sees those, and no others, itself."""
+    return tuple(n & -n if n % 16 else 1 for n in sizes)
+
+
 @kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_config)
 def _gemm(
     x_ptr, weight_ptr, ends_ptr, out_ptr, experts, rows_each, width, inner, itemsize,
     of_expert: tl.int64, of_column, of_inner,
-    E: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, BAND: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    E: tl.constexpr, EVEN: tl.constexpr, UNITS: tl.constexpr, PRECISION: tl.constexpr,
+    BAND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out [N, width] = x W_e^T; the `of_` are the weight's strides; EVEN: INNER divides `inner`."""
+    """out [N, width] = x W_e^T; the `of_` are the weight's strides; EVEN: INNER divides `inner`.
+
+    UNITS divide the sizes from `width` on.
+    """
+    width, inner = multiple(width, UNITS[0]), multiple(inner, UNITS[1])
+    of_expert, of_column = multiple(of_expert, UNITS[2]), multiple(of_column, UNITS[3])
+    of_inner = multiple(of_inner, UNITS[4])
     column_tiles = tl.cdiv(width, COLUMNS)
     in_band = BAND * column_tiles
     band, place = tl.program_id(0) // in_band, tl.program_id(0) % in_band
@@ -112,9 +133,11 @@ def _gemm(
 @kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_wgrad_config)
 def _wgrad(
     grad_ptr, x_ptr, ends_ptr, out_ptr, rows_each, width, inner, itemsize,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    UNITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
 ):  # fmt: skip
     """out [E, width, inner] = grad^T x over an expert's rows, INNER at a time."""
+    width, inner = multiple(width, UNITS[0]), multiple(inner, UNITS[1])
     expert = tl.program_id(1)
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
@@ -204,6 +227,7 @@ def _grouped_linear(x, weight, ends):
 
     sizes = (experts, rows // experts, width, inner, x.element_size(), *weight.stride())
     flags = {"E": power_of_two(experts), "EVEN": inner % 64 == 0, "BAND": BAND}
+    flags["UNITS"] = units(width, inner, *weight.stride())
     if rows:
         _gemm[grid](x, weight, ends, out, *sizes, PRECISION=float32_precision(), **flags)
     return out
@@ -219,5 +243,6 @@ def _grouped_wgrad(grad, x, ends):
     out = x.new_empty(experts, width, inner)
     sizes = (len(x) // experts, width, inner, x.element_size())
     grid = lambda meta: (cdiv(width, meta["ROWS"]) * cdiv(inner, meta["COLUMNS"]), experts)  # noqa: E731
-    _wgrad[grid](grad, x, ends, out, *sizes, PRECISION=float32_precision())
+    flags = {"UNITS": units(width, inner), "PRECISION": float32_precision()}
+    _wgrad[grid](grad, x, ends, out, *sizes, **flags)
     return out

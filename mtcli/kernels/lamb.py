@@ -17,12 +17,13 @@ from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import kernel
 from mtcli.kernels.multi_tensor import (
     CHUNK,
+    FIRST,
     OptimizerStep,
     OptimizerTensors,
     TensorTable,
     chunk_of,
-    fill_,
     load_at,
+    point_at_gradients_,
     store_at,
 )
 
@@ -197,11 +198,11 @@ def lamb_moments_(
 ) -> Tensor:
     """`lamb_moments_reference_` in one launch and a small one, in float32 [tensors, 2].
 
-    `table` is of tensors as the masters. Bytes moved per element: 20, and the gradient.
+    `table` is of the tensors. Bytes moved per element: 20, and the gradient.
     """
-    assert len({x.dtype for x in gradients}) == 1, "gradients of one launch share a dtype"
+    point_at_gradients_(table, gradients)
     numbers = [*update.betas, update.eps, update.decay, update.factor]
-    return _moments_op(*table, *(list(role) for role in tensors), list(gradients), numbers)
+    return _moments_op(*table, tensors.masters[0], gradients[0], numbers)
 
 
 def lamb_step_(
@@ -212,33 +213,31 @@ def lamb_step_(
     Bytes moved per element: 16, and the weight if it is not its own master.
     """
     numbers = [update.lr, update.eps, update.decay]
-    _step_op(*table, *(list(role) for role in tensors[:4]), ratios.float(), numbers)
+    _step_op(*table, tensors.masters[0], tensors.weights[0], ratios.float(), numbers)
 
 
 @custom_op(
-    "lamb_moments_(Tensor(a!) host, Tensor(b!) table, Tensor chunks, Tensor[] masters,"
-    " Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor[] weights, bool[] decays,"
-    " Tensor[] gradients, float[] numbers) -> Tensor",
-    fake=lambda host, table, chunks, masters, *others: masters[0].new_empty(len(masters), 2),
+    "lamb_moments_(Tensor host, Tensor table, Tensor chunks, Tensor master, Tensor gradient,"
+    " float[] numbers) -> Tensor",
+    fake=lambda host, table, chunks, master, *others: master.new_empty(len(host), 2),
 )
-def _moments_op(host, table, chunks, masters, m, v, weights, decays, gradients, numbers):
-    roles = (masters, m, v, weights, gradients)
-    fill_(TensorTable(host, table, chunks), roles, decays)
+def _moments_op(host, table, chunks, master, gradient, numbers):
+    assert host[0, FIRST] == master.data_ptr(), "the table is of these tensors"
     beta1, beta2, eps, decay, factor = numbers
-    squares = masters[0].new_empty(len(chunks), 2)
+    squares = master.new_empty(len(chunks), 2)
     # Zeros, as a tensor of no elements has no program.
-    totals = masters[0].new_zeros(len(masters), 2)
+    totals = master.new_zeros(len(host), 2)
     betas, grid = (1.0 - beta1, beta2, 1.0 - beta2), (len(chunks),)
-    _moments[grid](table, chunks, squares, gradients[0], *betas, eps, decay, factor, CHUNK=CHUNK)
+    _moments[grid](table, chunks, squares, gradient, *betas, eps, decay, factor, CHUNK=CHUNK)
     _totals[grid](table, chunks, squares, totals, CHUNK=CHUNK)
     return totals
 
 
 @custom_op(
-    "lamb_step_(Tensor host, Tensor table, Tensor chunks, Tensor(a!)[] masters, Tensor[] exp_avgs,"
-    " Tensor[] exp_avg_sqs, Tensor(b!)[] weights, Tensor ratios, float[] numbers) -> ()"
+    "lamb_step_(Tensor host, Tensor table, Tensor chunks, Tensor(a!) master, Tensor(b!) weight,"
+    " Tensor ratios, float[] numbers) -> ()"
 )
-def _step_op(host, table, chunks, masters, exp_avgs, exp_avg_sqs, weights, ratios, numbers):
-    assert host[0, 3] == masters[0].data_ptr(), "the table has what the moments were updated of"
-    flags = {"ROUNDS": weights[0].dtype != torch.float32, "CHUNK": CHUNK}
-    _step[(len(chunks),)](table, chunks, ratios, weights[0], *numbers, **flags)
+def _step_op(host, table, chunks, master, weight, ratios, numbers):
+    assert host[0, FIRST] == master.data_ptr(), "the table is of these tensors"
+    flags = {"ROUNDS": weight.dtype != torch.float32, "CHUNK": CHUNK}
+    _step[(len(chunks),)](table, chunks, ratios, weight, *numbers, **flags)

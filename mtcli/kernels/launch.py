@@ -166,7 +166,7 @@ class TritonKernel:
             others = () if mode.default_only else [c for c in configs if c != default]
             for config in (default, *others):
                 mode.compilations.append(self._compile(launch, config, config is default))
-        elif mode is not None or len(configs) == 1:
+        elif len(configs) == 1:
             launch(default)
         else:
             best = best_config(self.name, arguments[0], sizes, configs, launch)

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import cdiv, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 CHUNK = 8192  # elements of a program
-WIDTH = 8  # columns of the table: elements, a flag, whether it is aligned, up to 5 addresses
+# Columns of the table: elements, a flag, whether all addresses are multiples of 16 bytes, and the
+# addresses of a master, its moments, the weight and the gradient.
+WIDTH, ALIGNED, FIRST, GRADIENT = 8, 2, 3, 7
 
 
 class OptimizerTensors(NamedTuple):
@@ -44,7 +47,8 @@ class OptimizerStep(NamedTuple):
 class TensorTable(NamedTuple):
     """The table [tensors, WIDTH] int64 on host and device, and chunks [chunks, 2] int64.
 
-    A row of `chunks` is a tensor's row in the table and the chunk's number in that tensor.
+    A row of `chunks` is a tensor's row in the table and the chunk's number in that tensor. Kernels
+    read and write what the table has the addresses of, so that tensors must stay where they are.
     """
 
     host: Tensor
@@ -52,32 +56,41 @@ class TensorTable(NamedTuple):
     chunks: Tensor
 
 
-def tensor_table(like: Sequence[Tensor]) -> TensorTable:
-    """The chunks of tensors of these sizes, and an empty table for `fill_`; made once."""
+def tensor_table(tensors: OptimizerTensors) -> TensorTable:
+    """The table of what updates read and write, all but the gradients; made once."""
+    like = tensors.masters
     sizes = [cdiv(x.numel(), CHUNK) for x in like]
     pairs = [torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(sizes)]
     host = torch.zeros(len(like), WIDTH, dtype=torch.int64)
+    for row, x, decays in zip(host, like, tensors.decays, strict=True):
+        row[0], row[1] = x.numel(), decays
     device = like[0].device
-    return TensorTable(host, host.to(device, copy=True), torch.cat(pairs).to(device))
+    table = TensorTable(host, host.to(device, copy=True), torch.cat(pairs).to(device))
+    for column, role in enumerate(tensors[: GRADIENT - FIRST], FIRST):
+        _point_op(host, table.table, list(role), column)
+    return table
 
 
-def fill_(table: TensorTable, roles: Sequence[Sequence[Tensor]], flags: Sequence[bool]) -> None:
-    """Writes a row for each tensor: its elements, its flag, and its address in each role.
+def point_at_gradients_(table: TensorTable, gradients: Sequence[Tensor]) -> None:
+    """Writes the gradients' addresses, and sends the table to the device where one has changed.
 
-    `roles` holds for masters, moments, ... a contiguous tensor of each row; the row is aligned if
-    all its addresses are multiples of 16 bytes. The table is sent to the device where an address
-    has changed.
+    Of 400 tensors in a bucket's memory, one look at 400 addresses is all that a step takes.
     """
-    rows = []
-    for flag, *tensors in zip(flags, *roles, strict=True):
-        numel = tensors[0].numel()
-        assert all(x.is_contiguous() and x.numel() == numel for x in tensors), f"{numel} elements"
-        addresses = [x.data_ptr() for x in tensors]
-        aligned = all(address % 16 == 0 for address in addresses)
-        rows.append([numel, flag, aligned, *addresses, *[0] * (WIDTH - 3 - len(addresses))])
-    if rows != table.host.tolist():
-        table.host.copy_(torch.tensor(rows))
-        table.table.copy_(table.host, non_blocking=True)
+    assert len({x.dtype for x in gradients}) == 1, "gradients of one launch share a dtype"
+    _point_op(table.host, table.table, list(gradients), GRADIENT)
+
+
+@custom_op("point_(Tensor(a!) host, Tensor(b!) table, Tensor[] tensors, int column) -> ()")
+def _point_op(host, table, tensors, column):
+    """Writes the addresses of contiguous tensors of the rows' numbers of elements."""
+    addresses = [x.data_ptr() for x in tensors]
+    if addresses == host[:, column].tolist():
+        return
+    for x, numel in zip(tensors, host[:, 0].tolist(), strict=True):
+        assert x.is_contiguous() and x.numel() == numel, f"{numel} elements"
+    host[:, column] = torch.tensor(addresses)
+    host[:, ALIGNED] = (host[:, FIRST:] % 16 == 0).all(1)
+    table.copy_(host, non_blocking=True)
 
 
 @kernel()

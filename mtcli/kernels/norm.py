@@ -2,7 +2,8 @@
 
 N rows of D columns. Statistics are in float32. On a GPU the forward reads each row once and saves
 means and reciprocal deviations [N, 2] for backward; the backward runs a few persistent programs per
-SM, each of which sums the gradients of weight and bias over its rows in float32.
+SM, each of which sums the gradients of weight and bias over its rows in float32. Those sums fill
+half of an SM's registers at 16384 columns, so rows of more than LONGEST are read in chunks.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
+# Columns of which a tile holds a row, and the next one, beside the sums.
+LONGEST = 8192
+CHUNKS = tuple({"CHUNK": n, "num_warps": warps} for n, warps in ((4096, 16), (4096, 8), (2048, 8)))
 _configs = partial(full_row_configs, elements=2048)
 
 
@@ -79,16 +83,16 @@ def _forward(
 def _backward(
     grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: on
-    """With 2 STAGES a program's next rows are on their way while it computes."""
+    """Takes whole rows; a program's next ones are on their way while it computes."""
     column = tl.arange(0, BLOCK)[None, :]
     real = column < width
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
-    for first in tl.range(tl.program_id(0) * ROWS, rows, step, num_stages=STAGES):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, step, num_stages=2):
         row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (row < rows) & real
         at = row * width + column
@@ -113,6 +117,72 @@ def _backward(
     tl.store(part, tl.sum(dweight, 0), mask=inside_row)
     if HAS_BIAS:
         tl.store(part + width, tl.sum(dbias, 0), mask=inside_row)
+
+
+@kernel()
+def _read(
+    row_ptr, c: tl.constexpr, width: tl.constexpr, KEEPS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Chunk c of a row in float32; a mask takes registers, and the last chunk alone may need one.
+
+    What the caches are told tells reads of the same numbers apart: as one, they would be held in
+    registers from the first to the second.
+    """
+    column = c * CHUNK + tl.arange(0, CHUNK)
+    policy: tl.constexpr = "evict_last" if KEEPS else "evict_first"
+    if (c + 1) * CHUNK <= width:
+        return tl.load(row_ptr + column, eviction_policy=policy).to(tl.float32)
+    inside = column < width
+    return tl.load(row_ptr + column, mask=inside, other=0.0, eviction_policy=policy).to(tl.float32)
+
+
+# fmt: off
+@kernel(CHUNKS, key=["width", "CENTRED"])
+def _backward_in_chunks(
+    grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows,
+    width: tl.constexpr, CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: on
+    """Reads each row twice, the second time from the L1 cache: for its means, for what it gives."""
+    lane = tl.arange(0, CHUNK)
+    chunks: tl.constexpr = (width + CHUNK - 1) // CHUNK
+    dweights, dbiases = (), ()
+    for _ in tl.static_range(chunks):
+        dweights += (tl.zeros([CHUNK], tl.float32),)
+        dbiases += (tl.zeros([CHUNK], tl.float32),)
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        start = row * width
+        mean = tl.load(stats_ptr + 2 * row) if CENTRED else 0.0
+        scale = tl.load(stats_ptr + 2 * row + 1)
+        of_grad, of_dot = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        for c in tl.static_range(chunks):
+            grad = _read(grad_ptr + start, c, width, True, CHUNK)
+            grad *= _read(weight_ptr, c, width, True, CHUNK)
+            of_grad += grad
+            of_dot += grad * (_read(x_ptr + start, c, width, True, CHUNK) - mean)
+        mean_dot = tl.sum(of_dot, 0) * scale / width
+        mean_grad = tl.sum(of_grad, 0) / width
+        added_weights, added_biases = (), ()
+        for c in tl.static_range(chunks):
+            grad = _read(grad_ptr + start, c, width, False, CHUNK)
+            x = (_read(x_ptr + start, c, width, False, CHUNK) - mean) * scale
+            added_weights += (dweights[c] + grad * x,)
+            added_biases += (dbiases[c] + grad,)
+            out = grad * _read(weight_ptr, c, width, False, CHUNK) - x * mean_dot
+            if CENTRED:
+                out -= mean_grad
+            out *= scale
+            if ADDS:
+                out += _read(dsum_ptr + start, c, width, False, CHUNK)
+            column = c * CHUNK + lane
+            tl.store(out_ptr + start + column, out, mask=column < width)
+        dweights, dbiases = added_weights, added_biases
+    part = parts_ptr + tl.program_id(0) * (2 if HAS_BIAS else 1) * width
+    for c in tl.static_range(chunks):
+        column = c * CHUNK + lane
+        tl.store(part + column, dweights[c], mask=column < width)
+        if HAS_BIAS:
+            tl.store(part + width + column, dbiases[c], mask=column < width)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -219,12 +289,14 @@ def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias):
     grad, rows, width = grad.contiguous(), stats.shape[0], x.shape[-1]
     dsum = None if dsum is None else dsum.contiguous()
     block, out = power_of_two(width), torch.empty_like(x)
-    # As many as registers hold; of longer rows they would not hold a next row's either.
+    # As many as registers hold.
     fitting = max(1, min(4, 8192 // block) if has_bias else min(6, 10240 // block))
-    stages = 2 if block <= 8192 else 1
     programs = max(1, min(rows, multiprocessors(x) * fitting))
     parts = x.new_empty(programs, 1 + has_bias, width, dtype=torch.float32)
     pointers = (grad, grad if dsum is None else dsum, x, weight, stats, out, parts)
-    flags = (centred, dsum is not None, has_bias, block, stages)
-    _backward[(programs,)](*pointers, rows, width, *flags)
+    flags = (centred, dsum is not None, has_bias)
+    if block <= LONGEST:
+        _backward[(programs,)](*pointers, rows, width, *flags, block)
+    else:
+        _backward_in_chunks[(programs,)](*pointers, rows, width, *flags)
     return out, parts.sum(0).to(weight.dtype)

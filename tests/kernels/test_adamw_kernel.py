@@ -3,6 +3,7 @@ from contextvars import Context
 import pytest
 import torch
 from exact import TOLERANCE, distance, seeded
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.layout import ParallelLayout
@@ -11,7 +12,13 @@ from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.kernels.adamw import adamw_, adamw_reference_
-from mtcli.kernels.multi_tensor import CHUNK, OptimizerStep, OptimizerTensors, tensor_table
+from mtcli.kernels.multi_tensor import (
+    ALIGNED,
+    CHUNK,
+    OptimizerStep,
+    OptimizerTensors,
+    tensor_table,
+)
 
 SIZES = [(5,), (3, 7), (CHUNK + 130,), (2, CHUNK), (1,)]
 DECAYS = [False, True, True, False, True]
@@ -57,7 +64,7 @@ def exact(gradients_of):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_launch_updates_every_tensor_as_adamw_does(device, dtype, offset):
     parts, cut = parts_on(device, dtype, offset)
-    packed = tensor_table(parts.masters)
+    packed = tensor_table(parts)
     grads = [cut(10 + i, torch.bfloat16 if i else torch.float32) for i in range(len(UPDATES))]
     for update, gradients in zip(UPDATES, grads, strict=True):
         adamw_(packed, parts, gradients, update)
@@ -87,7 +94,7 @@ def test_what_lies_between_the_tensors_is_left_alone(device):
     mine = [flat[0:13], flat[16:33], flat[36:40]]
     moments = [[torch.zeros_like(x) for x in mine] for _ in range(2)]
     parts = OptimizerTensors(mine, *moments, mine, [True] * 3)
-    adamw_(tensor_table(mine), parts, [torch.ones_like(x) for x in mine], UPDATES[0])
+    adamw_(tensor_table(parts), parts, [torch.ones_like(x) for x in mine], UPDATES[0])
     untouched = torch.cat([flat[13:16], flat[33:36], flat[40:]])
     assert (untouched == 7.0).all() and all((x != 7.0).all() for x in mine)
 
@@ -119,3 +126,42 @@ def test_the_optimizer_makes_the_updates_that_it_makes_on_a_cpu(device, dtype, r
         assert distance(ours.state()[key], expected) < 2e-6
     for name, expected in theirs.named.items():
         assert distance(ours.named[name], expected) < 2 * TOLERANCE[dtype]
+
+
+class Operators(TorchDispatchMode):
+    """The operators that are called inside, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_sends_addresses_only_where_one_has_changed_and_calls_two_operators(device):
+    parts, cut = parts_on(device, torch.float32)
+    packed = tensor_table(parts)
+    kept, moved = cut(10), [*cut(11)[:-1], cut(12)[-1]]
+    order, sent, calls = (kept, kept, moved), [], []
+    for update, gradients in zip(UPDATES, order, strict=True):
+        # A mark on the device, which takes the path of unaligned tensors.
+        packed.table[:, ALIGNED] = 0
+        with Operators() as operators:
+            adamw_(packed, parts, gradients, update)
+        sent.append(bool(packed.table[0, ALIGNED]))
+        calls.append(operators.names)
+    assert sent == [True, False, True]
+    assert calls == [["mtcli::point_", "mtcli::adamw_"]] * 3
+    for ours, theirs in zip(parts.masters, exact(lambda i: order[i])[0], strict=True):
+        assert distance(ours.flatten(), theirs) < 2e-6
+
+
+def test_a_table_of_other_tensors_is_refused(device):
+    parts, cut = parts_on(device, torch.float32)
+    others, _ = parts_on(device, torch.float32)
+    with pytest.raises(AssertionError, match="the table is of these tensors"):
+        adamw_(tensor_table(others), parts, cut(10), UPDATES[0])
+    with pytest.raises(AssertionError, match="5 elements"):
+        adamw_(tensor_table(parts), parts, cut(10)[::-1], UPDATES[0])

@@ -205,7 +205,9 @@ def test_the_page_is_written_by_the_command_that_it_names(tmp_path):
         assert head in text, "write the page again"
     assert "| swiglu forward: swiglu._forward | 32768 x 5632 |" in written
     kernels = json.loads(rows.read_text())["rows"]
-    assert [kernel["phase"] for kernel in kernels] == ["forward", "backward"]
+    assert [(kernel["arch"], kernel["phase"]) for kernel in kernels] == [
+        (90, "forward"), (90, "backward"), (80, "forward"), (80, "backward")
+    ]  # fmt: skip
 
 
 @needs_triton

@@ -68,6 +68,8 @@ def test_fewer_rows_of_each_expert_take_smaller_tiles_and_weights_keep_large_one
         config = kernel.default(*sizes, 2)
         assert (config["ROWS"], config["COLUMNS"]) == expected
         assert kernel.default(*sizes, 4) == grouped_gemm.CONFIGS[-1]
+        assert kernel.default(rows_each, 1537, 2048, 2) == grouped_gemm.CONFIGS[-1]
+        assert kernel.default(rows_each, 1536, 2050, 2)["COLUMNS"] == 256
 
 
 def test_a_frozen_weight_gets_no_gradient(device):

@@ -61,7 +61,7 @@ def parts_on(device, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tensor_is_updated_as_the_paper_does(device, dtype):
     parts, (weights, ratios) = parts_on(device, dtype), exact()
-    packed = tensor_table(parts.masters)
+    packed = tensor_table(parts)
     for step, update in enumerate(UPDATES):
         gradients = [g.to(device) for g in gradients_of(step)]
         found = trust_ratios(lamb_moments_(packed, parts, gradients, update), BOUNDS)

@@ -5,7 +5,8 @@ from exact import check, seeded
 from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(5, 7), (70, 130), (2, 1, 2051)]  # less than a tile, more than the programs hold, long
+# Less than a tile, more than the programs hold, long, in whole and broken chunks.
+SHAPES = [(5, 7), (70, 130), (2, 1, 2051), (5, 9000)]
 
 
 def centred(x):

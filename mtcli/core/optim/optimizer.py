@@ -61,7 +61,7 @@ class Optimizer:
         """Updates with the reduced gradients, times a factor where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
         if self.by_kernels and self.packed is None:
-            self.packed = tensor_table(self.parts.masters)
+            self.packed = tensor_table(self.parts)
         update, mine = self.begin(lr, factor), [gradients[n].contiguous() for n in self.named]
         self.rule(self.parts, mine, update, self.packed)
 

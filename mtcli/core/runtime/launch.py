@@ -82,7 +82,7 @@ def bring_up(
     our launcher, which reports the first one, once.
     """
     if not cuda_graphs:
-        _let_segments_grow()
+        let_segments_grow()
     try:
         place = _ranks(os.environ) or (0, 1, 0, 1)
         with telling_of_lost_peers(place[0]):
@@ -203,7 +203,7 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
         watchdog.stop()
 
 
-def _let_segments_grow() -> None:
+def let_segments_grow() -> None:
     """Has CUDA's caching allocator map memory into segments that grow, which fragment less where
     shapes differ from step to step (experts, documents). Read when torch first allocates.
 

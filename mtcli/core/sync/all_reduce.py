@@ -11,7 +11,7 @@ reduce-scatter, and an all-gather of the updated rows follows the update.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import NamedTuple
 
@@ -159,9 +159,9 @@ class BucketedDataParallel(Strategy):
         self.summing: list[Bucket] = []  # under way, and `when_reduced` to be told of
         self.tell: Callable[[Mapping[str, Tensor]], None] | None = None
 
-    @property
+    @cached_property
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's reduced gradients, by name: [owned rows, ...]."""
+        """This rank's reduced gradients, by name: [owned rows, ...], views of the buckets."""
         return {name: bucket.gradient(name) for name, bucket in self.bucket_of.items()}
 
     def weights(self) -> dict[str, Tensor]:
