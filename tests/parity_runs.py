@@ -5,7 +5,20 @@ from typing import NamedTuple
 
 import torch
 from ranks import run_ranks
-from tiny import BIASED, DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
+from tiny import (
+    BERT,
+    BIASED,
+    CHOOSING,
+    CLASSIFYING,
+    DOCUMENTS,
+    DROPPING,
+    GPT,
+    LLAMA,
+    MOE,
+    EncoderSamples,
+    Samples,
+    run_config,
+)
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
@@ -41,6 +54,12 @@ MODELS = {
     "gpt lamb": GPT | DROPPING | TWO_LAYERS,
     "llama lamb": LLAMA | TWO_LAYERS,
     "moe lamb": MOE,
+    "bert": BERT,
+    "bert dropout": BERT | DROPPING,
+    "bert post": BERT | DROPPING | {"norm_order": "post"},
+    "bert masked": BERT | {"sentence_order": False},
+    "bert classes": BERT | DROPPING | CLASSIFYING,
+    "bert choices": BERT | CHOOSING | {"norm_order": "post"},
 }
 
 
@@ -75,8 +94,9 @@ class Measured(NamedTuple):
     untrained: dict  # what no gradient trains, after the last step
 
 
-def train_on(runtime, config, steps, samples=Samples):
+def train_on(runtime, config, steps, samples=None):
     """Trains `steps` steps on a rank and returns its Measured."""
+    samples = samples or (Samples if config.model.head == "lm" else EncoderSamples)
     trainer = Trainer(config, runtime)
     initialise(trainer)
     weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.strategy.shards.items()}

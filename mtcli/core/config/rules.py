@@ -23,7 +23,7 @@ from mtcli.core.config.layout_rules import (
     experts_see_tokens_once,
 )
 from mtcli.core.config.loading import read_config, validate, with_overrides
-from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
+from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.untrusted import shown
@@ -112,7 +112,7 @@ def require_causal(path: str, model: ModelConfig) -> None:
     """Raises MtcliError where a checkpoint's tokens attend to those that they would predict."""
     if not model.causal:
         message = f"{path} has causal=false: its tokens see the ones they would predict"
-        hint = "generate and eval take models trained with model.causal=true"
+        hint = "generate and the tasks of eval take models trained with model.causal=true"
         raise wrong(message, hint, "model.causal")
 
 
@@ -236,6 +236,7 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
     broken += [f"capacity_factor={m.capacity_factor}"] if m.capacity_factor else []
     broken += [f"attention_dropout={m.attention_dropout}"] if m.attention_dropout else []
     broken += ["zero=3"] if p.zero == 3 else []
+    broken += [f"head={m.head!r}"] if m.head != "lm" else []  # predicts some tokens of a batch
     broken += ["precision='fp64'"] if t.precision == "fp64" else []  # our kernels ask for no value
     broken += ["device='cpu'"] if t.device == "cpu" else []
     if broken:
@@ -258,13 +259,30 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that attention is causal: the one head predicts the next token."""
-    if not config.model.causal:
+    """Checks that attention is causal where the head predicts the next token, and only there."""
+    m = config.model
+    if m.head == "lm" and not m.causal:
         yield Problem(
             "causal=false: every token sees the next one, which the language model is to predict",
-            "model.causal = true",
+            "model.causal = true, or model.head = 'mlm'",
             "model.causal",
         )
+    if m.head != "lm" and m.causal:
+        message = f"head={m.head!r} with causal=true: a token would not see those after it"
+        yield Problem(message, "model.causal = false", "model.causal")
+
+
+def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.head == "classification" and m.num_labels < 2:
+        message = f"head='classification' with num_labels={m.num_labels}"
+        yield Problem(message, "2 or more classes", "model.num_labels")
+    if m.head == "mlm" and not m.tie_embeddings:
+        message = "head='mlm' with tie_embeddings=false: it predicts by the token embedding"
+        yield Problem(message, "model.tie_embeddings = true", "model.tie_embeddings")
+    if m.head in CLASSIFIERS and m.tie_embeddings:
+        message = f"head={m.head!r} with tie_embeddings=true, and it reads no vocabulary"
+        yield Problem(message, "leave model.tie_embeddings out", "model.tie_embeddings")
 
 
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -319,6 +337,8 @@ NEEDS = (
     Need(
         ("model.rope_theta", "model.rope_scaling"), "model.position", "rope", "which turns nothing"
     ),
+    Need(("model.sentence_order",), "model.head", "mlm", "which predicts no order"),
+    Need(("model.num_labels",), "model.head", "classification", "which has no classes"),
     Need(("optimizer.trust_bounds",), "optimizer.name", "lamb", "which has no trust ratio"),
     Need(("train.loss_scale",), "train.precision", "fp16", "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", "fp8", "which scales nothing"),
@@ -365,6 +385,7 @@ ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
 RULES: tuple[Rule, ...] = (
     _tensors_can_be_counted,
     _heads,
+    _head_has_its_layers,
     _experts_are_whole,
     *LAYOUT_RULES,
     _sequence_fits,

@@ -8,8 +8,8 @@ and so on for mbs samples: a global batch holds the same samples on every layout
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.training.encoder_inputs import EncoderInputs, EncoderRead
 
 
 class ReadAhead(NamedTuple):
@@ -62,8 +63,10 @@ class MicroBatchLoader:
         self.host_positions = positions
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
+        encodes = config.model.head != "lm"
+        self.encoder = EncoderInputs(config, groups, positions) if encodes else None
         self.next_step = -1
-        self.reader: Prefetcher[ReadAhead] | None = None
+        self.reader: Prefetcher[Any] | None = None
 
     def step(self, step: int, loss_scale: float) -> StepBatch:
         """The micro-batches of step 0, 1, ...; those that follow are read meanwhile.
@@ -77,10 +80,7 @@ class MicroBatchLoader:
         ready = iter(self.reader)
         samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
-        firsts = self._starts(step)
-        return StepBatch(
-            lambda m: self._inputs(samples[m], firsts[m], loss_scale), self._weight(step, samples)
-        )
+        return self._batch(step, samples, loss_scale)
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -90,6 +90,30 @@ class MicroBatchLoader:
         """Ends the reader."""
         if self.reader is not None:
             self.reader.close()
+
+    def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
+        if self.encoder is not None:
+            return self._encoder_batch(self.encoder, step, samples, loss_scale)
+        firsts = self._starts(step)
+        return StepBatch(
+            lambda m: self._inputs(samples[m], firsts[m], loss_scale), self._weight(step, samples)
+        )
+
+    def _encoder_batch(
+        self, encoder: EncoderInputs, step: int, samples: list[EncoderRead], loss_scale: float
+    ) -> StepBatch:
+        predicted = self._global_sum(read.predicted for read in samples)
+        classified = self._global_sum(read.classified for read in samples)
+        weight, factor = encoder.weigh(predicted, classified)
+        self._require_weight(step, weight)
+        others = {"attended": self.has_blocks, "aux_scale": self._aux_scale(loss_scale)}
+        firsts = self._starts(step)
+
+        def load(m: int) -> Inputs:
+            numbers = self._numbers(firsts[m], loss_scale)
+            return encoder.inputs(samples[m].rows, numbers, factor, others)
+
+        return StepBatch(load, weight)
 
     def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
         while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
@@ -102,7 +126,9 @@ class MicroBatchLoader:
         first = step * size + self.groups.dp_rank * self._mbs
         return range(first, (step + 1) * size, self._mbs * dp)
 
-    def _read(self, start: int, count: int) -> ReadAhead:
+    def _read(self, start: int, count: int) -> ReadAhead | EncoderRead:
+        if self.encoder is not None:
+            return self.encoder.read(self.batches.rows(start, count), self._hosted)
         data = self.config.data
         asked = data.document_mask or data.document_positions
         documents = self.batches.documents(start, count) if asked else None
@@ -130,34 +156,50 @@ class MicroBatchLoader:
         size = self.config.batch.global_batch_size
         if samples[0].weights is None:
             return float(size * self.config.batch.seq_len)
-        own = torch.tensor([sum(read.weight_sum for read in samples)], dtype=torch.float64)
-        weight = sum(all_gather(own.to(self.groups.device), self.groups.axes["data"]).tolist())
+        weight = self._global_sum(read.weight_sum for read in samples)
+        self._require_weight(step, weight)
+        return weight
+
+    def _global_sum(self, parts: Iterable[float]) -> float:
+        """The sum over the global batch of what this rank's micro-batches have."""
+        own = torch.tensor([sum(parts)], dtype=torch.float64)
+        return sum(all_gather(own.to(self.groups.device), self.groups.axes["data"]).tolist())
+
+    def _require_weight(self, step: int, weight: float) -> None:
+        """Raises MtcliError where no label of a step's global batch has a weight."""
+        size = self.config.batch.global_batch_size
         if not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
             raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
-        return weight
 
     def _inputs(self, read: ReadAhead, first: int, loss_scale: float) -> Inputs:
-        mbs, seq_len = self._mbs, self.config.batch.seq_len
         rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
-        model, numbers = self.config.model, None
-        if loss_scale and (model.dropout or model.attention_dropout):
-            ids = torch.arange(first, first + mbs, device=rows.device)
-            numbers = ids[:, None] * seq_len + self.positions
         return make_inputs(
-            model,
+            self.config.model,
             DTYPES[self.config.train.precision],
             rows[:, self.positions],
             labels=rows[:, self.positions + 1],
             weights=None if read.weights is None else self._on_device(read.weights),
             positions=positions,
-            numbers=numbers,
+            numbers=self._numbers(first, loss_scale),
             documents=documents,
             attended=self.has_blocks,
-            aux_scale=loss_scale / (self.config.batch.global_batch_size * seq_len),
+            aux_scale=self._aux_scale(loss_scale),
         )
+
+    def _numbers(self, first: int, loss_scale: float) -> Tensor | None:
+        """Global token numbers [mbs, s] of samples from `first` on; None where none is dropped."""
+        model = self.config.model
+        if not (loss_scale and (model.dropout or model.attention_dropout)):
+            return None
+        ids = torch.arange(first, first + self._mbs, device=self.groups.device)
+        return ids[:, None] * self.config.batch.seq_len + self.positions
+
+    def _aux_scale(self, loss_scale: float) -> float:
+        batch = self.config.batch
+        return loss_scale / (batch.global_batch_size * batch.seq_len)
 
     def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:
         """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
