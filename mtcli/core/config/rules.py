@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from mtcli.core.config.blend import read_blend, read_split
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
@@ -182,6 +182,8 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
 
 def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     m, b = config.model, config.batch
+    if m.head in CLASSIFIERS:  # whose rows hold several sequences, and positions begin with each
+        return
     if m.position == "learned" and b.seq_len > m.max_seq_len:
         message = f"seq_len={b.seq_len} exceeds the learned positions, max_seq_len={m.max_seq_len}"
         yield Problem(message, f"batch.seq_len of at most {m.max_seq_len}", "batch.seq_len")
@@ -285,6 +287,16 @@ def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "leave model.tie_embeddings out", "model.tie_embeddings")
 
 
+def data_fits_head(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that the data has the labels that the head predicts."""
+    head, kind = config.model.head, config.data.format
+    wanted = FORMATS.get(head, "tokens")
+    if kind != wanted:
+        heads = [name for name in HEAD_NAMES if FORMATS.get(name, "tokens") == kind]
+        hint = f"data.format = {wanted!r}, or model.head = {' or '.join(map(repr, heads))}"
+        yield Problem(f"data.format={kind!r} with head={head!r}", hint, "data.format")
+
+
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks the words of the data section, whatever is in the files."""
     d = config.data
@@ -321,6 +333,10 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
             f"below {scaling.high_freq_factor:g}, as 1 and 4",
             "model.rope_scaling.low_freq_factor",
         )
+
+
+FORMATS = {"classification": "classification", "multiple_choice": "race"}  # of heads; else tokens
+HEAD_NAMES = get_args(ModelConfig.model_fields["head"].annotation)
 
 
 class Need(NamedTuple):
@@ -375,7 +391,12 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
 
 # Of what is trained. A model that is there may be one that no training takes, and have fields that
 # it has no use for.
-TRAINING_RULES: tuple[Rule, ...] = (next_tokens_are_hidden, fields_are_used, data_is_shared_out)
+TRAINING_RULES: tuple[Rule, ...] = (
+    next_tokens_are_hidden,
+    fields_are_used,
+    data_fits_head,
+    data_is_shared_out,
+)
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
     _engine_cuts_in_one_dimension,
@@ -397,6 +418,7 @@ RULES: tuple[Rule, ...] = (
     _weights_are_compiled,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
+    data_fits_head,
     data_is_shared_out,
     _trackers_differ,
 )

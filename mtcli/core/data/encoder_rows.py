@@ -1,6 +1,7 @@
 """Rows of an encoder: several sequences each, with what a head is to predict of them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -44,6 +45,10 @@ class EncoderBatches(Protocol):
     weights: tuple[float, ...] | None
     tokens: list[int]  # of each dataset, in an epoch
     planned: int
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
 
     def __len__(self) -> int:
         """The samples of the run."""

@@ -8,6 +8,7 @@ is a sequence of its own there. What is masked and swapped depends on (seed, glo
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.data.blend import Blend, BlendOrder, blend_indices, split_range
 from mtcli.core.data.encoder_rows import EncoderRows, Segments, lay_out
 from mtcli.core.data.indexed import Indexed
-from mtcli.core.data.loader import SampleId, open_blend
+from mtcli.core.data.loader import SampleId, open_blend, token_files
 from mtcli.core.data.masking import mask
 from mtcli.core.data.packed_rows import Epoch, PackedRows, row_starts
 from mtcli.core.data.special_tokens import SpecialTokens
@@ -117,6 +118,11 @@ class MaskedRows:
             classes=np.array([swap is True for swap in swaps], np.int64),
             class_weights=np.array([swap is not None for swap in swaps], np.float32),
         )
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+        return token_files(self.prefixes)
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the sentences that rows are made of."""

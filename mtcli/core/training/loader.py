@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.encoder_batches import encoder_batches
 from mtcli.core.data.loader import (
     Batches,
     CountedTokens,
@@ -53,9 +54,9 @@ class StepBatch(NamedTuple):
 
 
 class MicroBatchLoader:
-    """The micro-batches of this rank, step by step."""
+    """The micro-batches of this rank, step by step, of `Batches` or an encoder's."""
 
-    def __init__(self, batches: Batches, config: RunConfig, groups: Groups) -> None:
+    def __init__(self, batches: Any, config: RunConfig, groups: Groups) -> None:
         self.batches, self.config, self.groups = batches, config, groups
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
@@ -238,6 +239,9 @@ def open_loader(
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
     samples = steps * config.batch.global_batch_size
+    if config.model.head != "lm":
+        encoded = encoder_batches(config, paths, split, which, samples)
+        return MicroBatchLoader(encoded, config, groups)
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return MicroBatchLoader(batches, config, groups)
