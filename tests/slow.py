@@ -12,6 +12,8 @@ SLOW = {
             "llama documents: world=8 tp=4 cp=2 *",
             "gpt deep: world=4 pp=4 vpp=2 *",
             "moe capped: world=4 * zero=3 *",
+            "bert post: world=4 * zero=3 *",
+            "bert choices: world=4 *",
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },

@@ -96,6 +96,21 @@ ROWS = [
     Row("gpt dropout", 8, {"tp": 2, "pp": 2}),
     Row("llama", 8, {"tp": 2, "cp": 2, "pp": 2, "zero": 1}),
     Row("moe", 8, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}),
+    Row("bert dropout", 2, {"tp": 2}, TALL),
+    Row("bert post", 2, {"tp": 2, "recompute": "selective"} | NO_SP, TALL),
+    Row("bert", 2, {"cp": 2}),
+    Row("bert", 2, {"cp": 2, "cp_mode": "a2a", "recompute": "full"}),
+    Row("bert dropout", 2, {"pp": 2}),
+    Row("bert post", 2, {"pp": 2, "schedule": "zero_bubble"}),
+    Row("bert", 2, {"zero": 1}),
+    Row("bert post", 4, {"tp": 2, "zero": 3}, TALL),
+    Row("bert masked", 4, {"tp": 2, "cp": 2, "cp_mode": "all_gather"}, TALL),
+    Row("bert", 4, {"tp": 2, "pp": 2, "recompute": "full"}, TALL),
+    Row("bert classes", 2, {"tp": 2}, TALL),
+    Row("bert classes", 4, {"cp": 2, "pp": 2}),
+    Row("bert classes", 4, {"pp": 2, "zero": 3}),
+    Row("bert choices", 4, {"tp": 2, "cp": 2}, TALL),
+    Row("bert choices", 2, {"pp": 2, "zero": 1} | NO_SP),
 ]
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from mtcli.core.config.loading import config_of, dump_toml
+from mtcli.core.data.encoder_rows import EncoderRows
 from mtcli.core.data.indexed import token_dtype, write_dataset
 
 GPT = {
@@ -39,6 +40,9 @@ BIASED = MOE | {
     "router_score": "sigmoid",
     "router_bias_update_rate": 0.01,
 }
+BERT = GPT | {"architecture": "bert", "num_layers": 2, "causal": False, "norm_eps": 1e-12}
+CLASSIFYING = {"head": "classification", "num_labels": 3}
+CHOOSING = {"head": "multiple_choice"}
 DROPPING = {"dropout": 0.2, "attention_dropout": 0.1}
 DOCUMENTS = {"document_mask": True, "document_positions": True}
 BATCH = {"seq_len": 8, "micro_batch_size": 1, "global_batch_size": 4}
@@ -100,6 +104,42 @@ class Samples:
 
     def documents(self, start, count):
         return self.row_documents[np.arange(start, start + count) % len(self.rows)]
+
+
+class EncoderSamples:
+    """Rows of an encoder in memory: 1 to 4 sequences each, or two questions of 2 choices.
+
+    Of four rows in turn one has no predicted token and no label of a sequence.
+    """
+
+    def __init__(self, config, count=10_000):
+        self.config, self.count, self.size = config, count, config.batch.seq_len
+
+    def __len__(self):
+        return self.count
+
+    def rows(self, start, count):
+        model, size, parts = self.config.model, self.size, []
+        for number in range(start, start + count):
+            random, row = np.random.default_rng(number), number - start
+            chooses = model.head == "multiple_choice"
+            ends = np.sort(random.choice(np.arange(1, size), 3 if chooses else number % 4, False))
+            documents = np.searchsorted(ends, np.arange(size), side="right").astype(np.int32)
+            tokens = random.integers(0, model.vocab_size, (3, size))
+            weights = (random.random(size) < 0.3) * (number % 4 > 0)
+            firsts = np.append(0, ends)
+            labels = len(firsts) // 2 if chooses else len(firsts)
+            classes = model.num_labels if model.head == "classification" else 2
+            parts.append(
+                [
+                    *(tokens[:1], tokens[1:2] % model.token_types, documents[None], tokens[2:]),
+                    *(weights[None].astype(np.float32), firsts + row * size),
+                    random.integers(0, classes, labels),
+                    np.full(labels, number % 4 > 0, np.float32) * random.integers(1, 3, labels),
+                ]
+            )
+        arrays = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return EncoderRows(*arrays)
 
 
 class Weighted(Samples):

@@ -62,6 +62,13 @@ AppendEod = Annotated[
 SkipBad = Annotated[
     bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
 ]
+Sentences = Annotated[
+    bool,
+    typer.Option(
+        "--sentences",
+        help="Write a document as its sentences, as BERT reads them; train:N makes WordPieces.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 
@@ -77,6 +84,7 @@ def preprocess(
     max_document_bytes: MaxDocumentBytes = None,
     workers: Workers = None,
     append_eod: AppendEod = None,
+    sentences: Sentences = False,
     skip_bad: SkipBad = False,
     resume: Resume = False,
     force: Force = False,
@@ -100,6 +108,7 @@ def preprocess(
         force=force,
         format=format,
         max_document_bytes=max_document_bytes,
+        sentences=sentences,
     )
     report = run(request, lambda line: typer.echo(line, err=True))
     if answer(report, json_out):
@@ -110,6 +119,7 @@ def _show(report: dict[str, Any]) -> None:
     """Prints the report as a table; last the names of what was written."""
     counts = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text")
     rows = {name: f"{report[name]:,}" for name in counts}
+    rows |= {"sentences": f"{report['sentences']:,}"} if report["sentences"] is not None else {}
     rows |= {f"skipped: {kind}": f"{count:,}" for kind, count in report["skipped"].items()}
     rows |= {f"left out: {ending}": f"{count:,}" for ending, count in report["left_out"].items()}
     rows |= {

@@ -25,6 +25,8 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box, Parameter
 
+HEAD = "head."  # what the names of a head's parameters begin with
+
 
 class StoredTensor(NamedTuple):
     """A global tensor: its dtype and shape, and the boxes that tile it, for each replica where
@@ -175,15 +177,26 @@ class Checkpoint:
             for box in stored.boxes:
                 self._entry(box)
 
-    def require_model(self, model: ModelConfig) -> None:
+    def new_head(self, model: ModelConfig) -> set[str]:
+        """The parameters of another head than this model's, which are not here in their shapes."""
+        if model.head == "lm":
+            return set()
+        shapes = {name: one.shape for name, one in self.tensors.items()}
+        return {
+            name
+            for name, parameter in parameters(model).items()
+            if name.startswith(HEAD) and shapes.get(name) != parameter.shape
+        }
+
+    def require_model(self, model: ModelConfig, but_head: bool = False) -> None:
         """Raises MtcliError with every parameter of `model` that is not here in its shape, and
-        every one that is here and not in `model`.
+        every one that is here and not in `model`; `but_head` of those of a `new_head`.
 
         Untrained parameters that its own model does not have may be missing (`begins_at_zero`).
         """
-        problems = []
+        problems, free = [], self.new_head(model) if but_head else set()
         for name, parameter in parameters(model).items():
-            if self.begins_at_zero(parameter):
+            if self.begins_at_zero(parameter) or name in free:
                 continue
             if name not in self.tensors:
                 problems.append(Problem(f"{self.folder} has no tensor {name}"))
@@ -192,6 +205,8 @@ class Checkpoint:
                 message = f"{name} is {shape} in {self.folder} and {parameter.shape} in the model"
                 problems.append(Problem(message))
         for name in sorted(parameters(self.model).keys() - parameters(model).keys()):
+            if but_head and name.startswith(HEAD) and model.head != "lm":
+                continue
             problems.append(Problem(f"{self.folder} has the tensor {name}, and the model has not"))
         if not problems:
             return

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Whole
 
-MAX_LAYERS, MAX_EXPERTS = 10_000, 65_536
+MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 65_536, 1_000_000
 Coefficient = Annotated[Real, Field(ge=0.0, le=1000.0)]
 
 # What an architecture's name says: defaults of the fields below, each of which may be set.
@@ -39,6 +39,15 @@ ARCHITECTURES["qwen2-moe"] = ARCHITECTURES["llama"] | {
     "shared_expert_gate": True,
     "normalize_top_k": False,
 }
+ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
+    "head": "mlm",
+    "norm_eps": 1e-12,
+    "token_types": 2,
+    "causal": False,
+    "sentence_order": True,
+}
+# Heads that classify sequences from their first token, and read no vocabulary.
+CLASSIFIERS = ("classification", "multiple_choice")
 OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_experts and top_k
     *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
@@ -63,8 +72,14 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """Shapes of the transformer. Sizes are exact: nothing is rounded silently."""
 
-    architecture: Literal["gpt", "llama", "mixtral", "qwen2-moe"] = "gpt"
+    architecture: Literal["gpt", "llama", "mixtral", "qwen2-moe", "bert"] = "gpt"
     """family, which sets the defaults of the fields below"""
+    head: Literal["lm", "mlm", "classification", "multiple_choice"] = "lm"
+    """what is predicted: next tokens, masked tokens, the class of a text, the right one of some"""
+    sentence_order: bool = False
+    """mlm: also whether the halves of a document are in order (SOP), from the first token"""
+    num_labels: Annotated[Int, Field(ge=0, le=MAX_LABELS)] = 0
+    """classification: classes [2]"""
     num_layers: Annotated[Int, Field(ge=1, le=MAX_LAYERS)]
     """transformer blocks"""
     hidden_size: Positive
@@ -85,18 +100,22 @@ class ModelConfig(Section):
     """MLP activation"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
+    norm_order: Literal["pre", "post"] = "pre"
+    """norms before attention, MLP and head, or after each residual add and the embedding"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
     position: Literal["learned", "rope"]
     """position information"""
+    token_types: Whole = 0
+    """kinds of segments with an embedding each, such as a first and a second text"""
     rope_theta: Annotated[Real, Field(ge=1.0, le=1e12)] = 10000.0
     """base of the rotary frequencies"""
     rope_scaling: RopeScaling | None = None
     """Llama 3's scaling of the rotary frequencies"""
     causal: bool = True
-    """false: every token sees all of its sequence, as in an encoder; no language model trains so"""
+    """false: every token sees all of its sequence, as encoders do, whose head is not lm"""
     tie_embeddings: bool
-    """the head shares the token embedding's weight"""
+    """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool
     """biases of the linear layers"""
     qkv_bias: bool
@@ -152,6 +171,10 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the model section with its architecture's and its derived defaults filled in."""
     kind = values.get("architecture", "gpt")
     filled = (ARCHITECTURES.get(kind, {}) if isinstance(kind, str) else {}) | values
+    if filled.get("head") in CLASSIFIERS:
+        filled |= {"tie_embeddings": False, "sentence_order": False} | values
+    if filled.get("head") == "classification":
+        filled.setdefault("num_labels", 2)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)

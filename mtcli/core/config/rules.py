@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from mtcli.core.config.blend import read_blend, read_split
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
@@ -23,7 +23,7 @@ from mtcli.core.config.layout_rules import (
     experts_see_tokens_once,
 )
 from mtcli.core.config.loading import read_config, validate, with_overrides
-from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
+from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC
@@ -119,7 +119,7 @@ def require_causal(path: str, model: ModelConfig) -> None:
     """Raises MtcliError where a checkpoint's tokens attend to those that they would predict."""
     if not model.causal:
         message = f"{path} has causal=false: its tokens see the ones they would predict"
-        hint = "generate and eval take models trained with model.causal=true"
+        hint = "generate and the tasks of eval take models trained with model.causal=true"
         raise wrong(message, hint, "model.causal")
 
 
@@ -189,6 +189,8 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
 
 def _sequence_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     m, b = config.model, config.batch
+    if m.head in CLASSIFIERS:  # whose rows hold several sequences, and positions begin with each
+        return
     if m.position == "learned" and b.seq_len > m.max_seq_len:
         message = f"seq_len={b.seq_len} exceeds the learned positions, max_seq_len={m.max_seq_len}"
         yield Problem(message, f"batch.seq_len of at most {m.max_seq_len}", "batch.seq_len")
@@ -243,6 +245,7 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
     broken += [f"capacity_factor={m.capacity_factor}"] if m.capacity_factor else []
     broken += [f"attention_dropout={m.attention_dropout}"] if m.attention_dropout else []
     broken += ["zero=3"] if p.zero == 3 else []
+    broken += [f"head={m.head!r}"] if m.head != "lm" else []  # predicts some tokens of a batch
     broken += ["precision='fp64'"] if t.precision == "fp64" else []  # our kernels ask for no value
     broken += ["device='cpu'"] if t.device == "cpu" else []
     if broken:
@@ -265,13 +268,40 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that attention is causal: the one head predicts the next token."""
-    if not config.model.causal:
+    """Checks that attention is causal where the head predicts the next token, and only there."""
+    m = config.model
+    if m.head == "lm" and not m.causal:
         yield Problem(
             "causal=false: every token sees the next one, which the language model is to predict",
-            "model.causal = true",
+            "model.causal = true, or model.head = 'mlm'",
             "model.causal",
         )
+    if m.head != "lm" and m.causal:
+        message = f"head={m.head!r} with causal=true: a token would not see those after it"
+        yield Problem(message, "model.causal = false", "model.causal")
+
+
+def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.head == "classification" and m.num_labels < 2:
+        message = f"head='classification' with num_labels={m.num_labels}"
+        yield Problem(message, "2 or more classes", "model.num_labels")
+    if m.head == "mlm" and not m.tie_embeddings:
+        message = "head='mlm' with tie_embeddings=false: it predicts by the token embedding"
+        yield Problem(message, "model.tie_embeddings = true", "model.tie_embeddings")
+    if m.head in CLASSIFIERS and m.tie_embeddings:
+        message = f"head={m.head!r} with tie_embeddings=true, and it reads no vocabulary"
+        yield Problem(message, "leave model.tie_embeddings out", "model.tie_embeddings")
+
+
+def data_fits_head(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that the data has the labels that the head predicts."""
+    head, kind = config.model.head, config.data.format
+    wanted = FORMATS.get(head, "tokens")
+    if kind != wanted:
+        heads = [name for name in HEAD_NAMES if FORMATS.get(name, "tokens") == kind]
+        hint = f"data.format = {wanted!r}, or model.head = {' or '.join(map(repr, heads))}"
+        yield Problem(f"data.format={kind!r} with head={head!r}", hint, "data.format")
 
 
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -312,6 +342,10 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
         )
 
 
+FORMATS = {"classification": "classification", "multiple_choice": "race"}  # of heads; else tokens
+HEAD_NAMES = get_args(ModelConfig.model_fields["head"].annotation)
+
+
 class Need(NamedTuple):
     """A setting without which some fields have no meaning: one of its values, or, where there are
     none, 1 or more."""
@@ -335,6 +369,8 @@ NEEDS = (
         ("rope",),
         "which turns nothing",
     ),
+    Need(("model.sentence_order",), "model.head", ("mlm",), "which predicts no order"),
+    Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
     Need(("optimizer.trust_bounds",), "optimizer.name", ("lamb",), "which has no trust ratio"),
     Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", ("fp8",), "which scales nothing"),
@@ -381,7 +417,12 @@ def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
 
 # Of what is trained. A model that is there may be one that no training takes, and have fields that
 # it has no use for.
-TRAINING_RULES: tuple[Rule, ...] = (next_tokens_are_hidden, fields_are_used, data_is_shared_out)
+TRAINING_RULES: tuple[Rule, ...] = (
+    next_tokens_are_hidden,
+    fields_are_used,
+    data_fits_head,
+    data_is_shared_out,
+)
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
     _engine_cuts_in_one_dimension,
@@ -391,6 +432,7 @@ ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
 RULES: tuple[Rule, ...] = (
     _tensors_can_be_counted,
     _heads,
+    _head_has_its_layers,
     _experts_are_whole,
     *LAYOUT_RULES,
     replicas_divide,
@@ -406,6 +448,7 @@ RULES: tuple[Rule, ...] = (
     _weights_are_compiled,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
+    data_fits_head,
     data_is_shared_out,
     _trackers_differ,
 )

@@ -13,6 +13,7 @@ from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, R
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.sync import DECENTRALIZED, SyncConfig, most_replicas
 
+RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
@@ -111,16 +112,22 @@ class OptimizerConfig(Section):
 class DataConfig(Section):
     """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs."""
 
+    format: Literal["tokens", "race", "classification"] = "tokens"
+    """tokens of preprocess, RACE's own folders, or JSONL of text, label and maybe text_pair"""
     train: tuple[PathText, ...] = ()
-    """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]"""
+    """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]; or files"""
     valid: tuple[PathText, ...] = ()
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
-    """shares of train, valid and test where one set of prefixes serves all three"""
+    """shares of train, valid and test where one set serves all three [of examples 1,0,0]"""
     document_mask: bool = False
     """tokens see only their own document (Megatron's --reset-attention-mask)"""
     document_positions: bool = False
     """positions begin again at each document (Megatron's --reset-position-ids)"""
+    tokenizer: PathText | None = None
+    """of an encoder's rows, a folder or name [that of the data, or of the weights of --init]"""
+    skip_bad: bool = False
+    """leave bad examples out, and count them"""
 
 
 class TrainConfig(Section):
@@ -210,4 +217,19 @@ class RunConfig(Section):
                 batch = values.get("batch", {})
                 if isinstance(batch, dict):
                     return values | {"batch": {"seq_len": longest} | batch}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_examples(cls, values: Any) -> Any:
+        """Holds no examples back for validation, and fills rows with a question's four choices."""
+        match values:
+            case {"data": {"format": "race" | "classification" as kind, **data}}:
+                values = values | {"data": {"split": "1,0,0"} | data | {"format": kind}}
+        match values:
+            case {"data": {"format": "race"}, "model": {"max_seq_len": int(longest)}}:
+                batch = values.get("batch", {})
+                if isinstance(batch, dict) and longest > 0:
+                    size = RACE_CHOICES * min(RACE_TOKENS, longest)
+                    return values | {"batch": {"seq_len": size} | batch}
         return values

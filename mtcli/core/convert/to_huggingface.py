@@ -38,7 +38,7 @@ def to_hf(
     if original is None:
         family = config_json.family_of(source.model)
     else:
-        family = config_json.BY_TYPE[config_json.read_json(original)["model_type"]]
+        family = config_json.family_in(config_json.read_json(original), original)
     exports = [
         (name, box._replace(code=code_of(options.dtype or source.dtype(name))))
         for name, parameter in parameters(source.model).items()

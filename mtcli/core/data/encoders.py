@@ -1,12 +1,12 @@
 """Encodes text as token arrays, as fast as can be proven right, in preprocess workers.
 
-A worker takes a block of the corpus and writes a file of its tokens and a file of its documents'
-lengths.
+A worker takes a block of the corpus and writes a file of its tokens and a file of its sequences'
+lengths: of documents, or of sentences and then a file of how many each document has.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
 from mtcli.core.data.documents import TOO_LARGE, Bad, Reading, Text, lines_before, read_documents
+from mtcli.core.data.sentences import split_sentences
 from mtcli.core.data.sources import FileRange, TextBlock
 from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.data.tokenizer_limits import no_panics
@@ -109,6 +110,9 @@ class _Gigatoken:
         return _Gigatoken, (self.definition,)
 
 
+SUMMED = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text", "sentences")
+
+
 @dataclass
 class TextCounts:
     """Counts of what was read and written; `skipped` by kind of fault."""
@@ -119,12 +123,13 @@ class TextCounts:
     empty_documents: int = 0
     eod_in_text: int = 0  # end-of-document ids that came from the text itself
     max_token_id: int = -1
+    sentences: int = 0  # of documents that are split
     skipped: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)  # the first skipped: file, line, why
 
     def add(self, other: "TextCounts") -> None:
         """Adds `other`'s counts."""
-        for name in ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text"):
+        for name in SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_token_id = max(self.max_token_id, other.max_token_id)
         for kind, count in other.skipped.items():
@@ -145,10 +150,13 @@ class EncodeJob(NamedTuple):
     append_eod: bool
     skip_bad: bool
     folder: Path
+    sentences: bool = False  # each is a sequence of its document
 
-    def part(self, block: int) -> tuple[Path, Path]:
-        """The files of a block's tokens and of its documents' lengths (int32)."""
-        return self.folder / f"{block}.tokens", self.folder / f"{block}.lengths"
+    def part(self, block: int) -> tuple[Path, ...]:
+        """The files of a block's tokens, of its sequences' lengths (int32), and where documents are
+        split of how many sequences each has (int32)."""
+        kinds = ("tokens", "lengths", "documents")[: 2 + self.sentences]
+        return tuple(self.folder / f"{block}.{kind}" for kind in kinds)
 
 
 def encode_block(
@@ -159,9 +167,9 @@ def encode_block(
 
     Raises MtcliError with file and line for the first bad document, unless `job.skip_bad`.
     """
-    counts, carried = TextCounts(), 0
+    counts = TextCounts()
     skipped: list[tuple[FileRange, Bad]] = []
-    tokens_path, lengths_path = job.part(block.number)
+    tokens_path, *others = job.part(block.number)
 
     def readable() -> Iterator[Text]:
         for piece in block.pieces:
@@ -180,11 +188,12 @@ def encode_block(
 
     documents = readable()
     try:
-        with open(tokens_path, "wb") as tokens, open(lengths_path, "wb") as lengths:
-            while group := _group(documents):
-                flat, ended, carried = _encode_group(job, group, carried, counts)
+        with open(tokens_path, "wb") as tokens, ExitStack() as stack:
+            files = [stack.enter_context(open(path, "wb")) for path in others]
+            for flat, *sizes in _encoded(job, documents, counts):
                 tokens.write(flat.tobytes())
-                lengths.write(np.array(ended, np.int32).tobytes())
+                for file, numbers in zip(files, sizes, strict=True):
+                    file.write(np.array(numbers, np.int32).tobytes())
     except OSError as error:
         why = f"{tokens_path} cannot be written: {error}"
         raise failed(why, "free space, then --resume") from None
@@ -210,6 +219,20 @@ def _group(documents: Iterator[Text]) -> list[Text]:
     return group
 
 
+def _encoded(
+    job: EncodeJob, documents: Iterator[Text], counts: TextCounts
+) -> Iterator[tuple[np.ndarray, *tuple[list[int], ...]]]:
+    """Yields the tokens of a group of documents after another, and the numbers of the other files
+    of `job.part`."""
+    carried = 0
+    while group := _group(documents):
+        if job.sentences:
+            yield _encode_sentences(job, group, counts)
+        else:
+            flat, ended, carried = _encode_group(job, group, carried, counts)
+            yield flat, ended
+
+
 def _encode_group(
     job: EncodeJob, group: list[Text], carried: int, counts: TextCounts
 ) -> tuple[np.ndarray, list[int], int]:
@@ -228,12 +251,43 @@ def _encode_group(
         else:
             counts.empty_documents += 1
         carried = 0
-    flat = np.concatenate(parts, dtype=job.dtype, casting="unsafe")  # the vocabulary fits
+    return _counted(job, parts, len(ended), counts), ended, carried
+
+
+def _encode_sentences(
+    job: EncodeJob, group: list[Text], counts: TextCounts
+) -> tuple[np.ndarray, list[int], list[int]]:
+    """The group's tokens, the lengths of its sentences, and how many each document has."""
+    split = [split_sentences(text.text) for text in group]
+    encoded = iter(job.encode([sentence for sentences in split for sentence in sentences]))
+    end = [np.array([job.eod_id], job.dtype)] if job.append_eod else []
+    parts: list[np.ndarray] = []
+    lengths: list[int] = []
+    documents: list[int] = []
+    for sentences in split:
+        known = [ids for _ in sentences if len(ids := next(encoded))]
+        if not known:
+            counts.empty_documents += 1
+            continue
+        if end:
+            known[-1] = np.concatenate([known[-1], *end])
+        parts += known
+        lengths += map(len, known)
+        documents.append(len(known))
+    counts.sentences += len(lengths)
+    return _counted(job, parts, len(documents), counts), lengths, documents
+
+
+def _counted(
+    job: EncodeJob, parts: list[np.ndarray], documents: int, counts: TextCounts
+) -> np.ndarray:
+    """The tokens of so many documents that end in a group, and adds them to the counts."""
+    flat = np.concatenate([np.empty(0, job.dtype), *parts], dtype=job.dtype, casting="unsafe")
     if job.eod_id is not None:
-        appended = len(ended) * len(end)
+        appended = documents * job.append_eod
         counts.eod_in_text += int(np.count_nonzero(flat == job.eod_id)) - appended
-    counts.documents += len(ended)
+    counts.documents += documents
     counts.tokens += len(flat)
     if len(flat):
         counts.max_token_id = max(counts.max_token_id, int(flat.max()))
-    return flat, ended, carried
+    return flat

@@ -150,14 +150,18 @@ def write_dataset(
         write_index(index_path, dtype, np.array(lengths, np.int32))
 
 
-def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Writes an `.idx` of one sequence per document, in bounded memory, and syncs it.
+def write_index(
+    path: Path, dtype: np.dtype, lengths: np.ndarray, sequences: np.ndarray | None = None
+) -> None:
+    """Writes an `.idx` in bounded memory, and syncs it.
 
-    `lengths` int32 [S] may be a memory map of the spilled lengths.
+    `lengths` int32 [S] may be a memory map of the spilled lengths, and so `sequences` int32, how
+    many each document has; where None, one.
     """
     count = len(lengths)
+    documents = count if sequences is None else len(sequences)
     with open(path, "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, CODES[np.dtype(dtype)], count, count + 1))
+        file.write(HEADER.pack(MAGIC, 1, CODES[np.dtype(dtype)], count, documents + 1))
         for at in range(0, count, CHUNK):
             file.write(np.asarray(lengths[at : at + CHUNK], "<i4").tobytes())
         total = 0
@@ -166,8 +170,14 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
             ends = total + np.cumsum(part)
             file.write(((ends - part) * np.dtype(dtype).itemsize).tobytes())
             total = int(ends[-1])
-        for at in range(0, count + 1, CHUNK):
-            file.write(np.arange(at, min(at + CHUNK, count + 1), dtype="<i8").tobytes())
+        file.write(bytes(8))
+        bound = 0
+        for at in range(0, documents, CHUNK):
+            size = min(CHUNK, documents - at)
+            part = np.ones(size, "<i8") if sequences is None else sequences[at : at + size]
+            ends = bound + np.cumsum(part, dtype="<i8")
+            file.write(ends.tobytes())
+            bound = int(ends[-1])
         file.flush()
         os.fsync(file.fileno())
 

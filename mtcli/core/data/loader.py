@@ -8,6 +8,7 @@ it owns; the tokens are copied from memory-mapped files.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from queue import Queue
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -24,7 +25,7 @@ from mtcli.core.data.blend import (
     shares_of,
     split_range,
 )
-from mtcli.core.data.indexed import Indexed, max_token_id
+from mtcli.core.data.indexed import Indexed, max_token_id, with_suffix
 from mtcli.core.data.samples import Samples, cached_blend, cached_samples
 
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
@@ -135,6 +136,11 @@ class Batches:
     def loss_weights(self, start: int, count: int) -> np.ndarray | None:
         """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
         return None
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+        return token_files(self.prefixes)
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the spans that `batch(start, count)` is made of."""
@@ -253,6 +259,11 @@ def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Index
     return blend, collect_errors(*(partial(Indexed, prefix) for prefix in blend.prefixes))
 
 
+def token_files(prefixes: Sequence[str]) -> list[list[Path]]:
+    """The files of the data at each prefix."""
+    return [[with_suffix(prefix, suffix) for suffix in (".bin", ".idx")] for prefix in prefixes]
+
+
 def require_named(data: DataConfig) -> None:
     """Raises MtcliError where a run names no data to train on."""
     if not data.train:
@@ -265,6 +276,8 @@ def require_data(config: RunConfig) -> None:
     do not fit the model's vocabulary."""
     data = config.data
     require_named(data)
+    if data.format != "tokens":  # examples are read where a run opens them
+        return
     named = {"data.train": data.train, "data.valid": data.valid}
     opened = (partial(open_blend, words, field) for field, words in named.items() if words)
     for blend, _ in collect_errors(*opened):

@@ -43,7 +43,13 @@ from mtcli.core.data.sources import (
     spool,
     told,
 )
-from mtcli.core.data.tokenize import Tokenizer, load_tokenizer, require_trainable, train_tokenizer
+from mtcli.core.data.tokenize import (
+    Tokenizer,
+    load_tokenizer,
+    require_trainable,
+    train_tokenizer,
+    train_word_pieces,
+)
 from mtcli.core.data.workspace import FINAL, Workspace
 from mtcli.core.runtime.process_pool import ProcessPool
 
@@ -69,6 +75,7 @@ class PreprocessRequest(NamedTuple):
     force: bool = False
     format: FileKind | None = None  # None: as each file's ending says
     max_document_bytes: int | None = None  # None: see `documents.Reading`
+    sentences: bool = False  # each is a sequence of its document
 
     @property
     def from_stdin(self) -> bool:
@@ -166,7 +173,7 @@ def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> st
     files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
     # What a run may be resumed with after it has met a bad document is not one of them.
     options = (request.tokenizer, request.text_key, request.split_on_blank, request.append_eod)
-    options += (request.format,)
+    options += (request.format, *(["sentences"] if request.sentences else []))
     text = json.dumps([files, options, BLOCK_BYTES])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -276,7 +283,8 @@ def _tokenizer(
     if request.train_size is None:
         tokenizer = load_tokenizer(request.tokenizer)
     else:
-        tokenizer = train_tokenizer(_spread(request, sources), request.train_size)
+        train = train_word_pieces if request.sentences else train_tokenizer
+        tokenizer = train(_spread(request, sources), request.train_size)
     tokenizer.save(folder)
     return tokenizer
 
@@ -297,11 +305,13 @@ def _job(
     request: PreprocessRequest, tokenizer: Tokenizer, first: list[SourceFile], parts: Path
 ) -> tuple[EncodeJob, str]:
     """The workers' job, with the encoder that is proven on the corpus's beginning; and its name."""
-    append = tokenizer.eod_id is not None if request.append_eod is None else request.append_eod
+    append = request.append_eod
+    if append is None:  # of sentences an encoder makes rows of its own
+        append = tokenizer.eod_id is not None and not request.sentences
     if append and tokenizer.eod_id is None:
         message = f"tokenizer {request.tokenizer} has no end-of-document token to append"
         raise wrong(message, "--no-append-eod")
-    reading = request.reading(is_cuttable(tokenizer))
+    reading = request.reading(is_cuttable(tokenizer) and not request.sentences)
     sample = ""
     for block in islice(cut(first, reading.blank), 1):
         for item in read_documents(block.pieces[0], reading):
@@ -311,8 +321,8 @@ def _job(
                 sample += item.text[:SAMPLE_BYTES]
     encoder, encode = make_encode(tokenizer, sample)
     dtype = token_dtype(tokenizer.vocab_size)
-    job = EncodeJob(encode, reading, dtype, tokenizer.eod_id, append, request.skip_bad, parts)
-    return job, encoder
+    about = (append, request.skip_bad, parts, request.sentences)
+    return EncodeJob(encode, reading, dtype, tokenizer.eod_id, *about), encoder
 
 
 def _encode_all(
@@ -340,7 +350,7 @@ def _encode_all(
             block = issued.popleft()
             room = EXAMPLES - len(space.counts.examples)
             space.counts.examples += [describe_bad(*bad) for bad in skipped[:room]]
-            space.append(*job.part(block.number), counts)
+            space.append(job.part(block.number), counts)
             for piece in block.pieces if request.from_stdin else ():
                 if piece.stop == piece.source.size:  # the spooled file was read to its end
                     Path(piece.source.path).unlink()
@@ -361,6 +371,7 @@ def _facts(
         "skipped_first": counts.examples,
         "eod_in_text": counts.eod_in_text,
         "max_token_id": counts.max_token_id,
+        "sentences": counts.sentences if request.sentences else None,
         "dtype": job.dtype.name,
         "append_eod": job.append_eod,
         "inputs": list(request.inputs),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import parse_json, read_untrusted
@@ -158,6 +158,27 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     vocab = definition["model"]["vocab"]
     vocab[END_OF_DOCUMENT] = len(vocab)
     return Tokenizer(json.dumps(definition, ensure_ascii=False))
+
+
+def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains BERT's kind of tokenizer on `texts`: WordPiece of lower-case words, at most
+    `vocab_size` ids, of which 0 to 4 are [PAD], [UNK], [CLS], [SEP] and [MASK]."""
+    require_trainable(vocab_size)
+    backend = HfTokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=specials, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    cls, sep = (("[CLS]", 2), ("[SEP]", 3))
+    backend.post_processor = processors.BertProcessing(sep, cls)
+    roles = {f"{name.strip('[]').lower()}_token": name for name in specials}
+    return Tokenizer(
+        backend, {"tokenizer_class": "BertTokenizerFast", "do_lower_case": True} | roles
+    )
 
 
 def _end_names(config: dict[str, object]) -> tuple[str, ...]:

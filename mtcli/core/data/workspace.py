@@ -1,7 +1,8 @@
 """Keeps a run's unfinished output aside, so that a killed run resumes and no file is half-written.
 
-`PREFIX.partial/` holds the tokens so far, their lengths spilled as int32, and a journal whose every
-line says how much of both is whole. The final names appear only when all is written and synced.
+`PREFIX.partial/` holds the tokens so far, their lengths spilled as int32 (and the number of each
+document's sentences, where they are split), and a journal whose every line says how much of each is
+whole. The final names appear only when all is written and synced.
 """
 
 import fcntl
@@ -25,6 +26,8 @@ from mtcli.core.data.indexed import with_suffix, write_index
 from mtcli.core.runtime.atomic_writes import sync_folder, write_text
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
+SPILLED = ("tokens.bin", "lengths.i32", "documents.i32")
+SIZES = ("token_bytes", "length_bytes", "document_bytes")  # of those, in the journal
 COMMIT_SECONDS = 1.0  # at most this much work is done again after a crash of the machine
 COPY_BYTES = 4 << 20
 FINAL = (".tokenizer", ".bin", ".json", ".idx")  # the index last: it says that the rest is there
@@ -37,6 +40,7 @@ class Journaled:
     blocks: Count = 0
     token_bytes: Count = 0
     length_bytes: Count = 0
+    document_bytes: Count = 0
     counts: TextCounts = field(default_factory=TextCounts)
 
 
@@ -54,16 +58,14 @@ class Workspace:
         kept = self._last_line(fingerprint) if resume else None
         if kept is None:
             self._begin(fingerprint)
-        self._tokens, self._lengths = (
-            append_untrusted(self.folder / name) for name in ("tokens.bin", "lengths.i32")
-        )
+        self._files = [append_untrusted(self.folder / name) for name in SPILLED]
         if kept is not None and not self.is_finished:
             self._take_up(kept)
         self.resumed_at = self.blocks
 
     def close(self) -> None:
         """Closes the files; the folder stays for a later run."""
-        for file in (self._tokens, self._lengths, self._lock):
+        for file in (*self._files, self._lock):
             file.close()
 
     def leave(self, resumable: bool) -> None:
@@ -87,17 +89,15 @@ class Workspace:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def append(self, tokens: Path, lengths: Path, counts: TextCounts) -> None:
-        """Adds the next block from its part files, which are removed."""
-        for part, whole, seen in (
-            (tokens, self._tokens, self._hash),
-            (lengths, self._lengths, None),
-        ):
+    def append(self, parts: tuple[Path, ...], counts: TextCounts) -> None:
+        """Adds the next block from its part files, which are removed: tokens, lengths, and maybe
+        the number of each document's sentences."""
+        for part, whole in zip(parts, self._files, strict=False):
             with open_untrusted(part) as file:
                 while data := file.read(COPY_BYTES):
                     whole.write(data)
-                    if seen is not None:
-                        seen.update(data)
+                    if whole is self._files[0]:
+                        self._hash.update(data)
             part.unlink()
         self.blocks += 1
         self.counts.add(counts)
@@ -106,23 +106,20 @@ class Workspace:
 
     def commit(self) -> None:
         """Makes all that was appended durable, and records so in the journal."""
-        for file in (self._tokens, self._lengths):
+        for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-        state = {
-            "blocks": self.blocks,
-            "token_bytes": self._tokens.tell(),
-            "length_bytes": self._lengths.tell(),
-            "counts": asdict(self.counts),
-        }
-        self._write_line(state)
+        sizes = zip(SIZES, (file.tell() for file in self._files), strict=True)
+        self._write_line({"blocks": self.blocks, **dict(sizes), "counts": asdict(self.counts)})
         self._committed = time.monotonic()
 
     def finish(self, facts: dict[str, object], dtype: np.dtype) -> dict[str, object]:
         """Writes index and facts, then renames all; returns the facts with hashes."""
         self.commit()
         index = self.folder / "index.idx"
-        write_index(index, dtype, np.memmap(self.folder / "lengths.i32", "<i4", "r"))
+        lengths, documents = (self.folder / name for name in SPILLED[1:])
+        sequences = np.memmap(documents, "<i4", "r") if documents.stat().st_size else None
+        write_index(index, dtype, np.memmap(lengths, "<i4", "r"), sequences)
         with open_untrusted(index) as file:
             idx_hash = hashlib.file_digest(file, "sha256").hexdigest()
         facts = {**facts, "sha256": {"bin": self._hash.hexdigest(), "idx": idx_hash}}
@@ -177,10 +174,8 @@ class Workspace:
     def _take_up(self, kept: Journaled) -> None:
         """Truncates both files to what the journal vouches for; counts and hashes that again."""
         self.blocks, self.counts = kept.blocks, kept.counts
-        for file, size in (
-            (self._tokens, kept.token_bytes),
-            (self._lengths, kept.length_bytes),
-        ):
+        for file, name in zip(self._files, SIZES, strict=True):
+            size = getattr(kept, name)
             if file.tell() < size:
                 message = f"{file.name} is {file.tell()} bytes, and its journal says {size}"
                 raise failed(message, "leave --resume out to start over")

@@ -16,10 +16,11 @@ from lm_eval.tasks import TaskManager
 
 from mtcli.core.config.errors import failed, wrong
 from mtcli.core.config.synonyms import closest
+from mtcli.core.data.text_files import read_text
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
-from mtcli.core.evaluate.tasks.task import Advance, Report, read_text
+from mtcli.core.evaluate.tasks.task import Advance, Report
 from mtcli.core.inference.scoring import Scorer
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes

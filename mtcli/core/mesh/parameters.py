@@ -15,17 +15,24 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Init, Parameter
 
+TOKEN_TYPES = "token_type_embedding.weight"
+
 StageOwner = int | Literal["first", "last"]
 
 
 @cache
 def parameters(model: ModelConfig) -> dict[str, Parameter]:
     """Every parameter of the model by canonical name, in the order a token meets them."""
-    table = [_vocabulary(model, "embedding.weight", "first")]
+    table = [_vocabulary(model, "embedding.weight", "first", tied=model.tie_embeddings)]
     if model.position == "learned":
         shape = (model.max_seq_len, model.hidden_size)
         name = "position_embedding.weight"
         table.append(Parameter(name, shape, (None, None), "normal", "first"))
+    if model.token_types:
+        shape = (model.token_types, model.hidden_size)
+        table.append(Parameter(TOKEN_TYPES, shape, (None, None), "normal", "first"))
+    if model.norm_order == "post":
+        table += _norm(model, "embedding_norm", "first")
     for layer in range(model.num_layers):
         block = f"blocks.{layer}"
         table += _norm(model, f"{block}.attention_norm", layer)
@@ -35,9 +42,9 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
             table += _experts(model, f"{block}.mlp", layer)
         else:
             table += _feed_forward(model, f"{block}.mlp", layer, model.ffn_hidden_size)
-    table += _norm(model, "final_norm", "last")
-    if not model.tie_embeddings:
-        table.append(_vocabulary(model, "head.weight", "last"))
+    if model.norm_order == "pre":
+        table += _norm(model, "final_norm", "last")
+    table += _head(model)
     return {parameter.name: parameter for parameter in table}
 
 
@@ -55,14 +62,12 @@ def count_active(model: ModelConfig) -> int:
 
 def stage_parameters(model: ModelConfig, layers: range, first: bool, last: bool) -> list[Parameter]:
     """The parameters of a pipeline stage. The last stage has a copy of a tied embedding."""
-    tied = ("embedding.weight",) if last and model.tie_embeddings else ()
     return [
         p
         for p in parameters(model).values()
         if p.owner in layers
         or (first and p.owner == "first")
-        or (last and p.owner == "last")
-        or p.name in tied
+        or (last and (p.owner == "last" or p.tied))
     ]
 
 
@@ -81,7 +86,7 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     `causal` the half that a causal mask leaves. 3 times this is the model FLOPs of a training
     token (arXiv:2205.05198, appendix A).
     """
-    tables = ("embedding.weight", "position_embedding.weight")
+    tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
     weights = sum(p.numel for p in parameters(model).values() if p.name not in tables and p.decays)
     weights -= count_parameters(model) - count_active(model)
     weights += model.vocab_size * model.hidden_size * model.tie_embeddings
@@ -90,9 +95,35 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     return 2.0 * weights + attention
 
 
-def _vocabulary(model: ModelConfig, name: str, owner: StageOwner) -> Parameter:
+def _vocabulary(model: ModelConfig, name: str, owner: StageOwner, tied: bool = False) -> Parameter:
     shape = (model.vocab_size, model.hidden_size)
-    return Parameter(name, shape, ("tp", None), "normal", owner, padded=0)
+    return Parameter(name, shape, ("tp", None), "normal", owner, padded=0, tied=tied)
+
+
+def _head(model: ModelConfig) -> Iterator[Parameter]:
+    """Masked tokens are predicted from transformed activations, classes from the first token's."""
+    hidden = model.hidden_size
+    if model.head == "lm":
+        if not model.tie_embeddings:
+            yield _vocabulary(model, "head.weight", "last")
+        return
+    if model.head == "mlm":
+        yield from _dense("head.transform", hidden, hidden)
+        yield from _norm(model, "head.norm", "last")
+        yield Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
+        if not model.sentence_order:
+            return
+    outputs = {"mlm": 2, "classification": model.num_labels, "multiple_choice": 1}[model.head]
+    yield from _dense("head.pooler", hidden, hidden)
+    # A pre-trained one is of no use to a classifier, and so has another name.
+    name = "sentence_order" if model.head == "mlm" else "classifier"
+    yield from _dense(f"head.{name}", outputs, hidden)
+
+
+def _dense(name: str, rows: int, columns: int) -> Iterator[Parameter]:
+    """A linear layer of the head, which tp ranks replicate."""
+    yield Parameter(f"{name}.weight", (rows, columns), (None, None), "normal", "last")
+    yield Parameter(f"{name}.bias", (rows,), (None,), "zeros", "last")
 
 
 def _norm(model: ModelConfig, name: str, owner: StageOwner) -> list[Parameter]:

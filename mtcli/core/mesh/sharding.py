@@ -104,7 +104,7 @@ class Parameter:
     `owner` is the block that has it, or "first" / "last" for the pipeline's ends. A vocabulary
     dimension is padded on the ranks so that it shards evenly: `padded` says which dimension that
     is. One that is not `trained` has no gradient and no optimizer state, and stays in at least
-    float32.
+    float32. Of one that is `tied` the last stage has a second copy.
     """
 
     name: str
@@ -114,6 +114,7 @@ class Parameter:
     owner: int | Literal["first", "last"]
     padded: int | None = None
     trained: bool = True
+    tied: bool = False
 
     @property
     def numel(self) -> int:

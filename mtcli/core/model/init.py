@@ -48,14 +48,22 @@ def load_weights(
     model: ModelConfig,
     groups: Groups,
     from_masters: bool = False,
+    new_head: int | None = None,
 ) -> None:
     """Fills a rank's shards from a checkpoint, whatever layout wrote it.
 
+    What it lacks of a head has the initial values of the seed `new_head`, where one is given.
     With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
     master weights, where it has them, which lose nothing in a wider dtype. Of replicas that differ
     their average is taken.
     """
-    checkpoint.require_model(model)
+    checkpoint.require_model(model, but_head=new_head is not None)
+    if new_head is not None:
+        fresh = checkpoint.new_head(model)
+        begun = {name: shard for name, shard in shards.items() if name in fresh}
+        dtype = next(iter(shards.values())).tensor.dtype
+        initialise(begun, model, groups, new_head, dtype)
+        shards = {name: shard for name, shard in shards.items() if name not in fresh}
     checkpoint = checkpoint.averaged()
     table, stored = parameters(model), set(checkpoint.names())
     for name, shard in shards.items():

@@ -27,13 +27,24 @@ class Cache:
 
 
 @dataclass(frozen=True)
+class Sentences:
+    """The N sequences of a micro-batch that a head classifies, the same on every rank that shares
+    it. M labels: one of each sequence, or of each N / M that are the choices of a question.
+    """
+
+    rows: Tensor  # [N] int64: the first token among this rank's b * s; -1 on another cp rank
+    labels: Tensor  # [M] int64
+    weights: Tensor  # [M] float32, of the labels' losses
+
+
+@dataclass(frozen=True)
 class Inputs:
     """One micro-batch of b sequences of s tokens; T = b * s tokens, sequence by sequence.
 
     `positions` count within a sequence or document; `attention_mask` says which keys of their row
     tokens attend to. `numbers` are global token numbers, sample * seq_len + position over the run,
     which index every dropout mask; None means no dropout. `weights` are those of the labels'
-    losses; None means 1 each.
+    losses; None means 1 each. Of `sentences` a head predicts one class each.
     """
 
     tokens: Tensor  # [b, s] int64
@@ -43,6 +54,8 @@ class Inputs:
     numbers: Tensor | None = None  # [b, s] int64
     attention_mask: AttentionMask = AttentionMask()
     mask: Tensor | None = None  # [b, s, s] bool, True may attend, instead of `attention_mask`
+    token_types: Tensor | None = None  # [b, s] int64; None is 0 each
+    sentences: Sentences | None = None
     rotation: RotaryTable | None = None
     cache: Cache | None = None
     aux_scale: float = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward

@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.parameters import TOKEN_TYPES
 from mtcli.core.model.attention import Attention
+from mtcli.core.model.dropout import Dropout
+from mtcli.core.model.heads import HEADS
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.factory import LayerFactory, TokenLoss
-from mtcli.kernels.dropout import dropout
-from mtcli.kernels.random import stream_key
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (pre-norm, arXiv:1909.08053, figure 7b)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)) (arXiv:1909.08053, figure 7b), or, of the order
+    "post", norm(x + attention(x)), then norm(x + mlp(x)) (figure 7a)."""
 
     def __init__(
         self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
@@ -31,13 +33,15 @@ class Block(nn.Module):
         mlp = GatedMlp if model.activation == "swiglu" else Mlp
         if model.num_experts:
             mlp = MixtureOfExperts
-        self.attention_norm = build.norm(f"{name}.attention_norm", model)
+        is_post = model.norm_order == "post"
+        attention_norm = build.add_norm if is_post else build.norm
+        self.attention_norm = attention_norm(f"{name}.attention_norm", model)
         self.attention = Attention(layer, model, build, seed)
         self.mlp_norm = build.add_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
         self.attention_dropout = Dropout(f"{name}.attention", model.dropout, seed)
         self.mlp_dropout = Dropout(f"{name}.mlp", model.dropout, seed)
-        self.recompute = recompute
+        self.recompute, self.is_post = recompute, is_post
 
     def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         """x_TD -> x_TD; with recompute = "full" only the input is kept for the backward pass."""
@@ -46,11 +50,29 @@ class Block(nn.Module):
         return self._run(x_TD, inputs, numbers_T)
 
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+        if self.is_post:
+            y_TD = self._attention(x_TD, inputs)
+            x_TD = self._added(self.attention_norm, self.attention_dropout, (x_TD, y_TD), numbers_T)
+            y_TD = self.mlp(x_TD, inputs)
+            return self._added(self.mlp_norm, self.mlp_dropout, (x_TD, y_TD), numbers_T)
         y_TD = self._attention(self.attention_norm(x_TD), inputs)
         if self.attention_dropout.drop > 0.0:
             x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
         x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # frees attention's output
         return self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD)
+
+    def _added(
+        self,
+        norm: nn.Module,
+        drop: Dropout,
+        summands: tuple[Tensor, Tensor],
+        numbers_T: Tensor | None,
+    ) -> Tensor:
+        """norm(x + dropout(y)) of the summands x and y."""
+        x_TD, y_TD = summands
+        if drop.drop > 0.0:
+            return cast(Tensor, norm(drop(y_TD, numbers_T, x_TD))[1])
+        return cast(Tensor, norm(x_TD, y_TD)[1])
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """With recompute = "selective" scores and probabilities are computed twice."""
@@ -58,26 +80,6 @@ class Block(nn.Module):
             qkv = self.attention.qkv(x_TD)
             return self.attention.out(_recomputed(self.attention.mix, qkv, inputs))
         return self.attention(x_TD, inputs)
-
-
-class Dropout(nn.Module):
-    """Dropout whose mask depends on (seed, site, token number, column), never on the layout."""
-
-    def __init__(self, site: str, drop: float, seed: int) -> None:
-        super().__init__()
-        self.drop = drop
-        self.key = stream_key(seed, "dropout", site)
-
-    def forward(
-        self, x_TD: Tensor, numbers_T: Tensor | None, onto_TD: Tensor | None = None
-    ) -> Tensor:
-        """x_TD with elements zeroed and the rest scaled up, added to `onto_TD` where given.
-
-        Nothing is zeroed where numbers are None.
-        """
-        if self.drop > 0.0 and numbers_T is not None:
-            return dropout(x_TD, numbers_T, self.key, self.drop, onto_TD)
-        return x_TD if onto_TD is None else onto_TD + x_TD
 
 
 class Stage(nn.Module):
@@ -103,18 +105,26 @@ class Stage(nn.Module):
         if self.is_first and model.position == "learned":
             self.position_embedding = nn.Module()
             self.position_embedding.weight = build.parameter("position_embedding.weight")
+        if self.is_first and model.token_types:
+            self.token_type_embedding = nn.Module()
+            self.token_type_embedding.weight = build.parameter(TOKEN_TYPES)
+        if self.is_first and model.norm_order == "post":
+            self.embedding_norm = build.norm("embedding_norm", model)
         self.embedding_dropout = Dropout("embedding", model.dropout, seed)
         self.blocks = nn.ModuleDict(
             {str(i): Block(i, model, build, seed, recompute) for i in layers}
         )
-        if self.is_last:
+        if self.is_last and model.norm_order == "pre":
             self.final_norm = build.norm("final_norm", model)
-            if not tied:
-                self.head = build.embedding("head")
+        if self.is_last and (model.head != "lm" or not tied):
+            self.head = HEADS[model.head](model, build, seed)
 
     @property
     def output(self) -> TokenLoss:
-        """The loss of the last stage's activations, and their logits."""
+        """The loss over the vocabulary, and the logits: of a language model's activations, and of
+        what a head for masked tokens makes of them."""
+        if self.model.head == "mlm":
+            return self.build.loss(self.embedding, self.head.bias)
         return self.build.loss(self.embedding if self.model.tie_embeddings else self.head)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
@@ -126,26 +136,43 @@ class Stage(nn.Module):
             x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
         for block in self.blocks.values():
             x_TD = block(x_TD, inputs, numbers_T)
-        return self.final_norm(x_TD) if self.is_last else x_TD
+        return self.final_norm(x_TD) if self.is_last and self.model.norm_order == "pre" else x_TD
 
     def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """The weighted cross entropy of each label [T] (last stage)."""
+        """The weighted cross entropies whose sum is the loss, such as of each label [T] (last
+        stage); of those that cp ranks share, on the first."""
+        if self.model.head != "lm":
+            return self.head.losses(x_TD, inputs, self._table_output)
         assert inputs.labels is not None, "losses need labels"
         losses_T = self.output.losses(x_TD, inputs.labels.flatten())
         return losses_T if inputs.weights is None else losses_T * inputs.weights.flatten()
 
     def loss(self, x_TD: Tensor, inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
         """(the sum of `losses`, scale times it, from which the backward starts) (last stage)."""
+        if self.model.head != "lm":
+            return self.head.loss(x_TD, inputs, scale, self._table_output)
         assert inputs.labels is not None, "losses need labels"
         weights_T = None if inputs.weights is None else inputs.weights.flatten()
         return self.output.loss(x_TD, inputs.labels.flatten(), weights_T, scale)
+
+    @property
+    def _table_output(self) -> TokenLoss | None:
+        return self.output if self.model.head == "mlm" else None
 
     def _embed(self, inputs: Inputs) -> Tensor:
         x_TD = self.embedding(inputs.tokens.flatten())
         if self.model.position == "learned":
             positions_T = self.build.my_tokens(inputs.positions.flatten())
             x_TD = x_TD + nn.functional.embedding(positions_T, self.position_embedding.weight)
-        return x_TD
+        if self.model.token_types:
+            types = inputs.token_types
+            types = torch.zeros_like(inputs.tokens) if types is None else types
+            types_T, weight = (
+                self.build.my_tokens(types.flatten()),
+                self.token_type_embedding.weight,
+            )
+            x_TD = x_TD + nn.functional.embedding(types_T, weight)
+        return self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD
 
 
 def _recomputed(function, *arguments):  # type: ignore[no-untyped-def]

@@ -88,8 +88,13 @@ class LayerFactory(ABC):
         """Layer(x_TD, y_TD or None) -> (x + y, the sum normalised and scaled)."""
 
     @abstractmethod
-    def loss(self, table: Any) -> TokenLoss:
-        """The loss over a table that `embedding` has made; it has no parameters of its own."""
+    def loss(self, table: Any, bias: nn.Parameter | None = None) -> TokenLoss:
+        """The loss over a table that `embedding` has made, and maybe a bias of its logits; it has
+        no parameters of its own."""
+
+    def dense(self, name: str) -> "Dense":
+        """Layer(x_TD) -> [T/tp, F]: a linear layer that tp ranks replicate, each for its tokens."""
+        return Dense(name, self)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.
@@ -149,3 +154,17 @@ class LayerFactory(ABC):
     @property
     def _passes(self) -> WeightPasses:
         return self.weight_passes or WeightPasses(self.gemms or DEFAULT_GEMMS)
+
+
+class Dense(nn.Module):
+    """y = x W^T + b, replicated over tp: heads alone are small enough for that."""
+
+    def __init__(self, name: str, build: LayerFactory) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.parameter(f"{name}.bias")
+        self.linear = build.linear
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """x_TD [N, D] -> [N, F]."""
+        return self.linear(x_TD, self.weight, self.bias)

@@ -12,9 +12,6 @@ from mtcli.core.mesh.sharding import Box, Parameter
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups
 
-TIED = "embedding.weight"  # on the first stage, and again on the last where the head is tied
-HEAD = "head.weight"  # in the table where it is not
-
 
 class OwnedShard(NamedTuple):
     """A rank's memory of a parameter: `tensor` is some of the stored rows."""
@@ -85,7 +82,7 @@ class Ownership:
     @property
     def tied(self) -> str | None:
         """The parameter that the first and the last stage both hold, if any."""
-        return TIED if HEAD not in self.table else None
+        return next((name for name, parameter in self.table.items() if parameter.tied), None)
 
 
 def owned_rows(rows: int, owners: Axis) -> slice:

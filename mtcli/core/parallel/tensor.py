@@ -43,9 +43,9 @@ class TensorParallelLayers(LayerFactory):
         """A norm of a sum, that tp ranks replicate."""
         return AddNorm(name, model, self)
 
-    def loss(self, table: VocabEmbedding) -> VocabLoss:
+    def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> VocabLoss:
         """Cross entropy over a vocabulary sharded over tp."""
-        return VocabLoss(table)
+        return VocabLoss(table, bias)
 
 
 class ColumnLinear(nn.Module):

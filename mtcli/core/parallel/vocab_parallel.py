@@ -103,14 +103,15 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabLoss:
-    """Cross entropy of the logits that a token table makes of activations x_TD [T/tp, D]."""
+    """Cross entropy of the logits that a token table, and maybe a bias [V] of this rank's columns,
+    make of activations x_TD [T/tp, D]."""
 
-    def __init__(self, table: VocabEmbedding) -> None:
-        self.table, self.shard, self.tp = table, table.shard, table.shard.tp
+    def __init__(self, table: VocabEmbedding, bias: Tensor | None = None) -> None:
+        self.table, self.shard, self.tp, self.bias = table, table.shard, table.shard.tp, bias
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x_TD [T/tp, D] -> logits_TV, padding columns included."""
-        return linear(self.table.enter(x_TD, self.tp), self.table.weight)
+        return linear(self.table.enter(x_TD, self.tp), self.table.weight, self.bias)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
@@ -118,7 +119,7 @@ class VocabLoss:
             return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
         assert not torch.is_grad_enabled(), "on a GPU `loss` is what has a gradient"
         x_TD = self.table.enter(x_TD, self.tp)
-        return losses_in_chunks(x_TD, self.table.weight, labels_T, self.shard)
+        return losses_in_chunks(x_TD, (self.table.weight, self.bias), labels_T, self.shard)
 
     def loss(
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
@@ -130,7 +131,7 @@ class VocabLoss:
             return total.detach(), total * scale
         x_TD = self.table.enter(x_TD, self.tp)
         losses_T, scaled = ChunkedLoss.apply(
-            x_TD, self.table.weight, labels_T, weights_T, self.shard, scale
+            x_TD, self.table.weight, labels_T, weights_T, self.shard, scale, self.bias
         )
         return losses_T.sum(), scaled
 
@@ -197,12 +198,13 @@ class ChunkedLoss(torch.autograd.Function):
         weights_T: Tensor | None,
         shard: VocabShard,
         scale: float,
+        bias_V: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns (losses [T], scale * their sum)."""
-        local_T, parts = shard.column_or_none(labels_T), []
+        local_T, parts, of_bias = shard.column_or_none(labels_T), [], None
         of_x, of_weight = torch.empty_like(x_TD), None
         for rows in chunks(x_TD, weight_VD):
-            logits_CV = linear(x_TD[rows], weight_VD)
+            logits_CV = linear(x_TD[rows], weight_VD, bias_V)
             lse_C, target_C = shard.lse_and_target(logits_CV, local_T[rows])
             losses_C, grads = lse_C - target_C, torch.full_like(lse_C, scale)
             if weights_T is not None:
@@ -211,9 +213,13 @@ class ChunkedLoss(torch.autograd.Function):
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
             of_x[rows] = matmul(logits_CV, weight_VD)
             of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
+            if bias_V is not None:
+                wide = torch.promote_types(bias_V.dtype, torch.float32)
+                sums_V = logits_CV.sum(0, dtype=wide)
+                of_bias = sums_V if of_bias is None else of_bias.add_(sums_V)
             del logits_CV  # before the next chunk's are made
         assert of_weight is not None, "a micro-batch has tokens"
-        ctx.save_for_backward(of_x, of_weight)
+        ctx.save_for_backward(of_x, of_weight, of_bias)
         ctx.dtype = weight_VD.dtype
         losses_T = torch.cat(parts)
         ctx.mark_non_differentiable(losses_T)
@@ -222,20 +228,25 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward pass has made, times the gradient of the scaled sum."""
-        of_x, wide = ctx.saved_tensors
+        of_x, wide, of_bias = ctx.saved_tensors
         # In one pass over the sum, which is wider than the weight where there were several chunks.
         of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
-        return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None
+        if of_bias is not None:
+            of_bias = (of_bias * grad).to(ctx.dtype)
+        return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None, of_bias
 
 
 @torch.no_grad()
 def losses_in_chunks(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, shard: VocabShard
+    x_TD: Tensor,
+    table: tuple[Tensor, Tensor | None],
+    labels_T: Tensor,
+    shard: VocabShard,
 ) -> Tensor:
-    """The losses [T] alone, a chunk's logits at a time."""
+    """The losses [T] alone, a chunk's logits at a time; `table` is its weight and maybe a bias."""
     local_T, parts = shard.column_or_none(labels_T), []
-    for rows in chunks(x_TD, weight_VD):
-        lse_C, target_C = shard.lse_and_target(linear(x_TD[rows], weight_VD), local_T[rows])
+    for rows in chunks(x_TD, table[0]):
+        lse_C, target_C = shard.lse_and_target(linear(x_TD[rows], *table), local_T[rows])
         parts.append(lse_C - target_C)
     return torch.cat(parts)
 

@@ -148,8 +148,7 @@ def _parts(
     first, last = ends
     for parameter in parameters(model.model_copy(update={"num_layers": 1})).values():
         if parameter.owner == "first":
-            tied = last and model.tie_embeddings and parameter.name == "embedding.weight"
-            yield parameter, int(first or tied)
+            yield parameter, int(first or (last and parameter.tied))
         else:
             yield parameter, int(last) if parameter.owner == "last" else layers
 

@@ -23,7 +23,8 @@ class ConsumedSamples:
         self.batches, self.batch = batches, config.batch
         self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
         self.weights = batches.weights or (None,) * len(batches.prefixes)
-        self.hashes = [(_sha256(prefix), sampled(prefix)) for prefix in batches.prefixes]
+        files = zip(batches.prefixes, batches.files, strict=True)
+        self.hashes = [(_sha256(prefix), sampled_hash(paths)) for prefix, paths in files]
         self.samples = [0] * len(batches.prefixes)
         self.consumed = 0
         self.skipped: list[SkippedBatch] = []

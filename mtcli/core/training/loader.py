@@ -8,8 +8,8 @@ and so on for mbs samples: a global batch holds the same samples on every layout
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.encoder_batches import encoder_batches
 from mtcli.core.data.loader import (
     Batches,
     CountedTokens,
@@ -33,6 +34,7 @@ from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.training.encoder_inputs import EncoderInputs, EncoderRead
 
 
 class ReadAhead(NamedTuple):
@@ -53,9 +55,9 @@ class StepBatch(NamedTuple):
 
 
 class MicroBatchLoader:
-    """The micro-batches of this rank, step by step."""
+    """The micro-batches of this rank, step by step, of `Batches` or an encoder's."""
 
-    def __init__(self, batches: Batches, config: RunConfig, groups: Groups) -> None:
+    def __init__(self, batches: Any, config: RunConfig, groups: Groups) -> None:
         self.batches, self.config, self.groups = batches, config, groups
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
@@ -63,8 +65,10 @@ class MicroBatchLoader:
         self.host_positions = positions
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
+        encodes = config.model.head != "lm"
+        self.encoder = EncoderInputs(config, groups, positions) if encodes else None
         self.next_step = -1
-        self.reader: Prefetcher[ReadAhead] | None = None
+        self.reader: Prefetcher[Any] | None = None
 
     def step(self, step: int, loss_scale: float) -> StepBatch:
         """The micro-batches of step 0, 1, ...; those that follow are read meanwhile.
@@ -78,9 +82,7 @@ class MicroBatchLoader:
         ready = iter(self.reader)
         samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
-        firsts = self._starts(step)
-        weights = self._weights(step, samples)
-        return StepBatch(lambda m: self._inputs(samples[m], firsts[m], loss_scale), *weights)
+        return self._batch(step, samples, loss_scale)
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -90,6 +92,30 @@ class MicroBatchLoader:
         """Ends the reader."""
         if self.reader is not None:
             self.reader.close()
+
+    def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
+        if self.encoder is not None:
+            return self._encoder_batch(self.encoder, step, samples, loss_scale)
+        firsts = self._starts(step)
+        weights = self._weights(step, samples)
+        return StepBatch(lambda m: self._inputs(samples[m], firsts[m], loss_scale), *weights)
+
+    def _encoder_batch(
+        self, encoder: EncoderInputs, step: int, samples: list[EncoderRead], loss_scale: float
+    ) -> StepBatch:
+        predicted = self._sums(read.predicted for read in samples)
+        classified = self._sums(read.classified for read in samples)
+        weight, _ = encoder.weigh(predicted[0], classified[0])
+        own_weight, factor = encoder.weigh(predicted[1], classified[1])
+        self._require_weight(step, weight)
+        others = {"attended": self.has_blocks, "aux_scale": self._aux_scale(loss_scale)}
+        firsts = self._starts(step)
+
+        def load(m: int) -> Inputs:
+            numbers = self._numbers(firsts[m], loss_scale)
+            return encoder.inputs(samples[m].rows, numbers, factor, others)
+
+        return StepBatch(load, weight, own_weight or 1.0)
 
     def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
         while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
@@ -102,7 +128,9 @@ class MicroBatchLoader:
         first = step * size + self.groups.dp_rank * self._mbs
         return range(first, (step + 1) * size, self._mbs * shards)
 
-    def _read(self, start: int, count: int) -> ReadAhead:
+    def _read(self, start: int, count: int) -> ReadAhead | EncoderRead:
+        if self.encoder is not None:
+            return self.encoder.read(self.batches.rows(start, count), self._hosted)
         data = self.config.data
         asked = data.document_mask or data.document_positions
         documents = self.batches.documents(start, count) if asked else None
@@ -124,47 +152,59 @@ class MicroBatchLoader:
 
     def _weights(self, step: int, samples: list[ReadAhead]) -> tuple[float, float]:
         """Sums the loss weights of the global batch, and of this rank's replica: its labels, where
-        they weigh 1 each.
+        they weigh 1 each."""
+        if samples[0].weights is None:
+            labels = float(self.config.batch.global_batch_size * self.config.batch.seq_len)
+            return labels, labels / self.groups.layout.replicas
+        weight, own = self._sums(read.weight_sum for read in samples)
+        self._require_weight(step, weight)
+        return weight, own or 1.0  # by which gradients of nothing are divided
+
+    def _sums(self, parts: Iterable[float]) -> tuple[float, float]:
+        """Sums what the micro-batches of the global batch have, and those of this rank's replica.
 
         Ranks' sums are added in rank order, so that all get the same: 8 bytes of each data rank.
         """
-        size, groups = self.config.batch.global_batch_size, self.groups
-        replicas = groups.layout.replicas
-        if samples[0].weights is None:
-            labels = float(size * self.config.batch.seq_len)
-            return labels, labels / replicas
-        own = torch.tensor([sum(read.weight_sum for read in samples)], dtype=torch.float64)
-        inside = sum(all_gather(own.to(groups.device), groups.axes["data"]).tolist())
-        each = all_gather(torch.tensor([inside], dtype=torch.float64).to(own), groups.replicas)
-        weight = sum(each.tolist())
+        groups = self.groups
+        own = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
+        inside = sum(all_gather(own, groups.axes["data"]).tolist())
+        return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
+
+    def _require_weight(self, step: int, weight: float) -> None:
+        """Raises MtcliError where no label of a step's global batch has a weight."""
+        size = self.config.batch.global_batch_size
         if not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
             raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
-        return weight, inside or 1.0  # by which gradients of nothing are divided
 
     def _inputs(self, read: ReadAhead, first: int, loss_scale: float) -> Inputs:
-        mbs, seq_len, layout = self._mbs, self.config.batch.seq_len, self.groups.layout
         rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
-        model, numbers = self.config.model, None
-        if loss_scale and (model.dropout or model.attention_dropout):
-            ids = torch.arange(first, first + mbs, device=rows.device)
-            numbers = ids[:, None] * seq_len + self.positions
         return make_inputs(
-            model,
+            self.config.model,
             DTYPES[self.config.train.precision],
             rows[:, self.positions],
             labels=rows[:, self.positions + 1],
             weights=None if read.weights is None else self._on_device(read.weights),
             positions=positions,
-            numbers=numbers,
+            numbers=self._numbers(first, loss_scale),
             documents=documents,
             attended=self.has_blocks,
-            aux_scale=loss_scale
-            * layout.replicas
-            / (self.config.batch.global_batch_size * seq_len),
+            aux_scale=self._aux_scale(loss_scale),
         )
+
+    def _numbers(self, first: int, loss_scale: float) -> Tensor | None:
+        """Global token numbers [mbs, s] of samples from `first` on; None where none is dropped."""
+        model = self.config.model
+        if not (loss_scale and (model.dropout or model.attention_dropout)):
+            return None
+        ids = torch.arange(first, first + self._mbs, device=self.groups.device)
+        return ids[:, None] * self.config.batch.seq_len + self.positions
+
+    def _aux_scale(self, loss_scale: float) -> float:
+        batch, replicas = self.config.batch, self.groups.layout.replicas
+        return loss_scale * replicas / (batch.global_batch_size * batch.seq_len)
 
     def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:
         """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
@@ -203,6 +243,9 @@ def open_loader(
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
     samples = steps * config.batch.global_batch_size
+    if config.model.head != "lm":
+        encoded = encoder_batches(config, paths, split, which, samples)
+        return MicroBatchLoader(encoded, config, groups)
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return MicroBatchLoader(batches, config, groups)

@@ -23,7 +23,13 @@ from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
-from mtcli.core.training.state import StartingPoint, progress, restore, starting_point
+from mtcli.core.training.state import (
+    StartingPoint,
+    progress,
+    restore,
+    starting_point,
+    with_tokenizer,
+)
 from mtcli.core.training.step import Step, Trainer
 
 
@@ -45,6 +51,7 @@ def train(
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     with _locked(config, resume, world):
         start = starting_point(config, init, world)
+        config = with_tokenizer(config, start)
         if start.step >= config.train.steps:
             if world.rank == 0:
                 done = f"step {start.step} of train.steps={config.train.steps} is done"

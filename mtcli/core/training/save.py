@@ -203,5 +203,8 @@ def _unheld(reason: str) -> HostCopy:
 
 def _tokenizer(config: RunConfig) -> Path | None:
     """The folder of the tokenizer that made the training data, where preprocess left one."""
+    if config.data.tokenizer:
+        folder = Path(config.data.tokenizer).expanduser()
+        return folder if folder.is_dir() else None
     prefixes = [word for word in config.data.train if tokenizer_folder(word)]
     return tokenizer_folder(prefixes[0]) if prefixes else None

@@ -19,6 +19,7 @@ from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.model import init
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import OwnedShard
@@ -28,7 +29,7 @@ from mtcli.core.training.step import Trainer
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
 FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
-FIXED += ("data.document_mask", "data.document_positions")
+FIXED += ("data.document_mask", "data.document_positions", "data.format")
 
 
 class StartingPoint(NamedTuple):
@@ -69,6 +70,18 @@ def starting_point(config: RunConfig, weights_from: str | None, world: Axis) -> 
         together(world, lambda: checkpoint.verify_weights(world.rank, world.size))
         return StartingPoint(checkpoint, is_own=False)
     return StartingPoint(None, is_own=False)
+
+
+def with_tokenizer(config: RunConfig, start: StartingPoint) -> RunConfig:
+    """The config of a run that reads texts or masks tokens, by the tokenizer that came with the
+    weights it starts from, where neither it nor its data has one."""
+    data, known = config.data, start.checkpoint and start.checkpoint.tokenizer_folder
+    if config.model.head == "lm" or data.tokenizer or not known:
+        return config
+    if data.format == "tokens" and any(map(tokenizer_folder, data.train)):
+        return config
+    named = data.model_copy(update={"tokenizer": str(known)})
+    return config.model_copy(update={"data": named})
 
 
 def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -165,8 +178,12 @@ def initialise(trainer: Trainer) -> None:
 
 
 def load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Takes the weights of any checkpoint of this model and starts at step 0."""
-    init.load_weights(trainer.strategy.shards, checkpoint, trainer.config.model, trainer.groups)
+    """Takes the weights of any checkpoint of this model and starts at step 0; a head that the
+    checkpoint has not begins from the seed."""
+    config, where = trainer.config, (trainer.config.model, trainer.groups)
+    if (fresh := checkpoint.new_head(config.model)) and trainer.groups.rank == 0:
+        sys.stderr.write(f"note: {', '.join(sorted(fresh))} begin from the seed\n")
+    init.load_weights(trainer.strategy.shards, checkpoint, *where, new_head=config.seed)
     trainer.optimizer.reset_masters()
     trainer.exchange.begin()
 

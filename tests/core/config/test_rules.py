@@ -84,7 +84,11 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "next_tokens_are_hidden": (
         ["model.causal=false"], 1, "model.causal",
         "causal=false: every token sees the next one, which the language model is to predict",
-        "model.causal = true"),
+        "model.causal = true, or model.head = 'mlm'"),
+    "_head_has_its_layers": (
+        ["model.architecture=bert", "model.tie_embeddings=false"], 1, "model.tie_embeddings",
+        "head='mlm' with tie_embeddings=false: it predicts by the token embedding",
+        "model.tie_embeddings = true"),
     "_rope_scaling_is_a_range": (
         ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
         "model.rope_scaling.low_freq_factor",
@@ -125,6 +129,22 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "less tp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
+    "an encoder's tokens see all others": (
+        ["model.architecture=bert", "model.causal=true"], 1, "model.causal",
+        "head='mlm' with causal=true: a token would not see those after it",
+        "model.causal = false"),
+    "one class is none": (
+        ["model.architecture=bert", "model.head=classification", "model.num_labels=1"], 1,
+        "model.num_labels", "head='classification' with num_labels=1", "2 or more classes"),
+    "a classifier reads no vocabulary": (
+        ["model.architecture=bert", "model.head=multiple_choice", "model.tie_embeddings=true"], 1,
+        "model.tie_embeddings",
+        "head='multiple_choice' with tie_embeddings=true, and it reads no vocabulary",
+        "leave model.tie_embeddings out"),
+    "no order without masked tokens": (
+        ["model.sentence_order=true"], 1, "model.sentence_order",
+        "sentence_order=true with head='lm', which predicts no order",
+        "model.head = 'mlm', or leave model.sentence_order out"),
     "odd heads cannot turn": (
         ["model.position=rope", "model.head_dim=33"], 1, "model.head_dim",
         "head_dim=33 is odd and rotary positions turn pairs", "32 or 34"),

@@ -1,10 +1,12 @@
 """Converts config.json of a Hugging Face folder to our ModelConfig and back, by family."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from mtcli.core.checkpoint.huggingface.bert import BERTS
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
@@ -15,8 +17,8 @@ from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE)
-BY_TYPE = {family.model_type: family for family in FAMILIES}
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE, *BERTS)
+BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
 NAME = "config.json"
 GENERATION = "generation_config.json"
 MAX_BYTES = 16 << 20
@@ -57,19 +59,30 @@ def read_json(path: Path) -> Table:
     return table
 
 
-def family_in(table: Table, path: Path) -> Family:
-    """Finds the family that a config.json names; raises MtcliError that lists those we know."""
+def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family:
+    """Finds the family that a config.json names, or that its `tensors` tell where there are some.
+
+    Raises MtcliError that lists those we know.
+    """
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
         raise wrong(
             f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
         )
-    return BY_TYPE[kind]
+    heads = {family.architecture: family for family in FAMILIES if family.model_type == kind}
+    told = [family for family in heads.values() if family.told_by in tensors]
+    named = table.get("architectures")
+    if told or len(heads) == 1 or not isinstance(named, list) or not named:
+        return (told or [BY_TYPE[kind]])[0]
+    if named[0] not in heads:
+        message = f"{path}: architectures={shown(named)} of model_type={shown(kind)}"
+        raise wrong(f"{message} is not supported", f"one of {', '.join(heads)}")
+    return heads[named[0]]
 
 
-def model_of(table: Table, path: Path) -> ModelConfig:
+def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelConfig:
     """Converts config.json to a ModelConfig. Raises MtcliError with all that it cannot say."""
-    family = family_in(table, path)
+    family = family_in(table, path, tensors)
     required = UNSUPPORTED | {one.theirs: one.values for one in family.required}
     problems = [
         _unmet(name, table.get(name), values)
@@ -123,11 +136,12 @@ def family_of(model: ModelConfig) -> Family:
     """
     differences = {}
     for family in FAMILIES:
-        differences[family.model_type] = lost = _lost(model, family)
+        differences[family.architecture] = lost = _lost(model, family)
         if not lost:
             return family
-    near = min(differences, key=lambda kind: len(differences[kind]))
-    message = f"no Hugging Face family has this model: {near} cannot have "
+    near = min(differences, key=lambda name: len(differences[name]))
+    kind = next(family.model_type for family in FAMILIES if family.architecture == near)
+    message = f"no Hugging Face family has this model: {kind} cannot have "
     hint = f"the families are {', '.join(BY_TYPE)}; a checkpoint of ours holds any model"
     raise wrong(message + ", ".join(differences[near]), hint)
 

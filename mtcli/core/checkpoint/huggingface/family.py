@@ -8,7 +8,7 @@ Shapes: K key-value heads, Q query heads per key-value head, D head_dim, H hidde
 E experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class RequiredValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A Hugging Face model type."""
+    """A Hugging Face model type, with one of its heads."""
 
     model_type: str
     architecture: str
@@ -68,6 +68,12 @@ class Family:
     """more fields of ModelConfig from config.json"""
     write_more: Callable[[ModelConfig], Table]
     """more fields of config.json"""
+    tied_head: str = "lm_head.weight"
+    """what some folders call a copy of the embedding that the head shares"""
+    told_by: str = ""
+    """a tensor that says it is this head, where published folders name another class"""
+    older_names: tuple[tuple[str, str], ...] = ()
+    """endings of tensors' names in old folders, and what they are now"""
 
     def boxes(self, parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
         """The Hugging Face tensors of a parameter, whichever files they are in."""
@@ -119,16 +125,17 @@ def joined_qkv(name: str) -> TensorRule:
     return rule
 
 
-def separate_qkv(template: str) -> TensorRule:
+def separate_qkv(template: str, names: Sequence[str] = "qkv") -> TensorRule:
     """Maps Llama's q_proj, k_proj and v_proj: ours [K, Q + 2, D, H] in three of [heads * D, H]."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         groups, slots, dim, *hidden = parameter.shape
         boxes = []
-        for letter, first, count in (("q", 0, slots - 2), ("k", slots - 2, 1), ("v", slots - 1, 1)):
+        firsts, counts = (0, slots - 2, slots - 1), (slots - 2, 1, 1)
+        for name, first, count in zip(names, firsts, counts, strict=True):
             view = (groups, count, dim, *hidden)
             shape = (groups * count * dim, *hidden)
-            boxes.append(_in_order(template.format(letter), shape, view, (0, first)))
+            boxes.append(_in_order(template.format(name), shape, view, (0, first)))
         return boxes
 
     return rule

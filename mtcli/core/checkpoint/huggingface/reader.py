@@ -19,7 +19,6 @@ from mtcli.core.mesh.sharding import BOX_BYTES, Box, Parameter, boxes_of_at_most
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
 
 Sources = dict[str, tuple[str, str]]  # by a family's name of a tensor: its file, and its name there
 Headers = dict[str, dict[str, TensorEntry]]
@@ -32,10 +31,15 @@ def open_hf(folder: Path) -> Checkpoint:
     tensors that are missing, unknown or of another shape.
     """
     table = read_json(folder / NAME)
-    family, model = family_in(table, folder / NAME), model_of(table, folder / NAME)
+    family_in(table, folder / NAME)  # before the files are looked for
     sources, headers = _find_tensors(folder)
+    family = family_in(table, folder / NAME, sources)
+    model = model_of(table, folder / NAME, sources)
+    for old, new in family.older_names:
+        sources = {re.sub(f"{re.escape(old)}$", new, n): at for n, at in sources.items()}
     if not any(name.startswith(family.base) for name in sources):
-        sources = {n if n == HEAD else family.base + n: at for n, at in sources.items()}
+        head = family.tied_head
+        sources = {n if n == head else family.base + n: at for n, at in sources.items()}
     tensors, used = {}, set()
     for name, parameter in parameters(model).items():
         boxes = family.boxes(parameter, model)
@@ -110,8 +114,8 @@ def _stored(
 
 
 def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Sources) -> None:
-    if HEAD in rest and checkpoint.model.tie_embeddings:
-        _require_tied(checkpoint, *rest.pop(HEAD))
+    if family.tied_head in rest and checkpoint.model.tie_embeddings:
+        _require_tied(checkpoint, *rest.pop(family.tied_head))
     ignored = re.compile("|".join(family.ignored))
     unknown = [key for name, (_, key) in rest.items() if not ignored.fullmatch(name)]
     if unknown:
@@ -133,5 +137,5 @@ def _require_tied(checkpoint: Checkpoint, file: str, key: str) -> None:
         return torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
 
     if not same or not all(map(is_embedding, boxes_of_at_most(shape, BOX_BYTES // dtype.itemsize))):
-        hint = f"set tie_word_embeddings to false in its {NAME}, or remove {HEAD}"
-        raise wrong(f"{path} holds a {HEAD} that differs from the embedding it is tied to", hint)
+        hint = f"set tie_word_embeddings to false in its {NAME}, or remove {key}"
+        raise wrong(f"{path} holds a {key} that differs from the embedding it is tied to", hint)

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mtcli.core.config.untrusted import is_text, parse_json
+from mtcli.core.data.text_files import bad_line, read_text
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.task import (
     PreparedTask,
     Report,
     TaskOptions,
-    bad_line,
     exp,
     find_file,
-    read_text,
 )
 
 

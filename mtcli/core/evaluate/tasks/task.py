@@ -1,12 +1,11 @@
-"""Defines a prepared task, and reads the files of all tasks."""
+"""Defines a prepared task."""
 
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.config.errors import MtcliError, wrong
-from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.config.errors import wrong
 from mtcli.core.evaluate.requests import Request, Score
 
 Report = dict[str, float | int | None]
@@ -42,30 +41,6 @@ def find_file(path: Path, pattern: str) -> Path:
         message = f"{path} holds {len(found)} files like {pattern}, 1 is needed"
         raise wrong(message, f"name the file; found: {names}", "--task")
     return found[0]
-
-
-WHICH = "is it the task's own file, and whole? docs/eval.md says what each task reads"
-
-
-def read_text(path: Path) -> str:
-    """Reads a file. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
-    try:
-        raw = read_untrusted(path)
-    except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}", WHICH, "--task") from error
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise bad_line(path, line, f"byte {raw[error.start]:#04x} is not UTF-8") from error
-    if not text.strip():
-        raise wrong(f"{path} is empty: {len(raw)} bytes, none of them text", WHICH, "--task")
-    return text.replace("\r\n", "\n")
-
-
-def bad_line(path: Path, line: int, what: str) -> MtcliError:
-    """The error for one line of a task's file."""
-    return wrong(f"{path}, line {line}: {what}", WHICH, "--task")
 
 
 def exp(nats: float) -> float:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import wrong
+from mtcli.core.data.text_files import read_text
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.requests import Score, overlapping_windows, rolling_windows
 from mtcli.core.evaluate.tasks.task import (
@@ -23,7 +24,6 @@ from mtcli.core.evaluate.tasks.task import (
     TaskOptions,
     exp,
     find_file,
-    read_text,
 )
 
 MAX_WINDOW = 1024  # inputs per window, or the model's context where that is shorter

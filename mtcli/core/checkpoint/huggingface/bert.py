@@ -1,0 +1,164 @@
+"""BERT and Megatron-LM's BERT, with the heads that transformers gives them.
+
+BertModel has its norms after each residual add (post-LN), MegatronBertModel before attention and
+MLP and at the end (pre-LN): their tensors differ in the names of norms alone.
+"""
+
+from dataclasses import replace
+
+from mtcli.core.checkpoint.huggingface.family import (
+    Family,
+    Field,
+    RequiredValue,
+    Table,
+    TensorRule,
+    nothing_written,
+    same,
+    separate_qkv,
+)
+from mtcli.core.checkpoint.huggingface.gpt2 import GELUS
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.untrusted import shown
+
+LABELS = 2  # of a classifier, where config.json does not say
+
+
+def dense(ours: str, theirs: str) -> dict[str, TensorRule]:
+    """Maps a layer's weight and bias."""
+    return {f"{ours}.{kind}": same(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+
+
+def read_labels(theirs: Table) -> Table:
+    """Reads how many classes there are: `num_labels`, or the entries of `id2label`."""
+    names = theirs.get("id2label")
+    if names is not None and not isinstance(names, dict):
+        raise wrong(f"id2label={shown(names)} is not a table", "a name for each class")
+    return {"num_labels": theirs.get("num_labels", LABELS if names is None else len(names))}
+
+
+def write_labels(model: ModelConfig) -> Table:
+    """Writes names of the classes: LABEL_0 and so on."""
+    names = [f"LABEL_{i}" for i in range(model.num_labels)]
+    ids = {name: i for i, name in enumerate(names)}
+    return {"id2label": {str(i): name for name, i in ids.items()}, "label2id": ids}
+
+
+EMBEDDINGS = {
+    "embedding.weight": same("bert.embeddings.word_embeddings.weight"),
+    "position_embedding.weight": same("bert.embeddings.position_embeddings.weight"),
+    "token_type_embedding.weight": same("bert.embeddings.token_type_embeddings.weight"),
+}
+LAYER = {
+    "attention.qkv.weight": separate_qkv("attention.self.{}.weight", ("query", "key", "value")),
+    "attention.qkv.bias": separate_qkv("attention.self.{}.bias", ("query", "key", "value")),
+    **dense("attention.out", "attention.output.dense"),
+    **dense("mlp.up", "intermediate.dense"),
+    **dense("mlp.down", "output.dense"),
+}
+POST = EMBEDDINGS | dense("embedding_norm", "bert.embeddings.LayerNorm")
+PRE = EMBEDDINGS | dense("final_norm", "bert.encoder.ln")
+
+MASKED = {
+    "head.bias": same("cls.predictions.bias"),
+    **dense("head.transform", "cls.predictions.transform.dense"),
+    **dense("head.norm", "cls.predictions.transform.LayerNorm"),
+}
+POOLER = dense("head.pooler", "bert.pooler.dense")
+ORDER = POOLER | dense("head.sentence_order", "cls.seq_relationship")
+CLASSIFIER = POOLER | dense("head.classifier", "classifier")
+
+CONSTANTS = {"architecture": "bert", "norm": "layernorm", "position": "learned"}
+CONSTANTS |= {"bias": True, "qkv_bias": True, "causal": False}
+
+BERT = Family(
+    model_type="bert",
+    architecture="BertForPreTraining",
+    base="bert.",
+    block="bert.encoder.layer.{layer}.",
+    fields=(
+        Field("num_layers", "num_hidden_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("num_heads", "num_attention_heads"),
+        Field("ffn_hidden_size", "intermediate_size"),
+        Field("vocab_size", "vocab_size"),
+        Field("max_seq_len", "max_position_embeddings"),
+        Field("token_types", "type_vocab_size", 2),
+        Field("norm_eps", "layer_norm_eps", 1e-12),
+        Field("activation", "hidden_act", "gelu", GELUS),
+        Field("dropout", "hidden_dropout_prob", 0.1),
+        Field("attention_dropout", "attention_probs_dropout_prob", 0.1),
+        Field("init_std", "initializer_range", 0.02),
+    ),
+    constants=CONSTANTS
+    | {"norm_order": "post", "head": "mlm", "sentence_order": True, "tie_embeddings": True},
+    required=(
+        RequiredValue("position_embedding_type", (None, "absolute")),
+        RequiredValue("is_decoder", (None, False)),
+        RequiredValue("add_cross_attention", (None, False)),
+        RequiredValue("tie_word_embeddings", (None, True)),
+    ),
+    outer=POST | MASKED | ORDER,
+    inner=LAYER
+    | dense("attention_norm", "attention.output.LayerNorm")
+    | dense("mlp_norm", "output.LayerNorm"),
+    ignored=(
+        r"bert\.embeddings\.position_ids",
+        r"cls\.predictions\.decoder\.bias",
+    ),
+    read_more=lambda theirs: {},
+    write_more=nothing_written,
+    tied_head="cls.predictions.decoder.weight",
+    told_by="cls.seq_relationship.weight",
+    older_names=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
+)
+
+
+def with_heads(pre_training: Family, trunk: dict[str, TensorRule]) -> tuple[Family, ...]:
+    """A family with each of its heads: pre-training, masked tokens alone, and the two classifiers.
+
+    `trunk` are the rules of parameters outside of blocks and head.
+    """
+    name = pre_training.architecture.removesuffix("ForPreTraining")
+    shared = pre_training.constants | {"sentence_order": False}
+    classifying = shared | {"tie_embeddings": False}
+    free = tuple(one for one in pre_training.required if one.theirs != "tie_word_embeddings")
+    return (
+        pre_training,
+        replace(
+            pre_training,
+            architecture=f"{name}ForMaskedLM",
+            told_by="",
+            constants=shared,
+            outer=trunk | MASKED,
+        ),
+        replace(
+            pre_training,
+            architecture=f"{name}ForSequenceClassification",
+            told_by="",
+            constants=classifying | {"head": "classification"},
+            required=(*free, RequiredValue("problem_type", (None, "single_label_classification"))),
+            outer=trunk | CLASSIFIER,
+            read_more=read_labels,
+            write_more=write_labels,
+        ),
+        replace(
+            pre_training,
+            architecture=f"{name}ForMultipleChoice",
+            told_by="",
+            constants=classifying | {"head": "multiple_choice"},
+            required=free,
+            outer=trunk | CLASSIFIER,
+        ),
+    )
+
+
+MEGATRON_BERT = replace(
+    BERT,
+    model_type="megatron-bert",
+    architecture="MegatronBertForPreTraining",
+    constants=BERT.constants | {"norm_order": "pre"},
+    outer=PRE | MASKED | ORDER,
+    inner=LAYER | dense("attention_norm", "attention.ln") | dense("mlp_norm", "ln"),
+)
+BERTS = (*with_heads(BERT, POST), *with_heads(MEGATRON_BERT, PRE))

@@ -1,0 +1,92 @@
+"""Rows of an encoder: several sequences each, with what a head is to predict of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from mtcli.core.data.loader import SampleId
+from mtcli.core.data.special_tokens import SpecialTokens
+
+
+class Segments(NamedTuple):
+    """A sequence: [CLS] first [SEP], or [CLS] first [SEP] second [SEP] with token types 0 and 1."""
+
+    first: np.ndarray  # ids
+    second: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens of the sequence, special ones included."""
+        return len(self.first) + (2 if self.second is None else 3 + len(self.second))
+
+
+class EncoderRows(NamedTuple):
+    """Rows [n, S] of N sequences, and labels: of predicted tokens, and of sequences.
+
+    The M labels of sequences are of one each, or of as many choices as there are to one label.
+    """
+
+    tokens: np.ndarray  # int64 [n, S], padded at the end
+    token_types: np.ndarray  # int64 [n, S]
+    documents: np.ndarray  # int32 [n, S]: sequences of a row count from 0; padding is the last
+    labels: np.ndarray  # int64 [n, S]
+    weights: np.ndarray  # float32 [n, S]: of predicted tokens' losses, else 0
+    firsts: np.ndarray  # int64 [N]: row * S + position of each sequence's first token
+    classes: np.ndarray  # int64 [M]
+    class_weights: np.ndarray  # float32 [M]
+
+
+class EncoderBatches(Protocol):
+    """The rows of a data set in order, by global sample; what training records of them."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    tokens: list[int]  # of each dataset, in an epoch
+    planned: int
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+
+    def __len__(self) -> int:
+        """The samples of the run."""
+
+    def rows(self, start: int, count: int) -> EncoderRows:
+        """Rows start .. start + count - 1."""
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Where their tokens come from."""
+
+    def drawn(self, start: int, stop: int) -> list[int]:
+        """How many of the samples each dataset gives."""
+
+
+def lay_out(rows: Sequence[Sequence[Segments]], size: int, special: SpecialTokens) -> EncoderRows:
+    """Lays sequences into rows of `size` tokens; nothing of them is predicted yet."""
+    count = len(rows)
+    tokens = np.full((count, size), special.pad, np.int64)
+    types, documents = np.zeros((count, size), np.int64), np.zeros((count, size), np.int32)
+    firsts = []
+    for number, sequences in enumerate(rows):
+        at = 0
+        for index, (first, second) in enumerate(sequences):
+            firsts.append(number * size + at)
+            parts = [[special.cls], first, [special.sep]]
+            begin = at + len(first) + 2
+            if second is not None:
+                parts += [second, [special.sep]]
+            flat = np.concatenate(parts)
+            end = at + len(flat)
+            assert end <= size, f"{end} tokens in a row of {size}"
+            tokens[number, at:end] = flat
+            types[number, begin:end] = 1
+            documents[number, at:end] = index
+            at = end
+        documents[number, at:] = len(sequences)
+    nothing = np.zeros((count, size), np.float32)
+    none = np.zeros(0, np.int64)
+    return EncoderRows(
+        tokens, types, documents, tokens, nothing, np.array(firsts, np.int64), none, none
+    )

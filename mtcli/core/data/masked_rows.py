@@ -1,0 +1,204 @@
+"""Rows of a masked language model, from the sentences that `preprocess --sentences` wrote.
+
+A row is filled with sentences of documents in shuffled order. The sentences of a document in it are
+one sequence, whose two halves are swapped half of the time, and which the model is to notice
+(sentence-order prediction, arXiv:1909.11942, section 3.1). A document that goes on in the next row
+is a sequence of its own there. What is masked and swapped depends on (seed, global sample).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mtcli.core.config.blend import Which
+from mtcli.core.config.errors import wrong
+from mtcli.core.data.blend import Blend, BlendOrder, blend_indices, split_range
+from mtcli.core.data.encoder_rows import EncoderRows, Segments, lay_out
+from mtcli.core.data.indexed import Indexed
+from mtcli.core.data.loader import SampleId, open_blend, token_files
+from mtcli.core.data.masking import mask
+from mtcli.core.data.packed_rows import Epoch, PackedRows, row_starts
+from mtcli.core.data.special_tokens import SpecialTokens
+
+SPECIAL = 3  # tokens of a sequence besides its text: [CLS] and two [SEP]
+SWAPPED = 0.5  # of sequences with two halves
+
+
+class OwnedSentences:
+    """The sentences of a share of a dataset's documents; one longer than a row is cut in parts."""
+
+    def __init__(self, data: Indexed, owned: range, longest: int) -> None:
+        """`owned` are documents. Sequences of more than `longest` tokens become several."""
+        self.data = data
+        bounds = np.asarray(data.documents[owned.start : owned.stop + 1])
+        first, end = int(bounds[0]), int(bounds[-1])
+        lengths = np.asarray(data.lengths[first:end]).astype(np.int64)
+        parts = -(-lengths // longest)  # none of an empty one
+        begins = np.asarray(data.pointers[first:end]) // data.dtype.itemsize
+        ends = np.cumsum(parts)
+        part = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - parts, parts)
+        self.sequence = np.repeat(np.arange(first, end), parts)
+        self.offset = part * longest
+        self.length = np.minimum(np.repeat(lengths, parts) - self.offset, longest)
+        self.start = np.repeat(begins, parts) + self.offset
+        bounds = np.concatenate([[0], ends])[bounds - first]  # of documents, in parts
+        self.bounds = bounds[np.append(True, np.diff(bounds) > 0)]  # without empty documents
+        self.document = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+
+    def epoch(self, size: int, random: np.random.RandomState) -> Epoch:
+        """Lays all sentences into rows of `size` tokens, documents in random order."""
+        order = random.permutation(len(self.bounds) - 1)
+        counts = np.diff(self.bounds)[order]
+        ends = np.cumsum(counts)
+        inside = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        items = np.repeat(self.bounds[:-1][order], counts) + inside
+        begins = inside == 0
+        costs = self.length[items] + SPECIAL * begins
+        starts = row_starts(costs, SPECIAL * ~begins, size)
+        return Epoch(items, starts, random.permutation(len(starts) - 1))
+
+    def text(self, items: np.ndarray) -> np.ndarray:
+        """The tokens of consecutive sentences: int64."""
+        parts = [self.data.tokens[self.start[i] : self.start[i] + self.length[i]] for i in items]
+        return np.concatenate(parts).astype(np.int64)
+
+
+class MaskedRows:
+    """The rows of a masked language model, of one split of a blend, by global sample."""
+
+    def __init__(  # noqa: PLR0913 - all that a row depends on, by name
+        self,
+        paths: Sequence[str],
+        split: str,
+        which: Which,
+        num_samples: int,
+        seq_len: int,
+        seed: int,
+        special: SpecialTokens,
+        sentence_order: bool,
+    ) -> None:
+        """`paths` are the blend's words, `split` like "969,30,1" of documents.
+
+        Raises MtcliError where a file is missing or wrong, the split owns no sentence, or sentence
+        order is to be learned from documents of one sequence each.
+        """
+        self.seq_len, self.num_samples, self.planned, self.seed = seq_len, num_samples, 0, seed
+        self.special, self.sentence_order = special, sentence_order
+        blend, indexed = open_blend(paths)
+        self.prefixes, self.weights = blend.prefixes, blend.weights
+        self.sentences = [_owned(data, split, which, seq_len - SPECIAL) for data in indexed]
+        if sentence_order:
+            for one in self.sentences:
+                _require_sentences(one)
+        self.packed = [PackedRows(partial(one.epoch, seq_len), seed) for one in self.sentences]
+        self.tokens = [int(one.length.sum()) for one in self.sentences]
+        self._order = self._blended(blend)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def rows(self, start: int, count: int) -> EncoderRows:
+        """Rows start .. start + count - 1, masked."""
+        numbers = range(start, start + count)
+        randoms = [np.random.RandomState([self.seed, *divmod(n, 2**32)]) for n in numbers]
+        sequences, swaps = [], []
+        for number, random in zip(numbers, randoms, strict=True):
+            row = [self._segments(text, random) for text in self._texts(number)]
+            sequences.append([segments for segments, _ in row])
+            swaps += [swap for _, swap in row]
+        rows = lay_out(sequences, self.seq_len, self.special)
+        self._require_known(rows.tokens)
+        pairs = zip(rows.tokens, randoms, strict=True)
+        masked = [mask(row, self.special, random) for row, random in pairs]
+        return rows._replace(
+            tokens=np.stack([seen for seen, _ in masked]),
+            weights=np.stack([chosen for _, chosen in masked]).astype(np.float32),
+            classes=np.array([swap is True for swap in swaps], np.int64),
+            class_weights=np.array([swap is not None for swap in swaps], np.float32),
+        )
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+        return token_files(self.prefixes)
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Identifies the sentences that rows are made of."""
+        found = []
+        for number in range(start, start + count):
+            dataset, items = self._items(number)
+            one = self.sentences[dataset]
+            spans = zip(one.sequence[items], one.offset[items], one.length[items], strict=True)
+            ids = tuple((int(a), int(b), int(c)) for a, b, c in spans)
+            found.append(SampleId(self.prefixes[dataset], ids))
+        return found
+
+    def drawn(self, start: int, stop: int) -> list[int]:
+        """Counts how many of the rows start .. stop - 1 each dataset gives."""
+        if self._order is None:
+            return [stop - start]
+        return np.bincount(self._order.owner[start:stop], minlength=len(self.prefixes)).tolist()
+
+    def _require_known(self, tokens: np.ndarray) -> None:
+        most, size = int(tokens.max()), len(self.special.is_plain)
+        if most >= size:
+            message = f"{', '.join(self.prefixes)} has the id {most}, and its tokenizer {size} ids"
+            raise wrong(message, "name the tokenizer that made the data", "data.tokenizer")
+
+    def _blended(self, blend: Blend) -> BlendOrder | None:
+        """The dataset of each row; without weights, in proportion to their tokens."""
+        if len(self.prefixes) == 1:
+            return None
+        return blend_indices(blend.weights or [float(n) for n in self.tokens], self.num_samples)
+
+    def _items(self, number: int) -> tuple[int, np.ndarray]:
+        """(the dataset, the sentences) of a row."""
+        if self._order is None:
+            return 0, self.packed[0][number]
+        dataset = int(self._order.owner[number])
+        return dataset, self.packed[dataset][int(self._order.sample[number])]
+
+    def _texts(self, number: int) -> list[tuple[OwnedSentences, np.ndarray]]:
+        """The sentences of each document in a row."""
+        dataset, items = self._items(number)
+        one = self.sentences[dataset]
+        cuts = np.flatnonzero(np.diff(one.document[items])) + 1
+        return [(one, part) for part in np.split(items, cuts)]
+
+    def _segments(
+        self, text: tuple[OwnedSentences, np.ndarray], random: np.random.RandomState
+    ) -> tuple[Segments, bool | None]:
+        """(a sequence, whether its halves are swapped; None where it has one alone)."""
+        one, items = text
+        if not self.sentence_order or len(items) < 2:
+            return Segments(one.text(items)), None
+        pivot = random.randint(1, len(items))
+        halves = one.text(items[:pivot]), one.text(items[pivot:])
+        swap = bool(random.random_sample() < SWAPPED)
+        return Segments(*(halves[::-1] if swap else halves)), swap
+
+
+def _owned(data: Indexed, split: str, which: Which, longest: int) -> OwnedSentences:
+    """A split's documents, as Megatron's BERT splits them."""
+    count = len(data.documents) - 1
+    owned = range(*split_range(split, which, count))
+    if not owned or data.documents[owned.start] == data.documents[owned.stop]:
+        sentences = None
+    else:
+        sentences = OwnedSentences(data, owned, longest)
+    if sentences is None or not len(sentences.length):
+        raise wrong(
+            f'split "{split}" of {count} documents gives {which} documents {owned.start} to '
+            f"{owned.stop}, which hold no token, in {data.prefix}",
+            'give it a larger share of the split, e.g. "90,5,5", or data of its own',
+        )
+    return sentences
+
+
+def _require_sentences(sentences: OwnedSentences) -> None:
+    if len(np.unique(sentences.sequence)) == len(sentences.bounds) - 1:
+        message = f"{sentences.data.prefix} has one sequence per document, and no order to learn"
+        hint = "write it with `mtcli preprocess --sentences`, or set model.sentence_order = false"
+        raise wrong(message, hint, "data.train")

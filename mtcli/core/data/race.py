@@ -1,0 +1,84 @@
+"""RACE's own files (arXiv:1704.04683): an article, questions, four options each, answers."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import is_text, parse_json, shown
+from mtcli.core.data.text_files import bad_line, read_text
+
+LEVELS = ("high", "middle")
+LETTERS = "ABCD"
+SHAPE = 'a RACE file is {"article", "questions": [...], "options": [[4 each]], "answers": ["A"..]}'
+
+
+class Article(NamedTuple):
+    """A text and its questions; options are four per question, answers indices into them."""
+
+    text: str
+    questions: tuple[str, ...]
+    options: tuple[tuple[str, ...], ...]
+    answers: tuple[int, ...]
+
+
+def read_race(
+    path: Path, part: str, field: str = "--task"
+) -> dict[str, list[tuple[Path, Article]]]:
+    """Reads the articles of a folder with high/ and middle/ by level, in the order of numbers, each
+    with its file; of the folder above, those of its `part`: train, dev or test.
+
+    Raises MtcliError, whose `field` named the folder, where neither level is there, and for the
+    first bad article by its file.
+    """
+    if not any((path / level).is_dir() for level in LEVELS) and (path / part).is_dir():
+        path = path / part
+    found = {level: sorted((path / level).glob("*.txt"), key=_number) for level in LEVELS}
+    if not any(found.values()):
+        message = f"{path} holds 0 RACE articles"
+        hint = "give the folder with high/ and middle/, each with RACE's own .txt files"
+        raise wrong(message, hint, field)
+    return {
+        level: [(file, _article(file, field)) for file in files]
+        for level, files in found.items()
+        if files
+    }
+
+
+def _number(file: Path) -> tuple[int, str]:
+    return (int(file.stem), "") if file.stem.isdecimal() else (2**63, file.stem)
+
+
+def _article(file: Path, field: str) -> Article:
+    row = _row(file, field)
+    try:
+        text, questions, options = row["article"], row["questions"], row["options"]
+        answers = [list(LETTERS).index(letter) for letter in row["answers"]]
+        _require_texts([text], questions, *options)
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"no {error} in it" if isinstance(error, KeyError) else "it is not a RACE article"
+        raise wrong(f"{file}, line 1: {why}", SHAPE, field) from error
+    if not questions or not len(questions) == len(options) == len(answers):
+        counts = f"{len(questions)} questions, {len(options)} options, {len(answers)} answers"
+        raise wrong(f"{file}, line 1: {counts}", SHAPE, field)
+    for choices in options:
+        if len(choices) != len(LETTERS):
+            message = f"{len(choices)} options for a question, {len(LETTERS)} are needed"
+            raise wrong(f"{file}, line 1: {message}", SHAPE, field)
+    return Article(text, tuple(questions), tuple(map(tuple, options)), tuple(answers))
+
+
+def _row(file: Path, field: str) -> Any:
+    try:
+        return parse_json(read_text(file, field))
+    except json.JSONDecodeError as error:
+        raise bad_line(file, error.lineno, f"not JSON: {error.msg}", field) from error
+    except ValueError as error:
+        raise bad_line(file, 1, f"not JSON: {error}", field) from error
+
+
+def _require_texts(*lists: Any) -> None:
+    """Raises TypeError where something is not a list of text."""
+    for texts in lists:
+        if not isinstance(texts, list) or not all(map(is_text, texts)):
+            raise TypeError(f"{shown(texts)} is not a list of text")

@@ -1,0 +1,72 @@
+"""The special tokens of an encoder's rows, and which tokens begin words, by a tokenizer."""
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.data.tokenize import Tokenizer
+
+# By tokenizer_config.json's names, and what families call them where it does not say.
+ROLES = {
+    "cls_token": ("[CLS]", "<s>"),
+    "sep_token": ("[SEP]", "</s>"),
+    "mask_token": ("[MASK]", "<mask>"),
+    "pad_token": ("[PAD]", "<pad>"),
+}
+UNKNOWN = ("[UNK]", "<unk>")
+CONTINUES = "##"  # a WordPiece that does not begin a word
+BEGINS = ("\u0120", "\u2581")  # byte-level BPE's and SentencePiece's mark of a word's beginning
+
+
+class SpecialTokens(NamedTuple):
+    """Ids of special tokens, and two facts of each id of the vocabulary [V]."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    is_plain: np.ndarray  # bool [V]: no special token, so that it may be masked or drawn at random
+    begins_word: np.ndarray  # bool [V]
+
+    @property
+    def plain(self) -> np.ndarray:
+        """The ids that are no special tokens, int64."""
+        return np.flatnonzero(self.is_plain)
+
+
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """Finds a tokenizer's special tokens. Raises MtcliError with all that it lacks."""
+    vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
+    found, problems = {}, []
+    for role, usual in ROLES.items():
+        name = tokenizer.config.get(role)
+        if isinstance(name, dict):  # older files store the AddedToken
+            name = name.get("content")
+        names = (name, *usual) if isinstance(name, str) else usual
+        known = [vocab[name] for name in names if name in vocab]
+        if not known:
+            problems.append(Problem(f"the tokenizer has no {role} ({' or '.join(names)})"))
+        found[role.removesuffix("_token")] = known[0] if known else -1
+    if problems:
+        hint = "take a tokenizer of BERT's kind, such as `mtcli preprocess --sentences --tokenizer "
+        raise MtcliError(*problems, hint=hint + "train:8192` trains")
+    is_plain = np.ones(tokenizer.vocab_size, bool)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    is_plain[[id for id, token in added.items() if token.special]] = False
+    is_plain[[*found.values(), *(vocab[name] for name in UNKNOWN if name in vocab)]] = False
+    return SpecialTokens(**found, is_plain=is_plain, begins_word=_word_beginnings(tokenizer, vocab))
+
+
+def _word_beginnings(tokenizer: Tokenizer, vocab: dict[str, int]) -> np.ndarray:
+    """bool [V]: whether each id begins a word; in a vocabulary without marks every one does."""
+    kind = json.loads(tokenizer.definition).get("model", {}).get("type")
+    marked = any(token.startswith(BEGINS) for token in vocab)
+    begins = np.ones(tokenizer.vocab_size, bool)
+    for token, id in vocab.items():
+        if kind == "WordPiece":
+            begins[id] = not token.startswith(CONTINUES)
+        elif marked:
+            begins[id] = token.startswith(BEGINS)
+    return begins

@@ -1,0 +1,173 @@
+"""Heads that predict masked tokens, or the class of each sequence of a micro-batch.
+
+A language model's head is the token table itself (`TokenLoss`); those here have layers of their own
+on top of the last stage's activations. T tokens of a micro-batch, D hidden, N sequences, C classes.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.model.dropout import Dropout
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.parallel.collectives import sum_out
+from mtcli.core.parallel.factory import LayerFactory, TokenLoss
+from mtcli.kernels.activation import ACTIVATIONS
+
+
+class Head(Protocol):
+    """A head: weighted losses, and the gradient of their sum; `output` is the token table's."""
+
+    def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
+        """The weighted losses, of those that cp ranks share on the first of them alone."""
+
+    def loss(
+        self, x_TD: Tensor, inputs: Inputs, scale: float, output: TokenLoss
+    ) -> tuple[Tensor, Tensor]:
+        """(the sum of `losses`, scale times the loss, from which the backward starts)."""
+
+
+class MaskedTokens(nn.Module):
+    """BERT's pre-training head (arXiv:1810.04805): masked tokens, and maybe the order of sentences.
+
+    Logits are norm(activation(transform(x))) times the token table, plus a bias; only tokens whose
+    loss has a weight get any.
+    """
+
+    def __init__(self, model: ModelConfig, build: LayerFactory, seed: int = 0) -> None:
+        super().__init__()
+        self.transform = build.dense("head.transform")
+        self.norm = build.norm("head.norm", model)
+        self.bias = build.parameter("head.bias")
+        name = "gelu" if model.activation == "swiglu" else model.activation
+        self.activation = ACTIVATIONS[name].forward
+        self.shards = build.groups.tp.size if build.sequence_parallel else 1
+        self.rank = build.groups.tp.rank if build.sequence_parallel else 0
+        self.order: FirstTokens | None = None
+        if model.sentence_order:
+            self.pooler = build.dense("head.pooler")
+            self.sentence_order = build.dense("head.sentence_order")
+            self.order = FirstTokens(self.pooler, self.sentence_order, build, None)
+
+    def transformed(self, x_TD: Tensor) -> Tensor:
+        """What the token table is multiplied by, [N, D] of any tokens' activations [N, D]."""
+        return self.norm(self.activation(self.transform(x_TD), None))
+
+    def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
+        """Of the predicted tokens, and then of the N sequences."""
+        x_ND, labels_N, weights_N = self._predicted(x_TD, inputs)
+        losses = output.losses(self.transformed(x_ND), labels_N)
+        losses = losses if weights_N is None else losses * weights_N
+        if self.order is None:
+            return losses
+        return torch.cat([losses, self.order.losses(x_TD, inputs)])
+
+    def loss(
+        self, x_TD: Tensor, inputs: Inputs, scale: float, output: TokenLoss
+    ) -> tuple[Tensor, Tensor]:
+        """(the sum of the losses, scale times it)."""
+        x_ND, labels_N, weights_N = self._predicted(x_TD, inputs)
+        total, scaled = output.loss(self.transformed(x_ND), labels_N, weights_N, scale)
+        if self.order is None:
+            return total, scaled
+        of_order, scaled_order = self.order.loss(x_TD, inputs, scale)
+        return total + of_order, scaled + scaled_order
+
+    def _predicted(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(x_ND [N/tp, D], labels [N], weights [N]) of the tokens whose loss has a weight; all of
+        them without weights. Each tp rank has equally many, so some may have none."""
+        assert inputs.labels is not None, "losses need labels"
+        labels_T, weights = inputs.labels.flatten(), inputs.weights
+        if weights is None:
+            return x_TD, labels_T, None
+        weights_RT = weights.reshape(self.shards, -1)
+        has_weight = weights_RT != 0
+        most = max(1, int(has_weight.sum(1).max()))
+        first = has_weight.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        labels_N = labels_T.view(self.shards, -1).gather(1, first).flatten()
+        return x_TD[first[self.rank]], labels_N, weights_RT.gather(1, first).flatten()
+
+
+class SentenceClasses(nn.Module):
+    """A class of each sequence, or of a question's choices the right one."""
+
+    def __init__(self, model: ModelConfig, build: LayerFactory, seed: int = 0) -> None:
+        super().__init__()
+        self.pooler = build.dense("head.pooler")
+        self.classifier = build.dense("head.classifier")
+        drop = Dropout("head.pooled", model.dropout, seed)
+        self.first_tokens = FirstTokens(self.pooler, self.classifier, build, drop)
+
+    def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss | None) -> Tensor:
+        """Of the M labels."""
+        return self.first_tokens.losses(x_TD, inputs)
+
+    def loss(
+        self, x_TD: Tensor, inputs: Inputs, scale: float, output: TokenLoss | None
+    ) -> tuple[Tensor, Tensor]:
+        """(the sum of the losses, scale times the loss)."""
+        return self.first_tokens.loss(x_TD, inputs, scale)
+
+    def logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """[M, C], float32 at least, on every rank."""
+        return self.first_tokens.logits(x_TD, inputs)
+
+
+class FirstTokens:
+    """The classes of sequences: classifier(tanh(pooler(x))) of their first tokens' activations.
+
+    Ranks that share sequences hold other tokens of them, so each makes the logits of those first
+    tokens that it holds, and the sum over ranks is known to all. With one label for several
+    sequences these are a question's choices, of which the classifier gives one logit each. The
+    layers are a head's own, under whose names they are known.
+    """
+
+    def __init__(
+        self, pooler: nn.Module, classifier: nn.Module, build: LayerFactory, dropout: Dropout | None
+    ) -> None:
+        groups, sharded = build.groups, build.sequence_parallel
+        self.pooler, self.classifier, self.dropout = pooler, classifier, dropout
+        self.first_rank = groups.tp.rank if sharded else 0
+        self.sharers = groups.axes["sequence"] if sharded else groups.cp
+        self.counts = float(groups.cp.rank == 0)
+
+    def logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """[M, C], float32 at least, on every rank: of choices C is how many a question has."""
+        sentences = inputs.sentences
+        assert sentences is not None, "sequences are classified by their first tokens"
+        mine_N = sentences.rows - self.first_rank * len(x_TD)
+        is_mine_N = (sentences.rows >= 0) & (mine_N >= 0) & (mine_N < len(x_TD))
+        pooled_ND = torch.tanh(self.pooler(x_TD[mine_N.where(is_mine_N, 0)]))
+        if self.dropout is not None and inputs.numbers is not None:
+            numbers_N = inputs.numbers.flatten()[sentences.rows.clamp(min=0)]
+            pooled_ND = self.dropout(pooled_ND, numbers_N)
+        logits_NC = self.classifier(pooled_ND)
+        wide = torch.promote_types(logits_NC.dtype, torch.float32)
+        logits_NC = sum_out(logits_NC.to(wide) * is_mine_N[:, None], self.sharers)
+        return logits_NC.reshape(len(sentences.labels), -1)
+
+    def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """The weighted cross entropy of each label [M], on the first of the cp ranks alone."""
+        return self._weighted(x_TD, inputs) * self.counts
+
+    def loss(self, x_TD: Tensor, inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
+        """(the sum of `losses`, scale times it, whose gradient every sharing rank needs)."""
+        total = self._weighted(x_TD, inputs).sum()
+        return total.detach() * self.counts, total * scale
+
+    def _weighted(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        logits_MC, sentences = self.logits(x_TD, inputs), inputs.sentences
+        assert sentences is not None, "sequences have labels"
+        return F.cross_entropy(logits_MC, sentences.labels, reduction="none") * sentences.weights
+
+
+HEADS: dict[str, Callable[[ModelConfig, LayerFactory, int], nn.Module]] = {
+    "lm": lambda model, build, seed: build.embedding("head"),
+    "mlm": MaskedTokens,
+    "classification": SentenceClasses,
+    "multiple_choice": SentenceClasses,
+}

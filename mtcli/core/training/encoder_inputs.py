@@ -1,0 +1,77 @@
+"""An encoder's inputs: rows of several sequences, masked tokens, and labels of sequences.
+
+The loss of a step is that of predicted tokens over their weights' sum W, plus that of sequences
+over theirs, C, both over the global batch. Class weights times W / C make them one sum over W.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.encoder_rows import EncoderRows
+from mtcli.core.model.build import DTYPES
+from mtcli.core.model.inputs import Inputs, Sentences, make_inputs
+from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.groups import Groups
+
+
+class EncoderRead(NamedTuple):
+    """A micro-batch's rows, and sums of this rank's weights: of predicted tokens, of classes."""
+
+    rows: EncoderRows
+    predicted: float
+    classified: float
+
+
+class EncoderInputs:
+    """Makes this rank's inputs of rows; sequences of a row do not see each other."""
+
+    def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
+        """`positions` of full rows are this rank's, on the host."""
+        self.model, self.dtype = config.model, DTYPES[config.train.precision]
+        self.groups, self.size = groups, config.batch.seq_len
+        self.host_positions, self.positions = positions.numpy(), positions.to(groups.device)
+        index = torch.full((self.size,), -1)
+        index[positions] = torch.arange(len(positions))
+        self.index = index.to(groups.device)  # of each position of a row among this rank's, or -1
+
+    def read(self, rows: EncoderRows, hosted: Callable[[np.ndarray], np.ndarray]) -> EncoderRead:
+        """Rows where the device can fetch them, with their sums."""
+        own = rows.weights[:, self.host_positions]
+        # Every cp rank has all labels of sequences, and one of them counts them.
+        classified = rows.class_weights.sum(dtype=np.float64) * (self.groups.cp.rank == 0)
+        arrays = EncoderRows(*(hosted(array) for array in rows))
+        return EncoderRead(arrays, float(own.sum(dtype=np.float64)), float(classified))
+
+    def weigh(self, predicted: float, classified: float) -> tuple[float, float]:
+        """(what the summed loss is divided by, the factor of class weights) by the global sums."""
+        if self.model.head != "mlm":
+            return classified, 1.0
+        return predicted, predicted / max(1.0, classified)
+
+    def inputs(
+        self, rows: EncoderRows, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
+    ) -> Inputs:
+        """The inputs of rows, whose tokens have these global numbers."""
+        device = self.groups.device
+        rows = EncoderRows(*(torch.as_tensor(x).to(device, non_blocking=True) for x in rows))
+        here, documents = self.positions, rows.documents.contiguous()
+        index = self.index[rows.firsts % self.size]
+        at = torch.where(index < 0, -1, rows.firsts // self.size * len(here) + index)
+        return make_inputs(
+            self.model,
+            self.dtype,
+            rows.tokens[:, here],
+            token_types=rows.token_types[:, here],
+            labels=rows.labels[:, here],
+            weights=rows.weights[:, here],
+            positions=restarted(documents)[:, here],
+            documents=documents,
+            sentences=Sentences(at, rows.classes, rows.class_weights * class_factor),
+            numbers=numbers,
+            **others,
+        )
