@@ -98,6 +98,10 @@ SLOW = {
     "test_fewest_devices.py": {
         "test_no_smaller_number_of_devices_is_enough": ("gpt2-1.5b-rtx-5000-*",),
     },
+    "test_fine_tuning.py": {
+        "test_every_layout_has_the_losses_of_one_rank": ("4-{'tp': 2, 'cp': 2}",),
+        "test_the_loss_of_a_packed_batch_is_transformers_of_its_examples_one_by_one": ("llama",),
+    },
     "test_finished_run.py": {"test_the_page_of_a_long_run_is_below_five_megabytes": ()},
     "test_fp8_runs.py": {
         "test_a_layout_trains_as_one_rank_does_up_to_float8_s_rounding": (

@@ -22,7 +22,7 @@ from mtcli.core.config.layout_rules import (
     context_divides,
     experts_see_tokens_once,
 )
-from mtcli.core.config.loading import read_config, validate, with_overrides
+from mtcli.core.config.loading import Table, read_config, validate, with_overrides
 from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
@@ -43,7 +43,7 @@ def lasting_problems(config: RunConfig) -> list[Problem]:
     return _broken([rule for rule in RULES if rule not in LAYOUT_RULES], bare, 1)
 
 
-def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
+def load_checked(source: str | Table, overrides: Sequence[str], world: int) -> RunConfig:
     """The run config of a TOML file, run folder or preset, legal on `world` ranks.
 
     Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
@@ -191,7 +191,7 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     o = config.optimizer
     if o.min_lr > o.lr:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
-    if o.warmup_steps > config.train.steps:
+    if o.warmup_steps > config.train.steps and not config.train.epochs:  # which set the steps
         message = f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}"
         yield Problem(message, f"0 to {config.train.steps}", "optimizer.warmup_steps")
 
@@ -273,10 +273,14 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     named = (("data.train", d.train), ("data.valid", d.valid))
     blends = (partial(read_blend, words, field) for field, words in named if words)
     try:
-        *_, (train, valid, _) = collect_errors(*blends, partial(read_split, d.split, "data.split"))
+        *read, (train, valid, _) = collect_errors(
+            *blends, partial(read_split, d.split, "data.split")
+        )
     except MtcliError as error:
         yield from error.problems
         return
+    if d.format == "conversations" and any(weights for _, weights in read):
+        yield Problem("conversations have no weights", "name their files alone", "data.train")
     if not d.train or d.valid:  # the split is of one set of prefixes
         return
     needed = {"train": train} | ({"valid": valid} if config.train.eval_every else {})
@@ -320,6 +324,12 @@ NEEDS = (
         ("model.rope_theta", "model.rope_scaling"), "model.position", "rope", "which turns nothing"
     ),
     Need(("optimizer.trust_bounds",), "optimizer.name", "lamb", "which has no trust ratio"),
+    Need(
+        ("train.epochs", "data.tokenizer", "data.skip_bad", "data.chat_template"),
+        "data.format",
+        "conversations",
+        "whose length is in steps and whose tokens are there",
+    ),
     Need(("train.loss_scale",), "train.precision", "fp16", "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", "fp8", "which scales nothing"),
 )

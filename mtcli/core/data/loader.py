@@ -8,6 +8,7 @@ it owns; the tokens are copied from memory-mapped files.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from queue import Queue
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -24,7 +25,7 @@ from mtcli.core.data.blend import (
     shares_of,
     split_range,
 )
-from mtcli.core.data.indexed import Indexed, max_token_id
+from mtcli.core.data.indexed import Indexed, max_token_id, with_suffix
 from mtcli.core.data.samples import Samples, cached_blend, cached_samples
 
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
@@ -135,6 +136,15 @@ class Batches:
     def loss_weights(self, start: int, count: int) -> np.ndarray | None:
         """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
         return None
+
+    def describe(self) -> dict[str, str]:
+        """Returns no lines: what the data holds, preprocess has said."""
+        return {}
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+        return [[with_suffix(prefix, end) for end in (".bin", ".idx")] for prefix in self.prefixes]
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the spans that `batch(start, count)` is made of."""
@@ -256,7 +266,10 @@ def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Index
 def require_named(data: DataConfig) -> None:
     """Raises MtcliError where a run names no data to train on."""
     if not data.train:
-        hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
+        hint = (
+            "name the PREFIX that `mtcli preprocess` wrote, --set 'data.train=[\"data/a\"]', or a "
+        )
+        hint += "JSONL of conversations, --set data.train=my.jsonl"
         raise wrong("there is no training data", hint, "data.train")
 
 
@@ -265,6 +278,8 @@ def require_data(config: RunConfig) -> None:
     do not fit the model's vocabulary."""
     data = config.data
     require_named(data)
+    if data.format == "conversations":  # read before a run is planned
+        return
     named = {"data.train": data.train, "data.valid": data.valid}
     opened = (partial(open_blend, words, field) for field, words in named.items() if words)
     for blend, _ in collect_errors(*opened):

@@ -12,18 +12,22 @@ from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedB
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import parse_split
-from mtcli.core.data.indexed import describe, with_suffix
+from mtcli.core.data.indexed import describe
 from mtcli.core.data.loader import Batches
+from mtcli.core.data.packing import PackedConversations
 
 
 class ConsumedSamples:
     """The consumed samples of a run under way. The same on every rank."""
 
-    def __init__(self, config: RunConfig, batches: Batches) -> None:
+    def __init__(self, config: RunConfig, batches: Batches | PackedConversations) -> None:
         self.batches, self.batch = batches, config.batch
         self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
         self.weights = batches.weights or (None,) * len(batches.prefixes)
-        self.hashes = [(_sha256(prefix), sampled(prefix)) for prefix in batches.prefixes]
+        self.hashes = [
+            (_sha256(prefix), sampled_hash(files))
+            for prefix, files in zip(batches.prefixes, batches.files, strict=True)
+        ]
         self.samples = [0] * len(batches.prefixes)
         self.consumed = 0
         self.skipped: list[SkippedBatch] = []
@@ -99,11 +103,6 @@ class ConsumedSamples:
             message = f"the shares are {self.split}, and the run was trained with {before.split}"
             problems.append(Problem(message, "", "data.split"))
         return problems
-
-
-def sampled(prefix: str) -> str:
-    """A hash that data of another length, or of other tokens in the blocks looked at, changes."""
-    return sampled_hash(with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
 
 
 def _hashes(now: DatasetRecord, then: DatasetRecord) -> list[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import (
@@ -26,6 +27,7 @@ from mtcli.core.data.loader import (
     require_named,
     require_stated_ids,
 )
+from mtcli.core.data.packing import PackedConversations, open_conversations
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -54,7 +56,9 @@ class StepBatch(NamedTuple):
 class MicroBatchLoader:
     """The micro-batches of this rank, step by step."""
 
-    def __init__(self, batches: Batches, config: RunConfig, groups: Groups) -> None:
+    def __init__(
+        self, batches: Batches | PackedConversations, config: RunConfig, groups: Groups
+    ) -> None:
         self.batches, self.config, self.groups = batches, config, groups
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
@@ -187,15 +191,21 @@ def open_loader(
     """
     data, steps = config.data, config.train.steps
     require_named(data)
-    paths, which, split = data.train, "train", data.split
     if validation:
         steps = config.train.eval_batches
-        paths, which, split = data.valid or data.train, "valid", data.split
-        if data.valid:
-            split = "0,1,0"
+    samples = steps * config.batch.global_batch_size
+    if data.format == "conversations":
+        conversations = open_conversations(
+            config, starting_tokenizer(config), "valid" if validation else "train"
+        )
+        conversations.num_samples, conversations.planned = samples, planned or samples
+        return MicroBatchLoader(conversations, config, groups)
+    paths, which, split = data.train, "train", data.split
+    if validation:
+        paths, which = data.valid or data.train, "valid"
+        split = "0,1,0" if data.valid else split
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
-    samples = steps * config.batch.global_batch_size
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return MicroBatchLoader(batches, config, groups)

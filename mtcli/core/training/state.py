@@ -27,7 +27,7 @@ from mtcli.core.training.step import Trainer
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
 FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
-FIXED += ("data.document_mask", "data.document_positions")
+FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 
 
 class StartingPoint(NamedTuple):
@@ -47,8 +47,8 @@ class StartingPoint(NamedTuple):
         return f"{self.checkpoint.folder}, step {self.checkpoint.step}"
 
 
-def starting_point(config: RunConfig, weights_from: str | None, world: Axis) -> StartingPoint:
-    """The run's newest checkpoint, or another model's, as all ranks agree; or the seed.
+def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
+    """The run's newest checkpoint, or that of train.init, as all ranks agree; or the seed.
 
     Raises MtcliError for damaged files, and where the run's own checkpoint is of another run.
     """
@@ -63,8 +63,8 @@ def starting_point(config: RunConfig, weights_from: str | None, world: Axis) -> 
         together(world, verify)
         require_same_run(config, checkpoint)
         return StartingPoint(checkpoint, is_own=True)
-    if weights_from:
-        checkpoint = open_agreed(Path(weights_from), world)
+    if config.train.init:
+        checkpoint = open_agreed(Path(config.train.init), world)
         together(world, lambda: checkpoint.verify_weights(world.rank, world.size))
         return StartingPoint(checkpoint, is_own=False)
     return StartingPoint(None, is_own=False)
