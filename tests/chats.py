@@ -101,6 +101,10 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
         config = t.GPT2Config(**(shape | sizes), **ids, **still, initializer_range=0.2)
     elif kind == "mixtral":
         config = t.MixtralConfig(**(shape | {"num_local_experts": 4} | sizes), **ids)
+    elif kind == "qwen2_moe":
+        experts = {"num_experts": 4, "moe_intermediate_size": 16}
+        experts |= {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
+        config = t.Qwen2MoeConfig(**(shape | experts | sizes), **ids)
     else:
         config = t.LlamaConfig(**(shape | sizes), **ids)
     model = t.AutoModelForCausalLM.from_config(config).eval()

@@ -133,6 +133,13 @@ SLOW = {
             "llama dropout: *-bf16", "moe: world=4 pp=2 *-fp32",
         ),
     },
+    "test_lora.py": {
+        "test_every_layout_has_the_gradients_and_the_curve_of_one_rank": (
+            "llama lora: world=4 *", "moe lora: world=4 *",
+        ),
+        "test_peft_loads_our_adapters_and_the_merged_model_has_its_logits": ("llama",),
+        "test_a_step_from_peft_s_adapters_is_peft_s_step": ("gpt2",),
+    },
     "test_measure.py": {"test_slow_data_is_seen_as_waiting_for_data": ()},
     "test_measure_cpu.py": {
         "test_a_process_ends_when_its_processor_time_is_used": (),

@@ -3,11 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from mtcli.core.checkpoint.folder import CONFIG, CheckpointFolder, find_checkpoint, model_of
+from mtcli.core.checkpoint.folder import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    CheckpointFolder,
+    find_checkpoint,
+    model_of,
+)
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import Table, read_table
-from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.schema import LoraConfig, RunConfig
 
 # Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
 # what the weights know is kept.
@@ -17,7 +23,8 @@ OPTIMIZER = {"lr": 2e-5, "weight_decay": 0.0}
 def is_weights(source: str) -> bool:
     """Whether a CONFIG is a Hugging Face folder, from whose weights its model is trained on."""
     path = Path(source)
-    return (path / config_json.NAME).is_file() and not (path / CONFIG).exists()
+    names = (config_json.NAME, ADAPTER_CONFIG)
+    return any((path / name).is_file() for name in names) and not (path / CONFIG).exists()
 
 
 def source_of(config: str | None, init: str | None = None) -> str | Table:
@@ -67,6 +74,8 @@ def require_weights(config: RunConfig) -> None:
     """Raises MtcliError where the weights a run starts from are not there, or of another model."""
     found = starting_folder(config)
     if found is None:
+        if config.lora.rank:
+            raise no_base(config.lora)
         return
     model = model_of(found)
     if model is None or config.model.num_experts != model.num_experts:
@@ -83,6 +92,12 @@ def require_weights(config: RunConfig) -> None:
         if found.format == "hf":
             hint = f"give the folder as CONFIG, and the model is its own: {command}"
         raise MtcliError(*problems, hint=f"{hint} --set data.train=...")
+
+
+def no_base(lora: LoraConfig) -> MtcliError:
+    """The error of adapters without weights that they are for."""
+    message = f"rank={lora.rank}: adapters are trained for weights, and the run starts from none"
+    return wrong(message, "--init CHECKPOINT, or a Hugging Face folder as CONFIG", "lora.rank")
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:

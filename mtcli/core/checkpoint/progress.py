@@ -77,6 +77,15 @@ class RandomState(Section):
     step: Count
 
 
+class BaseRecord(Section):
+    """The weights that a run's adapters are for."""
+
+    path: str
+    """where they were"""
+    hash: str
+    """of the manifest, or of blocks of the tensors' files"""
+
+
 class RunProgress(Section):
     """The progress of a run: the manifest's `extra`."""
 
@@ -92,6 +101,8 @@ class RunProgress(Section):
     """of initial weights, dropout and the order of the data"""
     samples: SampleRecord | None = None
     """the consumed samples"""
+    base: BaseRecord | None = None
+    """of a run that trains adapters"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:

@@ -23,6 +23,7 @@ from mtcli.core.config.layout_rules import (
     experts_see_tokens_once,
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
+from mtcli.core.config.lora import lora_targets
 from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
@@ -257,6 +258,28 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, hint, "train.compile")
 
 
+def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks what adapters are trained with, and that the model has their targets."""
+    lora, m = config.lora, config.model
+    if not lora.rank:
+        return
+    if config.parallel.zero == 3:
+        message = f"rank={lora.rank} with zero=3: adapters are too small to be sharded by rows"
+        yield Problem(message, "parallel.zero = 1", "lora.rank")
+    if config.train.precision == "fp8":
+        message = f"rank={lora.rank} with precision='fp8', whose frozen weights are not kept narrow"
+        yield Problem(message, "train.precision = 'bf16'", "lora.rank")
+    if m.router_bias_update_rate:
+        message = f"rank={lora.rank} with router_bias_update_rate={m.router_bias_update_rate:g}, "
+        message += "which moves biases of a model that stays as it is"
+        yield Problem(message, "model.router_bias_update_rate = 0.0", "lora.rank")
+    known = lora_targets(m)
+    for name in lora.targets:
+        if name not in known:
+            said = f"there is no target {name!r} in this model"
+            yield Problem(said, f"known: {', '.join(known)}", "lora.targets")
+
+
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that attention is causal: the one head predicts the next token."""
     if not config.model.causal:
@@ -330,6 +353,12 @@ NEEDS = (
         "conversations",
         "whose length is in steps and whose tokens are there",
     ),
+    Need(
+        ("lora.alpha", "lora.dropout", "lora.targets"),
+        "lora.rank",
+        None,
+        "which has no adapters",
+    ),
     Need(("train.loss_scale",), "train.precision", "fp16", "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", "fp8", "which scales nothing"),
 )
@@ -384,6 +413,7 @@ RULES: tuple[Rule, ...] = (
     _trust_bounds_are_a_range,
     fields_are_used,
     _weights_are_compiled,
+    _adapters_fit,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
     data_is_shared_out,

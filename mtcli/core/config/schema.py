@@ -130,6 +130,20 @@ class DataConfig(Section):
     """conversations: leave bad lines and too long examples out, and count them"""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685): y = W x + alpha / rank * B A x, of which A and B are
+    trained and saved, and the weights of train.init stay as they are."""
+
+    rank: Annotated[Int, Field(ge=0, le=65536)] = 0
+    """rows of A; 0 trains all weights and no adapters"""
+    alpha: Annotated[Real, Field(ge=0.0, le=1e6)] = 16.0
+    """adapters are scaled by alpha / rank"""
+    dropout: Fraction = 0.0
+    """of the adapters' input"""
+    targets: tuple[str, ...] = ()
+    """linear layers by peft's names: ["q_proj", "v_proj"] [all of the blocks]"""
+
+
 class TrainConfig(Section):
     """The run: how long, in which precision, what is saved and shown."""
 
@@ -195,6 +209,7 @@ class RunConfig(Section):
     batch: BatchConfig = BatchConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
+    lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="before")

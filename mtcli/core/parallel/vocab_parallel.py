@@ -210,9 +210,9 @@ class ChunkedLoss(torch.autograd.Function):
             parts.append(losses_C)
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
             of_x[rows] = matmul(logits_CV, weight_VD)
-            of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
+            if weight_VD.requires_grad:
+                of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
             del logits_CV  # before the next chunk's are made
-        assert of_weight is not None, "a micro-batch has tokens"
         ctx.save_for_backward(of_x, of_weight)
         ctx.dtype = weight_VD.dtype
         losses_T = torch.cat(parts)
@@ -223,8 +223,9 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward pass has made, times the gradient of the scaled sum."""
         of_x, wide = ctx.saved_tensors
-        # In one pass over the sum, which is wider than the weight where there were several chunks.
-        of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
+        of_weight = None
+        if wide is not None:  # in one pass over the sum, wider than the weight of several chunks
+            of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
         return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None
 
 

@@ -147,7 +147,8 @@ class MicroBatchLoader:
         rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
         model, numbers = self.config.model, None
-        if loss_scale and (model.dropout or model.attention_dropout):
+        drops = model.dropout or model.attention_dropout or self.config.lora.dropout
+        if loss_scale and drops:
             ids = torch.arange(first, first + mbs, device=rows.device)
             numbers = ids[:, None] * seq_len + self.positions
         return make_inputs(

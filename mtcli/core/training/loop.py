@@ -23,7 +23,13 @@ from mtcli.core.training.metrics import RunLog
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
-from mtcli.core.training.state import StartingPoint, progress, restore, starting_point
+from mtcli.core.training.state import (
+    StartingPoint,
+    base_record,
+    progress,
+    restore,
+    starting_point,
+)
 from mtcli.core.training.step import Step, Trainer
 
 
@@ -82,6 +88,7 @@ def _train(
     samples = ConsumedSamples(config, loader.batches)
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = restore(trainer, samples, start)
+    base = base_record(trainer, start)
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     about = loader.batches.describe()
     log.begin(runtime.world, trainer.state_bytes(), str(start), about)
@@ -101,7 +108,7 @@ def _train(
             saver.poll()
             every = config.train.save_every or config.train.steps
             if stopped or step.step == config.train.steps or step.step % every == 0:
-                saver.save(progress(trainer, samples))
+                saver.save(progress(trainer, samples, base))
         saver.finish()
     log.end()
     return trainer.step >= config.train.steps

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import torch
 
+from mtcli.core.checkpoint.adapters import base_of, require_adapters, weights_hash
+from mtcli.core.checkpoint.fine_tuning import no_base
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed, together
-from mtcli.core.checkpoint.progress import RandomState, RunProgress, progress_of
+from mtcli.core.checkpoint.progress import BaseRecord, RandomState, RunProgress, progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
@@ -27,6 +29,7 @@ from mtcli.core.training.step import Trainer
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
 FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
+FIXED += ("lora.rank", "lora.alpha", "lora.targets")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 
 
@@ -67,6 +70,8 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
         checkpoint = open_agreed(Path(config.train.init), world)
         together(world, lambda: checkpoint.verify_weights(world.rank, world.size))
         return StartingPoint(checkpoint, is_own=False)
+    if config.lora.rank:
+        raise no_base(config.lora)
     return StartingPoint(None, is_own=False)
 
 
@@ -75,7 +80,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 
     The rate of the routers' biases may change, not whether there are any.
     """
-    before = checkpoint.config
+    before = (checkpoint.adapters.own if checkpoint.adapters else checkpoint).config
     if before is None:
         return
     fixed = {field: (attrgetter(field)(before), attrgetter(field)(config)) for field in FIXED}
@@ -93,9 +98,12 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise MtcliError(*problems, hint=hint)
 
 
-def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunProgress:
-    """How far a run has come, and with which data where that is recorded."""
+def progress(
+    trainer: Trainer, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
+) -> RunProgress:
+    """How far a run has come, and with which data and base of adapters where these are recorded."""
     return RunProgress(
+        base=base,
         consumed_samples=trainer.consumed_samples,
         updates=trainer.optimizer.updates,
         loss_scale=trainer.loss_scale.state(),
@@ -105,11 +113,12 @@ def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunPro
 
 
 def shards(trainer: Trainer) -> list[Shard]:
-    """The shards that this rank writes of weights and state, on its device, unpadded."""
+    """The shards that this rank writes of weights and state, on its device, unpadded; of a run that
+    trains adapters those alone."""
     found = []
     strategy, table = trainer.strategy, trainer.table
     for name, (tensor, rows) in strategy.shards.items():
-        if strategy.saves(name):
+        if strategy.saves(name) and not table[name].frozen:
             weight = tensor.to(trainer.dtype) if table[name].trained else tensor
             found += _boxes(trainer, name, name, OwnedShard(weight, rows))
     for key, name, shard in _owned_state(trainer):
@@ -141,14 +150,51 @@ def initialise(trainer: Trainer) -> None:
     """Fills the weights from the config's seed."""
     config = trainer.config
     where = trainer.strategy.shards, config.model, trainer.groups
-    init.initialise(*where, config.seed, trainer.dtype)
+    init.initialise(*where, config.seed, trainer.dtype, config.lora)
     trainer.optimizer.reset_masters()
 
 
 def load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Takes the weights of any checkpoint of this model and starts at step 0."""
-    init.load_weights(trainer.strategy.shards, checkpoint, trainer.config.model, trainer.groups)
+    """Takes the weights of any checkpoint of this model and starts at step 0.
+
+    Where adapters are trained, they are the checkpoint's, of weights that stay as they are, or the
+    seed's where it has none.
+    """
+    config, adapters = trainer.config, _adapter_shards(trainer)
+    if not config.lora.rank:
+        init.load_weights(trainer.strategy.shards, checkpoint, config.model, trainer.groups)
+    else:
+        _load_frozen(trainer, checkpoint)
+        if checkpoint.adapters:
+            _load_adapters(trainer, checkpoint.adapters.own)
+        else:
+            where = adapters, config.model, trainer.groups, config.seed, trainer.dtype
+            init.initialise(*where, config.lora)
     trainer.optimizer.reset_masters()
+
+
+def _load_frozen(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Fills the weights that adapters are trained for."""
+    shards, table = trainer.strategy.shards, trainer.table
+    frozen = {name: shard for name, shard in shards.items() if not table[name].of_adapter}
+    init.load_weights(frozen, base_of(checkpoint), trainer.config.model, trainer.groups)
+
+
+@torch.no_grad()
+def _load_adapters(trainer: Trainer, own: Checkpoint, from_masters: bool = False) -> None:
+    """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
+    require_adapters(own, trainer.config.model, trainer.config.lora)
+    stored = set(own.names())
+    for name, shard in _adapter_shards(trainer).items():
+        master = f"{OPTIMIZER}master/{name}"
+        wider = from_masters and master in stored and own.dtype(name) != shard.tensor.dtype
+        for box, view in shard.blocks(trainer.table[name], trainer.groups):
+            view.copy_(own.read(master if wider else name, box))
+
+
+def _adapter_shards(trainer: Trainer) -> dict[str, OwnedShard]:
+    shards, table = trainer.strategy.shards, trainer.table
+    return {name: shard for name, shard in shards.items() if table[name].of_adapter}
 
 
 @torch.no_grad()
@@ -160,7 +206,12 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     the manifest's counters make no sense.
     """
     model, groups, done = trainer.config.model, trainer.groups, progress_of(checkpoint)
-    init.load_weights(trainer.strategy.shards, checkpoint, model, groups, from_masters=True)
+    if checkpoint.adapters:
+        _load_frozen(trainer, checkpoint)
+        _load_adapters(trainer, checkpoint.adapters.own, from_masters=True)
+        checkpoint = checkpoint.adapters.own
+    else:
+        init.load_weights(trainer.strategy.shards, checkpoint, model, groups, from_masters=True)
     known, optional = set(checkpoint.names()), trainer.strategy.state()
     for key, name, shard in _owned_state(trainer):
         stored = f"{OPTIMIZER}{key}"
@@ -174,6 +225,14 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
     trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())
     trainer.step = checkpoint.step
+
+
+def base_record(trainer: Trainer, start: StartingPoint) -> BaseRecord | None:
+    """The weights that a run's adapters are for; None of a run that trains all."""
+    if not trainer.config.lora.rank or start.checkpoint is None:
+        return None
+    base = base_of(start.checkpoint)
+    return BaseRecord(path=str(base.folder.absolute()), hash=weights_hash(base))
 
 
 def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
