@@ -111,7 +111,7 @@ def _merged(adapters: Adapters, name: str, targets: tuple[Target, ...], box: Box
         start, size, rows = list(box.start[:-1]), list(box.size[:-1]), slice(None)
         if target.dim is not None:
             first = max(start[target.dim], target.first)
-            end = min(start[target.dim] + size[target.dim], target.first + target.count)
+            end = min(start[target.dim] + size[target.dim], target.first + target.num_slots)
             if first >= end:
                 continue
             rows = slice(first - start[target.dim], end - start[target.dim])

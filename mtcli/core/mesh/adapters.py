@@ -16,13 +16,13 @@ from mtcli.core.mesh.sharding import Parameter
 
 
 class Target(NamedTuple):
-    """A target inside a linear layer: its name, and its slots [first, first + count) of dim `dim`
+    """A target inside a linear layer: its name, and its slots, `num_slots` from `first` on, of `dim`
     of the weight; all of the weight where dim is None."""
 
     name: str
     dim: int | None = None
     first: int = 0
-    count: int = 1
+    num_slots: int = 1
 
     @property
     def short(self) -> str:
@@ -71,7 +71,7 @@ def adapter_parameters(
     for target in chosen_targets(weight.name, model, lora):
         shape, axes = list(outer), list(outer_axes)
         if target.dim is not None:
-            shape[target.dim] = target.count
+            shape[target.dim] = target.num_slots
         a, b = (adapter_name(weight.name, side, target) for side in "ab")
         sizes = (lora.rank, inputs), (*shape, lora.rank)
         yield Parameter(a, sizes[0], (None, input_axis), "adapter", weight.owner, of_adapter=True)

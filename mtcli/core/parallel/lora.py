@@ -77,11 +77,11 @@ class Adapter(nn.Module):
         padded, at = [], 0
         for i, (target, part) in enumerate(zip(site.targets, parts, strict=True)):
             before, after = i * rank, (len(parts) - 1 - i) * rank
-            wide = F.pad(part.view(site.outer, target.count, -1, rank), (before, after))
+            wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (before, after))
             if target.first > at:
                 padded.append(self._zeros(wide, target.first - at))
             padded.append(wide)
-            at = target.first + target.count
+            at = target.first + target.num_slots
         if at < site.slots:
             padded.append(self._zeros(padded[-1], site.slots - at))
         return torch.cat(padded, 1).flatten(0, 2)
