@@ -21,7 +21,7 @@ from tiny import (
 )
 
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -60,7 +60,15 @@ MODELS = {
     "bert masked": BERT | {"sentence_order": False},
     "bert classes": BERT | DROPPING | CLASSIFYING,
     "bert choices": BERT | CHOOSING | {"norm_order": "post"},
+    "gpt lora": GPT | DROPPING | TWO_LAYERS,
+    "llama lora": LLAMA | TWO_LAYERS,
+    "llama deep lora": LLAMA,
+    "llama few lora": LLAMA | TWO_LAYERS,
+    "one key head lora": LLAMA | TWO_LAYERS | {"num_kv_heads": 1, "qkv_bias": True},
+    "moe lora": MOE | {"shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True},
 }
+LORA = {"rank": 3, "alpha": 6.0, "dropout": 0.2}
+FEW = {"rank": 2, "targets": ["k_proj", "up_proj", "down_proj"]}
 
 
 class Row(NamedTuple):
@@ -80,6 +88,8 @@ class Row(NamedTuple):
         sections = {"parallel": self.parallel, "batch": self.batch, "train": train}
         sections["data"] = DOCUMENTS if self.model.endswith("documents") else {}
         sections["optimizer"] = LAMB if self.model.endswith("lamb") else {}
+        if self.model.endswith("lora"):
+            sections["lora"] = FEW if "few" in self.model else LORA
         return run_config(MODELS[self.model], **sections)
 
 
@@ -99,6 +109,7 @@ def train_on(runtime, config, steps, samples=None):
     samples = samples or (Samples if config.model.head == "lm" else EncoderSamples)
     trainer = Trainer(config, runtime)
     initialise(trainer)
+    _move_adapters(trainer)
     weights = {n: (held.tensor.clone(), held.rows) for n, held in trainer.strategy.shards.items()}
     loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader)]
@@ -107,8 +118,21 @@ def train_on(runtime, config, steps, samples=None):
     done += [trainer.train_step(loader) for _ in range(steps - 1)]
     loader.close()
     held = trainer.strategy.shards
-    untrained = {n: held[n].tensor.clone() for n in held if n not in gradients}
+    frozen = {name for name in held if trainer.table[name].frozen}
+    assert all(torch.equal(held[name].tensor, weights[name][0]) for name in frozen)
+    untrained = {n: held[n].tensor.clone() for n in held if n not in gradients and n not in frozen}
     return Measured(weights, gradients, rows, *([s[i] for s in done] for i in (1, 3)), untrained)
+
+
+def _move_adapters(trainer):
+    """Fills the Bs of adapters, which begin at 0, where no A has a gradient."""
+    for name, shard in trainer.strategy.shards.items():
+        if ".adapter.b." in name:
+            described = trainer.table[name]
+            values = 0.1 * torch.sin(torch.arange(1.0, described.numel + 1)).view(described.shape)
+            for box, view in shard.blocks(described, trainer.groups):
+                view.copy_(values[box.slices])
+    trainer.optimizer.reset_masters()
 
 
 def measure(runtime, row):
@@ -161,8 +185,8 @@ def slices(row, rank, mine, whole):
     """The largest relative difference of a rank's gradients from its slices of the whole ones,
     zeros where it holds padding."""
     layout = ParallelLayout.of(row.config().parallel, row.world)
-    table, found = parameters(row.config().model), []
     every = max(gradient.norm() for gradient in whole.gradients.values())
+    table, found = run_parameters(row.config().model, row.config().lora), []
     for name, gradient in mine.gradients.items():
         box = table[name].box(layout, rank)
         shape, stored = table[name].local_shape(layout), table[name].stored_shape(layout)

@@ -101,6 +101,10 @@ SLOW = {
     "test_fewest_devices.py": {
         "test_no_smaller_number_of_devices_is_enough": ("gpt2-1.5b-rtx-5000-*",),
     },
+    "test_fine_tuning.py": {
+        "test_every_layout_has_the_losses_of_one_rank": ("4-{'tp': 2, 'cp': 2}",),
+        "test_the_loss_of_a_packed_batch_is_transformers_of_its_examples_one_by_one": ("llama",),
+    },
     "test_finished_run.py": {"test_the_page_of_a_long_run_is_below_five_megabytes": ()},
     "test_fp8_runs.py": {
         "test_a_layout_trains_as_one_rank_does_up_to_float8_s_rounding": (
@@ -131,6 +135,13 @@ SLOW = {
         "test_weights_of_one_give_the_bits_of_no_weights": (
             "llama dropout: *-bf16", "moe: world=4 pp=2 *-fp32",
         ),
+    },
+    "test_lora.py": {
+        "test_every_layout_has_the_gradients_and_the_curve_of_one_rank": (
+            "llama lora: world=4 *", "moe lora: world=4 *",
+        ),
+        "test_peft_loads_our_adapters_and_the_merged_model_has_its_logits": ("llama",),
+        "test_a_step_from_peft_s_adapters_is_peft_s_step": ("gpt2",),
     },
     "test_measure.py": {"test_slow_data_is_seen_as_waiting_for_data": ()},
     "test_measure_cpu.py": {

@@ -111,9 +111,10 @@ def plan(
         if validate:
             _require_none("--validate", planned)
             return _validate(validate, json_out, plot)
+        from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.plan.answer import answer, read_request
 
-        source = _source(config, rank, dry_run)
+        source = source_of(_source(config, rank, dry_run))
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         found = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)

@@ -29,9 +29,10 @@ Words = Annotated[
     ),
 ]
 To = Annotated[
-    Literal["mtcli", "hf"] | None,
+    Literal["mtcli", "hf", "peft"] | None,
     typer.Option(
-        help="the format to write; default: the other one, or mtcli with --layout or --upcycle"
+        help="the format to write; default: the other one, or mtcli with --layout or --upcycle; "
+        "peft has adapters alone"
     ),
 ]
 Layout = Annotated[
@@ -64,6 +65,9 @@ ModelSource = Annotated[
 MaxShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="size of a Hugging Face file; default: 5GB")
 ]
+MergeLora = Annotated[
+    bool, typer.Option("--merge-lora", help="add a run's adapters to the weights they are for")
+]
 Verify = Annotated[
     bool, typer.Option("--verify", help="compare every bit, and logits on a seeded batch")
 ]
@@ -80,6 +84,7 @@ def shard(
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
     config: ModelSource = None,
+    merge_lora: MergeLora = False,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
@@ -91,7 +96,7 @@ def shard(
     from mtcli.core.convert.layout import parse_layout
 
     given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
-    given |= {"--max-shard-size": max_shard_size}
+    given |= {"--max-shard-size": max_shard_size, "--merge-lora": merge_lora or None}
     compared = {"--dtype": dtype, "--verify": verify or None}
     # Before torch is imported.
     name, model, size, where, verb, sources = collect_errors(
@@ -119,9 +124,35 @@ def shard(
         _finish(compare(*opened, cast, verify, nproc), json_out)
     else:
         source = opened[0]
+        _require_adapters(source, chosen, merge_lora)
+        if chosen == "peft":
+            return _to_peft(source, Path(words[1]), force, json_out)
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc)
         _convert(source, Path(words[1]), plan, layout or "", json_out)
+
+
+def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
+    """Raises MtcliError where adapters are left alone, or merged, and there are none to."""
+    has = source.adapters is not None
+    if has and to != "peft" and not merge:
+        message = f"{source.folder} holds adapters of {source.adapters.base.folder}, no model"
+        hint = "--merge-lora adds them to its weights; --to peft writes them alone"
+        raise wrong(message, hint, "--merge-lora")
+    if not has and (merge or to == "peft"):
+        flag = "--merge-lora" if merge else "--to peft"
+        raise wrong(f"{source.folder} holds no adapters", "leave it out", flag)
+    if merge and to == "peft":
+        raise wrong(
+            "--merge-lora with --to peft, which holds adapters alone", "one of them", "--to"
+        )
+
+
+def _to_peft(source: "Checkpoint", target: Path, force: bool, json_out: str | None) -> None:
+    from mtcli.core.convert.to_peft import to_peft
+
+    _finish(to_peft(source, target, force), json_out)
+    say_wrote(str(target))
 
 
 def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":

@@ -6,18 +6,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ConfigFile, Nproc, Overrides
+from mtcli.commands.options import Nproc, Overrides
 from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
+    from mtcli.core.config.loading import Table
+    from mtcli.core.config.schema import RunConfig
     from mtcli.core.runtime.launch import Runtime
 
+Config = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="a TOML file, a run folder, a preset's name, or a Hugging Face folder",
+    ),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="go on from the newest checkpoint of train.output")
 ]
 InitFrom = Annotated[
     str | None,
     typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
+]
+SkipBad = Annotated[
+    bool,
+    typer.Option("--skip-bad", help="leave bad lines of conversations out, and count them"),
 ]
 MaxRestarts = Annotated[
     int,
@@ -31,22 +44,25 @@ MaxRestarts = Annotated[
 
 
 def train(
-    config: ConfigFile,
     overrides: Overrides,
+    config: Config = None,
     nproc: Nproc = 1,
     resume: Resume = False,
     init: InitFrom = None,
+    skip_bad: SkipBad = False,
     max_restarts: MaxRestarts = 0,
 ) -> None:
-    """Train or fine-tune a model from a config; a run folder comes out."""
+    """Train or fine-tune a model from a config or a Hugging Face folder; writes a run folder."""
+    from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.config.errors import collect_errors
-    from mtcli.core.config.rules import load_checked
     from mtcli.core.runtime.launch import environment_world, restarts
 
     resume = resume or restarts() > 0
-    start = partial(_require_start, config, overrides, resume, init)
+    overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
+    source = source_of(config, init)
+    start = partial(_require_start, source, overrides, resume)
     run, *_ = collect_errors(
-        lambda: load_checked(config, overrides, num_ranks(nproc)),
+        lambda: _planned(source, overrides, num_ranks(nproc)),
         *([start] if environment_world() is None else []),  # ranks find out when they start
         otherwise=start,
     )
@@ -56,15 +72,28 @@ def train(
         from mtcli.core.training.loop import train as train_run
 
         measure_peak = partial(peak_flops, run, runtime)
-        return train_run(run, runtime, resume=resume, init=init, measure_peak=measure_peak)
+        return train_run(run, runtime, resume=resume, measure_peak=measure_peak)
 
     if run_ranks(nproc, run.train, work, max_restarts) is False:  # it was told to stop
         raise KeyboardInterrupt
 
 
-def _require_start(source: str, overrides: list[str], resume: bool, init: str | None) -> None:
+def _planned(source: "str | Table", overrides: list[str], world: int) -> "RunConfig":
+    """The config of a run, with the steps of its epochs where the data says how many these are."""
+    from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
+    from mtcli.core.config.rules import load_checked
+
+    run = load_checked(source, overrides, world)
+    if run.data.format != "conversations" or not run.data.train:
+        return run
+    from mtcli.core.data.packing import with_steps
+
+    return with_steps(run, starting_tokenizer(run))
+
+
+def _require_start(source: "str | Table", overrides: list[str], resume: bool) -> None:
     """Raises MtcliError with all that is wrong with a run's data, folder and first weights."""
-    from mtcli.core.checkpoint.folder import find_checkpoint
+    from mtcli.core.checkpoint.fine_tuning import require_weights
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import read_config
     from mtcli.core.data.loader import require_data
@@ -77,4 +106,4 @@ def _require_start(source: str, overrides: list[str], resume: bool, init: str | 
         lambda: require_data(config),
         lambda: require_startable(Path(config.train.output), resume),
     ]
-    collect_errors(*steps, *([lambda: find_checkpoint(Path(init))] if init else []))
+    collect_errors(*steps, *([] if resume else [lambda: require_weights(config)]))

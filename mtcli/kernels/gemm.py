@@ -100,7 +100,7 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms
     ) -> Tensor:
         """x [T, D], weight [F, D] (or what `gemms` takes) -> [T, F]."""
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.gemms = gemms
         return gemms.forward(x, weight, bias)
 

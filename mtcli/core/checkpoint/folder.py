@@ -11,7 +11,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.untrusted import open_untrusted
+from mtcli.core.config.untrusted import open_untrusted, shown
 from mtcli.core.runtime.atomic_writes import folder_of
 
 CHECKPOINTS = "checkpoints"  # of a run folder
@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
 METADATA = "metadata.json"  # of Megatron's torch_dist
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "mp_rank_00*"  # folders of Megatron's checkpoints before torch_dist
@@ -39,7 +40,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 class CheckpointFolder(NamedTuple):
     """A checkpoint's folder and format; `of_run` where it is the newest of a run that was named."""
 
-    format: Literal["mtcli", "hf", "megatron"]
+    format: Literal["mtcli", "hf", "peft", "megatron"]
     folder: Path
     of_run: bool = False
 
@@ -48,8 +49,12 @@ class CheckpointFolder(NamedTuple):
         """The folder of its tokenizer, if it has one."""
         if self.format == "mtcli":
             return self.folder / TOKENIZER if (self.folder / TOKENIZER).is_dir() else None
-        names = TOKENIZERS if self.format == "hf" else ()
-        return self.folder if any((self.folder / name).is_file() for name in names) else None
+        names = TOKENIZERS if self.format in ("hf", "peft") else ()
+        if any((self.folder / name).is_file() for name in names):
+            return self.folder
+        if self.format == "peft":
+            return find_checkpoint(peft_base(self.folder)).tokenizer_folder
+        return None
 
 
 def find_checkpoint(path: Path) -> CheckpointFolder:
@@ -58,6 +63,8 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
     try:
         if (path / MANIFEST).exists():
             return CheckpointFolder("mtcli", path)
+        if (path / ADAPTER_CONFIG).exists():
+            return CheckpointFolder("peft", path)
         if (path / config_json.NAME).exists():
             return CheckpointFolder("hf", path)
         if folder := _find_megatron(path):
@@ -95,10 +102,25 @@ def model_of(source: CheckpointFolder) -> ModelConfig | None:
     if source.format == "hf":
         path = source.folder / config_json.NAME
         return config_json.model_of(config_json.read_json(path), path)
+    if source.format == "peft":
+        return model_of(find_checkpoint(peft_base(source.folder)))
     try:
         return config_in(source.folder).model if source.format == "mtcli" else None
     except MtcliError:
         return None
+
+
+def peft_base(folder: Path) -> Path:
+    """The folder of the weights that peft's adapters are for.
+
+    Raises MtcliError where their config names none that is here.
+    """
+    path = folder / ADAPTER_CONFIG
+    name = config_json.read_json(path).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name or not Path(name).is_dir():
+        message = f"{path}: base_model_name_or_path={shown(name)} is no folder here"
+        raise wrong(message, "fetch the model, and name its folder there")
+    return Path(name)
 
 
 def config_in(folder: Path) -> RunConfig:
@@ -150,7 +172,8 @@ def require_free(final: Path, force: bool) -> None:
             return
     if not force:
         raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
-    if not any((final / name).is_file() for name in (MANIFEST, config_json.NAME)):
+    marks = (MANIFEST, config_json.NAME, ADAPTER_CONFIG)
+    if not any((final / name).is_file() for name in marks):
         message = f"{final} is not a checkpoint, and --force replaces nothing else"
         raise wrong(message, "name another folder, or remove it yourself")
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
+from mtcli.core.checkpoint.adapters import with_base
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import (
     KINDS,
@@ -21,6 +22,7 @@ from mtcli.core.checkpoint.folder import (
     step_folders,
     step_of,
 )
+from mtcli.core.checkpoint.huggingface.peft import open_peft
 from mtcli.core.checkpoint.huggingface.reader import open_hf
 from mtcli.core.checkpoint.manifest import NAME, TensorRecord, read_manifest
 from mtcli.core.checkpoint.megatron.reader import open_megatron
@@ -55,8 +57,12 @@ def open_found(found: CheckpointFolder, model: ModelConfig | None = None) -> Che
             return open_hf(found.folder)
         if found.format == "megatron":
             return open_megatron(found.folder, model)
+        if found.format == "peft":
+            return open_peft(found.folder, open_checkpoint)
         with offering_earlier(found.folder) if found.of_run else nullcontext():
-            return _open_ours(found.folder)
+            own = _open_ours(found.folder)
+        has_adapters = own.config is not None and own.config.lora.rank > 0
+        return with_base(own, open_checkpoint) if has_adapters else own
     except OSError as error:  # of a folder that may not be read
         raise wrong(f"{found.folder} cannot be opened: {error.strerror}", KINDS) from None
 

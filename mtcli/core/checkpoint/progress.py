@@ -77,6 +77,15 @@ class RandomState(Section):
     step: Count
 
 
+class BaseRecord(Section):
+    """The weights that a run's adapters are for."""
+
+    path: str
+    """where they were"""
+    hash: str
+    """of the manifest, or of blocks of the tensors' files"""
+
+
 class RunProgress(Section):
     """The progress of a run: the manifest's `extra`."""
 
@@ -94,6 +103,8 @@ class RunProgress(Section):
     """the consumed samples"""
     sync: dict[str, Any] = {}
     """counters of what replicas exchange"""
+    base: BaseRecord | None = None
+    """of a run that trains adapters"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:

@@ -21,7 +21,7 @@ from mtcli.core.checkpoint.retention import ReadLock
 from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry, damaged, read_header
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box, Parameter
 
@@ -64,7 +64,7 @@ class Checkpoint:
     headers: dict[str, dict[str, TensorEntry]] = field(default_factory=dict, repr=False)
     """of the files, read when they are first needed"""
     open_files: OpenFiles = field(default_factory=OpenFiles, repr=False, compare=False)
-    format: Literal["mtcli", "hf", "megatron"] = "mtcli"
+    format: Literal["mtcli", "hf", "peft", "megatron"] = "mtcli"
     """whose folder it is"""
     unread: tuple[str, ...] = ()
     """what the folder holds besides, and nobody reads"""
@@ -72,6 +72,8 @@ class Checkpoint:
     """data-parallel replicas, where some tensors differ between them"""
     averages: int = 0
     """replicas, of which a tensor that differs is read as the mean; 0: it is read one by one"""
+    adapters: "Adapters | None" = None
+    """where the folder holds adapters alone: the tensors here are then the merged model's"""
 
     def names(self) -> list[str]:
         """The names of all tensors."""
@@ -160,6 +162,9 @@ class Checkpoint:
 
     def verify_weights(self, rank: int = 0, world: int = 1) -> None:
         """Checks the hashes of the blocks that hold weights; see `verify_hashes`."""
+        if self.adapters is not None:
+            self.adapters.own.verify_weights(rank, world)
+            return self.adapters.base.verify_weights(rank, world)
         blocks: dict[str, set[int]] = {}
         for name, stored in self.tensors.items():
             for box in stored.boxes:
@@ -261,3 +266,12 @@ class Checkpoint:
             what = f"{source.key} is {entry.code} {list(entry.shape)}"
             raise damaged(path, f"{what} and should be {source.code} {list(source.shape)}")
         return entry
+
+
+class Adapters(NamedTuple):
+    """Low-rank adapters and the weights that they are for."""
+
+    own: Checkpoint
+    """A and B of each target by canonical name, and their optimizer state"""
+    base: Checkpoint
+    lora: LoraConfig

@@ -7,7 +7,7 @@ manifest comes last. A save that fails on any rank fails on all, and leaves what
 import errno
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial as partial_of
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mtcli.core.checkpoint.blocks import write_bytes, write_tensors
-from mtcli.core.checkpoint.folder import CONFIG, TOKENIZER, rank_file, step_name, tokenizer_files
+from mtcli.core.checkpoint.folder import (
+    CONFIG,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    rank_file,
+    step_name,
+    tokenizer_files,
+)
 from mtcli.core.checkpoint.manifest import (
     NAME,
     Manifest,
@@ -64,6 +71,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     extra: dict[str, Any],
     config_toml: str,
     tokenizer: Path | None,
+    attached: Mapping[str, Path] | None = None,
     keep: int,
     keep_every: int = 0,
     replicas: int = 1,
@@ -72,7 +80,8 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 
     `gather` returns every rank's JSON on every rank, in rank order, and is a barrier. `progress` is
     called as the save goes on. `extra` is JSON. Then the newest `keep` checkpoints stay (0: all),
-    and those of multiples of `keep_every`. Tensors whose shards name a replica are to be given for
+    and those of multiples of `keep_every`. `attached` are further files to copy, by their names in
+    the folder. Tensors whose shards name a replica are to be given for
     each of `replicas`.
     Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
     there remain.
@@ -95,10 +104,10 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
             raise failed(f"{message} bytes and {shutil.disk_usage(root).free} are free") from None
 
     def finish() -> None:
-        files = tokenizer_files(tokenizer)
-        attached = {f"{TOKENIZER}/{name}": path for name, path in files.items()}
+        files = tokenizer_files(tokenizer, names=TOKENIZER_FILES)
+        copied = {f"{TOKENIZER}/{name}": path for name, path in files.items()}
         about = {"step": step, "extra": extra, "replicas": replicas}
-        commit(partial, written, about, config_toml, attached)
+        commit(partial, written, about, config_toml, copied | dict(attached or {}))
         replace_folder(partial, final)
 
     needed = sum(gather(sum(shard.tensor.nbytes for shard in shards)))

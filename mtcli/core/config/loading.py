@@ -26,8 +26,9 @@ FOLLOWS = {  # fields of [model] that `with_model_defaults` derives, and from wh
 USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
 
 
-def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run config of a TOML file or preset, with `section.field=value` overrides on top.
+def load_config(source: str | Table, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run config of a TOML file or preset, or of the table of one, with `section.field=value`
+    overrides on top.
 
     Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
     join several fields, or need the world size, are `rules.problems`.
@@ -44,20 +45,24 @@ def config_of(table: Table, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_config(
-    source: str, overrides: Sequence[str] = ()
+    source: str | Table, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig | None, list[Problem]]:
     """The config and its problems; illegal fields are left at their defaults, so that the rules
     of `rules.py` can still be applied to the rest. None where too little is left."""
     return validate(table_of(source, overrides))
 
 
-def table_of(source: str, overrides: Sequence[str] = ()) -> Table:
+def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     """The table of a TOML file, run folder or preset with overrides on top.
 
     The warm-up ends with the run where an override makes that shorter and says nothing of it.
+    Steps that an override names count, whatever epochs the table has.
     """
-    table = with_overrides(read_table(source), overrides)
+    table = source if isinstance(source, dict) else read_table(source)
+    table = with_overrides(table, overrides)
     fields = {item.partition("=")[0].strip() for item in overrides}
+    if "train.steps" in fields and "train.epochs" not in fields:
+        table = _without(table, ["train", "epochs"])
     if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
         match table:
             case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:

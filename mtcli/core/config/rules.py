@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
@@ -22,7 +22,8 @@ from mtcli.core.config.layout_rules import (
     context_divides,
     experts_see_tokens_once,
 )
-from mtcli.core.config.loading import read_config, validate, with_overrides
+from mtcli.core.config.loading import Table, read_config, validate, with_overrides
+from mtcli.core.config.lora import lora_targets
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
@@ -50,7 +51,7 @@ def lasting_problems(config: RunConfig) -> list[Problem]:
     return _broken([rule for rule in RULES if rule not in LAYOUT_RULES], bare, 1)
 
 
-def load_checked(source: str, overrides: Sequence[str], world: int) -> RunConfig:
+def load_checked(source: str | Table, overrides: Sequence[str], world: int) -> RunConfig:
     """The run config of a TOML file, run folder or preset, legal on `world` ranks.
 
     Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
@@ -200,7 +201,7 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
     o = config.optimizer
     if o.min_lr > o.lr:
         yield Problem(f"min_lr={o.min_lr} is above lr={o.lr}", f"0 to {o.lr}", "optimizer.min_lr")
-    if o.warmup_steps > config.train.steps:
+    if o.warmup_steps > config.train.steps and not config.train.epochs:  # which set the steps
         message = f"warmup_steps={o.warmup_steps} is above train.steps={config.train.steps}"
         yield Problem(message, f"0 to {config.train.steps}", "optimizer.warmup_steps")
 
@@ -267,6 +268,28 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, hint, "train.compile")
 
 
+def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks what adapters are trained with, and that the model has their targets."""
+    lora, m = config.lora, config.model
+    if not lora.rank:
+        return
+    if config.parallel.zero == 3:
+        message = f"rank={lora.rank} with zero=3: adapters are too small to be sharded by rows"
+        yield Problem(message, "parallel.zero = 1", "lora.rank")
+    if config.train.precision == "fp8":
+        message = f"rank={lora.rank} with precision='fp8', whose frozen weights are not kept narrow"
+        yield Problem(message, "train.precision = 'bf16'", "lora.rank")
+    if m.router_bias_update_rate:
+        message = f"rank={lora.rank} with router_bias_update_rate={m.router_bias_update_rate:g}, "
+        message += "which moves biases of a model that stays as it is"
+        yield Problem(message, "model.router_bias_update_rate = 0.0", "lora.rank")
+    known = lora_targets(m)
+    for name in lora.targets:
+        if name not in known:
+            said = f"there is no target {name!r} in this model"
+            yield Problem(said, f"known: {', '.join(known)}", "lora.targets")
+
+
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that attention is causal where the head predicts the next token, and only there."""
     m = config.model
@@ -297,10 +320,10 @@ def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
 def data_fits_head(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that the data has the labels that the head predicts."""
     head, kind = config.model.head, config.data.format
-    wanted = FORMATS.get(head, "tokens")
-    if kind != wanted:
-        heads = [name for name in HEAD_NAMES if FORMATS.get(name, "tokens") == kind]
-        hint = f"data.format = {wanted!r}, or model.head = {' or '.join(map(repr, heads))}"
+    if kind not in FORMATS[head]:
+        heads = either(repr(name) for name, kinds in FORMATS.items() if kind in kinds)
+        formats = either(map(repr, FORMATS[head]))
+        hint = f"data.format = {formats}, or model.head = {heads}"
         yield Problem(f"data.format={kind!r} with head={head!r}", hint, "data.format")
 
 
@@ -310,10 +333,14 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
     named = (("data.train", d.train), ("data.valid", d.valid))
     blends = (partial(read_blend, words, field) for field, words in named if words)
     try:
-        *_, (train, valid, _) = collect_errors(*blends, partial(read_split, d.split, "data.split"))
+        *read, (train, valid, _) = collect_errors(
+            *blends, partial(read_split, d.split, "data.split")
+        )
     except MtcliError as error:
         yield from error.problems
         return
+    if d.format == "conversations" and any(weights for _, weights in read):
+        yield Problem("conversations have no weights", "name their files alone", "data.train")
     if not d.train or d.valid:  # the split is of one set of prefixes
         return
     needed = {"train": train} | ({"valid": valid} if config.train.eval_every else {})
@@ -342,8 +369,12 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
         )
 
 
-FORMATS = {"classification": "classification", "multiple_choice": "race"}  # of heads; else tokens
-HEAD_NAMES = get_args(ModelConfig.model_fields["head"].annotation)
+FORMATS = {  # by head
+    "lm": ("tokens", "conversations"),
+    "mlm": ("tokens",),
+    "classification": ("classification",),
+    "multiple_choice": ("race",),
+}
 
 
 class Need(NamedTuple):
@@ -384,6 +415,19 @@ NEEDS = (
     _of_sync("period", *LEADERS, *PERIODIC),
     _of_sync("outer_lr outer_momentum outer_nesterov", "diloco"),
     _of_sync("fragments overlap_steps quantise top_k error_decay", *PERIODIC),
+    Need(
+        ("train.epochs", "data.chat_template"),
+        "data.format",
+        ("conversations",),
+        "whose length is in steps and whose tokens are there",
+    ),
+    Need(
+        ("data.skip_bad",),
+        "data.format",
+        ("conversations", "classification"),
+        "which has no lines to read",
+    ),
+    Need(("lora.alpha", "lora.dropout", "lora.targets"), "lora.rank", (), "which has no adapters"),
 )
 
 
@@ -446,6 +490,7 @@ RULES: tuple[Rule, ...] = (
     _trust_bounds_are_a_range,
     fields_are_used,
     _weights_are_compiled,
+    _adapters_fit,
     _graphs_are_the_same_each_time,
     _fp8_has_gemms,
     data_fits_head,

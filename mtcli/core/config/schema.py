@@ -7,7 +7,7 @@ reports every problem of every section at once; the cross-field rules are in `ru
 from math import lcm
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 from mtcli.core.config.model import ModelConfig
@@ -20,6 +20,14 @@ Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 OptimizerName = Literal["adamw", "lamb", "sgd"]
+
+
+def _listed(value: Any) -> Any:
+    """A list of one where a single text is given."""
+    return [value] if isinstance(value, str) else value
+
+
+Sources = Annotated[tuple[PathText, ...], BeforeValidator(_listed)]
 
 
 class ParallelConfig(Section):
@@ -110,24 +118,42 @@ class OptimizerConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs."""
+    """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs, or the
+    files of conversations."""
 
-    format: Literal["tokens", "race", "classification"] = "tokens"
-    """tokens of preprocess, RACE's own folders, or JSONL of text, label and maybe text_pair"""
-    train: tuple[PathText, ...] = ()
+    format: Literal["tokens", "conversations", "race", "classification"] = "tokens"
+    """tokens of preprocess, JSONL of prompts and completions or of messages [by file name], RACE's
+    own folders, or JSONL of text, label and maybe text_pair"""
+    train: Sources = ()
     """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]; or files"""
-    valid: tuple[PathText, ...] = ()
+    valid: Sources = ()
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
-    """shares of train, valid and test where one set serves all three [of examples 1,0,0]"""
+    """shares of train, valid, test where one set serves all three [all but tokens: 1,0,0]"""
     document_mask: bool = False
-    """tokens see only their own document (Megatron's --reset-attention-mask)"""
+    """tokens see only their own document (--reset-attention-mask) [conversations: true]"""
     document_positions: bool = False
-    """positions begin again at each document (Megatron's --reset-position-ids)"""
+    """positions begin again at each document (--reset-position-ids) [conversations: true]"""
     tokenizer: PathText | None = None
-    """of an encoder's rows, a folder or name [that of the data, or of the weights of --init]"""
+    """of conversations or an encoder's rows, a folder or name [the data's, or train.init's]"""
+    chat_template: bool = True
+    """conversations: prompts, too, go through the chat template where there is one"""
     skip_bad: bool = False
-    """leave bad examples out, and count them"""
+    """leave bad examples and too long ones out, and count them"""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv:2106.09685): y = W x + alpha / rank * B A x, of which A and B are
+    trained and saved, and the weights of train.init stay as they are."""
+
+    rank: Annotated[Int, Field(ge=0, le=65536)] = 0
+    """rows of A; 0 trains all weights and no adapters"""
+    alpha: Annotated[Real, Field(ge=0.0, le=1e6)] = 16.0
+    """adapters are scaled by alpha / rank"""
+    dropout: Fraction = 0.0
+    """of the adapters' input"""
+    targets: tuple[str, ...] = ()
+    """linear layers by peft's names: ["q_proj", "v_proj"] [all of the blocks]"""
 
 
 class TrainConfig(Section):
@@ -135,6 +161,10 @@ class TrainConfig(Section):
 
     steps: Positive = 100
     """optimizer steps"""
+    epochs: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
+    """conversations: passes over the data, which set steps [1 where no steps are set]"""
+    init: PathText | None = None
+    """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
     output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -192,6 +222,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     sync: SyncConfig = SyncConfig()
     data: DataConfig = DataConfig()
+    lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
 
     def num_replicas(self, world: int) -> int:
@@ -233,3 +264,26 @@ class RunConfig(Section):
                     size = RACE_CHOICES * min(RACE_TOKENS, longest)
                     return values | {"batch": {"seq_len": size} | batch}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_conversations(cls, values: Any) -> Any:
+        """Reads .jsonl files as conversations: packed with document masks, nothing held back for
+        validation, and one epoch where no length is set."""
+        data = values.get("data") if isinstance(values, dict) else None
+        if not isinstance(data, dict):
+            return values
+        names = _listed(data.get("train", ()))
+        if isinstance(names, list | tuple) and names and all(map(_is_jsonl, names)):
+            data = {"format": "conversations"} | data
+        if data.get("format") != "conversations":
+            return values
+        packed = {"document_mask": True, "document_positions": True, "split": "1,0,0"}
+        values, train = values | {"data": packed | data}, values.get("train", {})
+        if isinstance(train, dict) and not {"steps", "epochs"} & set(train):
+            values |= {"train": train | {"epochs": 1.0}}
+        return values
+
+
+def _is_jsonl(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".jsonl")

@@ -58,5 +58,5 @@ class Payload(NamedTuple):
         scale_bytes = SCALE_BYTES * self.scales * self.rows
         if self.sent == self.columns:
             return scale_bytes, value_bytes, 0, 0
-        indices = self.rows * self.bitmap, values * self.low_bits
-        return scale_bytes, value_bytes, *(-(-bits // 8) for bits in indices)
+        bitmaps, lows = self.rows * self.bitmap, values * self.low_bits
+        return scale_bytes, value_bytes, -(-bitmaps // 8), -(-lows // 8)

@@ -29,6 +29,10 @@ class BlendOrder(NamedTuple):
     owner: np.ndarray
     sample: np.ndarray
 
+    def fits(self) -> bool:
+        """Whether the arrays have one length."""
+        return [array.shape for array in self] == [(self.owner.size,)] * 2
+
 
 def parse_blend(words: Sequence[str], field: str = "") -> Blend:
     """The blend that `words` name, its weights normalised; see `read_blend`."""

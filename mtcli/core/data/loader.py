@@ -137,6 +137,10 @@ class Batches:
         """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
         return None
 
+    def describe(self) -> dict[str, str]:
+        """Returns no lines: what the data holds, preprocess has said."""
+        return {}
+
     @property
     def files(self) -> list[list[Path]]:
         """The files of each dataset."""
@@ -267,7 +271,10 @@ def token_files(prefixes: Sequence[str]) -> list[list[Path]]:
 def require_named(data: DataConfig) -> None:
     """Raises MtcliError where a run names no data to train on."""
     if not data.train:
-        hint = "name the PREFIX that `mtcli preprocess` wrote: --set 'data.train=[\"data/a\"]'"
+        hint = (
+            "name the PREFIX that `mtcli preprocess` wrote, --set 'data.train=[\"data/a\"]', or a "
+        )
+        hint += "JSONL of conversations, --set data.train=my.jsonl"
         raise wrong("there is no training data", hint, "data.train")
 
 
@@ -276,7 +283,7 @@ def require_data(config: RunConfig) -> None:
     do not fit the model's vocabulary."""
     data = config.data
     require_named(data)
-    if data.format != "tokens":  # examples are read where a run opens them
+    if data.format != "tokens":  # conversations are read before a run is planned, examples in it
         return
     named = {"data.train": data.train, "data.valid": data.valid}
     opened = (partial(open_blend, words, field) for field, words in named.items() if words)

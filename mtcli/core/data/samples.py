@@ -11,10 +11,10 @@ Large indices are kept beside the data: one process builds them, all the others 
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tokenize import TokenError
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_magic
@@ -44,6 +44,12 @@ class Samples(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.order)
+
+    def fits(self) -> bool:
+        """Whether the arrays have the shapes above."""
+        shapes = [array.shape for array in self]
+        count = self.order.size
+        return shapes == [(self.documents.size,), (count + 1, 2), (count,)]
 
 
 def build_samples(
@@ -118,7 +124,19 @@ def _rows(lengths: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
     return rows
 
 
-Arrays = TypeVar("Arrays", Samples, BlendOrder)
+class Kept(Protocol):
+    """Named arrays that are kept in files: a NamedTuple whose `fits` checks their shapes."""
+
+    _fields: tuple[str, ...]
+
+    def fits(self) -> bool:
+        """Whether the arrays have their shapes."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """The arrays."""
+
+
+Arrays = TypeVar("Arrays", bound=Kept)
 
 
 def cached_samples(
@@ -133,7 +151,7 @@ def cached_samples(
         return build()
     stat = data.idx.stat()
     facts = [stat.st_size, stat.st_mtime_ns, data.num_tokens, owned.start, owned.stop]
-    return _kept(data.prefix, [*facts, num_samples, seq_len, seed, planned], Samples, build)
+    return _of_prefix(data.prefix, [*facts, num_samples, seq_len, seed, planned], Samples, build)
 
 
 def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
@@ -144,24 +162,32 @@ def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
 
     if size < WORTH_KEEPING:
         return build()
-    return _kept(prefix, ["blend", weights, size], BlendOrder, build)
+    return _of_prefix(prefix, ["blend", weights, size], BlendOrder, build)
 
 
-def _kept(
+def _of_prefix(
     prefix: Path, facts: list[object], kind: type[Arrays], build: Callable[[], Arrays]
 ) -> Arrays:
-    """Loads from `PREFIX.cache/` what `build` gave a process with the same facts, or builds it.
+    """Keeps arrays of the data at a prefix in `PREFIX.cache/`."""
+    cache, index = (with_suffix(prefix, suffix) for suffix in (".cache", ".idx"))
+    return kept(cache, index, facts, kind, build)
+
+
+def kept(
+    cache: Path, source: Path, facts: list[object], kind: type[Arrays], build: Callable[[], Arrays]
+) -> Arrays:
+    """Loads from the folder `cache` what `build` gave a process with the same facts, or builds it.
 
     One process at a time builds, under a lock, so that ranks which start together share its work.
     Where the folder cannot be written, each process builds its own in memory. What came with the
-    data from elsewhere is never taken: its name would need the time when `.idx` was put here.
+    data from elsewhere is never taken: its name would need the time when `source` was put here.
     """
-    facts = [*facts, with_suffix(prefix, ".idx").stat().st_ctime_ns]
+    facts = [*facts, source.stat().st_ctime_ns]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    folder = with_suffix(prefix, ".cache") / name
-    kept = load_kept(folder, kind)
-    if kept is not None:
-        return kept
+    folder = cache / name
+    found = load_kept(folder, kind)
+    if found is not None:
+        return found
     try:
         folder.parent.mkdir(exist_ok=True)
         with append_untrusted(folder.parent / "lock") as lock:
@@ -174,12 +200,14 @@ def _kept(
 
 
 def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
-    """Maps the arrays in `folder`; None where they are not there, truncated or no indices."""
+    """Maps the arrays in `folder`; None where they are not there, truncated, or of other shapes or
+    no integers."""
     try:
         arrays = kind(*(_mapped(folder / f"{name}.npy") for name in kind._fields))
     except (OSError, ValueError, TokenError):
         return None
-    return arrays if _are_indices(arrays) else None
+    integers = all(array.dtype.kind in "iu" for array in arrays)
+    return arrays if integers and arrays.fits() else None
 
 
 def _mapped(path: Path) -> np.ndarray:
@@ -192,18 +220,7 @@ def _mapped(path: Path) -> np.ndarray:
         return np.memmap(file, dtype, "r", file.tell(), shape)
 
 
-def _are_indices(arrays: Samples | BlendOrder) -> bool:
-    """Whether they are integers in the shapes that their docstrings give."""
-    shapes = [array.shape for array in arrays]
-    if any(array.dtype.kind not in "iu" for array in arrays):
-        return False
-    if isinstance(arrays, BlendOrder):
-        return shapes == [(arrays.owner.size,)] * 2
-    count = arrays.order.size
-    return shapes == [(arrays.documents.size,), (count + 1, 2), (count,)]
-
-
-def _store(folder: Path, arrays: Samples | BlendOrder) -> None:
+def _store(folder: Path, arrays: Arrays) -> None:
     folder.mkdir(exist_ok=True)
     for name, array in zip(arrays._fields, arrays, strict=True):
         with atomic_file(folder / f"{name}.npy") as path:

@@ -77,6 +77,25 @@ class Tokenizer:
         (ids,) = self.encode_all([text], with_specials=True)
         return ids
 
+    def encode_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """Encodes `text` as `encode` does, and says of each token whether it is in one of the spans
+        [first, end) of characters: from the token of a span's first character to that of its last.
+        """
+        with no_panics("the tokenizer fails on a text"):
+            require_measured(self.backend.normalizer, self._growth, text)
+            encoded = self.backend.encode(text, add_special_tokens=False)
+        inside = [False] * len(encoded.ids)
+        for first, end in spans:
+            begin = encoded.char_to_token(first)
+            if begin is None or end <= first:
+                continue
+            last = encoded.char_to_token(end - 1)
+            stop = len(inside) if last is None else last + 1
+            inside[begin:stop] = [True] * (stop - begin)
+        return encoded.ids, inside
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         with no_panics("the tokenizer fails on token ids"):

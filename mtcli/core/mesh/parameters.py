@@ -8,16 +8,32 @@ slice, and Hugging Face names are plain reshapes.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import LoraConfig
+from mtcli.core.mesh.adapters import adapter_parameters
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Init, Parameter
 
 TOKEN_TYPES = "token_type_embedding.weight"
 
 StageOwner = int | Literal["first", "last"]
+
+
+@cache
+def run_parameters(model: ModelConfig, lora: LoraConfig) -> dict[str, Parameter]:
+    """Every parameter of a run: the model's, frozen where adapters are trained, and those."""
+    table = parameters(model)
+    if not lora.rank:
+        return table
+    found: dict[str, Parameter] = {}
+    for name, parameter in table.items():
+        found[name] = replace(parameter, trained=False, frozen=True)
+        found |= {one.name: one for one in adapter_parameters(parameter, model, lora)}
+    return found
 
 
 @cache

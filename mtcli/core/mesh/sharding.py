@@ -20,7 +20,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
 BOX_BYTES = 32 << 20  # of a tensor that is gone through box by box: the memory of one box
 
-Init = Literal["normal", "residual", "ones", "zeros"]
+Init = Literal["normal", "residual", "adapter", "ones", "zeros"]
 
 
 class Box(NamedTuple):
@@ -104,7 +104,9 @@ class Parameter:
     `owner` is the block that has it, or "first" / "last" for the pipeline's ends. A vocabulary
     dimension is padded on the ranks so that it shards evenly: `padded` says which dimension that
     is. One that is not `trained` has no gradient and no optimizer state, and stays in at least
-    float32. Of one that is `tied` the last stage has a second copy.
+    float32 unless it is `frozen`, a weight that adapters are trained on. Each rank of tp has a part
+    of the sum that is the gradient of a replicated one `of_adapter`. Of one that is `tied` the last
+    stage has a second copy.
     """
 
     name: str
@@ -115,6 +117,8 @@ class Parameter:
     padded: int | None = None
     trained: bool = True
     tied: bool = False
+    frozen: bool = False
+    of_adapter: bool = False
 
     @property
     def numel(self) -> int:
@@ -129,7 +133,7 @@ class Parameter:
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices and tables, not to biases and norms."""
-        return self.init in ("normal", "residual")
+        return self.of_adapter or self.init in ("normal", "residual")
 
     def local_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
         """The shape of every rank's local tensor, padding included."""
@@ -189,10 +193,12 @@ class Parameter:
 
         Data axes always are, since each rank sees other tokens. A parameter that tp replicates
         sees 1/tp of the tokens under sequence parallelism (arXiv:2205.05198, 4.2.2) and all of
-        them without.
+        them without; an adapter's sees 1/tp of the columns either way.
         """
         axes = self.replicated_over(layout)
-        return axes if sequence_parallel else tuple(axis for axis in axes if axis != "tp")
+        if sequence_parallel or self.of_adapter:
+            return axes
+        return tuple(axis for axis in axes if axis != "tp")
 
     def _num_shards(self, layout: ParallelLayout) -> list[int]:
         """Into how many shards each dimension is split."""

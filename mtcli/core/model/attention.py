@@ -36,7 +36,8 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        return self.out(self.mix(self.qkv(x_TD), inputs))
+        qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
+        return self.out(self.mix(qkv_TF, inputs), inputs.numbers)
 
     def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
         """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""

@@ -13,13 +13,15 @@ from torch import Tensor
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.mesh.parameters import parameters
+from mtcli.core.config.schema import LoraConfig
+from mtcli.core.mesh.parameters import parameters, run_parameters
 from mtcli.core.mesh.sharding import BOX_BYTES, Box, Parameter, boxes_of_at_most
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.kernels.random import BLOCK, normal, stream_key
 
 CPU = torch.device("cpu")
+NO_ADAPTERS = LoraConfig()
 
 
 @torch.no_grad()
@@ -29,9 +31,10 @@ def initialise(
     groups: Groups,
     seed: int,
     dtype: torch.dtype,
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> None:
     """Fills a rank's shards with initial weights, rounded to `dtype`, some BOX_BYTES at a time."""
-    table = parameters(model)
+    table = run_parameters(model, lora)
     for name, shard in shards.items():
         shard.tensor.zero_()  # rows that pad the vocabulary stay zero
         for box, view in shard.blocks(table[name], groups):
@@ -87,14 +90,18 @@ def initial_values(
     """A box of a parameter's initial value, float32, bit-identical on one kind of device.
 
     Matrices are N(0, init_std), those before a residual add over sqrt(2 * num_layers)
-    (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0.
+    (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0. An adapter's A has the
+    variance of peft's, 1 / (3 * inputs), and B is 0.
     """
     if described.init in ("ones", "zeros"):
         return torch.full(box.size, float(described.init == "ones"), device=device)
     scale = 1.0 / math.sqrt(2.0 * model.num_layers) if described.init == "residual" else 1.0
+    std = model.init_std * scale
+    if described.init == "adapter":
+        std = 1.0 / math.sqrt(3.0 * described.shape[-1])
     key = stream_key(seed, "init", described.name)
     numbers = partial(normal, key, device=device)
-    return _normal_box(numbers, described.shape, box, 0).mul_(model.init_std * scale)
+    return _normal_box(numbers, described.shape, box, 0).mul_(std)
 
 
 def _normal_box(

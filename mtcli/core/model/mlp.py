@@ -25,7 +25,8 @@ class Mlp(nn.Module):
         """
         fused = runs_triton(x_TD)
         bias = self.up.flat_bias if fused else None
-        return self.down.of_activated(self.activation, self.up(x_TD, with_bias=not fused), bias)
+        inner = self.up(x_TD, with_bias=not fused, numbers=inputs.numbers)
+        return self.down.of_activated(self.activation, inner, bias, inputs.numbers)
 
 
 class GatedMlp(nn.Module):
@@ -38,4 +39,5 @@ class GatedMlp(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        return self.down.of_activated(ACTIVATIONS["swiglu"], self.gate_up(x_TD))
+        inner = self.gate_up(x_TD, numbers=inputs.numbers)
+        return self.down.of_activated(ACTIVATIONS["swiglu"], inner, numbers=inputs.numbers)

@@ -77,8 +77,9 @@ class Block(nn.Module):
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """With recompute = "selective" scores and probabilities are computed twice."""
         if self.recompute == "selective" and torch.is_grad_enabled():
-            qkv = self.attention.qkv(x_TD)
-            return self.attention.out(_recomputed(self.attention.mix, qkv, inputs))
+            qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
+            mixed = _recomputed(self.attention.mix, qkv, inputs)
+            return self.attention.out(mixed, inputs.numbers)
         return self.attention(x_TD, inputs)
 
 

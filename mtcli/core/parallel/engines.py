@@ -3,10 +3,11 @@
 import torch
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.fp8 import fp8_gemms, require_fp8
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.lora import AdapterSettings
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.gemm import DEFAULT_GEMMS
@@ -21,13 +22,16 @@ def layer_factory(
 
     Raises MtcliError where the device has no float8 products and the run trains in fp8.
     """
-    parallel, gemms = config.parallel, None
+    parallel, lora, gemms, adapters = config.parallel, config.lora, None, None
+    if lora.rank:
+        scale = lora.alpha / lora.rank
+        adapters = AdapterSettings(config.model, scale, lora.dropout, config.seed)
     if config.train.precision == "fp8":
         require_fp8(groups.device, config.train.fp8_scaling)
         gemms = fp8_gemms(config.train.fp8_scaling)
     splits = parallel.schedule == "zero_bubble"
     return ENGINES[parallel.tp_mode](
-        table=parameters(config.model),
+        table=run_parameters(config.model, config.lora),
         groups=groups,
         dtype=dtype,
         sequence_parallel=parallel.sequence_parallel,
@@ -37,4 +41,5 @@ def layer_factory(
         gemms=gemms,
         recompute_activations=parallel.recompute != "full",
         device=device,
+        adapters=adapters,
     )

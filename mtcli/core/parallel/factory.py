@@ -8,19 +8,23 @@ embedding, a norm, or the loss of a token table. Which engine answers decides ho
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.adapters import adapter_name, targets_of
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms, linear
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.random import stream_key
 
 
 class TokenLoss(Protocol):
@@ -62,6 +66,7 @@ class LayerFactory(ABC):
     gemms: LinearGemms | None = None  # of linear layers, where they are not torch's own
     recompute_activations: bool = True  # in the backward; a recomputed block has them by then
     device: torch.device | None = None  # of new parameters; None is the rank's
+    adapters: AdapterSettings | None = None  # where adapters are trained
 
     @abstractmethod
     def column_linear(self, name: str) -> Any:
@@ -99,10 +104,11 @@ class LayerFactory(ABC):
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.
 
-        An untrained one moves by steps too small for 16 bits, so it is float32 at least.
+        An untrained one moves by steps too small for 16 bits, so it is float32 at least; a frozen
+        one does not move.
         """
         described, dtype = self.table[name], self.dtype
-        if not described.trained:
+        if not (described.trained or described.frozen):
             dtype = torch.promote_types(dtype, torch.float32)
         device = self.device or self.groups.device
         empty = torch.empty(described.stored_shape(self.groups.layout), dtype=dtype, device=device)
@@ -111,6 +117,33 @@ class LayerFactory(ABC):
     def optional(self, name: str) -> nn.Parameter | None:
         """The parameter, or None where the model has none of that name, such as a bias."""
         return self.parameter(name) if name in self.table else None
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter of a linear layer, or None where the run trains none of its targets."""
+        if self.adapters is None:
+            return None
+        weight = self.table[f"{name}.weight"]
+        targets = tuple(
+            one
+            for one in targets_of(weight.name, self.adapters.model)
+            if adapter_name(weight.name, "a", one) in self.table
+        )
+        if not targets:
+            return None
+        dim, layout = targets[0].dim, self.groups.layout
+        local = weight.local_shape(layout)
+        tp = self.groups.tp
+        shard = (tp.rank, tp.size) if weight.shard_axes[-1] == "tp" else (0, 1)
+        slots = 1 if dim is None else local[dim]
+        site = AdapterSite(targets, slots, prod(local[:dim]) if dim else 1, shard)
+        parameters = {
+            side: {
+                one.short: self.parameter(adapter_name(weight.name, side, one)) for one in targets
+            }
+            for side in "ab"
+        }
+        key = stream_key(self.adapters.seed, "dropout", f"{name}.adapter")
+        return Adapter(site, parameters, self.adapters, key)
 
     def my_tokens(self, x: Tensor) -> Tensor:
         """This rank's shard of dim 0 of a tensor that tp ranks replicate: [T] -> [T/tp]."""

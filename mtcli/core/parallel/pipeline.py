@@ -155,11 +155,14 @@ class _Step(Generic[Given]):
             gradient = self.p2p.receive(needs(op, self.last_stage + 1)[1], self.tokens)
         x, y = self.saved.pop((op.micro_batch, op.stage))
         start = self.clock()
+        # a stage that has a frozen embedding alone has no gradient
         if op.kind == "B":
-            torch.autograd.backward(y, gradient)
+            if y.requires_grad:
+                torch.autograd.backward(y, gradient)
         else:
             with self.stages[op.stage].build.weight_passes.collecting() as work:
-                torch.autograd.backward(y, gradient)
+                if y.requires_grad:
+                    torch.autograd.backward(y, gradient)
             self.weight_work[op.micro_batch, op.stage] = work
         if x is not None:
             assert x.grad is not None, f"{op} left no gradient for the stage before"

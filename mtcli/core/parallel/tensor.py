@@ -59,6 +59,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
+        self.adapter = build.adapter(name)
         self.tp, self.linear = build.groups.tp, build.linear
         self.enter = gather_in if build.sequence_parallel else copy_in
 
@@ -67,10 +68,16 @@ class ColumnLinear(nn.Module):
         """b, as the product's columns [F/tp] have it; None where there is none."""
         return None if self.bias is None else self.bias.flatten()
 
-    def forward(self, x_TD: Tensor, with_bias: bool = True) -> Tensor:
-        """Returns this rank's columns of y; without the bias where another function adds it."""
-        bias = self.flat_bias if with_bias else None
-        return self.linear(self.enter(x_TD, self.tp), self.weight, bias)
+    def forward(
+        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+    ) -> Tensor:
+        """Returns this rank's columns of y; without the bias where another function adds it.
+
+        `numbers` are those of the T tokens, for the dropout of adapters.
+        """
+        bias, x_TD = self.flat_bias if with_bias else None, self.enter(x_TD, self.tp)
+        y_TF = self.linear(x_TD, self.weight, bias)
+        return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
 
 
 class HeadsLinear(ColumnLinear):
@@ -91,9 +98,11 @@ class HeadsLinear(ColumnLinear):
         self.sharers = described.shape[2] // self.columns
         self.queries = inner - 2
 
-    def forward(self, x_TD: Tensor, with_bias: bool = True) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+    ) -> Tensor:
         """Returns this rank's heads."""
-        y_TF = super().forward(x_TD, with_bias)
+        y_TF = super().forward(x_TD, with_bias, numbers)
         if self.sharers == 1:
             return y_TF
         q, kv = y_TF.view(len(y_TF), -1, self.columns).split([self.queries, 2], 1)
@@ -113,17 +122,25 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
+        self.adapter = build.adapter(name)
         self.tp, self.linear, self.activated = build.groups.tp, build.linear, build.activated_linear
         self.leave = scatter_out if build.sequence_parallel else sum_out
 
-    def forward(self, x_TF: Tensor) -> Tensor:
-        """Returns the summed output."""
-        return self._summed(self.linear(x_TF, self.weight))
+    def forward(self, x_TF: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """Returns the summed output; `numbers` as of ColumnLinear."""
+        y_TD = self.linear(x_TF, self.weight)
+        return self._summed(y_TD if self.adapter is None else self.adapter(x_TF, y_TD, numbers))
 
     def of_activated(
-        self, activation: Activation, x: Tensor, inner_bias: Tensor | None = None
+        self,
+        activation: Activation,
+        x: Tensor,
+        inner_bias: Tensor | None = None,
+        numbers: Tensor | None = None,
     ) -> Tensor:
         """Returns the output for activation(x + inner_bias): x [T, F/tp], of SwiGLU [T, 2F/tp]."""
+        if self.adapter is not None:  # which reads the activation too
+            return self(activation.forward(x, inner_bias), numbers)
         return self._summed(self.activated(activation, x, inner_bias, self.weight))
 
     def _summed(self, y_TD: Tensor) -> Tensor:

@@ -212,13 +212,13 @@ class ChunkedLoss(torch.autograd.Function):
             parts.append(losses_C)
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
             of_x[rows] = matmul(logits_CV, weight_VD)
-            of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
+            if weight_VD.requires_grad:
+                of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
             if bias_V is not None:
                 wide = torch.promote_types(bias_V.dtype, torch.float32)
                 sums_V = logits_CV.sum(0, dtype=wide)
                 of_bias = sums_V if of_bias is None else of_bias.add_(sums_V)
             del logits_CV  # before the next chunk's are made
-        assert of_weight is not None, "a micro-batch has tokens"
         ctx.save_for_backward(of_x, of_weight, of_bias)
         ctx.dtype = weight_VD.dtype
         losses_T = torch.cat(parts)
@@ -229,8 +229,9 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """What the forward pass has made, times the gradient of the scaled sum."""
         of_x, wide, of_bias = ctx.saved_tensors
-        # In one pass over the sum, which is wider than the weight where there were several chunks.
-        of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
+        of_weight = None
+        if wide is not None:  # in one pass over the sum, wider than the weight of several chunks
+            of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
         if of_bias is not None:
             of_bias = (of_bias * grad).to(ctx.dtype)
         return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None, of_bias

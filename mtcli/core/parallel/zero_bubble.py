@@ -77,16 +77,19 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: WeightPasses
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.has_bias, ctx.work = bias is not None, work
         return work.gemms.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        of_bias = grad.sum(0) if ctx.has_bias else None
-        of_x = ctx.work.gemms.dgrad(grad, weight)
-        return of_x, ctx.work.weight_half(weight, grad, x), of_bias, None
+        (x, weight), (wanted, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            ctx.work.gemms.dgrad(grad, weight) if wanted else None,
+            ctx.work.weight_half(weight, grad, x) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+            None,
+        )
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -108,4 +111,5 @@ class _ActivatedLinear(torch.autograd.Function):
         x, bias, weight = ctx.saved_tensors
         of_y = ctx.work.gemms.dgrad(grad, weight)
         of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)
-        return of_x, of_bias, ctx.work.weight_half(weight, grad, y), None, None
+        of_weight = ctx.work.weight_half(weight, grad, y) if ctx.needs_input_grad[2] else None
+        return of_x, of_bias, of_weight, None, None

@@ -104,7 +104,7 @@ class PlanAnswer:
 
 
 def read_request(
-    source: str,
+    source: str | Table,
     overrides: Sequence[str],
     fixed: Sequence[str],
     gpus: int | None,

@@ -6,11 +6,14 @@ from math import prod
 from typing import NamedTuple
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import Parameter, owner_axes, shards_parameters
 from mtcli.core.plan.tape.ops import Group
 from mtcli.core.plan.workload import Workload
+
+Run = tuple[ModelConfig, LoraConfig]  # a model, and what of it is trained
 
 
 class Owner(NamedTuple):
@@ -28,7 +31,7 @@ class RankElements(NamedTuple):
 
     `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
     all of them take when each has as many as that. `untrained` come on top: they have no gradient
-    and are never cut.
+    and are never cut. `frozen` are so too, the weights that adapters are trained for.
     """
 
     attention: int = 0
@@ -37,6 +40,7 @@ class RankElements(NamedTuple):
     padded: int = 0
     padded_experts: int = 0
     untrained: int = 0
+    frozen: int = 0
 
     @property
     def total(self) -> int:
@@ -54,12 +58,12 @@ def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankEle
     """Elements of the weights of a rank of this pipeline rank, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
-    return _elements(work.model, work.layout, layers, ends, owner)
+    return _elements((work.model, work.lora), work.layout, layers, ends, owner)
 
 
 def block_elements(work: Workload) -> RankElements:
     """Elements of one block on a rank."""
-    return _elements(work.model, work.layout, 1, (False, False), FIRST)
+    return _elements((work.model, work.lora), work.layout, 1, (False, False), FIRST)
 
 
 def is_sharded(work: Workload) -> bool:
@@ -90,7 +94,7 @@ def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...
 
 def _trained(model: ModelConfig, layers: int, ends: tuple[bool, bool]) -> list[Parameter]:
     """Trained parameters in the order of the modules."""
-    parts = _parts(model, layers, ends)
+    parts = _parts((model, LoraConfig()), layers, ends)
     return [parameter for parameter, times in parts if times and parameter.trained]
 
 
@@ -115,15 +119,18 @@ def _padded(parameter: Parameter, layout: ParallelLayout, ranks: int) -> int:
 
 @cache
 def _elements(
-    model: ModelConfig,
+    run: Run,
     layout: ParallelLayout,
     layers: int,
     ends: tuple[bool, bool],
     owner: Owner,
 ) -> RankElements:
-    attention = experts = shard = padded = of_experts = untrained = 0
-    for parameter, times in _parts(model, layers, ends):
+    attention = experts = shard = padded = of_experts = untrained = frozen = 0
+    for parameter, times in _parts(run, layers, ends):
         local = parameter.local_shape(layout)
+        if parameter.frozen:
+            frozen += times * prod(local)
+            continue
         if not parameter.trained:
             untrained += times * prod(local)
             continue
@@ -138,15 +145,13 @@ def _elements(
             of_experts += times * ranks * each * prod(columns)
         else:
             attention += times * prod(local)
-    return RankElements(attention, experts, shard, padded, of_experts, untrained)
+    return RankElements(attention, experts, shard, padded, of_experts, untrained, frozen)
 
 
-def _parts(
-    model: ModelConfig, layers: int, ends: tuple[bool, bool]
-) -> Iterable[tuple[Parameter, int]]:
+def _parts(run: Run, layers: int, ends: tuple[bool, bool]) -> Iterable[tuple[Parameter, int]]:
     """Yields each parameter of a pipeline rank with its number of copies; all blocks are alike."""
-    first, last = ends
-    for parameter in parameters(model.model_copy(update={"num_layers": 1})).values():
+    (first, last), (model, lora) = ends, run
+    for parameter in run_parameters(model.model_copy(update={"num_layers": 1}), lora).values():
         if parameter.owner == "first":
             yield parameter, int(first or (last and parameter.tied))
         else:
@@ -163,7 +168,7 @@ def update_bytes(work: Workload, pp_rank: int) -> float:
     for stage in work.layout.stages(pp_rank):
         ends = (stage == 0, stage == work.layout.num_stages - 1)
         layers = work.layers_of_stage[stage]
-        for ranks, members in _padded_sizes(work.model, sharding, layers, ends):
+        for ranks, members in _padded_sizes((work.model, work.lora), sharding, layers, ends):
             if ranks > 1:
                 shared += sum(size for size, _ in members) * (1 + 1 / ranks)
                 laid = max(laid, _laid_out(members, work.bucket_bytes))
@@ -184,14 +189,14 @@ def _laid_out(members: Sequence[tuple[int, int]], bucket_bytes: float) -> int:
 
 @cache
 def _padded_sizes(
-    model: ModelConfig, sharding: tuple[ParallelLayout, bool], layers: int, ends: tuple[bool, bool]
+    run: Run, sharding: tuple[ParallelLayout, bool], layers: int, ends: tuple[bool, bool]
 ) -> tuple[tuple[int, list[tuple[int, int]]], ...]:
     """(owners, (elements with every owner's rows padded, elements) of each parameter) of a stage,
     by the axes over which gradients are summed, which buckets do not mix."""
     layout, sequence_parallel = sharding
     found: dict[tuple[str, ...], tuple[int, list[tuple[int, int]]]] = {}
-    copied = model.tie_embeddings and layout.pp > 1  # on one rank both ends have one table
-    for parameter in _in_order(model, layers, *ends, copied):
+    copied = run[0].tie_embeddings and layout.pp > 1  # on one rank both ends have one table
+    for parameter in _in_order(run, layers, ends, copied):
         axes = parameter.gradient_axes(layout, sequence_parallel)
         ranks = prod(layout.size(axis) for axis in owner_axes(parameter, layout, sequence_parallel))
         rows, *columns = parameter.stored_shape(layout)
@@ -200,12 +205,11 @@ def _padded_sizes(
     return tuple(found.values())
 
 
-def _in_order(
-    model: ModelConfig, layers: int, first: bool, last: bool, copied: bool
-) -> Iterator[Parameter]:
+def _in_order(run: Run, layers: int, ends: tuple[bool, bool], copied: bool) -> Iterator[Parameter]:
+    (first, last), (model, lora) = ends, run
     trained = [
         parameter
-        for parameter in parameters(model.model_copy(update={"num_layers": 1})).values()
+        for parameter in run_parameters(model.model_copy(update={"num_layers": 1}), lora).values()
         if parameter.trained
     ]
     block = [p for p in trained if p.owner not in ("first", "last")]

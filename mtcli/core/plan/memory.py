@@ -193,10 +193,11 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
 
     zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
     (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
-    the weights it keeps are the masters. Untrained weights are whole and as wide as gradients.
+    the weights it keeps are the masters. Untrained weights are whole and as wide as gradients, and
+    those that adapters are trained for as wide as weights.
     """
     elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
-    untrained = elements.untrained * sizes.gradient
+    untrained = elements.untrained * sizes.gradient + elements.frozen * sizes.weight
     if is_sharded(work):
         rows, width = elements.shard, sizes.master or sizes.weight
         return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments
@@ -213,6 +214,7 @@ def copied_bytes(work: Workload, pp_rank: int) -> int:
     """Bytes that a pipeline rank's first data rank saves: weights in their compute dtype, and the
     optimizer's master weights and moments."""
     weights, _, optimizer = state_bytes(work, pp_rank)
+    weights -= rank_elements(work, pp_rank).frozen * work.sizes.weight  # which the base has
     again = work.sizes.weight if is_sharded(work) and work.sizes.master else 0  # from masters
     return weights + optimizer + rank_elements(work, pp_rank).shard * again
 

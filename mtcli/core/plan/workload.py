@@ -10,7 +10,7 @@ from math import ceil, isqrt
 from typing import Any, NamedTuple
 
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import Fp8Scaling, OptimizerName, RunConfig
+from mtcli.core.config.schema import Fp8Scaling, LoraConfig, OptimizerName, RunConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.schedule.generators import schedule_for
@@ -65,6 +65,7 @@ class Workload:
     async_save: bool = False  # saves are written from a copy in host memory
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
+    lora: LoraConfig = LoraConfig()  # the adapters that are trained in the place of weights
 
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
@@ -73,6 +74,7 @@ class Workload:
         even = spread(config.model.num_layers, layout.num_stages)
         told: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
             "model": config.model,
+            "lora": config.lora,
             "layout": layout,
             "optimizer": config.optimizer.name,
             "sync": config.sync,

@@ -2,7 +2,7 @@
 
 A value of b bits is a sign and the nearest of 2^(b-1) magnitudes times the scale of its row. 8 bits
 are evenly spaced and 4 are powers of two (E3M0, Streaming DiLoCo, arXiv:2501.18512, section 3.3),
-both up to the largest value of the row; 2 are the means of those below and above the mean magnitude.
+both up to the row's largest value; 2 are the means of those below and above the mean magnitude.
 
 Shapes: R rows, C columns, K values of a row that are sent. What has the same values on two ranks
 has the same bytes, so copies of a tensor stay equal.

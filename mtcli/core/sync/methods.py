@@ -8,7 +8,7 @@ from torch import nn
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, PERIODIC
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import shards_parameters
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
@@ -29,7 +29,7 @@ def strategy_for(
     config: RunConfig, stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype
 ) -> Strategy:
     """Builds the strategy of a run over this rank's stages, which compute in `dtype`."""
-    parallel, table = config.parallel, parameters(config.model)
+    parallel, table = config.parallel, run_parameters(config.model, config.lora)
     ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
     if not allocates_shards(config, groups.layout):
         return BucketedDataParallel(stages, ownership, parallel.bucket_mib * 2**20)

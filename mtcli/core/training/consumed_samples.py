@@ -12,14 +12,15 @@ from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedB
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import parse_split
-from mtcli.core.data.indexed import describe, with_suffix
+from mtcli.core.data.indexed import describe
 from mtcli.core.data.loader import Batches
+from mtcli.core.data.packing import PackedConversations
 
 
 class ConsumedSamples:
     """The consumed samples of a run under way. The same on every rank."""
 
-    def __init__(self, config: RunConfig, batches: Batches) -> None:
+    def __init__(self, config: RunConfig, batches: Batches | PackedConversations) -> None:
         self.batches, self.batch = batches, config.batch
         self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
         self.weights = batches.weights or (None,) * len(batches.prefixes)
@@ -100,11 +101,6 @@ class ConsumedSamples:
             message = f"the shares are {self.split}, and the run was trained with {before.split}"
             problems.append(Problem(message, "", "data.split"))
         return problems
-
-
-def sampled(prefix: str) -> str:
-    """A hash that data of another length, or of other tokens in the blocks looked at, changes."""
-    return sampled_hash(with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
 
 
 def _hashes(now: DatasetRecord, then: DatasetRecord) -> list[tuple[str, str, str]]:

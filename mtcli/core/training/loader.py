@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.encoder_batches import encoder_batches
@@ -27,6 +28,7 @@ from mtcli.core.data.loader import (
     require_named,
     require_stated_ids,
 )
+from mtcli.core.data.packing import open_conversations
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -197,7 +199,8 @@ class MicroBatchLoader:
     def _numbers(self, first: int, loss_scale: float) -> Tensor | None:
         """Global token numbers [mbs, s] of samples from `first` on; None where none is dropped."""
         model = self.config.model
-        if not (loss_scale and (model.dropout or model.attention_dropout)):
+        drops = model.dropout or model.attention_dropout or self.config.lora.dropout
+        if not (loss_scale and drops):
             return None
         ids = torch.arange(first, first + self._mbs, device=self.groups.device)
         return ids[:, None] * self.config.batch.seq_len + self.positions
@@ -234,15 +237,21 @@ def open_loader(
     """
     data, steps = config.data, config.train.steps
     require_named(data)
-    paths, which, split = data.train, "train", data.split
     if validation:
         steps = config.train.eval_batches
-        paths, which, split = data.valid or data.train, "valid", data.split
-        if data.valid:
-            split = "0,1,0"
+    samples = steps * config.batch.global_batch_size
+    if data.format == "conversations":
+        conversations = open_conversations(
+            config, starting_tokenizer(config), "valid" if validation else "train"
+        )
+        conversations.num_samples, conversations.planned = samples, planned or samples
+        return MicroBatchLoader(conversations, config, groups)
+    paths, which, split = data.train, "train", data.split
+    if validation:
+        paths, which = data.valid or data.train, "valid"
+        split = "0,1,0" if data.valid else split
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
-    samples = steps * config.batch.global_batch_size
     if config.model.head != "lm":
         encoded = encoder_batches(config, paths, split, which, samples)
         return MicroBatchLoader(encoded, config, groups)

@@ -25,6 +25,7 @@ from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
 from mtcli.core.training.state import (
     StartingPoint,
+    base_record,
     progress,
     restore,
     starting_point,
@@ -38,19 +39,18 @@ def train(
     runtime: Runtime,
     *,
     resume: bool,
-    init: str | None,
     measure_peak: Callable[[], float],
 ) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
 
     `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
-    layout wrote it. `init` takes the weights of a checkpoint or Hugging Face folder at step 0.
+    layout wrote it. Another run takes the weights of train.init, where that is set, at step 0.
     `measure_peak` tells a device's FLOP/s, which MFU is a fraction of; all ranks call it at once.
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     with _locked(config, resume, world):
-        start = starting_point(config, init, world)
+        start = starting_point(config, world)
         config = with_tokenizer(config, start)
         if start.step >= config.train.steps:
             if world.rank == 0:
@@ -90,8 +90,10 @@ def _train(
     samples = ConsumedSamples(config, loader.batches)
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = restore(trainer, samples, start)
+    base = base_record(trainer, start)
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
-    log.begin(runtime.world, trainer.state_bytes(), str(start))
+    about = loader.batches.describe()
+    log.begin(runtime.world, trainer.state_bytes(), str(start), about)
     stopped = False
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
@@ -109,7 +111,7 @@ def _train(
             saver.poll()
             every = config.train.save_every or config.train.steps
             if stopped or step.step == config.train.steps or step.step % every == 0:
-                saver.save(progress(trainer, samples))
+                saver.save(progress(trainer, samples, base))
         saver.finish()
     log.end()
     return trainer.step >= config.train.steps

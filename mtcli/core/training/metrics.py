@@ -6,6 +6,7 @@ Experiment trackers through accelerate's; one that is missing or offline never s
 import json
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -108,8 +109,11 @@ class RunLog:
         self.loss_scale = 1.0  # that was last shown
         self.behind = False  # records that could not be written
 
-    def begin(self, world: int, rank_bytes: int, resumed_from: str) -> None:
-        """Says what is about to be done, in numbers, and opens the files."""
+    def begin(
+        self, world: int, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
+    ) -> None:
+        """Says what is about to be done, in numbers, and opens the files; `data` are lines on the
+        data by name."""
         self.flops_per_second = self.peak * world
         if not self.speaks:
             return
@@ -133,7 +137,7 @@ class RunLog:
             "from": resumed_from,
             "output": str(self.folder),
         }
-        for name, text in rows.items():
+        for name, text in (rows | dict(data)).items():
             typer.echo(f"{name:<7}{text}")
         self.bar = tqdm(
             total=config.train.steps, initial=self.first_step, unit="step", file=sys.stderr

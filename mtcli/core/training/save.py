@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, in_place
-from mtcli.core.checkpoint.folder import CHECKPOINTS
+from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenizer
+from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, TOKENIZER, require_inside
+from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.checkpoint.progress import RunProgress
 from mtcli.core.checkpoint.store import save, together
 from mtcli.core.config.errors import Exit, MtcliError, failed
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
+from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.health.flight_recorder import SAVING
@@ -169,6 +172,7 @@ class Saver:
             extra=extra,
             config_toml=dump_toml(config),
             tokenizer=_tokenizer(config),
+            attached=_original_configs(config),
             keep=config.train.keep,
             keep_every=config.train.keep_every,
             replicas=self.replicas,
@@ -202,9 +206,35 @@ def _unheld(reason: str) -> HostCopy:
 
 
 def _tokenizer(config: RunConfig) -> Path | None:
-    """The folder of the tokenizer that made the training data, where preprocess left one."""
-    if config.data.tokenizer:
-        folder = Path(config.data.tokenizer).expanduser()
-        return folder if folder.is_dir() else None
+    """The folder of the tokenizer that made the training data, where preprocess left one, or that
+    texts are read with."""
+    if config.data.tokenizer or config.data.format == "conversations":
+        return _own_tokenizer(config)
     prefixes = [word for word in config.data.train if tokenizer_folder(word)]
     return tokenizer_folder(prefixes[0]) if prefixes else None
+
+
+def _own_tokenizer(config: RunConfig) -> Path | None:
+    """The folder of data.tokenizer; one that is no folder is written beside the checkpoints."""
+    spec = config.data.tokenizer
+    if spec is None:
+        return starting_tokenizer(config)
+    path = Path(spec).expanduser()
+    if path.exists():
+        return path if path.is_dir() else path.parent
+    return load_tokenizer(spec).save(Path(config.train.output) / TOKENIZER)
+
+
+def _original_configs(config: RunConfig) -> dict[str, Path]:
+    """config.json and generation_config.json of the weights that the run started from, by their
+    names in a checkpoint."""
+    start = starting_folder(config)
+    if start is None or start.format == "megatron":
+        return {}
+    folder = start.folder if start.format == "hf" else start.folder / HUGGINGFACE
+    paths = (folder / config_json.NAME, folder / config_json.GENERATION)
+    return {
+        f"{HUGGINGFACE}/{path.name}": require_inside(start.folder, path)
+        for path in paths
+        if path.is_file()
+    }

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from mtcli.core.checkpoint.adapters import base_of, require_adapters, weights_hash
+from mtcli.core.checkpoint.fine_tuning import no_base
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed, together
-from mtcli.core.checkpoint.progress import RandomState, RunProgress, progress_of
+from mtcli.core.checkpoint.progress import BaseRecord, RandomState, RunProgress, progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
@@ -29,7 +31,8 @@ from mtcli.core.training.step import Trainer
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
 FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
-FIXED += ("data.document_mask", "data.document_positions", "data.format")
+FIXED += ("lora.rank", "lora.alpha", "lora.targets")
+FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 
 
 class StartingPoint(NamedTuple):
@@ -49,8 +52,8 @@ class StartingPoint(NamedTuple):
         return f"{self.checkpoint.folder}, step {self.checkpoint.step}"
 
 
-def starting_point(config: RunConfig, weights_from: str | None, world: Axis) -> StartingPoint:
-    """The run's newest checkpoint, or another model's, as all ranks agree; or the seed.
+def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
+    """The run's newest checkpoint, or that of train.init, as all ranks agree; or the seed.
 
     Raises MtcliError for damaged files, and where the run's own checkpoint is of another run.
     """
@@ -65,10 +68,12 @@ def starting_point(config: RunConfig, weights_from: str | None, world: Axis) -> 
         together(world, verify)
         require_same_run(config, checkpoint)
         return StartingPoint(checkpoint, is_own=True)
-    if weights_from:
-        checkpoint = open_agreed(Path(weights_from), world)
+    if config.train.init:
+        checkpoint = open_agreed(Path(config.train.init), world)
         together(world, lambda: checkpoint.verify_weights(world.rank, world.size))
         return StartingPoint(checkpoint, is_own=False)
+    if config.lora.rank:
+        raise no_base(config.lora)
     return StartingPoint(None, is_own=False)
 
 
@@ -89,7 +94,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 
     The rate of the routers' biases may change, not whether there are any.
     """
-    before = checkpoint.config
+    before = (checkpoint.adapters.own if checkpoint.adapters else checkpoint).config
     if before is None:
         return
     fixed = {field: (attrgetter(field)(before), attrgetter(field)(config)) for field in FIXED}
@@ -107,9 +112,12 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
         raise MtcliError(*problems, hint=hint)
 
 
-def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunProgress:
-    """How far a run has come, and with which data where that is recorded."""
+def progress(
+    trainer: Trainer, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
+) -> RunProgress:
+    """How far a run has come, and with which data and base of adapters where these are recorded."""
     return RunProgress(
+        base=base,
         consumed_samples=trainer.consumed_samples,
         updates=trainer.optimizer.updates,
         loss_scale=trainer.loss_scale.state(),
@@ -120,14 +128,15 @@ def progress(trainer: Trainer, samples: ConsumedSamples | None = None) -> RunPro
 
 
 def shards(trainer: Trainer) -> list[Shard]:
-    """The shards that this rank writes of weights and state, on its device, unpadded.
+    """The shards that this rank writes of weights and state, on its device, unpadded; of a run that
+    trains adapters those alone.
 
     Of what is equal in all replicas the first one's; of the rest each its own.
     """
     found = []
     strategy, exchange, table = trainer.strategy, trainer.exchange, trainer.table
     for name, (tensor, rows) in strategy.shards.items():
-        if strategy.saves(name):
+        if strategy.saves(name) and not table[name].frozen:
             weight = tensor.to(trainer.dtype) if table[name].trained else tensor
             shard = OwnedShard(weight, rows)
             found += _boxes(trainer, name, name, shard, exchange.weights_differ)
@@ -172,20 +181,57 @@ def initialise(trainer: Trainer) -> None:
     """Fills the weights from the config's seed."""
     config = trainer.config
     where = trainer.strategy.shards, config.model, trainer.groups
-    init.initialise(*where, config.seed, trainer.dtype)
+    init.initialise(*where, config.seed, trainer.dtype, config.lora)
     trainer.optimizer.reset_masters()
     trainer.exchange.begin()
 
 
 def load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Takes the weights of any checkpoint of this model and starts at step 0; a head that the
-    checkpoint has not begins from the seed."""
-    config, where = trainer.config, (trainer.config.model, trainer.groups)
+    checkpoint has not begins from the seed.
+
+    Where adapters are trained, they are the checkpoint's, of weights that stay as they are, or the
+    seed's where it has none.
+    """
+    config, adapters = trainer.config, _adapter_shards(trainer)
     if (fresh := checkpoint.new_head(config.model)) and trainer.groups.rank == 0:
         sys.stderr.write(f"note: {', '.join(sorted(fresh))} begin from the seed\n")
-    init.load_weights(trainer.strategy.shards, checkpoint, *where, new_head=config.seed)
+    if not config.lora.rank:
+        where = trainer.strategy.shards, checkpoint, config.model, trainer.groups
+        init.load_weights(*where, new_head=config.seed)
+    else:
+        _load_frozen(trainer, checkpoint)
+        if checkpoint.adapters:
+            _load_adapters(trainer, checkpoint.adapters.own.averaged())
+        else:
+            where = adapters, config.model, trainer.groups, config.seed, trainer.dtype
+            init.initialise(*where, config.lora)
     trainer.optimizer.reset_masters()
     trainer.exchange.begin()
+
+
+def _load_frozen(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Fills the weights that adapters are trained for."""
+    shards, table = trainer.strategy.shards, trainer.table
+    frozen = {name: shard for name, shard in shards.items() if not table[name].of_adapter}
+    init.load_weights(frozen, base_of(checkpoint), trainer.config.model, trainer.groups)
+
+
+@torch.no_grad()
+def _load_adapters(trainer: Trainer, own: Checkpoint, from_masters: bool = False) -> None:
+    """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
+    require_adapters(own, trainer.config.model, trainer.config.lora)
+    stored = set(own.names())
+    for name, shard in _adapter_shards(trainer).items():
+        master = f"{OPTIMIZER}master/{name}"
+        wider = from_masters and master in stored and own.dtype(name) != shard.tensor.dtype
+        for box, view in shard.blocks(trainer.table[name], trainer.groups):
+            view.copy_(own.read(master if wider else name, box))
+
+
+def _adapter_shards(trainer: Trainer) -> dict[str, OwnedShard]:
+    shards, table = trainer.strategy.shards, trainer.table
+    return {name: shard for name, shard in shards.items() if table[name].of_adapter}
 
 
 @torch.no_grad()
@@ -198,13 +244,16 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     MtcliError where the manifest's counters make no sense.
     """
     model, groups, done = trainer.config.model, trainer.groups, progress_of(checkpoint)
-    saved = checkpoint.replicas
-    same = saved in (1, groups.replicas.size)
-    if checkpoint.replicas > 1:
-        own = groups.replicas.rank
-        checkpoint = checkpoint.replica(own) if same else checkpoint.averaged()
-    init.load_weights(trainer.strategy.shards, checkpoint, model, groups, from_masters=True)
-    known, optional = set(checkpoint.names()), trainer.exchange.state()
+    saved = checkpoint.adapters.own if checkpoint.adapters else checkpoint
+    count, same = saved.replicas, saved.replicas in (1, groups.replicas.size)
+    if saved.replicas > 1:
+        saved = saved.replica(groups.replicas.rank) if same else saved.averaged()
+    if checkpoint.adapters:
+        _load_frozen(trainer, checkpoint)
+        _load_adapters(trainer, saved, from_masters=True)
+    else:
+        init.load_weights(trainer.strategy.shards, saved, model, groups, from_masters=True)
+    known, optional = set(saved.names()), trainer.exchange.state()
     for key, name, shard in _owned_state(trainer):
         stored = f"{OPTIMIZER}{key}"
         if stored not in known and key.startswith("master/"):
@@ -213,7 +262,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
         if stored not in known and key in optional:
             continue
         for box, view in shard.blocks(trainer.table[name], groups):
-            view.copy_(checkpoint.read(stored, box))
+            view.copy_(saved.read(stored, box))
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
     trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())
     trainer.step = checkpoint.step
@@ -222,9 +271,17 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
         return
     start = trainer.exchange.rejoin(done.sync)
     if groups.rank == 0:
-        count = groups.replicas.size
-        each = f"all {count} replicas start" if count > 1 else "the run goes on"
-        sys.stderr.write(f"note: the checkpoint has {saved} replicas: {each} from {start}\n")
+        now = groups.replicas.size
+        each = f"all {now} replicas start" if now > 1 else "the run goes on"
+        sys.stderr.write(f"note: the checkpoint has {count} replicas: {each} from {start}\n")
+
+
+def base_record(trainer: Trainer, start: StartingPoint) -> BaseRecord | None:
+    """The weights that a run's adapters are for; None of a run that trains all."""
+    if not trainer.config.lora.rank or start.checkpoint is None:
+        return None
+    base = base_of(start.checkpoint)
+    return BaseRecord(path=str(base.folder.absolute()), hash=weights_hash(base))
 
 
 def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:

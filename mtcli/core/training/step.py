@@ -15,7 +15,7 @@ from torch import Tensor
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.model.build import DTYPES, activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.inputs import Inputs
@@ -74,7 +74,8 @@ class Trainer:
             self.layout, runtime.rank, runtime.device, config.train.timeout, runtime.recorder
         )
         b, p = config.batch, config.parallel
-        self.dtype, self.table = DTYPES[config.train.precision], parameters(config.model)
+        self.dtype = DTYPES[config.train.precision]
+        self.table = run_parameters(config.model, config.lora)
         self.stages = build_stages(config, self.groups, allocates_shards(config, self.layout))
         self.strategy = strategy_for(config, self.stages, self.groups, self.dtype)
         if config.train.compile:

@@ -10,17 +10,22 @@ from hostile import write_manifest
 from ranks import run_ranks
 from tiny import GPT, documents, run_config
 
+from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.progress import RunProgress, SampleRecord
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.inspect import progress_rows
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.data.loader import Batches
-from mtcli.core.training.consumed_samples import ConsumedSamples, sampled
+from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loop import train
 from mtcli.core.training.step import Trainer
 
 STEPS = 6
+
+
+def sampled(prefix):
+    return sampled_hash([Path(f"{prefix}.bin"), Path(f"{prefix}.idx")])
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +165,7 @@ def test_a_hash_of_blocks_sees_length_order_and_both_ends_of_large_files(tmp_pat
 def run(runtime, config, resume):
     """The error of a run, or what its newest checkpoint says of its progress, and in words."""
     try:
-        train(config, runtime, resume=resume, init=None, measure_peak=lambda: 1e12)
+        train(config, runtime, resume=resume, measure_peak=lambda: 1e12)
     except MtcliError as error:
         return str(error), int(error.code)
     checkpoint = open_checkpoint(Path(config.train.output))

@@ -259,9 +259,13 @@ def linear(
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
 
+    rank = 0 if weight is not None else kit.work.lora.rank
+
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(gemm_bytes(kit, of_y + of_w, of_input, narrow))
         found = tape.new(of_input)
+        if rank:
+            return [found, None]
         of_weight = gemm_bytes(kit, of_y + of_x, weight_bytes, narrow)
         if tape.splits and weight is None:
             waits = [named_again(x.storage), named_again(grads[0])]
@@ -275,7 +279,8 @@ def linear(
         kit.tape.moment(gemm_bytes(kit, copies, out, narrow))
     by_torch = not copies and not (kit.tape.splits and weight is None)
     made = 0.0 if by_torch and kit.tape.ends_next else out  # torch's keeps x before it runs
-    return kit.tape.op([x, table], [made], back, saved=[x])[0]
+    low = rank * given / inner  # A x of an adapter, one target's
+    return kit.tape.op([x, table], [made], back, saved=[x], more=low)[0]
 
 
 def _copied(kit: Kit, size: float, narrow: bool) -> float:
@@ -302,7 +307,7 @@ def activated_linear(
 
     A GPU's kernels save x alone, and recompute the activation in its gradient's memory.
     """
-    if not recomputes_activation(kit):
+    if not recomputes_activation(kit) or (kit.work.lora.rank and weight is None):
         active = saved_by(kit, x, x.size / gates(kit))
         return then(kit, active, linear(kit, active, shape, weight=weight))
     (width, inner), size = shape, kit.work.sizes.weight

@@ -1,0 +1,125 @@
+"""Views adapters and the weights they are for as one model: W + scale * B A, computed when read.
+
+A checkpoint of a LoRA run holds A, B and their optimizer state alone. Its config names the base in
+train.init, and its manifest has the base's hash.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtcli.core.checkpoint.blocks import sampled_hash
+from mtcli.core.checkpoint.manifest import NAME
+from mtcli.core.checkpoint.progress import progress_of
+from mtcli.core.checkpoint.reader import Adapters, Checkpoint, StoredTensor
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import LoraConfig
+from mtcli.core.mesh.adapters import Target, adapter_name, chosen_targets
+from mtcli.core.mesh.parameters import parameters, run_parameters
+from mtcli.core.mesh.sharding import Box
+
+Open = Callable[[Path], Checkpoint]
+
+
+def base_of(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint whose weights a run keeps that starts here: of adapters those they are for."""
+    return checkpoint if checkpoint.adapters is None else checkpoint.adapters.base
+
+
+def weights_hash(base: Checkpoint) -> str:
+    """A hash that other weights change: of the manifest, or of blocks of the tensors' files."""
+    if base.format == "mtcli":
+        return sampled_hash([base.folder / NAME])
+    return sampled_hash(sorted(base.folder / name for name in base.headers))
+
+
+def with_base(own: Checkpoint, open_base: Open) -> Checkpoint:
+    """The merged model of a run's adapters. Raises MtcliError where their base is gone or changed,
+    or is of another model."""
+    assert own.config is not None, "a run has a config"
+    record = progress_of(own).base
+    names = [name for name in (own.config.train.init, record and record.path) if name]
+    found = next((Path(name) for name in names if Path(name).exists()), None)
+    if found is None:
+        message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
+        raise wrong(message, "put it back, or start where its path leads to it", "train.init")
+    base = base_of(open_base(found))
+    if record is not None and weights_hash(base) != record.hash:
+        message = f"{own.folder} holds adapters of {found} with the hash {record.hash}, and it has "
+        message += f"now {weights_hash(base)}"
+        raise wrong(message, "put the weights back that they were trained on", "train.init")
+    bare = own.config.model_copy(update={"lora": LoraConfig()})
+    return merged(own, base, own.config.lora, config=bare)
+
+
+def merged(own: Checkpoint, base: Checkpoint, lora: LoraConfig, **changes: object) -> Checkpoint:
+    """The model of adapters and their base; each tensor keeps the base's dtype.
+
+    Raises MtcliError with every adapter that is missing, unknown or of another shape.
+    """
+    model = base.model
+    require_adapters(own, model, lora)
+    adapters = Adapters(own, base, lora)
+    tensors = {}
+    for name in parameters(model):
+        if name not in base.tensors:
+            continue
+        targets = chosen_targets(name, model, lora)
+        read = partial(_merged, adapters, name, targets) if targets else partial(base.read, name)
+        tensors[name] = StoredTensor(base.dtype(name), base.shape(name), (), read)
+    tokenizer = own.tokenizer_folder or base.tokenizer_folder
+    return replace(
+        own, model=model, tensors=tensors, adapters=adapters, tokenizer_folder=tokenizer, **changes
+    )
+
+
+def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> None:
+    """Raises MtcliError where a checkpoint's adapters are not those of a model and a config."""
+    table = run_parameters(model, lora)
+    wanted = {name: one for name, one in table.items() if one.of_adapter}
+    problems = [
+        Problem(f"{own.folder} has no adapter {name}") for name in wanted if name not in own.tensors
+    ]
+    problems += [
+        Problem(f"{name} is {own.shape(name)} in {own.folder} and {one.shape} by its rank")
+        for name, one in wanted.items()
+        if name in own.tensors and own.shape(name) != one.shape
+    ]
+    given = {name for name in own.names() if ".adapter." in name and "/" not in name}
+    problems += [
+        Problem(f"{own.folder} has the adapter {name}, and the config has not")
+        for name in sorted(given - wanted.keys())
+    ]
+    if problems:
+        hint = "adapters keep their rank and targets: set lora.rank and lora.targets to theirs"
+        raise MtcliError(*problems[:8], hint=hint)
+
+
+@torch.no_grad()
+def _merged(adapters: Adapters, name: str, targets: tuple[Target, ...], box: Box) -> Tensor:
+    """Reads a box of W + scale * B A, summed in float32 at least and rounded once."""
+    weight = adapters.base.read(name, box)
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    inputs = Box((0, box.start[-1]), (adapters.lora.rank, box.size[-1]))
+    for target in targets:
+        start, size, rows = list(box.start[:-1]), list(box.size[:-1]), slice(None)
+        if target.dim is not None:
+            first = max(start[target.dim], target.first)
+            end = min(start[target.dim] + size[target.dim], target.first + target.num_slots)
+            if first >= end:
+                continue
+            rows = slice(first - start[target.dim], end - start[target.dim])
+            start[target.dim], size[target.dim] = first - target.first, end - first
+        rank = adapters.lora.rank
+        b = adapters.own.read(adapter_name(name, "b", target), Box((*start, 0), (*size, rank)))
+        a = adapters.own.read(adapter_name(name, "a", target), inputs)
+        change = b.to(wide.dtype).reshape(prod(size), rank) @ a.to(wide.dtype)
+        part = wide if target.dim is None else wide[(slice(None),) * target.dim + (rows,)]
+        part.add_(change.view(*size, -1), alpha=adapters.lora.alpha / rank)
+    return wide.to(weight.dtype)

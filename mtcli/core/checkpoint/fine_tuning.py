@@ -1,0 +1,107 @@
+"""The run config of a fine-tuning, whose model is that of the weights it starts from; no torch."""
+
+from pathlib import Path
+from typing import Any
+
+from mtcli.core.checkpoint.folder import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    CheckpointFolder,
+    find_checkpoint,
+    model_of,
+)
+from mtcli.core.checkpoint.huggingface import config_json
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.loading import Table, read_table
+from mtcli.core.config.schema import LoraConfig, RunConfig
+
+# Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
+# what the weights know is kept.
+OPTIMIZER = {"lr": 2e-5, "weight_decay": 0.0}
+
+
+def is_weights(source: str) -> bool:
+    """Whether a CONFIG is a Hugging Face folder, from whose weights its model is trained on."""
+    path = Path(source)
+    names = (config_json.NAME, ADAPTER_CONFIG)
+    return any((path / name).is_file() for name in names) and not (path / CONFIG).exists()
+
+
+def source_of(config: str | None, init: str | None = None) -> str | Table:
+    """The table of a run's config, or the name of one that is read as it is.
+
+    A Hugging Face folder as CONFIG, or weights to start from and no CONFIG, give the model, and
+    train.init. `init` beside a CONFIG gives train.init alone. Raises MtcliError where neither is
+    given, or the weights' model cannot be told.
+    """
+    if config is None and init is None:
+        hint = "give a CONFIG (a TOML file, run folder, preset or Hugging Face folder), or --init"
+        raise wrong("there is no config to train", hint, "CONFIG")
+    if config is None or is_weights(config):
+        return _table_of_weights(init or config or "", config or init or "")
+    if init is None:
+        return config
+    table = read_table(config)
+    train = table.get("train", {})
+    return table | {"train": train | {"init": init}} if isinstance(train, dict) else table
+
+
+def _table_of_weights(init: str, source: str) -> Table:
+    """The table that trains the model of `source` from the weights `init`."""
+    model = model_of(find_checkpoint(Path(source)))
+    if model is None:
+        message = f"{source} does not tell its model"
+        raise wrong(message, f"name a CONFIG of it: mtcli train CONFIG --init {init}", "--init")
+    return {
+        "model": model.model_dump(mode="json", exclude_none=True),
+        "optimizer": dict(OPTIMIZER),
+        "train": {"init": init},
+    }
+
+
+def starting_folder(config: RunConfig) -> CheckpointFolder | None:
+    """The checkpoint that a run starts from, if any. Raises MtcliError where it is not there."""
+    return None if config.train.init is None else find_checkpoint(Path(config.train.init))
+
+
+def starting_tokenizer(config: RunConfig) -> Path | None:
+    """The folder of the tokenizer that came with the weights a run starts from, if any."""
+    start = starting_folder(config)
+    return start and start.tokenizer_folder
+
+
+def require_weights(config: RunConfig) -> None:
+    """Raises MtcliError where the weights a run starts from are not there, or of another model."""
+    found = starting_folder(config)
+    if found is None:
+        if config.lora.rank:
+            raise no_base(config.lora)
+        return
+    model = model_of(found)
+    if model is None or config.model.num_experts != model.num_experts:
+        return  # what opens it says more
+    differs = _differences(config.model.model_dump(), model.model_dump())
+    if differs:
+        command = f"mtcli train {config.train.init}" if found.format == "hf" else ""
+        command = command or f"mtcli train --init {config.train.init}"
+        problems = [
+            Problem(f"{name}={ours} and {config.train.init} has {theirs}", "", f"model.{name}")
+            for name, ours, theirs in differs
+        ]
+        hint = f"leave CONFIG out, and the model is that of the weights: {command}"
+        if found.format == "hf":
+            hint = f"give the folder as CONFIG, and the model is its own: {command}"
+        raise MtcliError(*problems, hint=f"{hint} --set data.train=...")
+
+
+def no_base(lora: LoraConfig) -> MtcliError:
+    """The error of adapters without weights that they are for."""
+    message = f"rank={lora.rank}: adapters are trained for weights, and the run starts from none"
+    return wrong(message, "--init CHECKPOINT, or a Hugging Face folder as CONFIG", "lora.rank")
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The fields that shape a model's parameters and differ."""
+    shapes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    shapes += ("ffn_hidden_size", "vocab_size", "tie_embeddings", "position", "activation")
+    return [(name, ours[name], theirs[name]) for name in shapes if ours[name] != theirs[name]]

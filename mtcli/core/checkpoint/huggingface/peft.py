@@ -1,0 +1,175 @@
+"""Reads and describes adapters in peft's format: adapter_config.json, adapter_model.safetensors.
+
+A target's tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and `lora_B.weight`
+[out, rank], whose module is that of the weight in the family's own names.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mtcli.core.checkpoint.adapters import base_of, merged
+from mtcli.core.checkpoint.folder import ADAPTER_CONFIG, CheckpointFolder, peft_base
+from mtcli.core.checkpoint.huggingface.config_json import family_of, read_json
+from mtcli.core.checkpoint.huggingface.family import Family
+from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
+from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE
+from mtcli.core.checkpoint.safetensors_file import StoredBox, read_header
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.fields import LARGEST
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import LoraConfig
+from mtcli.core.config.untrusted import is_number, listed, shown
+from mtcli.core.mesh.adapters import adapter_name, chosen_targets, targets_of
+from mtcli.core.mesh.parameters import parameters, run_parameters
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Settings that change what adapters compute, and the values that we represent.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None,),
+    "target_parameters": (None, []),
+    "lora_bias": (None, False),
+    "trainable_token_indices": (None,),
+}
+
+
+def open_peft(folder: Path, open_base: Callable[[Path], Checkpoint]) -> Checkpoint:
+    """Opens adapters of peft, merged in the model that their config names.
+
+    Raises MtcliError for settings that we cannot represent, a missing base, and tensors that are
+    missing, unknown or of another shape.
+    """
+    base = base_of(open_base(peft_base(folder)))
+    header = read_header(folder / WEIGHTS)
+    table = read_json(folder / ADAPTER_CONFIG)
+    lora = _lora(folder / ADAPTER_CONFIG, table)
+    family = family_of(base.model)
+    boxes = dict(_boxes(base.model, family, lora))
+    names = {_target_of(base.model, name) for name, box in boxes.items() if box.key in header}
+    if not names:
+        raise wrong(f"{folder / WEIGHTS} has no adapter of {base.folder}", "is it their base?")
+    lora = lora.model_copy(update={"targets": tuple(sorted(names))})
+    wanted = dict(_boxes(base.model, family, lora))
+    if unknown := sorted(header.keys() - {box.key for box in wanted.values()}):
+        message = f"{folder / WEIGHTS} has tensors that no target has: {listed(unknown)}"
+        raise wrong(message, "nothing is left out silently")
+    tensors = {}
+    shapes = run_parameters(base.model, lora)
+    for name, box in wanted.items():
+        if box.key not in header:
+            raise wrong(f"{folder / WEIGHTS} has no tensor {box.key}", "is the file complete?")
+        entry = header[box.key]
+        if entry.shape != box.shape or entry.code not in DTYPE_OF_CODE:
+            message = f"{box.key} is {entry.code} {list(entry.shape)} in {folder / WEIGHTS}"
+            raise wrong(f"{message} and {list(box.shape)} by its config", "is it of this model?")
+        stored = box._replace(file=WEIGHTS, code=entry.code)
+        tensors[name] = StoredTensor(DTYPE_OF_CODE[entry.code], shapes[name].shape, (stored,))
+    own = Checkpoint(
+        folder=folder,
+        model=base.model,
+        config=None,
+        step=0,
+        extra={},
+        tensors=tensors,
+        files={},
+        tokenizer_folder=CheckpointFolder("peft", folder).tokenizer_folder,
+        headers={WEIGHTS: header},
+        format="peft",
+    )
+    return merged(own, base, lora)
+
+
+def peft_config(source: Checkpoint) -> dict[str, Any]:
+    """adapter_config.json of a checkpoint's adapters."""
+    assert source.adapters is not None, f"{source.folder} holds no adapters"
+    _, base, lora = source.adapters
+    weights = list(parameters(base.model))
+    targets = {t.name for weight in weights for t in chosen_targets(weight, base.model, lora)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.folder),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(targets),
+        "fan_in_fan_out": base.model.position == "learned",  # GPT-2's Conv1D
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def peft_boxes(source: Checkpoint) -> Iterator[tuple[str, StoredBox]]:
+    """Yields each adapter by canonical name, with peft's tensor of it.
+
+    Raises MtcliError where no Hugging Face family has the model.
+    """
+    assert source.adapters is not None, f"{source.folder} holds no adapters"
+    _, base, lora = source.adapters
+    yield from _boxes(base.model, family_of(base.model), lora)
+
+
+def _boxes(model: ModelConfig, family: Family, lora: LoraConfig) -> Iterator[tuple[str, StoredBox]]:
+    table = run_parameters(model, lora)
+    for weight in parameters(model):
+        for target in chosen_targets(weight, model, lora):
+            module = _module(model, family, weight, target.name)
+            a, b = (adapter_name(weight, side, target) for side in "ab")
+            shape = table[a].shape
+            yield a, StoredBox(f"{module}.lora_A.weight", shape, shape, (0, 1), (0, 0))
+            yield b, _of_b(f"{module}.lora_B.weight", table[b].shape, target.name)
+
+
+def _of_b(key: str, shape: tuple[int, ...], target: str) -> StoredBox:
+    """B of a target: rows of a fused projection are in our order, but those of GPT-2's c_attn,
+    which has all queries first, then all keys and all values."""
+    *outer, rank = shape
+    rows = 1
+    for size in outer:
+        rows *= size
+    zeros = (0,) * len(shape)
+    if target == "c_attn":
+        heads, slots, dim = outer
+        return StoredBox(key, (rows, rank), (slots, heads, dim, rank), (1, 0, 2, 3), zeros)
+    return StoredBox(key, (rows, rank), shape, tuple(range(len(shape))), zeros)
+
+
+def _module(model: ModelConfig, family: Family, weight: str, target: str) -> str:
+    """peft's name of the module that a target of a weight is."""
+    boxes = family.boxes(parameters(model)[weight], model)
+    numbers = [one.name for one in targets_of(weight, model)]
+    return PREFIX + boxes[numbers.index(target)].key.removesuffix(".weight")
+
+
+def _target_of(model: ModelConfig, adapter: str) -> str:
+    """The target that an adapter's canonical name is of, with the prefix of a shared expert."""
+    weight, _, rest = adapter.partition(".adapter.")
+    short = rest.partition(".")[2]
+    return next(one.name for one in targets_of(f"{weight}.weight", model) if one.short == short)
+
+
+def _lora(path: Path, table: dict[str, Any]) -> LoraConfig:
+    """The adapters that adapter_config.json describes, of all targets."""
+    problems = [
+        Problem(f"{path}: {name}={shown(table.get(name))} cannot be represented", "plain LoRA can")
+        for name, values in PLAIN.items()
+        if table.get(name) not in values
+    ]
+    rank, alpha, drop = table.get("r"), table.get("lora_alpha"), table.get("lora_dropout") or 0.0
+    if type(rank) is not int or not 0 < rank < LARGEST:
+        problems.append(Problem(f"{path}: r={shown(rank)} is no rank", "1 or more"))
+    if not is_number(alpha) or not is_number(drop) or not 0.0 <= drop < 1.0:
+        said = f"lora_alpha={shown(alpha)} and lora_dropout={shown(drop)}"
+        problems.append(Problem(f"{path}: {said} are no numbers for adapters"))
+    if problems:
+        raise MtcliError(*problems)
+    if table.get("use_rslora"):  # alpha / sqrt(rank) is another alpha / rank
+        alpha = alpha * rank**0.5
+    return LoraConfig(rank=rank, alpha=alpha, dropout=drop)

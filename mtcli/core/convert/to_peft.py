@@ -1,0 +1,50 @@
+"""Converts adapters to peft's folder: adapter_config.json, adapter_model.safetensors, tokenizer."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mtcli.core.checkpoint.blocks import write_bytes, write_tensors
+from mtcli.core.checkpoint.folder import ADAPTER_CONFIG, require_free
+from mtcli.core.checkpoint.huggingface.peft import WEIGHTS, peft_boxes, peft_config
+from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.checkpoint.resharding import code_of, dtype_name
+from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.convert.to_mtcli import read_stored, tokenizer_of
+from mtcli.core.runtime.atomic_writes import atomic_folder
+
+
+def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
+    """Writes the adapters of `source` as a folder that peft loads; returns it in numbers.
+
+    Raises MtcliError for a model that no Hugging Face family has, and where the name is taken.
+    """
+    assert source.adapters is not None, f"{source.folder} holds no adapters"
+    own, base, lora = source.adapters
+    boxes = list(peft_boxes(source))
+    plan = [(box.key, code_of(own.dtype(name)), box.shape) for name, box in boxes]
+    size = sum(prod(box.shape) * own.dtype(name).itemsize for name, box in boxes)
+    require_free(final, force)
+    with atomic_folder(final, size) as partial:
+        tensors = (
+            tensor
+            for name, box in boxes
+            for tensor in read_stored(own, name, box, own.dtype(name), lambda _: None)
+        )
+        write_tensors(partial / WEIGHTS, plan, tensors, {"format": "pt"})
+        text = json.dumps(peft_config(source), indent=2) + "\n"
+        write_bytes(partial / ADAPTER_CONFIG, text.encode())
+        for name, path in tokenizer_of(source).items():
+            write_bytes(partial / name, read_untrusted(path))
+    return {
+        "format": "peft",
+        "source": str(source.folder),
+        "base": str(base.folder),
+        "output": str(final),
+        "rank": lora.rank,
+        "adapters": len(boxes) // 2,
+        "parameters": sum(prod(box.shape) for _, box in boxes),
+        "bytes": size,
+        "dtype": dtype_name(own.dtype(boxes[0][0])),
+    }

@@ -1,0 +1,264 @@
+"""Reads conversations to fine-tune on: JSONL to tokens, each with whether its loss counts.
+
+A line is `{"prompt": text, "completion": text}` or `{"messages": [{"role", "content"}, ...]}`, the
+latter with `"tools"` where it has any. With a chat template both go through it, a prompt as the
+user's message and a completion as the assistant's; the assistant's tokens count. Without one a
+prompt and a completion are text: the completion's tokens and the end-of-document token count.
+
+What was read of a large file is kept beside it: one process reads it, all others map the result.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.untrusted import is_text, open_untrusted, parse_json, shown
+from mtcli.core.data.chat_template import ChatTemplate, TemplateFault
+from mtcli.core.data.samples import kept
+from mtcli.core.data.tokenize import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_LINE_BYTES = 16 << 20
+WORTH_KEEPING = 1 << 20  # bytes of a file that takes over a second to read
+NAMED = 10  # bad lines in an error or a report; the others are counted
+VERSION = 1  # of how lines become tokens
+
+
+class Examples(NamedTuple):
+    """The examples of a file: int32 `tokens` [N] with uint8 `counts` [N], whether a token's loss
+    counts; int64 `ends` [S] of each example in them; int64 `lines` [S], from 1; uint8 `skipped`,
+    a JSON list of (kind, line, reason) of what was left out, and how many by kind."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    ends: np.ndarray
+    lines: np.ndarray
+    skipped: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def fits(self) -> bool:
+        """Whether the arrays have the shapes above, and the report can be read."""
+        shapes = [array.shape for array in self[:4]]
+        count, total = self.ends.size, int(self.ends[-1]) if self.ends.size else 0
+        return shapes == [(total,), (total,), (count,), (count,)] and self.skipped.ndim == 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each example: int64 [S]."""
+        return np.diff(self.ends, prepend=0)
+
+    @property
+    def skipped_by_kind(self) -> dict[str, tuple[int, list[int]]]:
+        """(how many, the first lines) that were left out, by kind of fault."""
+        table = json.loads(self.skipped.tobytes())
+        return {kind: (count, lines) for kind, (count, lines) in table.items()}
+
+
+class BadLine(Exception):
+    """Says what is wrong with a line; `kind` is a few words that lines are counted by."""
+
+    def __init__(self, kind: str, reason: str, hint: str = "mend it") -> None:
+        super().__init__(reason)
+        self.kind, self.reason, self.hint = kind, reason, hint
+
+
+class ExampleEncoder(NamedTuple):
+    """How lines become tokens: those of at most `most` are examples."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    most: int
+    skip_bad: bool
+
+    def __call__(self, line: bytes) -> tuple[list[int], list[bool]]:
+        """(tokens, whether each one's loss counts) of a line. Raises BadLine."""
+        record = _record(line)
+        if "messages" in record:
+            ids, counts = self._messages(record)
+        else:
+            prompt, completion = _prompt_and_completion(record)
+            if self.template is None:
+                ids, counts = self._plain(prompt, completion)
+            else:
+                roles = (("user", prompt), ("assistant", completion))
+                messages = [{"role": role, "content": text} for role, text in roles]
+                ids, counts = self._rendered(messages, record.get("tools"))
+        if len(ids) > self.most:
+            reason = f"it has {len(ids)} tokens, and batch.seq_len={self.most} is the context"
+            hint = f"shorten it, or set batch.seq_len of {len(ids)} or more"
+            raise BadLine("longer than the context", reason, hint)
+        counts = [False, *counts[1:]]  # nothing precedes the first token, which would predict it
+        if not any(counts):
+            raise BadLine("nothing to learn", "no token of it is the assistant's")
+        return ids, counts
+
+    def _messages(self, record: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        messages = _messages(record["messages"])
+        if self.template is None:
+            reason = "it has messages, and the tokenizer has no chat template"
+            hint = "give prompt and completion, or name a tokenizer with one in data.tokenizer"
+            raise BadLine("no chat template", reason, hint)
+        return self._rendered(messages, record.get("tools"))
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any
+    ) -> tuple[list[int], list[bool]]:
+        assert self.template is not None, "messages are rendered by a template"
+        if tools is not None and not isinstance(tools, list):
+            raise BadLine("wrong tools", f"tools are {shown(tools)}, and should be a list")
+        try:
+            text, spans = self.template.render(messages, tools)
+        except TemplateFault as fault:
+            raise BadLine("refused by the chat template", str(fault)) from None
+        if not is_text(text):
+            raise BadLine("no text", "it has half of a surrogate pair, which is no text")
+        try:
+            return self.tokenizer.encode_spans(text, spans)
+        except MtcliError as error:
+            raise BadLine("refused by the tokenizer", error.problems[0].message) from None
+
+    def _plain(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        try:
+            first = self.tokenizer.encode_with_specials(prompt)
+            rest = self.tokenizer.encode(completion)
+        except MtcliError as error:
+            raise BadLine("refused by the tokenizer", error.problems[0].message) from None
+        if completion and self.tokenizer.eod_id is not None:
+            rest = [*rest, self.tokenizer.eod_id]
+        return first + rest, [False] * len(first) + [True] * len(rest)
+
+
+def read_examples(path: Path, encoder: ExampleEncoder, field: str) -> Examples:
+    """The examples of a file, which `field` of the config names.
+
+    Raises MtcliError with the first bad lines by file and number, unless the encoder skips them,
+    and where the file cannot be read or has no example.
+    """
+
+    def build() -> Examples:
+        return _read(path, encoder, field)
+
+    try:
+        stat = path.stat()
+        if stat.st_size < WORTH_KEEPING or not path.is_file():
+            return build()
+    except OSError:
+        return build()  # which says what is wrong
+    template = encoder.template.source if encoder.template else None
+    facts = [VERSION, stat.st_size, stat.st_mtime_ns, encoder.tokenizer.sha256, template]
+    facts += [encoder.template and encoder.template.names, encoder.most, encoder.skip_bad]
+    return kept(path.with_name(f"{path.name}.cache"), path, facts, Examples, build)
+
+
+def _read(path: Path, encoder: ExampleEncoder, field: str) -> Examples:
+    ids, counts, ends, numbers = [], [], [], []
+    faults: list[tuple[int, BadLine]] = []
+    try:
+        with open_untrusted(path) as file:
+            for number, line in enumerate(_lines(file), start=1):
+                if line.isspace():
+                    continue
+                try:
+                    tokens, count = encoder(line)
+                except BadLine as fault:
+                    faults.append((number, fault))
+                    continue
+                ids.append(np.array(tokens, np.int32))
+                counts.append(np.array(count, np.uint8))
+                numbers.append(number)
+                ends.append(len(tokens))
+    except OSError as error:
+        raise wrong(
+            f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
+        ) from None
+    if faults and not encoder.skip_bad:
+        raise _refusal(path, faults)
+    if not ids:
+        left_out = f": all {len(faults)} lines are bad" if faults else ""
+        raise wrong(f"{path} has no example{left_out}", "a line is an example", field)
+    by_kind = Counter(fault.kind for _, fault in faults)
+    named = {
+        kind: (count, [line for line, fault in faults if fault.kind == kind][:NAMED])
+        for kind, count in sorted(by_kind.items())
+    }
+    report = np.frombuffer(json.dumps(named).encode(), np.uint8)
+    flat = np.concatenate(ids), np.concatenate(counts)
+    return Examples(*flat, np.cumsum(ends, dtype=np.int64), np.array(numbers, np.int64), report)
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long the first MAX_LINE_BYTES + 1."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+        yield line
+
+
+def _refusal(path: Path, faults: list[tuple[int, BadLine]]) -> MtcliError:
+    more = "; --skip-bad leaves such lines out and counts them"
+    problems = [
+        Problem(f"{path}:{line}: {fault.reason}", fault.hint + more)
+        for line, fault in faults[:NAMED]
+    ]
+    if len(faults) > NAMED:
+        problems.append(Problem(f"{path}: {len(faults) - NAMED} more lines are bad"))
+    return MtcliError(*problems)
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    if len(line) > MAX_LINE_BYTES:
+        raise BadLine("too long a line", f"it is longer than {MAX_LINE_BYTES} bytes")
+    try:
+        record = parse_json(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise BadLine("no JSON", f"it is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise BadLine("no object", "it is no JSON object")
+    return record
+
+
+def _prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, str]:
+    hint = 'a line is {"prompt": ..., "completion": ...} or {"messages": [...]}'
+    for name in ("prompt", "completion"):
+        if name not in record:
+            reason = f"it has no {name}; its keys are {shown(list(record))}"
+            raise BadLine(f"no {name}", reason, hint)
+        if not is_text(record[name]):
+            raise BadLine(f"no {name}", f"its {name} is {shown(record[name])}, no text", hint)
+    if not record["completion"]:
+        raise BadLine("no completion", "its completion is empty")
+    return record["prompt"], record["completion"]
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise BadLine("no messages", f"messages are {shown(messages)}, and should be a list")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            reason = f"message {number} is {shown(message)}, and should be an object"
+            raise BadLine("no messages", reason, 'such as {"role": "user", "content": "Hi"}')
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            reason = f"message {number} has the unknown role {shown(role)}"
+            raise BadLine("unknown role", reason, f"one of {', '.join(ROLES)}")
+        if not (is_text(content) or isinstance(content, list) or "tool_calls" in message):
+            reason = f"message {number}, the {role}'s, has no content"
+            raise BadLine("no content", reason, "its content is a text")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadLine("no completion", "no message is the assistant's")
+    return messages
+
+
+def read_all(paths: Sequence[str], encoder: ExampleEncoder, field: str) -> list[Examples]:
+    """The examples of several files. Raises MtcliError with what is wrong with any of them."""
+    steps = (partial(read_examples, Path(path), encoder, field) for path in paths)
+    return collect_errors(*steps)

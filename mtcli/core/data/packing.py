@@ -1,0 +1,255 @@
+"""Packs examples into rows: several in a row of seq_len + 1 tokens, none of them in two.
+
+Rows are filled once, by best fit of decreasing lengths: the longest example that is left goes to
+the row that it leaves the least room in. With document masks and positions, which make every
+example a document, a neighbour changes nothing. The seed shuffles the rows of each epoch.
+
+An epoch is a number of full global batches: its last one is filled up with rows of padding, whose
+losses have no weight. So each example is met once per epoch, and where an epoch begins depends on
+no layout.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.blend import Which, read_blend
+from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.blend import split_range
+from mtcli.core.data.chat_template import load_chat_template
+from mtcli.core.data.conversations import ExampleEncoder, Examples, read_all
+from mtcli.core.data.loader import SampleId
+from mtcli.core.data.tokenize import load_tokenizer
+
+
+class Rows(NamedTuple):
+    """Examples in rows: row r has those of `order` [S] from `bounds[r]` to `bounds[r + 1]`."""
+
+    order: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+
+def pack(lengths: np.ndarray, room: int) -> Rows:
+    """Packs examples of lengths [S], each of 1 to `room` tokens, into rows of `room`.
+
+    Best fit decreasing: at most 11/9 of the fewest rows, and one (D. S. Johnson, 1973). The rows
+    with room n are a stack, and an integer's bit n says whether it holds any, so that a step looks
+    at room / 64 words.
+    """
+    assert len(lengths) and 1 <= lengths.min() <= lengths.max() <= room, (lengths, room)
+    stacks: dict[int, list[int]] = {}
+    open_rooms, count = 0, 0
+    row_of = np.empty(len(lengths), np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for example, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fitting = open_rooms >> length
+        if fitting:
+            left = length + (fitting & -fitting).bit_length() - 1
+            row = stacks[left].pop()
+            if not stacks[left]:
+                open_rooms ^= 1 << left
+        else:
+            row, left, count = count, room, count + 1
+        row_of[example] = row
+        left -= length
+        if left:
+            stacks.setdefault(left, []).append(row)
+            open_rooms |= 1 << left
+    by_row = np.argsort(row_of, kind="stable")
+    return Rows(by_row, np.searchsorted(row_of[by_row], np.arange(count + 1)))
+
+
+class PackedConversations:
+    """The rows of conversations, by global id in consumption order; read as `Batches` are."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        config: RunConfig,
+        encoder: ExampleEncoder,
+        which: Which,
+        field: str,
+    ) -> None:
+        """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none."""
+        self.seq_len, self.global_batch_size = config.batch.seq_len, config.batch.global_batch_size
+        self.seed, self.weights = config.seed, None
+        self.prefixes = read_blend(paths, field)[0]
+        self.examples = read_all(self.prefixes, encoder, field)
+        split = config.data.split
+        if config.data.valid:  # which holds nothing back from data.train
+            split = "0,1,0" if which == "valid" else "1,0,0"
+        owned = [range(*split_range(split, which, len(found))) for found in self.examples]
+        self.source = np.repeat(np.arange(len(owned)), [len(mine) for mine in owned])
+        self.number = np.concatenate([np.arange(mine.start, mine.stop) for mine in owned])
+        if not len(self.number):
+            sizes = " + ".join(str(len(found)) for found in self.examples)
+            message = f'split "{split}" of {sizes} examples gives {which} none'
+            raise wrong(message, "give it a larger share, or data of its own", "data.split")
+        parts = [found.lengths[mine.start : mine.stop] for found, mine in self._with(owned)]
+        self.lengths = np.concatenate(parts)
+        self.rows = pack(self.lengths, self.seq_len + 1)
+        # the row of a mixture belongs to the source of its first example
+        self.row_source = self.source[self.rows.order[self.rows.bounds[:-1]]]
+        counts = np.bincount(self.row_source, minlength=len(owned))
+        self.tokens = [max(1, int(count) * self.seq_len) for count in counts]
+        self.pad_id = encoder.tokenizer.eod_id or 0
+        self.num_samples = self.planned = 0
+        self.epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def _with(self, owned: list[range]) -> list[tuple[Examples, range]]:
+        return list(zip(self.examples, owned, strict=True))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches of an epoch, the last one filled up."""
+        return -(-len(self.rows) // self.global_batch_size)
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each source."""
+        return [[Path(name)] for name in self.prefixes]
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """Reads rows start .. start + count - 1: int64 [count, seq_len + 1]."""
+        out = np.full((count, self.seq_len + 1), self.pad_id, np.int64)
+        for row, at, source, tokens in self._placed(start, count):
+            out[row, at] = self.examples[source].tokens[tokens]
+        return out
+
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """Finds the example of each token: int32 [count, seq_len + 1], 0, 1, 2, ... in a row; what
+        fills a row up is one more."""
+        out = np.zeros((count, self.seq_len + 1), np.int32)
+        for row, at, *_ in self._placed(start, count):
+            out[row, at.stop :] = out[row, at.start] + 1
+        return out
+
+    def loss_weights(self, start: int, count: int) -> np.ndarray:
+        """The weight of each label's loss: float32 [count, seq_len], 1 for the tokens to learn."""
+        out = np.zeros((count, self.seq_len + 1), np.float32)
+        for row, at, source, tokens in self._placed(start, count):
+            out[row, at] = self.examples[source].counts[tokens]
+        return np.ascontiguousarray(out[:, 1:])
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Identifies rows by the file of their first example, with all their line numbers."""
+        found = []
+        for number in range(start, start + count):
+            examples = self._row(number)
+            spans = tuple(
+                (int(self.examples[self.source[e]].lines[self.number[e]]), 0, int(self.lengths[e]))
+                for e in examples
+            )
+            first = self.source[examples[0]] if len(examples) else 0
+            found.append(SampleId(self.prefixes[first], spans or ((0, 0, self.seq_len + 1),)))
+        return found
+
+    def drawn(self, start: int, stop: int) -> list[int]:
+        """Counts how many of the rows start .. stop - 1 each file gives, padding aside."""
+        rows = [row for number in range(start, stop) if (row := self._row_number(number)) >= 0]
+        return np.bincount(self.row_source[rows], minlength=len(self.prefixes)).tolist()
+
+    def describe(self) -> dict[str, str]:
+        """Words the data in numbers: what is trained on, and what was left out of each file."""
+        tokens, room = int(self.lengths.sum()), len(self.rows) * (self.seq_len + 1)
+        lines = {
+            "data": f"{len(self.number):,} examples, {tokens:,} tokens, "
+            f"{self._tokens_with_loss():,} of them with a loss",
+            "packed": f"in {len(self.rows):,} rows of {self.seq_len:,}, {tokens / room:.0%} full: "
+            f"{self.steps_per_epoch:,} steps an epoch",
+        }
+        left_out = [
+            f"{count} {kind}, {name}:{', '.join(map(str, named))}{', ...' * (count > len(named))}"
+            for name, found in zip(self.prefixes, self.examples, strict=True)
+            for kind, (count, named) in found.skipped_by_kind.items()
+        ]
+        return lines | ({"bad": "; ".join(left_out)} if left_out else {})
+
+    def _tokens_with_loss(self) -> int:
+        counts = (
+            np.add.reduceat(found.counts, found.ends - found.lengths, dtype=np.int64)
+            for found in self.examples
+        )
+        return sum(int(c[self.number[self.source == i]].sum()) for i, c in enumerate(counts))
+
+    def _row_number(self, number: int) -> int:
+        """The row that is sample `number`; -1 for the padding that ends an epoch."""
+        epoch, at = divmod(number, self.steps_per_epoch * self.global_batch_size)
+        if at >= len(self.rows):
+            return -1
+        if self.epoch_order[0] != epoch:
+            order = np.random.RandomState([self.seed, epoch]).permutation(len(self.rows))
+            self.epoch_order = (epoch, order)
+        return int(self.epoch_order[1][at])
+
+    def _row(self, number: int) -> np.ndarray:
+        """The examples of sample `number`."""
+        row = self._row_number(number)
+        if row < 0:
+            return np.empty(0, np.int64)
+        return self.rows.order[self.rows.bounds[row] : self.rows.bounds[row + 1]]
+
+    def _placed(self, start: int, count: int) -> list[tuple[int, slice, int, slice]]:
+        """(row of the batch, its columns, source, tokens of the source) of each example."""
+        found = []
+        for row in range(count):
+            at = 0
+            for example in self._row(start + row):
+                length, source = int(self.lengths[example]), int(self.source[example])
+                end = int(self.examples[source].ends[self.number[example]])
+                found.append((row, slice(at, at + length), source, slice(end - length, end)))
+                at += length
+        return found
+
+
+def open_conversations(
+    config: RunConfig, tokenizer: str | Path | None, which: Which = "train"
+) -> PackedConversations:
+    """Opens the conversations of a config, read by its tokenizer, or by that of the starting
+    weights. Raises MtcliError where there is none, or the data is wrong."""
+    data = config.data
+    spec = data.tokenizer or tokenizer
+    if spec is None:
+        hint = "name its folder, or start from a Hugging Face folder that has one: --init FOLDER"
+        message = "conversations are read by a tokenizer, and none is named"
+        raise wrong(message, hint, "data.tokenizer")
+    loaded, path = load_tokenizer(spec), Path(spec).expanduser()
+    template = None
+    if data.chat_template:
+        folder = path if path.is_dir() else path.parent
+        template = load_chat_template(folder if path.exists() else None, loaded.config)
+    encoder = ExampleEncoder(loaded, template, config.batch.seq_len, data.skip_bad)
+    paths, field = data.train, "data.train"
+    if which == "valid" and data.valid:
+        paths, field = data.valid, "data.valid"
+    return PackedConversations(paths, config, encoder, which, field)
+
+
+def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
+    """The config with the steps of its epochs, where it has any, once its data is read.
+
+    Raises MtcliError where the data is wrong, or the warm-up is longer.
+    """
+    which: list[Which] = ["train", "valid"] if config.train.eval_every else ["train"]
+    opened = (partial(open_conversations, config, tokenizer, name) for name in which)
+    per_epoch = collect_errors(*opened)[0].steps_per_epoch
+    if not config.train.epochs:
+        return config
+    steps = max(1, math.ceil(config.train.epochs * per_epoch))
+    if config.optimizer.warmup_steps > steps:
+        message = f"warmup_steps={config.optimizer.warmup_steps} is above the {steps} steps of "
+        message += f"{config.train.epochs:g} epochs"
+        raise wrong(message, f"0 to {steps}", "optimizer.warmup_steps")
+    train = config.train.model_copy(update={"steps": steps})
+    return config.model_copy(update={"train": train})

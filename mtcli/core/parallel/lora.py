@@ -1,0 +1,95 @@
+"""Low-rank adapters of sharded linear layers (LoRA, arXiv:2106.09685).
+
+T tokens, D inputs and F outputs of this rank, R = targets * rank. The targets of a fused projection
+share two GEMMs: their As are stacked [R, D], their Bs stand in blocks of [F, R], zero elsewhere.
+That is `targets` times the FLOPs of the second GEMM, of a few hundredths of the layer's.
+
+No collective is added. A column layer computes all of A x on every rank, and its rows of B (A x); a
+row layer a part of A x, whose B (A x) is summed with the layer's own partial results.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.adapters import Target
+from mtcli.kernels.dropout import dropout
+from mtcli.kernels.gemm import linear, runs_in_float32
+
+
+class AdapterSettings(NamedTuple):
+    """The scale of all adapters of a model, alpha / rank, and their dropout with its seed."""
+
+    model: ModelConfig
+    scale: float
+    drop: float
+    seed: int
+
+
+class AdapterSite(NamedTuple):
+    """Where an adapter is: its targets, the sizes of dim `dim` of the weight [.., rows of a slot]
+    that they share, and the share of the columns of x that this rank has."""
+
+    targets: tuple[Target, ...]
+    slots: int  # of the dim that targets share; 1 where one target has the weight
+    outer: int  # sizes before that dim, on this rank
+    shard: tuple[int, int]  # (rank, ranks) that share the columns of x
+
+
+class Adapter(nn.Module):
+    """y + scale * B A dropout(x), in place."""
+
+    def __init__(
+        self,
+        site: AdapterSite,
+        parameters: dict[str, dict[str, nn.Parameter]],
+        settings: AdapterSettings,
+        key: int,
+    ) -> None:
+        """`parameters` are those of sides a and b by target; `key` is dropout's."""
+        super().__init__()
+        self.a, self.b = (nn.ParameterDict(parameters[side]) for side in "ab")
+        self.site, self.settings, self.key = site, settings, key
+
+    def forward(self, x_TD: Tensor, y_TF: Tensor, numbers: Tensor | None) -> Tensor:
+        """Adds to y [T, F], which it overwrites. `numbers` are those of the T tokens, which index
+        dropout's mask; None drops nothing."""
+        if self.settings.drop > 0.0 and numbers is not None:
+            rank, ranks = self.site.shard
+            # a rank's columns follow those of the one before
+            numbers_T = numbers.flatten() * ranks + rank
+            x_TD = dropout(x_TD, numbers_T, self.key, self.settings.drop)
+        z_TR = linear(x_TD, torch.cat(self._parts(self.a)))
+        b_FR, scale = self._blocks(), self.settings.scale
+        if runs_in_float32(y_TF):
+            return y_TF.add_(linear(z_TR, b_FR), alpha=scale)
+        return y_TF.addmm_(z_TR, b_FR.T, alpha=scale)
+
+    def _blocks(self) -> Tensor:
+        """B of all targets [F, R]: target i in columns i * rank .. of its rows."""
+        site, parts = self.site, self._parts(self.b)
+        if site.slots == 1:
+            return parts[0]
+        rank = parts[0].shape[-1]
+        padded, at = [], 0
+        for i, (target, part) in enumerate(zip(site.targets, parts, strict=True)):
+            before, after = i * rank, (len(parts) - 1 - i) * rank
+            wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (before, after))
+            if target.first > at:
+                padded.append(self._zeros(wide, target.first - at))
+            padded.append(wide)
+            at = target.first + target.num_slots
+        if at < site.slots:
+            padded.append(self._zeros(padded[-1], site.slots - at))
+        return torch.cat(padded, 1).flatten(0, 2)
+
+    def _parts(self, side: nn.ParameterDict) -> list[Tensor]:
+        """The parameters of one side in the targets' order."""
+        return [side[target.short] for target in self.site.targets]
+
+    @staticmethod
+    def _zeros(like: Tensor, slots: int) -> Tensor:
+        return like.new_zeros(like.shape[0], slots, *like.shape[2:])

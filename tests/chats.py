@@ -1,0 +1,114 @@
+"""A tokenizer with a chat template, tiny models that have it, and conversations in files."""
+
+import json
+import random
+
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# With what published templates use: loop controls, namespaces, tojson, tools, own words for errors.
+BUSY = """{{ bos_token }}
+{%- set seen = namespace(first=true) %}
+{%- if tools %}
+    {{- 'Tools: ' + tools | tojson(indent=2) }}
+{%- endif %}
+{% for m in messages %}
+    {%- if m.role == 'tool' %}{% continue %}{% endif %}
+    {%- if m.role == 'system' and not loop.first %}
+        {{- raise_exception('the system speaks first') }}
+    {%- endif %}
+    {%- if m.role == 'assistant' %}
+        {{- '[A]' }}{% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- '[' + m.role[0] | upper + ']' + m.content }}
+    {%- endif %}
+    {%- set seen.first = false %}
+{% endfor %}
+{%- if add_generation_prompt %}{{ '[A]' }}{% endif %}
+{{- strftime_now('') }}"""
+
+
+def tokenizer(template=MARKED):
+    """transformers' tokenizer of bytes, with the special tokens of ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = {"eos_token": "<|im_end|>", "bos_token": "<s>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    made.chat_template = template
+    return made
+
+
+def sums(count, seed=0):
+    """Lines of prompts and completions of different lengths."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        a, b = draw.randrange(10 ** draw.randrange(1, 5)), draw.randrange(100)
+        yield {"prompt": f"{a} plus {b}?", "completion": f"It is {a + b}."}
+
+
+def talks(count, seed=0):
+    """Lines of messages with one or two turns of the assistant."""
+    for number, line in enumerate(sums(count, seed)):
+        messages = [
+            {"role": "user", "content": line["prompt"]},
+            {"role": "assistant", "content": line["completion"]},
+        ]
+        if number % 3 == 0:
+            messages.insert(0, {"role": "system", "content": "Be brief, 日本 🙂."})
+        if number % 2:
+            messages.append({"role": "user", "content": "Sure?"})
+            messages.append({"role": "assistant", "content": "Yes."})
+        yield {"messages": messages}
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return path
+
+
+def save_model(folder, kind="llama", template=MARKED, **sizes):
+    """Saves a tiny model and the tokenizer as transformers does; returns the model."""
+    import torch
+    import transformers as t
+
+    made = tokenizer(template)
+    ids = {"eos_token_id": made.eos_token_id, "bos_token_id": made.bos_token_id}
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        shape = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+        config = t.GPT2Config(**(shape | sizes), **ids, **still, initializer_range=0.2)
+    elif kind == "mixtral":
+        config = t.MixtralConfig(**(shape | {"num_local_experts": 4} | sizes), **ids)
+    elif kind == "qwen2_moe":
+        experts = {"num_experts": 4, "moe_intermediate_size": 16}
+        experts |= {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
+        config = t.Qwen2MoeConfig(**(shape | experts | sizes), **ids)
+    else:
+        config = t.LlamaConfig(**(shape | sizes), **ids)
+    model = t.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = [ids["eos_token_id"], 5]
+    model.save_pretrained(folder)
+    made.save_pretrained(folder)
+    return model

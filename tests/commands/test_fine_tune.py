@@ -1,0 +1,152 @@
+"""`mtcli train` on a Hugging Face folder and a JSONL, as a newcomer types it."""
+
+import json
+
+import pytest
+from chats import save_model, sums, talks, write_lines
+from command_line import mtcli
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.loading import load_config
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fine-tune")
+    save_model(folder / "llama")
+    write_lines(folder / "my.jsonl", sums(40))
+    write_lines(folder / "talks.jsonl", talks(12))
+    return folder
+
+
+def train(home, *words, **settings):
+    settings = {"batch.seq_len": 128, "batch.global_batch_size": 4} | settings
+    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
+    return mtcli("train", *words, *sets, folder=home)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(home):
+    data = {"data.train": "my.jsonl", "train.output": "run", "train.epochs": 3}
+    done = train(home, "llama", **data, **{"optimizer.lr": 3e-3, "train.save_every": 3})
+    assert done.returncode == 0, done.stderr
+    return home / "run", done
+
+
+def test_a_hugging_face_folder_is_a_config(run):
+    folder, done = run
+    assert "data   40 examples, " in done.stdout and "steps an epoch" in done.stdout
+    config = load_config(str(folder))
+    assert config.train.init == "llama" and config.data.format == "conversations"
+    assert config.data.document_mask and config.data.document_positions
+    steps = metrics(folder)
+    assert len(steps) == config.train.steps and config.train.steps % 3 == 0
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+
+
+def test_init_without_config_is_the_same_run(home, run):
+    words = ("--init", "llama", "--nproc", "2")
+    data = {"data.train": '["my.jsonl"]', "train.output": "again", "train.epochs": 3}
+    done = train(home, *words, **data, **{"optimizer.lr": 3e-3, "parallel.tp": 2})
+    assert done.returncode == 0, done.stderr
+    ours, theirs = metrics(home / "again"), metrics(run[0])
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+def test_the_exported_folder_keeps_template_and_configs_and_transformers_has_learned(home, run):
+    done = mtcli("shard", "run", "out", "--to", "hf", folder=home)
+    assert done.returncode == 0, done.stderr
+    for name in ("chat_template.jinja", "config.json", "generation_config.json"):
+        assert (home / "out" / name).read_bytes() == (home / "llama" / name).read_bytes()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(home / "out")
+    model = AutoModelForCausalLM.from_pretrained(home / "out")
+    before = AutoModelForCausalLM.from_pretrained(home / "llama")
+    line = next(sums(1))
+    messages = [{"role": "user", "content": line["prompt"]}]
+    messages.append({"role": "assistant", "content": line["completion"]})
+    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+    after, first = (m(**ids, labels=ids["input_ids"]).loss.item() for m in (model, before))
+    assert after < 0.9 * first
+
+
+def test_a_run_goes_on_with_more_epochs(home, run):
+    done = train(home, "run", "--resume", **{"train.epochs": 4, "train.output": "run"})
+    assert done.returncode == 0, done.stderr
+    before = load_config(str(home / "run")).train
+    assert (before.epochs, before.steps % 4) == (4.0, 0)
+    done = train(home, "run", "--resume", **{"train.steps": before.steps + 1})
+    assert done.returncode == 0, done.stderr
+    after = load_config(str(home / "run")).train
+    assert (after.epochs, after.steps) == (0.0, before.steps + 1)
+
+
+def test_weights_of_ours_are_trained_on_without_a_config(home, run):
+    data = {"data.train": "talks.jsonl", "train.output": "more"}
+    done = train(home, "--init", "run", **data)
+    assert done.returncode == 0, done.stderr
+    assert "run/checkpoints/step-" in done.stdout.split("from", 1)[1].splitlines()[0]
+    assert (open_checkpoint(home / "more").tokenizer_folder / "chat_template.jinja").is_file()
+
+
+def test_a_preset_with_other_weights_is_told_the_command(home):
+    done = train(home, "tiny", "--init", "llama", **{"data.train": "my.jsonl"})
+    assert done.returncode == 2
+    assert "error: model.hidden_size: hidden_size=256 and llama has 32" in done.stderr
+    assert "mtcli train llama --set data.train=..." in done.stderr
+
+
+def test_no_config_and_no_weights_are_told_what_to_give(home):
+    done = mtcli("train", "--set", "data.train=my.jsonl", folder=home)
+    assert done.returncode == 2
+    assert "error: CONFIG: there is no config to train" in done.stderr
+
+
+def test_weights_that_do_not_tell_their_model_need_a_config(home, tmp_path):
+    (tmp_path / "metadata.json").write_text("{}")
+    done = mtcli("train", "--init", tmp_path, "--set", "data.train=my.jsonl", folder=home)
+    assert done.returncode == 2 and "does not tell its model" in done.stderr
+    assert f"mtcli train CONFIG --init {tmp_path}" in done.stderr
+
+
+def test_bad_lines_are_told_at_once_or_left_out_and_counted(home):
+    bad = [{"prompt": "a"}, next(sums(1)), {"messages": [{"role": "boss", "content": "b"}]}]
+    bad.append({"prompt": "long " * 99, "completion": "x"})
+    write_lines(home / "bad.jsonl", bad)
+    data = {"data.train": "bad.jsonl", "train.output": "bad"}
+    done = train(home, "llama", **data)
+    assert done.returncode == 2 and not (home / "bad").exists()
+    for said in (
+        "bad.jsonl:1: it has no completion",
+        "bad.jsonl:3: message 0 has the unknown role 'boss'",
+        "bad.jsonl:4: it has ",
+        "batch.seq_len=128 is the context",
+    ):
+        assert said in done.stderr
+    done = train(home, "llama", "--skip-bad", **data)
+    assert done.returncode == 0, done.stderr
+    assert "1 longer than the context, bad.jsonl:4" in done.stdout
+    assert "1 no completion, bad.jsonl:1; 1 unknown role, bad.jsonl:3" in done.stdout
+
+
+def test_weights_of_a_blend_and_epochs_of_tokens_are_refused(home):
+    done = train(home, "llama", **{"data.train": '["0.5", "my.jsonl"]', "data.format": "tokens"})
+    assert done.returncode == 2
+    done = train(
+        home, "llama", **{"data.train": '["0.5", "my.jsonl"]', "data.format": "conversations"}
+    )
+    assert "error: data.train: conversations have no weights" in done.stderr
+    done = train(home, "llama", **{"data.train": "data", "train.epochs": 2})
+    assert "epochs=2.0 with format='tokens'" in done.stderr
+
+
+def test_a_hugging_face_folder_can_be_planned(home):
+    done = mtcli("plan", "llama", "--set", "data.train=my.jsonl", folder=home)
+    assert done.returncode == 0, done.stderr
+    assert "parameters" in done.stdout

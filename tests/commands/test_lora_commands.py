@@ -1,0 +1,89 @@
+"""LoRA from the command line: train on tp=2, resume, evaluate, merge, export, train on peft's."""
+
+import json
+
+import pytest
+import torch
+from chats import save_model, sums, write_lines
+from command_line import mtcli
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    save_model(folder / "llama")
+    write_lines(folder / "my.jsonl", sums(30))
+    return folder
+
+
+def train(home, *words, **settings):
+    settings = {"batch.seq_len": 128, "batch.global_batch_size": 4, "data.train": "my.jsonl"} | (
+        {"optimizer.lr": 1e-2} | settings
+    )
+    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
+    return mtcli("train", *words, *sets, folder=home)
+
+
+@pytest.fixture(scope="module")
+def run(home):
+    lora = {"lora.rank": 4, "lora.alpha": 8, "train.output": "run", "train.epochs": 2}
+    done = train(home, "llama", "--nproc", "2", **lora, **{"parallel.tp": 2})
+    assert done.returncode == 0, done.stderr
+    assert "adapters, of rank 4" in done.stdout
+    return home / "run"
+
+
+def test_a_run_on_tp_2_is_merged_and_exported_and_peft_gives_its_logits(home, run):
+    for words in (("merged", "--to", "hf", "--merge-lora"), ("peft", "--to", "peft")):
+        done = mtcli("shard", "run", *words, folder=home)
+        assert done.returncode == 0, done.stderr
+        assert (home / words[0] / "chat_template.jinja").is_file()
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, merged = (AutoModelForCausalLM.from_pretrained(home / n) for n in ("llama", "merged"))
+    ids = torch.arange(40)[None] * 7 % 300
+    with torch.no_grad():
+        before = base(ids).logits
+        theirs = PeftModel.from_pretrained(base, home / "peft").eval()(ids).logits
+        assert torch.allclose(merged(ids).logits, theirs, atol=1e-4)
+    assert (theirs - before).abs().max() > 0.05
+
+
+def test_a_run_is_resumed_on_another_layout_and_generates(home, run):
+    done = train(home, "run", "--resume", "--nproc", "2", **{"parallel.tp": 1, "train.epochs": 3})
+    assert done.returncode == 0, done.stderr
+    for folder in ("run", "peft"):
+        done = mtcli("generate", folder, "--prompt", "12 plus 3?", "--max-tokens", 4, folder=home)
+        assert done.returncode == 0, done.stderr
+
+
+def test_peft_s_folder_is_trained_on(home, run):
+    done = train(
+        home, "peft", **{"lora.rank": 4, "lora.alpha": 8, "train.output": "more", "train.steps": 1}
+    )
+    assert done.returncode == 0, done.stderr
+    first = json.loads((home / "more" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    began = json.loads((home / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert first < began
+
+
+def test_what_is_to_be_done_with_adapters_is_asked(home, run):
+    done = mtcli("shard", "run", "x", "--to", "hf", folder=home)
+    assert done.returncode == 2 and "--merge-lora adds them to its weights" in done.stderr
+    done = mtcli("shard", "llama", "x", "--merge-lora", folder=home)
+    assert done.returncode == 2 and "llama holds no adapters" in done.stderr
+    done = mtcli("shard", "run", "x", "--to", "peft", "--merge-lora", folder=home)
+    assert done.returncode == 2 and "which has adapters alone" in done.stderr
+    done = train(home, "tiny", **{"lora.rank": 4, "train.output": "none", "model.vocab_size": 300})
+    assert done.returncode == 2 and "adapters are trained for weights" in done.stderr
+
+
+def test_the_plan_knows_that_frozen_weights_have_no_gradients(home):
+    plans = []
+    for rank in (0, 4):
+        words = ("plan", "llama", "--set", f"lora.rank={rank}", "--json", "-")
+        plans.append(json.loads(mtcli(*words, folder=home).stdout)["memory"])
+    full, lora = plans
+    assert lora["gradients"] < full["gradients"] / 4
+    assert full["weights"] < lora["weights"] < 1.5 * full["weights"]

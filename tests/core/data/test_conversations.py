@@ -1,0 +1,154 @@
+"""Lines of conversations: which tokens they become, what is refused, and what is kept."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chats import MARKED, sums, talks, tokenizer, write_lines
+
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.data import conversations
+from mtcli.core.data.chat_template import load_chat_template
+from mtcli.core.data.conversations import ExampleEncoder, read_examples
+from mtcli.core.data.tokenize import load_tokenizer
+
+BAD = {
+    b"not json": "it is not JSON",
+    b"[1]": "it is no JSON object",
+    b'{"prompt": "a"}': "it has no completion",
+    b'{"completion": "a"}': "it has no prompt",
+    b'{"prompt": "a", "completion": ""}': "its completion is empty",
+    b'{"prompt": "a", "completion": 7}': "its completion is 7, no text",
+    b'{"prompt": "a", "completion": "\\ud800"}': "no text",
+    b'{"messages": []}': "should be a list",
+    b'{"messages": [7]}': "message 0 is 7",
+    b'{"messages": [{"role": "boss", "content": "a"}]}': "unknown role 'boss'",
+    b'{"messages": [{"role": "user", "content": 7}]}': "message 0, the user's, has no content",
+    b'{"messages": [{"role": "user", "content": "a"}]}': "no message is the assistant's",
+    b'{"prompt": "a", "completion": "b", "tools": 7}': "tools are 7",
+    b"\xff\xff": "it is not JSON",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer(MARKED).save_pretrained(path)
+    return path
+
+
+def encoder(folder, most=128, skip_bad=False, templated=True):
+    loaded = load_tokenizer(folder)
+    template = load_chat_template(folder, loaded.config) if templated else None
+    return ExampleEncoder(loaded, template, most, skip_bad)
+
+
+def read(path, *arguments, **options):
+    return read_examples(Path(path), encoder(*arguments, **options), "data.train")
+
+
+def unpacked(examples):
+    bounds = [0, *examples.ends.tolist()]
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        yield examples.tokens[first:end].tolist(), examples.counts[first:end].tolist()
+
+
+def test_lines_become_the_tokens_that_transformers_gives(tmp_path, folder):
+    lines = [*talks(5), *sums(5)]
+    found = list(unpacked(read(write_lines(tmp_path / "a.jsonl", lines), folder)))
+    theirs = tokenizer(MARKED)
+    for line, (ids, counts) in zip(lines, found, strict=True):
+        pair = [{"role": "user", "content": line.get("prompt")}]
+        pair.append({"role": "assistant", "content": line.get("completion")})
+        wanted = theirs.apply_chat_template(
+            line.get("messages", pair), return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert (ids, counts) == (wanted["input_ids"], wanted["assistant_masks"])
+
+
+def test_without_a_template_the_completion_and_the_end_of_document_count(tmp_path, folder):
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "Hé", "completion": " you"}])
+    ((ids, counts),) = unpacked(read(path, folder, templated=False))
+    theirs = tokenizer(None)
+    end = theirs.eos_token_id
+    assert ids == [*theirs("Hé")["input_ids"], *theirs(" you")["input_ids"], end]
+    assert counts == [0, 0, 0, 1, 1, 1, 1, 1]
+    write_lines(path, talks(1))
+    with pytest.raises(MtcliError, match="a.jsonl:1: it has messages, and the tokenizer has no"):
+        read(path, folder, templated=False)
+
+
+def test_every_bad_line_is_named_by_file_and_number_or_counted(tmp_path, folder):
+    path, good = tmp_path / "bad.jsonl", json.dumps(next(sums(1))).encode()
+    for line, said in BAD.items():
+        path.write_bytes(b"\n".join([good, b"", line, good]))
+        with pytest.raises(MtcliError) as caught:
+            read(path, folder)
+        (problem,) = caught.value.problems
+        assert problem.message.startswith(f"{path}:3: ") and said in problem.message
+        assert "--skip-bad" in problem.hint
+        found = read(path, folder, skip_bad=True)
+        assert len(found) == 2 and found.lines.tolist() == [1, 4]
+        ((count, lines),) = found.skipped_by_kind.values()
+        assert (count, lines) == (1, [3])
+
+
+def test_the_first_bad_lines_are_told_at_once_and_the_rest_counted(tmp_path, folder):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"x\n" * 13)
+    with pytest.raises(MtcliError) as caught:
+        read(path, folder)
+    assert [p.message.split(":")[1] for p in caught.value.problems[:10]] == list(
+        map(str, range(1, 11))
+    )
+    assert "3 more lines are bad" in caught.value.problems[10].message
+    with pytest.raises(MtcliError, match="has no example: all 13 lines are bad"):
+        read(path, folder, skip_bad=True)
+
+
+def test_an_example_longer_than_the_context_is_reported_not_shortened(tmp_path, folder):
+    path = write_lines(tmp_path / "a.jsonl", sums(1))
+    ((ids, _),) = unpacked(read(path, folder))
+    assert len(read(path, folder, most=len(ids))) == 1
+    with pytest.raises(MtcliError) as caught:
+        read(path, folder, most=len(ids) - 1)
+    (problem,) = caught.value.problems
+    assert f"a.jsonl:1: it has {len(ids)} tokens, and batch.seq_len={len(ids) - 1}" in str(problem)
+
+
+def test_what_a_template_refuses_is_a_bad_line(tmp_path):
+    tokenizer("{{ raise_exception('not today') }}").save_pretrained(tmp_path)
+    path = write_lines(tmp_path / "a.jsonl", sums(1))
+    with pytest.raises(MtcliError, match="a.jsonl:1: the chat template refuses it: not today"):
+        read(path, tmp_path)
+
+
+def test_a_line_that_never_ends_is_refused_without_being_read_whole(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(conversations, "MAX_LINE_BYTES", 200)
+    path = tmp_path / "a.jsonl"
+    good = json.dumps(next(sums(1))).encode()
+    path.write_bytes(b"y" * 1000 + b"\n" + good + b"\n")
+    found = read(path, folder, skip_bad=True)
+    assert found.lines.tolist() == [2] and found.skipped_by_kind == {"too long a line": (1, [1])}
+
+
+def test_what_was_read_of_a_large_file_is_kept_until_it_changes(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(conversations, "WORTH_KEEPING", 1)
+    path = write_lines(tmp_path / "a.jsonl", [*talks(5), {"prompt": ""}])
+    first = read(path, folder, skip_bad=True)
+    monkeypatch.setattr(ExampleEncoder, "__call__", None)  # what is kept encodes nothing
+    again = read(path, folder, skip_bad=True)
+    assert all(map(np.array_equal, first, again))
+    assert again.skipped_by_kind == {"no completion": (1, [6])}
+    for change in ({"most": 127}, {"skip_bad": False}, {"templated": False}):
+        with pytest.raises(TypeError):
+            read(path, folder, **({"skip_bad": True} | change))
+    write_lines(path, talks(4))
+    with pytest.raises(TypeError):
+        read(path, folder, skip_bad=True)
+
+
+def test_a_missing_file_is_named(tmp_path, folder):
+    with pytest.raises(MtcliError, match=r"data.train: .*gone.jsonl cannot be read: No such file"):
+        read(tmp_path / "gone.jsonl", folder)

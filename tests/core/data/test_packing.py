@@ -1,0 +1,142 @@
+"""Packed rows: every example in one row, near the fewest rows, and each once per epoch."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from chats import sums, talks, tokenizer, write_lines
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import LLAMA, run_config
+
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.data.packing import open_conversations, pack, with_steps
+from mtcli.core.data.tokenize import load_tokenizer
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=80))
+def test_every_example_is_in_one_row_and_no_two_rows_fit_in_one(lengths):
+    lengths = np.array(lengths)
+    rows = pack(lengths, 64)
+    assert sorted(rows.order.tolist()) == list(range(len(lengths)))
+    filled = np.add.reduceat(lengths[rows.order], rows.bounds[:-1])
+    assert filled.max() <= 64 and (np.diff(rows.bounds) > 0).all()
+    if len(filled) > 1:
+        assert np.partition(filled, 1)[:2].sum() > 64
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60))
+def test_rows_are_those_of_best_fit_by_brute_force(lengths):
+    room, rows = 40, []
+    for length in sorted(lengths, reverse=True):
+        fits = [row for row in rows if row >= length]
+        best = rows.index(min(fits)) if fits else len(rows)
+        rows[best : best + 1] = [rows[best] - length if fits else room - length]
+    packed = pack(np.array(lengths), room)
+    left = room - np.add.reduceat(np.array(lengths)[packed.order], packed.bounds[:-1])
+    assert sorted(left.tolist()) == sorted(rows)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packing")
+    tokenizer().save_pretrained(folder / "tokenizer")
+    write_lines(folder / "a.jsonl", sums(40))
+    write_lines(folder / "b.jsonl", talks(15))
+    return folder
+
+
+def config(home, *names, **data):
+    names = [str(home / name) for name in names or ("a.jsonl", "b.jsonl")]
+    sizes = LLAMA | {"vocab_size": 300, "max_seq_len": 128}
+    return run_config(
+        sizes,
+        batch={"seq_len": 128, "global_batch_size": 4},
+        data={"train": names, "tokenizer": str(home / "tokenizer")} | data,
+        optimizer={"warmup_steps": 0},
+    )
+
+
+def test_an_epoch_has_every_example_once_and_its_labels_are_its_own(home):
+    run = config(home)
+    data = open_conversations(run, None)
+    per_epoch = data.steps_per_epoch * 4
+    data.num_samples = 3 * per_epoch
+    decoder = load_tokenizer(home / "tokenizer")
+    epochs = []
+    for epoch in range(3):
+        seen, order = Counter(), []
+        for number in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            (row,), (documents,) = data.batch(number, 1), data.documents(number, 1)
+            (weights,) = data.loss_weights(number, 1)
+            for document in range(documents.max() + 1):
+                at = documents == document
+                if not weights[at[1:]].any():
+                    continue  # padding
+                said = decoder.decode(row[1:][(weights > 0) & at[1:]])
+                seen[decoder.decode(row[at]), said] += 1
+                order.append(said)
+        assert sum(seen.values()) == 55
+        epochs.append((seen, order))
+    assert epochs[0][0] == epochs[1][0] == epochs[2][0]
+    assert epochs[0][1] != epochs[1][1]
+    told = {line["completion"] + "<|im_end|>" for line in sums(40)}
+    assert told <= {said for _, said in epochs[0][0]}
+
+
+def test_the_last_batch_of_an_epoch_is_filled_up_with_rows_without_weight(home):
+    data = open_conversations(config(home), None)
+    rows, per_epoch = len(data.rows), data.steps_per_epoch * 4
+    assert rows % 4, "the case needs a last batch that is not full"
+    data.num_samples = per_epoch
+    assert not data.loss_weights(rows, per_epoch - rows).any()
+    assert (data.batch(rows, per_epoch - rows) == data.pad_id).all()
+    assert sum(data.drawn(0, per_epoch)) == rows
+    assert data.sample_ids(0, 1)[0].prefix.endswith(".jsonl")
+
+
+def test_any_part_of_a_batch_is_the_same_however_it_is_asked_for(home):
+    data = open_conversations(config(home), None)
+    data.num_samples = 24
+    for read in (data.batch, data.documents, data.loss_weights):
+        together = read(0, 24)
+        assert all(np.array_equal(read(i, 1)[0], together[i]) for i in reversed(range(24)))
+
+
+def test_steps_are_those_of_the_epochs_and_a_longer_warm_up_is_refused(home):
+    run = config(home)
+    per_epoch = open_conversations(run, None).steps_per_epoch
+    assert with_steps(run, None).train.steps == 20  # no epochs are set
+    for epochs, steps in ((1.0, per_epoch), (2.5, -(-5 * per_epoch // 2)), (0.001, 1)):
+        train = run.train.model_copy(update={"epochs": epochs})
+        assert with_steps(run.model_copy(update={"train": train}), None).train.steps == steps
+    slow = run.optimizer.model_copy(update={"warmup_steps": 99})
+    with pytest.raises(MtcliError, match=r"warmup_steps=99 is above the 1 steps of 0.001 epochs"):
+        with_steps(run.model_copy(update={"train": train, "optimizer": slow}), None)
+
+
+def test_validation_is_of_its_own_files_or_of_a_share(home):
+    own = config(home, "a.jsonl", valid=[str(home / "b.jsonl")])
+    assert len(open_conversations(own, None, "valid").number) == 15
+    assert len(open_conversations(own, None).number) == 40
+    share = config(home, "a.jsonl", split="90,10,0")
+    counts = [len(open_conversations(share, None, which).number) for which in ("train", "valid")]
+    assert counts == [36, 4]
+    with pytest.raises(MtcliError, match='split "1,0,0" of 40 examples gives valid none'):
+        open_conversations(config(home, "a.jsonl"), None, "valid")
+
+
+def test_a_tokenizer_is_needed_and_the_starting_weights_may_bring_it(home):
+    bare = config(home, tokenizer=None)
+    with pytest.raises(MtcliError, match="data.tokenizer: conversations are read by a tokenizer"):
+        open_conversations(bare, None)
+    given = open_conversations(bare, home / "tokenizer")
+    assert np.array_equal(given.batch(0, 1), open_conversations(config(home), None).batch(0, 1))
+    plain = config(home, "a.jsonl", chat_template=False)
+    assert len(open_conversations(plain, None).lengths) == 40
+    assert open_conversations(plain, None).lengths.sum() < given.lengths[:40].sum()
+
+
+def test_words_say_how_much_there_is(home):
+    told = open_conversations(config(home), None).describe()
+    assert told["data"].startswith("55 examples, ") and "steps an epoch" in told["packed"]

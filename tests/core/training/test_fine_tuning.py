@@ -1,0 +1,96 @@
+"""Fine-tuning on conversations: transformers' losses on the same tokens, on every layout."""
+
+import numpy as np
+import pytest
+import torch
+from chats import MARKED, PLAIN, save_model, sums, talks, write_lines
+from ranks import run_ranks
+from tiny import run_config
+
+from mtcli.core.checkpoint.fine_tuning import source_of, starting_tokenizer
+from mtcli.core.config.loading import load_config
+from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loader import open_loader
+from mtcli.core.training.state import load_weights, starting_point
+from mtcli.core.training.step import Trainer
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+LAYOUTS = [
+    (2, {"tp": 2}),
+    (4, {"tp": 2, "cp": 2}),
+    (2, {"cp": 2, "cp_mode": "a2a"}),
+    (4, {"pp": 2, "zero": 1}),
+    (2, {"zero": 3}),
+    (4, {"pp": 2, "vpp": 1, "schedule": "zero_bubble", "tp": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    save_model(folder / "llama")
+    write_lines(folder / "talks.jsonl", [*talks(20), *sums(20, seed=1)])
+    return folder
+
+
+def config(home, name="llama", precision="fp64", **parallel):
+    settings = [f"data.train={home / 'talks.jsonl'}", "batch.seq_len=128"]
+    settings += ["batch.global_batch_size=4", "optimizer.lr=1e-3", "train.device=cpu"]
+    settings += [f"train.precision={precision}", "train.steps=4"]
+    settings += [f"parallel.{key}={value}" for key, value in parallel.items()]
+    return load_config(source_of(str(home / name)), settings)
+
+
+def losses_of(runtime, run):
+    """Losses of the steps of a run from its starting weights."""
+    trainer = Trainer(run, runtime)
+    start = starting_point(run, trainer.groups.world)
+    load_weights(trainer, start.checkpoint)
+    loader = open_loader(run, trainer.groups)
+    losses = [trainer.train_step(loader).loss for _ in range(run.train.steps)]
+    loader.close()
+    return gather_values(losses, trainer.groups.world)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_the_loss_of_a_packed_batch_is_transformers_of_its_examples_one_by_one(tmp_path, kind):
+    model = save_model(tmp_path / "hf", kind, MARKED if kind == "llama" else PLAIN)
+    write_lines(tmp_path / "talks.jsonl", [*talks(9), *sums(9)])
+    run = config(tmp_path, "hf", "fp32")
+    trainer = Trainer(run, ALONE)
+    load_weights(trainer, starting_point(run, trainer.groups.world).checkpoint)
+    loader = open_loader(run, trainer.groups)
+    data, total, weight = loader.batches, 0.0, 0.0
+    rows, documents = data.batch(0, 4), data.documents(0, 4)
+    weights = data.loss_weights(0, 4)
+    for row, of, counts in zip(rows, documents, weights, strict=True):
+        for document in range(of.max() + 1):
+            at = np.flatnonzero(of == document)
+            ids = torch.from_numpy(row[at])[None]
+            labels = ids.clone()
+            labels[0, 1:][counts[at[1:] - 1] == 0] = -100
+            labels[0, 0] = -100
+            count = int((labels != -100).sum())
+            if count:
+                total += model(ids, labels=labels).loss.item() * count
+                weight += count
+    assert weight == weights.sum() and weight < 4 * 128
+    step = trainer.train_step(loader)
+    loader.close()
+    assert step.loss == pytest.approx(total / weight, rel=1e-5)
+
+
+@pytest.mark.parametrize(("world", "parallel"), LAYOUTS, ids=str)
+def test_every_layout_has_the_losses_of_one_rank(home, world, parallel):
+    alone = run_ranks(1, losses_of, config(home))[0]
+    assert alone[-1] < alone[0]
+    shared = run_ranks(world, losses_of, config(home, **parallel))
+    for losses in shared:
+        assert losses == pytest.approx(alone, rel=1e-9)
+
+
+def test_the_tokenizer_of_the_starting_weights_is_found(home):
+    run = config(home)
+    assert starting_tokenizer(run) == home / "llama"
+    assert starting_tokenizer(run_config()) is None

@@ -1,0 +1,238 @@
+"""LoRA: the one-rank run on every layout, peft's adapters both ways, and what checkpoints hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chats import save_model, sums, write_lines
+from parity_runs import Row, compare
+
+from mtcli.core.checkpoint.fine_tuning import source_of
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.loading import load_config
+from mtcli.core.config.rules import problems
+from mtcli.core.config.schema import LoraConfig
+from mtcli.core.convert.to_peft import to_peft
+from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.loader import open_loader
+from mtcli.core.training.loop import train
+from mtcli.core.training.state import load_weights, shards, starting_point
+from mtcli.core.training.step import Trainer
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+EXACT, CLOSE = 1e-10, 2e-5
+TALL = {"micro_batch_size": 2}
+NO_SP = {"sequence_parallel": False}
+ROWS = [
+    Row("llama lora", 2, {"tp": 2}, TALL),
+    Row("llama lora", 2, {"tp": 2} | NO_SP, TALL),
+    Row("gpt lora", 4, {"tp": 2, "zero": 1, "recompute": "selective"}, TALL),
+    Row("llama few lora", 4, {"tp": 2, "cp": 2} | NO_SP, TALL),
+    Row("llama deep lora", 2, {"pp": 2, "zero": 1}),
+    Row("llama deep lora", 4, {"pp": 4, "stage_layers": [0, 2, 2, 0]}),
+    Row("one key head lora", 4, {"tp": 4, "recompute": "full"}, TALL),
+    Row("llama lora", 4, {"tp": 2, "pp": 2, "schedule": "zero_bubble", "zero": 1}, TALL),
+    Row("moe lora", 4, {"tp": 2, "ep": 2, "etp": 2, "zero": 1}, TALL),
+    Row("moe lora", 2, {"ep": 2, "cp": 2}),
+]
+KINDS = ("llama", "gpt2", "mixtral", "qwen2_moe")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_every_layout_has_the_gradients_and_the_curve_of_one_rank(row):
+    found = compare(row)
+    assert max(found.gradient_64, found.curve_64) < EXACT
+    assert max(found.gradient_32, found.curve_32) < CLOSE
+
+
+def config(home, name, *settings):
+    given = [f"data.train={home / 'my.jsonl'}", "batch.seq_len=128", "train.device=cpu"]
+    given += ["batch.global_batch_size=4", "optimizer.lr=1e-2", "train.steps=3"]
+    given += [f"train.output={home / 'run'}", "train.matmul=strict", "lora.rank=4"]
+    return load_config(source_of(str(home / name)), [*given, *settings])
+
+
+def run(config):
+    train(config, ALONE, resume=False, measure_peak=lambda: 1e12)
+    return open_checkpoint(Path(config.train.output))
+
+
+@pytest.fixture
+def home(tmp_path):
+    write_lines(tmp_path / "my.jsonl", sums(20))
+    return tmp_path
+
+
+def ids(vocab=300):
+    return torch.randint(0, vocab, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_our_adapters_and_the_merged_model_has_its_logits(home, kind):
+    from peft import PeftModel
+
+    base = save_model(home / "hf", kind)
+    done = run(config(home, "hf", "lora.alpha=7"))
+    to_peft(done, home / "peft", force=False)
+    theirs = PeftModel.from_pretrained(base, home / "peft").eval()
+    with torch.no_grad():
+        wanted = theirs(ids()).logits
+        with theirs.disable_adapter():
+            before = theirs(ids()).logits
+    assert (wanted - before).abs().max() > 0.05, "the adapters do something"
+    assert torch.allclose(_logits(done, home / "merged"), wanted, atol=1e-4)
+    assert torch.allclose(
+        _logits(open_checkpoint(home / "peft"), home / "again"), wanted, atol=1e-4
+    )
+
+
+def _logits(checkpoint, folder):
+    """Logits of transformers' model of a checkpoint's tensors."""
+    from transformers import AutoModelForCausalLM
+
+    from mtcli.core.convert.to_huggingface import to_hf
+    from mtcli.core.convert.to_mtcli import WriteOptions
+
+    to_hf(checkpoint, folder, 10**9, WriteOptions())
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(ids()).logits
+
+
+@pytest.mark.parametrize("kind", ("llama", "gpt2"))
+def test_a_step_from_peft_s_adapters_is_peft_s_step(home, kind):
+    """Gradients of one step, of adapters that peft has initialised, against torch's autograd."""
+    from peft import LoraConfig as Theirs
+    from peft import get_peft_model
+
+    base = save_model(home / "hf", kind)
+    names = ["q_proj", "v_proj", "down_proj"] if kind == "llama" else ["c_attn", "c_proj"]
+    made = Theirs(r=4, lora_alpha=6, target_modules=names, init_lora_weights=False)
+    theirs = get_peft_model(base, made)
+    theirs.peft_config["default"].base_model_name_or_path = str(home / "hf")
+    theirs.save_pretrained(home / "peft")
+    targets = json.dumps(names)
+    run_config = config(home, "peft", "lora.alpha=6", f"lora.targets={targets}")
+    trainer = Trainer(run_config, ALONE)
+    start = starting_point(run_config, trainer.groups.world)
+    assert start.checkpoint.adapters.lora.alpha == 6
+    load_weights(trainer, start.checkpoint)
+    loader = open_loader(run_config, trainer.groups)
+    step = trainer.train_step(loader)
+    data, total = loader.batches, 0.0
+    loader.close()
+    weight = data.loss_weights(0, 4).sum()
+    rows, documents, weights = (f(0, 4) for f in (data.batch, data.documents, data.loss_weights))
+    for row, of, counts in zip(rows, documents, weights, strict=True):
+        for document in range(of.max() + 1):
+            at = (of == document).nonzero()[0]
+            labels = torch.from_numpy(row[at])
+            taken = torch.from_numpy(counts[at[1:] - 1])
+            logits = theirs(labels[None]).logits[0, :-1]
+            lost = torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")
+            total = total + (lost * taken).sum() / weight
+    assert step.loss == pytest.approx(total.item(), rel=1e-5)
+    total.backward()
+    squares = sum(p.grad.square().sum() for p in theirs.parameters() if p.requires_grad)
+    assert step.grad_norm == pytest.approx(squares.sqrt().item(), rel=1e-4)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_names_their_base(home):
+    save_model(home / "llama")
+    done = run(config(home, "llama"))
+    own = done.adapters.own
+    assert all(".adapter." in name for name in own.names())
+    table = run_parameters(done.model, LoraConfig(rank=4))
+    adapters = sum(p.numel for p in table.values() if p.of_adapter)
+    assert sum(record.bytes for name, record in own.files.items() if name.startswith("rank")) < (
+        3 * 4 * adapters + 20_000
+    )
+    assert own.extra["base"]["path"] == str(home / "llama")
+
+
+def test_frozen_weights_have_no_gradients_and_no_state(home):
+    save_model(home / "llama")
+    trainer = Trainer(config(home, "llama", "train.precision=bf16", "parallel.zero=1"), ALONE)
+    adapters = {name for name, one in trainer.table.items() if one.of_adapter}
+    assert set(trainer.strategy.gradients) == set(trainer.optimizer.named) == adapters
+    frozen = {n: s.tensor for n, s in trainer.strategy.shards.items() if n not in adapters}
+    assert {tensor.dtype for tensor in frozen.values()} == {torch.bfloat16}
+    assert {shard.name for shard in shards(trainer) if "optimizer" not in shard.name} == adapters
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(home):
+    save_model(home / "llama")
+    through = run(config(home, "llama", "train.steps=4", f"train.output={home / 'a'}"))
+    run(config(home, "llama", "train.steps=4", f"train.output={home / 'b'}", "train.save_every=2"))
+    steps = home / "b" / "checkpoints"
+    import shutil
+
+    shutil.rmtree(steps / "step-00000004")
+    again = config(home, "llama", "train.steps=4", f"train.output={home / 'b'}")
+    train(again, ALONE, resume=True, measure_peak=lambda: 1e12)
+    resumed = open_checkpoint(home / "b")
+    for name in through.adapters.own.names():
+        assert torch.equal(through.adapters.own.read(name), resumed.adapters.own.read(name)), name
+
+
+def test_a_base_that_is_gone_or_changed_is_refused(home):
+    save_model(home / "llama")
+    run(config(home, "llama"))
+    (home / "llama").rename(home / "elsewhere")
+    with pytest.raises(MtcliError, match=r"holds adapters of .*llama.*, which is gone"):
+        open_checkpoint(home / "run")
+    save_model(home / "llama", initializer_range=0.1)
+    with pytest.raises(MtcliError, match=r"with the hash .*, and it has now"):
+        open_checkpoint(home / "run")
+
+
+def test_adapters_of_another_rank_are_refused(home):
+    save_model(home / "llama")
+    run(config(home, "llama"))
+    other = config(home, "llama", "lora.rank=2", f"train.init={home / 'run'}")
+    trainer = Trainer(other, ALONE)
+    start = starting_point(
+        other.model_copy(
+            update={"train": other.train.model_copy(update={"output": str(home / "new")})}
+        ),
+        trainer.groups.world,
+    )
+    with pytest.raises(MtcliError, match="adapters keep their rank and targets"):
+        load_weights(trainer, start.checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["parallel.zero=3"], "rank=4 with zero=3"),
+        (["train.precision=fp8"], "rank=4 with precision='fp8'"),
+        (['lora.targets=["q_prj"]'], "there is no target 'q_prj' in this model"),
+        (["lora.rank=0", "lora.alpha=3"], "alpha=3.0 with rank=0, which has no adapters"),
+    ],
+)
+def test_what_adapters_are_not_trained_with_is_refused(home, settings, said):
+    save_model(home / "llama")
+    found = problems(config(home, "llama", *settings), 1)
+    assert any(said in problem.message for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_dora": True}, "use_dora=true cannot be represented"),
+        ({"r": 0}, "r=0 is no rank"),
+        ({"lora_alpha": "x"}, "lora_alpha='x'"),
+        ({"base_model_name_or_path": "nowhere"}, "base_model_name_or_path='nowhere' is no folder"),
+        ({"r": 5}, "and [5, 32] by its config"),
+    ],
+)
+def test_settings_of_peft_that_are_not_plain_are_refused(home, change, said):
+    save_model(home / "llama")
+    to_peft(run(config(home, "llama")), home / "peft", force=False)
+    path = home / "peft" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(MtcliError) as caught:
+        open_checkpoint(home / "peft")
+    assert said in str(caught.value)
