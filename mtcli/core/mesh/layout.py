@@ -3,6 +3,10 @@
 The rank grid is one mixed-radix number, innermost axis first: attention is tp-cp-dp-pp and experts
 etp-ep-edp-pp, with pp outermost so that both agree on the pipeline (MoE Parallel Folding,
 arXiv:2504.14960, section 3; its printed listing with tp innermost and pp inside dp does not).
+
+In two-dimensional tensor parallelism (arXiv:2104.05343, section 3) the tp ranks are a grid of
+tp_rows x tp / tp_rows, one row after another. Then axis "tp" runs along a row, whose ranks have the
+same sequences and other heads and columns, as in one dimension; axis "tp_row" runs down a column.
 """
 
 from dataclasses import dataclass
@@ -65,12 +69,20 @@ class ParallelLayout:
     vpp: int = 1
     ep: int = 1
     etp: int = 1
+    tp_rows: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> "ParallelLayout":
         """The layout of a config on `world` ranks; `check.problems` says whether it divides."""
         p = parallel
-        return cls(world, tp=p.tp, cp=p.cp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp)
+        return cls(
+            world, tp=p.tp, cp=p.cp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp, tp_rows=p.grid_rows
+        )
+
+    @property
+    def tp_columns(self) -> int:
+        """Ranks of axis tp: all tp ranks, or those of a row of their grid."""
+        return self.tp // self.tp_rows
 
     @property
     def dp(self) -> int:
@@ -89,8 +101,10 @@ class ParallelLayout:
 
     @cached_property
     def attention(self) -> Grid:
-        """The grid of everything but the experts."""
-        return Grid(("tp", "cp", "dp", "pp"), (self.tp, self.cp, self.dp, self.pp))
+        """The grid of everything but the experts; with one row of tp ranks there is no tp_row."""
+        rows = {"tp_row": self.tp_rows} if self.tp_rows > 1 else {}
+        sizes = {"tp": self.tp_columns} | rows | {"cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return Grid(tuple(sizes), tuple(sizes.values()))
 
     @cached_property
     def experts(self) -> Grid:
@@ -99,10 +113,13 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis of both grids."""
-        return self.attention.coordinates(rank) | self.experts.coordinates(rank)
+        one_row = {"tp_row": 0}
+        return one_row | self.attention.coordinates(rank) | self.experts.coordinates(rank)
 
     def size(self, axis: str) -> int:
         """The size of an axis of either grid."""
+        if axis == "tp_row":
+            return self.tp_rows
         grid = self.attention if axis in self.attention.axes else self.experts
         return grid.size(axis)
 

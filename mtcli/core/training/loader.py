@@ -4,7 +4,8 @@ A step's loss is the sum of weight times loss over its labels, by the sum of wei
 batch, which every rank is given with the step.
 
 Micro-batch m of data rank r is the contiguous block of samples consumed + m * (mbs * dp) + r * mbs
-and so on for mbs samples: a global batch holds the same samples on every layout.
+and so on for mbs samples: a global batch holds the same samples on every layout. Of a block, each
+row of a grid of tp ranks has consecutive samples.
 """
 
 import math
@@ -99,8 +100,9 @@ class MicroBatchLoader:
     def _starts(self, step: int) -> range:
         """The first sample of each of this rank's micro-batches of a step."""
         size, dp = self.config.batch.global_batch_size, self.groups.layout.dp
-        first = step * size + self.groups.dp_rank * self._mbs
-        return range(first, (step + 1) * size, self._mbs * dp)
+        block = self.config.batch.micro_batch_size
+        first = step * size + self.groups.dp_rank * block + self.groups.tp_row.rank * self._mbs
+        return range(first, (step + 1) * size, block * dp)
 
     def _read(self, start: int, count: int) -> ReadAhead:
         data = self.config.data
@@ -131,7 +133,7 @@ class MicroBatchLoader:
         if samples[0].weights is None:
             return float(size * self.config.batch.seq_len)
         own = torch.tensor([sum(read.weight_sum for read in samples)], dtype=torch.float64)
-        weight = sum(all_gather(own.to(self.groups.device), self.groups.axes["data"]).tolist())
+        weight = sum(all_gather(own.to(self.groups.device), self.groups.axes["samples"]).tolist())
         if not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
@@ -174,7 +176,8 @@ class MicroBatchLoader:
 
     @property
     def _mbs(self) -> int:
-        return self.config.batch.micro_batch_size
+        """Sequences of a micro-batch that this rank reads."""
+        return self.config.batch.micro_batch_size // self.groups.tp_row.size
 
 
 def open_loader(
