@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from ranks import run_ranks
 from tiny import (
+    BATCH,
     BERT,
     BIASED,
     CHOOSING,
@@ -39,6 +40,10 @@ MODELS = {
     "llama deep": LLAMA,
     "one key head": LLAMA | TWO_LAYERS | {"num_kv_heads": 1, "qkv_bias": True},
     "one key head dropout": GPT | DROPPING | TWO_LAYERS | {"num_kv_heads": 1},
+    "gpt of sixes dropout": GPT | DROPPING | TWO_LAYERS | {"hidden_size": 24, "num_heads": 6},
+    "llama of sixes": LLAMA
+    | TWO_LAYERS
+    | {"hidden_size": 24, "num_heads": 12, "num_kv_heads": 6, "ffn_hidden_size": 36},
     "gpt full": GPT | {"causal": False} | TWO_LAYERS,
     "llama documents": LLAMA | TWO_LAYERS,
     "gpt dropout documents": GPT | DROPPING | TWO_LAYERS,
@@ -141,9 +146,10 @@ def measure(runtime, row):
 
 
 @cache
-def one_rank(model):
+def one_rank(model, global_batch_size=BATCH["global_batch_size"]):
     """The oracle: the same model and samples in one process, one sequence at a time."""
-    return run_ranks(1, measure, Row(model, 1, {}))[0]
+    row = Row(model, 1, {}, {"global_batch_size": global_batch_size})
+    return run_ranks(1, measure, row)[0]
 
 
 class Differences(NamedTuple):
@@ -159,7 +165,8 @@ class Differences(NamedTuple):
 def compare(row):
     """The Differences of a row. Raises AssertionError where an initial weight differs in any bit,
     or a last value of what no gradient trains."""
-    ranks, (exact, close) = run_ranks(row.world, measure, row), one_rank(row.model)
+    ranks = run_ranks(row.world, measure, row)
+    exact, close = one_rank(row.model, row.config().batch.global_batch_size)
     found = [
         Differences(
             slices(row, rank, mine, exact),

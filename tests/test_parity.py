@@ -22,6 +22,8 @@ EXACT, CLOSE = 1e-10, 1e-5  # relative, in float64 and float32
 
 NO_SP = {"sequence_parallel": False}
 TALL = {"micro_batch_size": 2}
+SQUARE = {"tp": 4, "tp_mode": "2d"}
+OBLONG = {"tp": 6, "tp_mode": "2d", "tp_rows": 2}
 ROWS = [
     Row("gpt dropout", 2, {"tp": 2}, TALL),
     Row("llama", 2, {"tp": 2}, TALL),
@@ -93,6 +95,35 @@ ROWS = [
     Row("one key head", 4, {"tp": 2, "cp": 2, "zero": 3}, TALL),
     Row("moe", 4, {"tp": 4, "ep": 2, "etp": 2, "zero": 1}, TALL),
     Row("llama documents", 8, {"tp": 4, "cp": 2, "cp_mode": "all_gather"}, TALL),
+    Row("gpt dropout", 4, SQUARE, TALL),
+    Row("llama", 4, SQUARE | {"zero": 1}, TALL),
+    Row("gpt dropout", 4, SQUARE | {"tp_rows": 1}, TALL),
+    Row("llama dropout", 4, SQUARE | {"recompute": "full"}, TALL),
+    Row("gpt", 2, {"tp": 2, "tp_mode": "2d", "tp_rows": 2, "recompute": "selective"}, TALL),
+    Row("one key head", 8, {"tp": 8, "tp_mode": "2d", "tp_rows": 2}, TALL),
+    Row("gpt of sixes dropout", 6, OBLONG, TALL),
+    Row(
+        "llama of sixes",
+        6,
+        {"tp": 6, "tp_mode": "2d", "tp_rows": 3},
+        {"micro_batch_size": 3, "global_batch_size": 12},
+    ),
+    Row(
+        "gpt of sixes dropout",
+        9,
+        {"tp": 9, "tp_mode": "2d"},
+        {"micro_batch_size": 3, "global_batch_size": 12},
+    ),
+    Row("llama documents", 8, SQUARE | {"bucket_mib": 0.002, "zero": 1}, TALL),
+    Row("gpt dropout", 8, SQUARE | {"pp": 2, "zero": 1}, TALL),
+    Row("gpt deep", 8, SQUARE | {"pp": 2, "vpp": 2, "schedule": "interleaved"}, TALL),
+    Row("llama", 8, SQUARE | {"pp": 2, "schedule": "zero_bubble"}, TALL),
+    Row("gpt lamb", 4, SQUARE, TALL),
+    Row("llama", 8, SQUARE | {"zero": 3}, TALL),
+    Row("moe", 4, SQUARE | {"ep": 2, "etp": 2}, TALL),
+    Row("moe wide", 8, SQUARE | {"ep": 8, "zero": 1}, TALL),
+    Row("moe capped", 4, SQUARE | {"dispatcher": "all_gather"}, TALL),
+    Row("moe biased", 4, SQUARE | {"ep": 4}, TALL),
     Row("gpt dropout", 8, {"tp": 2, "pp": 2}),
     Row("llama", 8, {"tp": 2, "cp": 2, "pp": 2, "zero": 1}),
     Row("moe", 8, {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}),

@@ -69,6 +69,18 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return _matmul(a, b)
 
 
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total += a @ b; total may be wider than the operands, and then takes each product unrounded.
+
+    Returns total.
+    """
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b)
+    if a.device.type == "cpu":  # torch has no such product there
+        return total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
 def float32_precision() -> str:
     """Triton's name of the precision in which torch multiplies float32.
 

@@ -236,10 +236,11 @@ def listing(numbers: list[int]) -> str:
     return either(map(str, numbers))
 
 
-def divides(field: str, size: int, of: str, number: int) -> Iterator[Problem]:
-    """Yields a problem of `field` where its size does not divide a number, which `of` names."""
+def divides(field: str, size: int, of: str, number: int, called: str = "") -> Iterator[Problem]:
+    """Yields a problem of `field` where its size does not divide a number, which `of` names. The
+    size is `called` so where it is not the field's own."""
     if number % size:
         name = of.removeprefix("model.")
-        short = field.rpartition(".")[2]
+        short = called or field.rpartition(".")[2]
         legal = [d for d in divisors(number) if d <= 4 * size]
         yield Problem(f"{short}={size} does not divide {name}={number}", listing(legal), field)

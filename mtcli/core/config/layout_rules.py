@@ -12,6 +12,8 @@ from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 
+COLUMNS = "tp/tp_rows"  # what shards heads, ffn and vocabulary where tp ranks form a grid
+
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 
@@ -49,33 +51,88 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
 
 
-def _square_divides(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that a square of ranks (arXiv:2104.05343) can shard batch and widths."""
-    p, m, b = config.parallel, config.model, config.batch
+def _grid_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a grid of tp ranks (arXiv:2104.05343) has rows, and can shard hidden columns."""
+    p, m = config.parallel, config.model
     if p.tp_mode == "1d":
         return
     side = isqrt(p.tp)
-    if side * side != p.tp:
-        near = f"{side * side} or {(side + 1) ** 2}"
-        yield Problem(f"tp={p.tp} with tp_mode='2d' is no square", f"tp {near}", "parallel.tp")
+    if not p.tp_rows and side * side != p.tp:
+        near, legal = f"tp {side * side} or {(side + 1) ** 2}", listing(divisors(p.tp))
+        message = f"tp={p.tp} with tp_mode='2d' is no square"
+        yield Problem(message, f"{near}, or parallel.tp_rows among {legal}", "parallel.tp")
+    if p.tp_rows and p.tp % p.tp_rows:
+        message = f"tp_rows={p.tp_rows} does not divide tp={p.tp}"
+        yield Problem(message, listing(divisors(p.tp)), "parallel.tp_rows")
+    sides = {"row": p.grid_rows, "column": p.tp // p.grid_rows}
+    if p.grid_rows == 1:
         return
-    if m.num_experts or p.cp > 1:
-        message = f"tp_mode='2d' with num_experts={m.num_experts} and cp={p.cp}"
-        yield Problem(message, "tp_mode '1d', or a dense model with cp 1", "parallel.tp_mode")
-    sizes = {
-        "hidden_size": m.hidden_size,
-        "num_kv_heads": m.num_kv_heads,
-        "ffn_hidden_size": m.ffn_hidden_size,
-        "micro_batch_size": b.micro_batch_size,
-    }
-    for name, size in sizes.items():
-        if size % side:
-            legal = [d * d for d in divisors(size) if d <= 4 * side]
-            message = f"the square of tp={p.tp} ranks has {side} rows, which do not divide "
-            yield Problem(f"{message}{name}={size}", f"tp {listing(legal)}", "parallel.tp")
+    for name, count in sides.items():
+        if m.hidden_size % count:
+            legal = listing(divisors(m.hidden_size)[:8])
+            message = f"{_grid(config)} has {count} {name}s, which do not divide "
+            hint = f"{name}s {legal}: panels of hidden columns are not padded"
+            yield Problem(f"{message}hidden_size={m.hidden_size}", hint, "parallel.tp")
 
 
-def uneven_heads(model: ModelConfig, tp: int) -> str:
+def _grid_holds_whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
+    p = config.parallel
+    if p.grid_rows > 1 and p.cp > 1:
+        yield Problem(
+            f"{_grid(config)} with cp={p.cp}: its rows hold whole sequences, and attention runs in "
+            "each by itself",
+            "parallel.cp = 1, or tp_mode '1d'",
+            "parallel.cp",
+        )
+
+
+def rows_share_micro_batches(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that each row of a grid of tp ranks gets as many sequences, and experts tokens."""
+    p, m, b = config.parallel, config.model, config.batch
+    rows = p.grid_rows
+    if rows > 1 and b.micro_batch_size % rows:
+        yield Problem(
+            f"{_grid(config)} has {rows} rows, which do not divide "
+            f"micro_batch_size={b.micro_batch_size}: each row holds other sequences of it",
+            f"micro_batch_size {listing(multiples_around(b.micro_batch_size, rows))}",
+            "batch.micro_batch_size",
+        )
+    elif rows > 1 and m.num_experts:
+        tokens, of = b.micro_batch_size // rows * b.seq_len, "the tokens of a row's micro-batch"
+        yield from divides("parallel.tp", p.tp // rows, of, tokens, COLUMNS)
+
+
+def grids_shard_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that nobody asks a grid for activations that its ranks replicate."""
+    p = config.parallel
+    if p.grid_rows > 1 and not p.sequence_parallel:
+        yield Problem(
+            f"sequence_parallel=false with {_grid(config)}: between layers its ranks always hold "
+            "other sequences and columns, and none replicates activations",
+            "leave it out, or tp_mode '1d'",
+            "parallel.sequence_parallel",
+        )
+
+
+def _grid_multiplies_whole_panels(config: RunConfig, world: int) -> Iterator[Problem]:
+    t = config.train
+    if config.parallel.grid_rows == 1:
+        return
+    if t.precision == "fp8":
+        message = f"precision='fp8' with {_grid(config)}: scales are of a layer's operands"
+        hint = "train.precision = 'bf16', or tp_mode '1d'"
+        yield Problem(f"{message}, and it multiplies panels of them", hint, "train.precision")
+    if t.compile:
+        message = f"compile=true with {_grid(config)}: collectives of its GEMMs are in no graph"
+        yield Problem(message, "train.compile = false, or tp_mode '1d'", "train.compile")
+
+
+def _grid(config: RunConfig) -> str:
+    p = config.parallel
+    return f"tp_mode='2d' of {p.grid_rows} x {p.tp // p.grid_rows} ranks"
+
+
+def uneven_heads(model: ModelConfig, tp: int, name: str = "tp") -> str:
     """Words why tp ranks cannot have as many query heads each; empty where they can.
 
     A key-value head is one rank's, or that of tp / num_kv_heads ranks, which cut its columns.
@@ -84,33 +141,35 @@ def uneven_heads(model: ModelConfig, tp: int) -> str:
     if m.num_kv_heads % tp == 0:
         return ""
     if tp % m.num_kv_heads:
-        return f"tp={tp} does not divide num_kv_heads={m.num_kv_heads}"
+        return f"{name}={tp} does not divide num_kv_heads={m.num_kv_heads}"
     if m.num_heads % tp:
-        return f"tp={tp} does not divide num_heads={m.num_heads}"
+        return f"{name}={tp} does not divide num_heads={m.num_heads}"
     sharers = tp // m.num_kv_heads
     if m.head_dim % sharers:
-        each = f"tp/num_kv_heads = {tp}/{m.num_kv_heads} = {sharers} ranks share a key-value head"
+        each = (
+            f"{name}/num_kv_heads = {tp}/{m.num_kv_heads} = {sharers} ranks share a key-value head"
+        )
         return f"{each} and do not divide head_dim={m.head_dim}"
     return ""
 
 
 def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks the ranks that share heads: all tp ranks, or those of a row of their grid."""
     p, m = config.parallel, config.model
-    if p.tp_mode == "2d":
-        return
-    if problem := uneven_heads(m, p.tp):
+    name, tp = COLUMNS if p.grid_rows > 1 else "tp", p.tp // p.grid_rows
+    if problem := uneven_heads(m, tp, name):
         legal = [tp for tp in divisors(m.num_heads) if not uneven_heads(m, tp)]
         yield Problem(problem, listing(legal), "parallel.tp")
     if m.num_experts == 0:
-        yield from divides("parallel.tp", p.tp, "model.ffn_hidden_size", m.ffn_hidden_size)
+        yield from divides("parallel.tp", tp, "model.ffn_hidden_size", m.ffn_hidden_size, name)
     elif m.shared_expert_ffn_hidden_size:
-        name = "model.shared_expert_ffn_hidden_size"
-        yield from divides("parallel.tp", p.tp, name, m.shared_expert_ffn_hidden_size)
+        of = "model.shared_expert_ffn_hidden_size"
+        yield from divides("parallel.tp", tp, of, m.shared_expert_ffn_hidden_size, name)
 
 
 def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, b = config.parallel, config.batch
-    if p.sequence_parallel and p.tp_mode == "1d":
+    if p.sequence_parallel and p.grid_rows == 1:
         tokens = b.micro_batch_size * b.seq_len // p.cp
         of = "the tokens of a micro-batch"
         whole = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"
@@ -217,7 +276,11 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     experts_see_tokens_once,
     _world_divides,
     _experts_fit,
-    _square_divides,
+    _grid_divides,
+    _grid_holds_whole_sequences,
+    _grid_multiplies_whole_panels,
+    grids_shard_tokens,
+    rows_share_micro_batches,
     _tensor_parallel_divides,
     _sequence_divides,
     context_divides,

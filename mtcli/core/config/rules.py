@@ -21,6 +21,8 @@ from mtcli.core.config.layout_rules import (
     Rule,
     context_divides,
     experts_see_tokens_once,
+    grids_shard_tokens,
+    rows_share_micro_batches,
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
 from mtcli.core.config.lora import lora_targets
@@ -126,12 +128,6 @@ def require_causal(path: str, model: ModelConfig) -> None:
 
 def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
     return [problem for rule in rules for problem in rule(config, world)]
-
-
-def _engine_cuts_in_one_dimension(config: RunConfig, world: int) -> Iterator[Problem]:
-    if config.parallel.tp_mode == "2d":
-        message = "tp_mode='2d' can be planned, and not run"
-        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
 
 
 def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -400,6 +396,7 @@ NEEDS = (
         ("rope",),
         "which turns nothing",
     ),
+    Need(("parallel.tp_rows",), "parallel.tp_mode", ("2d",), "which has no rows"),
     Need(("model.sentence_order",), "model.head", ("mlm",), "which predicts no order"),
     Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
     Need(("optimizer.trust_bounds",), "optimizer.name", ("lamb",), "which has no trust ratio"),
@@ -469,7 +466,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
 )
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
-    _engine_cuts_in_one_dimension,
     _compiler_is_there,
 )
 
@@ -500,4 +496,10 @@ RULES: tuple[Rule, ...] = (
 
 # Rules that forward passes need not keep. tp ranks ask the experts alike, and are answered alike;
 # cp is refused, so that another length is no advice.
-NOT_OF_FORWARD_PASSES = (*TRAINING_RULES, experts_see_tokens_once, context_divides)
+NOT_OF_FORWARD_PASSES = (
+    *TRAINING_RULES,
+    experts_see_tokens_once,
+    context_divides,
+    grids_shard_tokens,
+    rows_share_micro_batches,
+)

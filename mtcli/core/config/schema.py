@@ -4,7 +4,7 @@ A config is a TOML file or a preset's name, with `section.field=value` overrides
 reports every problem of every section at once; the cross-field rules are in `rules.py`.
 """
 
-from math import lcm
+from math import isqrt, lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -36,9 +36,11 @@ class ParallelConfig(Section):
     tp: Ranks = 1
     """tensor parallel size; divides num_heads, and num_kv_heads or is a multiple of it"""
     tp_mode: Literal["1d", "2d"] = "1d"
-    """1d is Megatron-LM's; 2d is Optimus', on a square of tp ranks, which only plan knows"""
+    """1d is Megatron-LM's; 2d is Optimus', on a grid of tp ranks"""
+    tp_rows: Whole = 0
+    """rows of 2d's grid of tp ranks, which cut the batch; 1 is Megatron-LM's layout [sqrt(tp)]"""
     sequence_parallel: bool = True
-    """norms, dropout and residuals hold 1/tp of the tokens"""
+    """norms, dropout and residuals hold 1/tp of the tokens; 2d cuts sequences and columns always"""
     cp: Ranks = 1
     """context parallel size"""
     cp_mode: Literal["ring", "all_gather", "a2a"] = "ring"
@@ -63,6 +65,15 @@ class ParallelConfig(Section):
     """activations computed again in the backward pass"""
     bucket_mib: Annotated[Real, Field(ge=1e-6, le=1e6)] = 25.0
     """gradients are reduced in buckets of this many MiB"""
+
+    @property
+    def grid_rows(self) -> int:
+        """Rows of the grid of tp ranks: 1 in one dimension, and where none are that divide tp."""
+        if self.tp_mode == "1d":
+            return 1
+        rows = self.tp_rows or isqrt(self.tp)
+        columns = self.tp // rows if self.tp_rows else rows
+        return rows if rows * columns == self.tp else 1
 
     @property
     def smallest_world(self) -> int:

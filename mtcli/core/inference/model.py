@@ -65,14 +65,17 @@ class InferenceModel:
     def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
         """Scores targets: (log-probability of each [N] float32, whether it is the argmax [N] bool).
 
-        Data parallel ranks score different rows of the batch. All compute equally many, since they
-        may hold one another's experts: where rows are too few, the last one again.
+        Data parallel ranks, and rows of a grid of tp ranks, score different rows of the batch. All
+        compute equally many, since they may hold one another's weights: where rows are too few, the
+        last one again, and where predictions are, the first.
         """
-        b, s = batch.tokens.shape
-        share = -(-b // self.groups.layout.dp)
-        first = self.groups.dp_rank * share
+        (b, s), down = batch.tokens.shape, self.groups.tp_row
+        shares = self.groups.layout.dp * down.size
+        share, index = -(-b // shares), self.groups.dp_rank * down.size + down.rank
+        first = index * share
         local_rows = torch.arange(first, first + share).clamp(max=b - 1)
-        owned = batch.rows // s // share == self.groups.dp_rank
+        sharers = batch.rows // s // share
+        owned = sharers == index
         local = ScoreBatch(
             batch.tokens[local_rows],
             batch.positions[local_rows],
@@ -81,7 +84,8 @@ class InferenceModel:
             batch.targets[owned],
         )
         scores = torch.zeros(2, len(batch.rows), device=self.groups.device)
-        scores[:, owned] = self._score(local)
+        most = int(sharers.bincount().max()) if len(sharers) else 0
+        scores[:, owned] = self._score(local, most)
         scores = all_reduce(scores, self.groups.world).cpu()
         return scores[0], scores[1] > 0.5
 
@@ -97,8 +101,11 @@ class InferenceModel:
             logits = output.all_logits(output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
-    def _score(self, batch: ScoreBatch) -> Tensor:
-        """Scores [2, N]: log-probabilities and whether greedy; zeros but on the last stage."""
+    def _score(self, batch: ScoreBatch, most: int) -> Tensor:
+        """Scores [2, N]: log-probabilities and whether greedy; zeros but on the last stage.
+
+        `most` is the largest N of all ranks, as many as take part in the logits' GEMM.
+        """
         b = len(batch.tokens)
         device, pp = self.groups.device, self.groups.layout.pp
         size = b // pp if b % pp == 0 else b
@@ -113,10 +120,13 @@ class InferenceModel:
         output = self._last_stage().output
         x_TD = torch.cat(outputs)
         scores = torch.zeros(2, len(batch.rows), device=device)
-        for start in range(0, len(batch.rows), SCORED_ROWS):
+        for start in range(0, most, SCORED_ROWS):
             part = slice(start, start + SCORED_ROWS)
-            logits = output.logits(x_TD[batch.rows[part].to(device)])
-            scores[0, part], scores[1, part] = output.score(logits, batch.targets[part].to(device))
+            rows, targets = (x[part].to(device) for x in (batch.rows, batch.targets))
+            if len(rows):
+                scores[0, part], scores[1, part] = output.score(output.logits(x_TD[rows]), targets)
+            else:
+                output.logits(x_TD[:1])
         return scores * float(self.groups.tp.rank == 0)  # one rank of each replica answers
 
     def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:

@@ -4,9 +4,13 @@ The rank grid is one mixed-radix number, innermost axis first: attention is tp-c
 etp-ep-edp-pp, with pp outermost so that both agree on the pipeline (MoE Parallel Folding,
 arXiv:2504.14960, section 3; its printed listing with tp innermost and pp inside dp does not).
 Where replicas of the model may differ, an axis of them lies between dp and pp in both grids.
+
+In two-dimensional tensor parallelism (arXiv:2104.05343, section 3) the tp ranks are a grid of
+tp_rows x tp / tp_rows, one row after another. Then axis "tp" runs along a row, whose ranks have the
+same sequences and other heads and columns, as in one dimension; axis "tp_row" runs down a column.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -67,19 +71,25 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     replicas: int = 1
+    tp_rows: int = 1
 
     @classmethod
     def of_run(cls, config: RunConfig, world: int) -> "ParallelLayout":
         """The layout of a run, whose replicas may differ."""
-        p = config.parallel
-        sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp}
-        return cls(world, **sizes, replicas=config.num_replicas(world))
+        return replace(cls.of(config.parallel, world), replicas=config.num_replicas(world))
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> "ParallelLayout":
         """The layout of a config on `world` ranks; `check.problems` says whether it divides."""
         p = parallel
-        return cls(world, tp=p.tp, cp=p.cp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp)
+        return cls(
+            world, tp=p.tp, cp=p.cp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp, tp_rows=p.grid_rows
+        )
+
+    @property
+    def tp_columns(self) -> int:
+        """Ranks of axis tp: all tp ranks, or those of a row of their grid."""
+        return self.tp // self.tp_rows
 
     @property
     def dp(self) -> int:
@@ -103,11 +113,11 @@ class ParallelLayout:
 
     @cached_property
     def attention(self) -> Grid:
-        """The grid of everything but the experts."""
-        return Grid(
-            ("tp", "cp", "dp", "replica", "pp"),
-            (self.tp, self.cp, self.dp, self.replicas, self.pp),
-        )
+        """The grid of everything but the experts; with one row of tp ranks there is no tp_row."""
+        rows = {"tp_row": self.tp_rows} if self.tp_rows > 1 else {}
+        sizes = {"tp": self.tp_columns} | rows | {"cp": self.cp, "dp": self.dp}
+        sizes |= {"replica": self.replicas, "pp": self.pp}
+        return Grid(tuple(sizes), tuple(sizes.values()))
 
     @cached_property
     def experts(self) -> Grid:
@@ -119,10 +129,13 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis of both grids."""
-        return self.attention.coordinates(rank) | self.experts.coordinates(rank)
+        one_row = {"tp_row": 0}
+        return one_row | self.attention.coordinates(rank) | self.experts.coordinates(rank)
 
     def size(self, axis: str) -> int:
         """The size of an axis of either grid."""
+        if axis == "tp_row":
+            return self.tp_rows
         grid = self.attention if axis in self.attention.axes else self.experts
         return grid.size(axis)
 

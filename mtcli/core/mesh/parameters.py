@@ -5,6 +5,9 @@ projection is one box per shard: query, key and value are one tensor
 [kv_heads, q_per_kv + 2, head_dim, hidden] sharded on dim 0, and by more ranks than it has heads on
 dim 2 too; gate and up are one [2, ffn, hidden] sharded on dim 1. So a shard of any layout is a
 slice, and Hugging Face names are plain reshapes.
+
+Axis tp shards heads, ffn and the vocabulary. Where tp ranks form a grid, tp_row shards the hidden
+dimension of weights, and tp that of what is added to activations or multiplied into their columns.
 """
 
 from collections.abc import Iterator
@@ -43,10 +46,10 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
     if model.position == "learned":
         shape = (model.max_seq_len, model.hidden_size)
         name = "position_embedding.weight"
-        table.append(Parameter(name, shape, (None, None), "normal", "first"))
+        table.append(Parameter(name, shape, (None, "tp_columns"), "normal", "first"))
     if model.token_types:
         shape = (model.token_types, model.hidden_size)
-        table.append(Parameter(TOKEN_TYPES, shape, (None, None), "normal", "first"))
+        table.append(Parameter(TOKEN_TYPES, shape, (None, "tp_columns"), "normal", "first"))
     if model.norm_order == "post":
         table += _norm(model, "embedding_norm", "first")
     for layer in range(model.num_layers):
@@ -113,7 +116,7 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
 
 def _vocabulary(model: ModelConfig, name: str, owner: StageOwner, tied: bool = False) -> Parameter:
     shape = (model.vocab_size, model.hidden_size)
-    return Parameter(name, shape, ("tp", None), "normal", owner, padded=0, tied=tied)
+    return Parameter(name, shape, ("tp", "tp_row"), "normal", owner, padded=0, tied=tied)
 
 
 def _head(model: ModelConfig) -> Iterator[Parameter]:
@@ -147,7 +150,7 @@ def _norm(model: ModelConfig, name: str, owner: StageOwner) -> list[Parameter]:
     if model.norm == "layernorm":
         kinds.append(("bias", "zeros"))
     return [
-        Parameter(f"{name}.{kind}", (model.hidden_size,), (None,), init, owner)
+        Parameter(f"{name}.{kind}", (model.hidden_size,), ("tp_columns",), init, owner)
         for kind, init in kinds
     ]
 
@@ -156,13 +159,13 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
     groups, hidden = model.num_kv_heads, model.hidden_size
     fused = (groups, model.num_heads // groups + 2, model.head_dim)
     axes = ("tp", None, "tp")
-    yield Parameter(f"{name}.qkv.weight", (*fused, hidden), (*axes, None), "normal", layer)
+    yield Parameter(f"{name}.qkv.weight", (*fused, hidden), (*axes, "tp_row"), "normal", layer)
     if model.qkv_bias:
         yield Parameter(f"{name}.qkv.bias", fused, axes, "zeros", layer)
     shape = (hidden, model.num_heads * model.head_dim)
-    yield Parameter(f"{name}.out.weight", shape, (None, "tp"), "residual", layer)
+    yield Parameter(f"{name}.out.weight", shape, ("tp_row", "tp"), "residual", layer)
     if model.bias:
-        yield Parameter(f"{name}.out.bias", (hidden,), (None,), "zeros", layer)
+        yield Parameter(f"{name}.out.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
 
 def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterator[Parameter]:
@@ -170,12 +173,12 @@ def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterat
     gated = model.activation == "swiglu"
     up = "gate_up" if gated else "up"
     shape, axes = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
-    yield Parameter(f"{name}.{up}.weight", (*shape, hidden), (*axes, None), "normal", layer)
+    yield Parameter(f"{name}.{up}.weight", (*shape, hidden), (*axes, "tp_row"), "normal", layer)
     if model.bias:
         yield Parameter(f"{name}.{up}.bias", shape, axes, "zeros", layer)
-    yield Parameter(f"{name}.down.weight", (hidden, ffn), (None, "tp"), "residual", layer)
+    yield Parameter(f"{name}.down.weight", (hidden, ffn), ("tp_row", "tp"), "residual", layer)
     if model.bias:
-        yield Parameter(f"{name}.down.bias", (hidden,), (None,), "zeros", layer)
+        yield Parameter(f"{name}.down.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
 
 def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
@@ -194,4 +197,4 @@ def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
         yield from _feed_forward(model, f"{name}.shared_expert", layer, shared)
     if model.shared_expert_gate:
         gate = f"{name}.shared_expert_gate.weight"
-        yield Parameter(gate, (1, hidden), (None, None), "normal", layer)
+        yield Parameter(gate, (1, hidden), (None, "tp_columns"), "normal", layer)

@@ -101,6 +101,8 @@ class Parameter:
     `shard_axes` names, per dimension, the mesh axis that shards it evenly (None: replicated). An
     axis that two dimensions name shards the first as far as that divides it, and the second by what
     is left: 4 ranks of ("tp", None, "tp") share 2 heads, half of the columns of a head each.
+    Axis "tp_row" is there where tp ranks form a grid of several rows, and "tp_columns" is axis tp
+    there and none elsewhere: the columns of activations.
     `owner` is the block that has it, or "first" / "last" for the pipeline's ends. A vocabulary
     dimension is padded on the ranks so that it shards evenly: `padded` says which dimension that
     is. One that is not `trained` has no gradient and no optimizer state, and stays in at least
@@ -119,6 +121,11 @@ class Parameter:
     tied: bool = False
     frozen: bool = False
     of_adapter: bool = False
+
+    def axes(self, layout: ParallelLayout) -> tuple[str | None, ...]:
+        """The axis of a layout that shards each dimension."""
+        columns = "tp" if layout.tp_rows > 1 else None
+        return tuple(columns if axis == "tp_columns" else axis for axis in self.shard_axes)
 
     @property
     def numel(self) -> int:
@@ -144,7 +151,7 @@ class Parameter:
         """A rank's box of the global tensor; without padding, so maybe empty."""
         coordinates, local = layout.coordinates(rank), self.local_shape(layout)
         start = list[int]()
-        dims = zip(self.shape, local, self.shard_axes, self._num_shards(layout), strict=True)
+        dims = zip(self.shape, local, self.axes(layout), self._num_shards(layout), strict=True)
         for size, n, axis, count in reversed(list(dims)):
             index = 0
             if axis:  # neighbours differ in the last dimension that it shards
@@ -178,7 +185,7 @@ class Parameter:
     def replicated_over(self, layout: ParallelLayout) -> tuple[str, ...]:
         """Axes of its grid, along which ranks of a replica and stage have the same elements."""
         grid = layout.experts if self.is_expert else layout.attention
-        apart = ("replica", "pp", *self.shard_axes)
+        apart = ("replica", "pp", *self.axes(layout))
         return tuple(axis for axis in grid.axes if axis not in apart)
 
     def is_primary(self, layout: ParallelLayout, rank: int, owners: tuple[str, ...] = ()) -> bool:
@@ -191,7 +198,7 @@ class Parameter:
     def gradient_axes(self, layout: ParallelLayout, sequence_parallel: bool) -> tuple[str, ...]:
         """Axes over which a rank's gradient is a partial sum.
 
-        Data axes always are, since each rank sees other tokens. A parameter that tp replicates
+        Data axes and tp_row always are, since each rank sees other tokens. One that tp replicates
         sees 1/tp of the tokens under sequence parallelism (arXiv:2205.05198, 4.2.2) and all of
         them without; an adapter's sees 1/tp of the columns either way.
         """
@@ -202,13 +209,14 @@ class Parameter:
 
     def _num_shards(self, layout: ParallelLayout) -> list[int]:
         """Into how many shards each dimension is split."""
-        left = {axis: layout.size(axis) for axis in self.shard_axes if axis}
+        axes = self.axes(layout)
+        left = {axis: layout.size(axis) for axis in axes if axis}
         counts = []
-        for dim, (size, axis) in enumerate(zip(self.shape, self.shard_axes, strict=True)):
+        for dim, (size, axis) in enumerate(zip(self.shape, axes, strict=True)):
             if axis is None:
                 counts.append(1)
                 continue
-            is_last = axis not in self.shard_axes[dim + 1 :]
+            is_last = axis not in axes[dim + 1 :]
             counts.append(left[axis] if is_last else gcd(size, left[axis]))
             left[axis] //= counts[-1]
         return counts
@@ -231,12 +239,12 @@ def shards_parameters(zero: int, layout: ParallelLayout, model: ModelConfig) -> 
 def owner_axes(
     parameter: Parameter, layout: ParallelLayout, sequence_parallel: bool
 ) -> tuple[str, ...]:
-    """The axes over which zero 1 and 3 shard a parameter: those of its gradient's sum but tp, and
-    none where it is not trained."""
+    """The axes over which zero 1 and 3 shard a parameter: those of its gradient's sum but tp and
+    tp_row, and none where it is not trained."""
     if not parameter.trained:
         return ()
     summed = parameter.gradient_axes(layout, sequence_parallel)
-    return tuple(axis for axis in summed if axis != "tp")
+    return tuple(axis for axis in summed if axis not in ("tp", "tp_row"))
 
 
 def owned_rows(rows: int, owner: int, owners: int) -> slice:

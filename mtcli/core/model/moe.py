@@ -16,7 +16,6 @@ from mtcli.core.model.router import Router
 from mtcli.core.parallel.expert import dispatch
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.activation import ACTIVATIONS
-from mtcli.kernels.gemm import linear
 from mtcli.kernels.grouped_gemm import grouped_linear, split_rows
 from mtcli.kernels.launch import runs_triton
 
@@ -68,7 +67,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = Router(f"{name}.router", model, build)
         self.experts = ExpertArray(f"{name}.experts", model, build)
-        self.dispatcher, self.groups = build.dispatcher, build.groups
+        self.dispatcher, self.groups, self.build = build.dispatcher, build.groups, build
         self.has_shared = model.shared_expert_ffn_hidden_size > 0
         self.has_gate = model.shared_expert_gate
         if self.has_shared:
@@ -80,12 +79,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        x_TD, routing = self.router(x_TD, inputs)
+        routed_TD, routing = self.router(self.build.enter_experts(x_TD), inputs)
         capacity = self.router.capacity(inputs)
-        y_TD = dispatch(self.dispatcher, x_TD, routing, self.experts, self.groups, capacity)
+        y_TD = dispatch(self.dispatcher, routed_TD, routing, self.experts, self.groups, capacity)
+        y_TD = self.build.leave_experts(y_TD)
         if not self.has_shared:
             return y_TD
         shared = self.shared_expert(x_TD, inputs)
         if self.has_gate:
-            shared = linear(x_TD, self.shared_expert_gate.weight).sigmoid() * shared
+            shared = self.build.gate(x_TD, self.shared_expert_gate.weight).sigmoid() * shared
         return y_TD + shared

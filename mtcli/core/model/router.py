@@ -119,9 +119,10 @@ class Router(nn.Module):
             each = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
             if m.aux_loss_coeff:
                 batch = [x.sum(0, keepdim=True) for x in each]
-                total = total + m.aux_loss_coeff * self._balance(*batch, inputs)
+                total = total + m.aux_loss_coeff * self._balance(*batch, "micro_batch", inputs)
             if m.sequence_aux_loss_coeff:
-                total = total + m.sequence_aux_loss_coeff * self._balance(*each, inputs)
+                loss = self._balance(*each, "sequence", inputs)
+                total = total + m.sequence_aux_loss_coeff * loss
         return total
 
     def _sequence_sums(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
@@ -132,15 +133,16 @@ class Router(nn.Module):
             x_TE = F.pad(x_TE, (0, 0, before, b * n - before - tokens))
         return x_TE.view(b, n, -1).sum(1)
 
-    def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, inputs: Inputs) -> Tensor:
+    def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, scope: str, inputs: Inputs) -> Tensor:
         """Switch's E * sum_e f_e P_e times its tokens (arXiv:2101.03961, section 2.2).
 
         Over each of b sets of tokens, a sequence or the micro-batch, of which these are sums.
-        f counts tokens of all ranks that share the sequences; P is this rank's part of the mean.
+        f counts tokens of all ranks that share a set; P is this rank's part of the mean.
         """
         groups = self.build.groups
-        axis = groups.axes["sequence"] if self.build.sequence_parallel else groups.cp
-        tokens = inputs.tokens.numel() * groups.cp.size / len(chosen_bE)
+        axis = groups.axes[scope] if self.build.sequence_parallel else groups.cp
+        ranks = groups.cp.size * (groups.tp_row.size if scope == "micro_batch" else 1)
+        tokens = inputs.tokens.numel() * ranks / len(chosen_bE)
         shares = all_reduce(chosen_bE, axis) / (tokens * self.model.top_k)
         return self.model.num_experts * (shares * scores_bE).sum()
 

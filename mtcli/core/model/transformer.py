@@ -131,7 +131,7 @@ class Stage(nn.Module):
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""
         numbers_T = (
-            None if inputs.numbers is None else self.build.my_tokens(inputs.numbers.flatten())
+            None if inputs.numbers is None else self.build.dropout_rows(inputs.numbers.flatten())
         )
         if x_TD is None:
             x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
@@ -163,7 +163,7 @@ class Stage(nn.Module):
     def _embed(self, inputs: Inputs) -> Tensor:
         x_TD = self.embedding(inputs.tokens.flatten())
         if self.model.position == "learned":
-            positions_T = self.build.my_tokens(inputs.positions.flatten())
+            positions_T = self.build.activation_rows(inputs.positions.flatten())
             x_TD = x_TD + nn.functional.embedding(positions_T, self.position_embedding.weight)
         if self.model.token_types:
             types = inputs.token_types

@@ -90,6 +90,18 @@ def start_all_to_all_v(
     return Pending(call, lambda: axis.transport.all_to_all(out, x, received, sent))
 
 
+def start_broadcast(x: Tensor, axis: Axis, root: int) -> Pending:
+    """Starts x of the axis's rank `root` -> x of all."""
+    call = axis.recorder.call("broadcast", axis, x, root)
+    return Pending(call, lambda: axis.transport.broadcast(x, root))
+
+
+def start_reduce(x: Tensor, axis: Axis, root: int) -> Pending:
+    """Starts the sum over the axis -> x of its rank `root`; that of others is lost."""
+    call = axis.recorder.call("reduce", axis, x, root)
+    return Pending(call, lambda: axis.transport.reduce(x, root))
+
+
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Starts sending x to a rank of the axis, which receives `what` under the same name."""
     call = axis.recorder.call("send", axis, x, what, peer)

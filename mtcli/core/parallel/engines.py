@@ -1,4 +1,4 @@
-"""The engines that answer a model's layer factory, by parallel.tp_mode."""
+"""The engines that answer a model's layer factory, by the rows of the grid of tp ranks."""
 
 import torch
 
@@ -9,10 +9,11 @@ from mtcli.core.parallel.fp8 import fp8_gemms, require_fp8
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.lora import AdapterSettings
 from mtcli.core.parallel.tensor import TensorParallelLayers
+from mtcli.core.parallel.tensor_2d import GridLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.gemm import DEFAULT_GEMMS
 
-ENGINES: dict[str, type[LayerFactory]] = {"1d": TensorParallelLayers}
+ENGINES: dict[str, type[LayerFactory]] = {"1d": TensorParallelLayers, "2d": GridLayers}
 
 
 def layer_factory(
@@ -30,11 +31,12 @@ def layer_factory(
         require_fp8(groups.device, config.train.fp8_scaling)
         gemms = fp8_gemms(config.train.fp8_scaling)
     splits = parallel.schedule == "zero_bubble"
-    return ENGINES[parallel.tp_mode](
+    on_grid = parallel.grid_rows > 1
+    return ENGINES["2d" if on_grid else "1d"](
         table=run_parameters(config.model, config.lora),
         groups=groups,
         dtype=dtype,
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel or on_grid,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
         weight_passes=WeightPasses(gemms or DEFAULT_GEMMS) if splits else None,

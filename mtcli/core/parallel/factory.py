@@ -2,7 +2,7 @@
 
 A model names its layers by parameter and asks for a column-, head- or row-parallel linear layer, an
 embedding, a norm, or the loss of a token table. Which engine answers decides how they are sharded;
-`engines.py` picks one by parallel.tp_mode.
+`engines.py` picks one by the grid of tp ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,8 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import Activation
-from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms, linear
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
+from mtcli.kernels.gemm import linear as plain_linear
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.random import stream_key
@@ -152,11 +153,31 @@ class LayerFactory(ABC):
         tp = self.groups.tp
         return x.tensor_split(tp.size)[tp.rank] if tp.size > 1 else x
 
+    def activation_rows(self, x: Tensor) -> Tensor:
+        """Of a tensor with a row for each of the inputs' tokens, the rows that x_TD has."""
+        return self.my_tokens(x)
+
+    def dropout_rows(self, numbers_T: Tensor) -> Tensor:
+        """The numbers of x_TD's rows, by which dropout is drawn for all of their columns."""
+        return self.activation_rows(numbers_T)
+
+    def enter_experts(self, x_TD: Tensor) -> Tensor:
+        """x_TD -> tokens of this rank alone with all of their columns, as the router takes them."""
+        return x_TD
+
+    def leave_experts(self, y_TD: Tensor) -> Tensor:
+        """The transpose of `enter_experts`."""
+        return y_TD
+
+    def gate(self, x_TD: Tensor, weight: Tensor) -> Tensor:
+        """x_TD weight^T [T, 1] of a weight [1, D] that tp ranks replicate, or shard like x_TD."""
+        return plain_linear(x_TD, weight)
+
     @property
     def linear(self) -> Callable[..., Tensor]:
         """As F.linear, with weight gradients that can wait where the schedule splits backwards."""
         if self.weight_passes is None and self.gemms is None:
-            return linear
+            return plain_linear
         return self._passes.linear
 
     def activated_linear(

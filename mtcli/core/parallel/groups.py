@@ -23,15 +23,19 @@ LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say
 # group, but for pipeline p2p: it has one per direction, and on NCCL one per sender and receiver.
 AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
+    "tp_row": ("tp_row",),
+    "tp_grid": ("tp", "tp_row"),
     "cp": ("cp",),
     "data": ("cp", "dp"),
-    "tokens": ("tp", "cp", "dp"),
+    "samples": ("tp_row", "cp", "dp"),
+    "tokens": ("tp", "tp_row", "cp", "dp"),
     "sequence": ("tp", "cp"),
+    "micro_batch": ("tp", "tp_row", "cp"),
     "ep": ("ep",),
     "etp": ("etp",),
     "experts": ("etp", "ep"),
     "edp": ("edp",),
-    "replica": ("tp", "cp", "dp", "pp"),
+    "replica": ("tp", "tp_row", "cp", "dp", "pp"),
     "replicas": ("replica",),
     "pp_forward": ("pp",),
     "pp_backward": ("pp",),
@@ -76,6 +80,11 @@ class Groups:
         return self.axes["tp"]
 
     @property
+    def tp_row(self) -> Axis:
+        """The rows of the grid of tp ranks: other sequences of a micro-batch; one row elsewhere."""
+        return self.axes["tp_row"]
+
+    @property
     def cp(self) -> Axis:
         """Context parallel ranks: other parts of the same sequences."""
         return self.axes["cp"]
@@ -111,7 +120,8 @@ class Groups:
         wanted = set(axes)
         if not wanted:
             return Axis("alone", (self.rank,), 0, None, self.world.recorder)
-        return next(self.axes[name] for name, own in AXES.items() if set(own) == wanted)
+        known = {*self.layout.attention.axes, *self.layout.experts.axes}
+        return next(self.axes[name] for name, own in AXES.items() if {*own} & known == wanted)
 
 
 def world_axis(rank: int, world: int, recorder: FlightRecorder) -> Axis:
@@ -151,7 +161,7 @@ def make_groups(
 
 
 def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
-    grid = layout.attention if set(axes) <= set(layout.attention.axes) else layout.experts
+    grid = layout.experts if {"etp", "ep", "edp"} & {*axes} else layout.attention
     return grid.groups(*axes)
 
 

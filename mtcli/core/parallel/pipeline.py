@@ -47,10 +47,12 @@ class OpSpan(NamedTuple):
 
 
 class ActivationFormat(NamedTuple):
-    """How activations are sent: dtype, columns, and whether tp ranks replicate them."""
+    """How activations are sent: dtype, columns, into how many shards a micro-batch's tokens are
+    divided, and whether tp ranks replicate them."""
 
     dtype: torch.dtype
     columns: int
+    token_shards: int
     same_on_tp: bool
 
 
@@ -283,7 +285,7 @@ class _P2P:
     def _receive(self, op: Op, sender: int, tokens: int) -> Tensor:
         axis, format = self.axes[op.kind], self.format
         if not format.same_on_tp:
-            shape = (tokens // self.tp.size, format.columns)
+            shape = (tokens // format.token_shards, format.columns)
             part = torch.empty(shape, dtype=format.dtype, device=self.device)
             return receive(part, axis, sender, str(op))
         size = -(-tokens * format.columns // self.tp.size)

@@ -5,19 +5,49 @@ T tokens of a micro-batch, D hidden, F a layer's inner width. Between the layers
 (arXiv:1909.08053, section 3).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import all_to_all, copy_in, gather_in, scatter_out, sum_out
 from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
+Exchange = Callable[[Tensor, Axis], Tensor]
+
 
 class TensorParallelLayers(LayerFactory):
     """The layers of one-dimensional tensor parallelism."""
+
+    @property
+    def enter(self) -> Exchange:
+        """What a column-parallel layer does to x_TD before its GEMM."""
+        return gather_in if self.sequence_parallel else copy_in
+
+    @property
+    def leave(self) -> Exchange:
+        """What a row-parallel layer does to its GEMM's output."""
+        return scatter_out if self.sequence_parallel else sum_out
+
+    @property
+    def column_product(self) -> Callable[..., Tensor]:
+        """(x, weight, bias) -> x weight^T + bias of a column-parallel layer."""
+        return self.linear
+
+    @property
+    def row_product(self) -> Callable[..., Tensor]:
+        """(x, weight) -> x weight^T of a row-parallel layer."""
+        return self.linear
+
+    @property
+    def activated_row_product(self) -> Callable[..., Tensor]:
+        """(activation, x, inner bias, weight) -> the `row_product` of activation(x + bias)."""
+        return self.activated_linear
 
     def column_linear(self, name: str) -> "ColumnLinear":
         """A linear layer whose outputs are sharded over tp."""
@@ -55,13 +85,12 @@ class ColumnLinear(nn.Module):
     Of several leading dimensions [..., D] of a weight, y has the product.
     """
 
-    def __init__(self, name: str, build: LayerFactory) -> None:
+    def __init__(self, name: str, build: TensorParallelLayers) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         self.adapter = build.adapter(name)
-        self.tp, self.linear = build.groups.tp, build.linear
-        self.enter = gather_in if build.sequence_parallel else copy_in
+        self.tp, self.linear, self.enter = build.groups.tp, build.column_product, build.enter
 
     @property
     def flat_bias(self) -> Tensor | None:
@@ -90,7 +119,7 @@ class HeadsLinear(ColumnLinear):
     activations are.
     """
 
-    def __init__(self, name: str, build: LayerFactory) -> None:
+    def __init__(self, name: str, build: TensorParallelLayers) -> None:
         super().__init__(name, build)
         self.exchange = all_to_all
         described, layout = build.table[f"{name}.weight"], build.groups.layout
@@ -118,13 +147,13 @@ class RowLinear(nn.Module):
     x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum.
     """
 
-    def __init__(self, name: str, build: LayerFactory) -> None:
+    def __init__(self, name: str, build: TensorParallelLayers) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         self.adapter = build.adapter(name)
-        self.tp, self.linear, self.activated = build.groups.tp, build.linear, build.activated_linear
-        self.leave = scatter_out if build.sequence_parallel else sum_out
+        self.tp, self.linear, self.leave = build.groups.tp, build.row_product, build.leave
+        self.activated = build.activated_row_product
 
     def forward(self, x_TF: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Returns the summed output; `numbers` as of ColumnLinear."""

@@ -33,7 +33,7 @@ from mtcli.kernels.cross_entropy import (
     row_max,
     row_parts,
 )
-from mtcli.kernels.gemm import linear, matmul
+from mtcli.kernels.gemm import add_matmul_, linear, matmul
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.limits import LOSS_CHUNK_BYTES, chunk_rows
 
@@ -116,7 +116,7 @@ class VocabLoss:
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
         if not runs_triton(x_TD):
-            return _VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+            return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
         assert not torch.is_grad_enabled(), "on a GPU `loss` is what has a gradient"
         x_TD = self.table.enter(x_TD, self.tp)
         return losses_in_chunks(x_TD, (self.table.weight, self.bias), labels_T, self.shard)
@@ -126,9 +126,7 @@ class VocabLoss:
     ) -> tuple[Tensor, Tensor]:
         """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
         if not runs_triton(x_TD):
-            losses_T = self.losses(x_TD, labels_T)
-            total = (losses_T if weights_T is None else losses_T * weights_T).sum()
-            return total.detach(), total * scale
+            return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
         x_TD = self.table.enter(x_TD, self.tp)
         losses_T, scaled = ChunkedLoss.apply(
             x_TD, self.table.weight, labels_T, weights_T, self.shard, scale, self.bias
@@ -159,8 +157,14 @@ class VocabLoss:
         return parts.T[:, :vocab_size]
 
 
-class _VocabCrossEntropy(torch.autograd.Function):
-    """The losses [T] of logits on CPU (arXiv:1909.08053, section 3).
+def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """(the sum of weight times loss, scale times it to differentiate); None: weights 1."""
+    total = (losses_T if weights_T is None else losses_T * weights_T).sum()
+    return total.detach(), total * scale
+
+
+class VocabCrossEntropy(torch.autograd.Function):
+    """The losses [T] of logits that are all in memory (arXiv:1909.08053, section 3).
 
     Exchanges 3 numbers per token instead of V: the maximum, the sum of exponentials and the
     target's logit.
@@ -168,6 +172,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: VocabShard) -> Tensor:
+        """Returns the losses; overwrites the logits, which nothing else may read."""
         logits_TV = logits_TV.detach()
         top_T = all_reduce(row_max(logits_TV[:, : shard.valid]), shard.tp, dist.ReduceOp.MAX)
         sums_T, target_T, *local = shard.exp_parts_(logits_TV, top_T, labels_T)
@@ -176,6 +181,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient of the logits, in their memory."""
         exps, sums_T, local_T, owned_T = ctx.saved_tensors
         return cross_entropy_backward_(exps, sums_T, local_T, owned_T, grad_T), None, None
 
@@ -265,8 +271,4 @@ def _add_gemm(total: Tensor | None, g_CV: Tensor, x_CD: Tensor, tokens: int) -> 
         return matmul(g_CV.T, x_CD)
     if total is None:
         total = g_CV.new_zeros(g_CV.shape[1], x_CD.shape[1], dtype=wide)
-    if x_CD.dtype == wide:
-        return total.addmm_(g_CV.T, x_CD)
-    if x_CD.device.type == "cpu":  # torch has no such product there
-        return total.addmm_(g_CV.T.to(wide), x_CD.to(wide))
-    return torch.addmm(total, g_CV.T, x_CD, out_dtype=wide, out=total)
+    return add_matmul_(total, g_CV.T, x_CD)

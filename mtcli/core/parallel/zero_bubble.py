@@ -47,16 +47,21 @@ class WeightPasses:
         return _ActivatedLinear.apply(x, bias, weight, activation, self)
 
     def weight_half(self, weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-        """The weight's gradient, or None where W computes it later: from the weight's node in
-        autograd's graph, so that no copy of the weight stays alive."""
+        """The weight's gradient, or None where W computes it later."""
         of_weight = self.gemms.wgrad
         if self.pending is None:
             return of_weight(grad, x)
         x = x.detach()  # its graph leads to the stage's input and that one's gradient
-        with torch.enable_grad():
-            left = _Left.apply(weight, lambda: of_weight(grad, x))
-        self.pending.append(partial(left.backward, left.detach()))
+        self.leave(weight, lambda: of_weight(grad, x))
         return None
+
+    def leave(self, weight: Tensor, make: Callable[[], Tensor]) -> None:
+        """Leaves the weight's gradient to W: from the weight's node in autograd's graph, so that no
+        copy of the weight stays alive. What `make` holds has no graph."""
+        assert self.pending is not None, "nothing collects what is left"
+        with torch.enable_grad():
+            left = _Left.apply(weight, make)
+        self.pending.append(partial(left.backward, left.detach()))
 
 
 class _Left(torch.autograd.Function):

@@ -4,7 +4,8 @@ A step's loss is the sum of weight times loss over its labels, by the sum of wei
 batch, which every rank is given with the step.
 
 Micro-batch m of data rank r is the contiguous block of samples consumed + m * (mbs * dp) + r * mbs
-and so on for mbs samples: a global batch holds the same samples on every layout.
+and so on for mbs samples: a global batch holds the same samples on every layout. Of a block, each
+row of a grid of tp ranks has consecutive samples.
 """
 
 import math
@@ -127,8 +128,9 @@ class MicroBatchLoader:
     def _starts(self, step: int) -> range:
         """The first sample of each of this rank's micro-batches of a step."""
         size, shards = self.config.batch.global_batch_size, self.groups.layout.batch_shards
-        first = step * size + self.groups.dp_rank * self._mbs
-        return range(first, (step + 1) * size, self._mbs * shards)
+        block = self.config.batch.micro_batch_size
+        first = step * size + self.groups.dp_rank * block + self.groups.tp_row.rank * self._mbs
+        return range(first, (step + 1) * size, block * shards)
 
     def _read(self, start: int, count: int) -> ReadAhead | EncoderRead:
         if self.encoder is not None:
@@ -169,7 +171,7 @@ class MicroBatchLoader:
         """
         groups = self.groups
         own = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
-        inside = sum(all_gather(own, groups.axes["data"]).tolist())
+        inside = sum(all_gather(own, groups.axes["samples"]).tolist())
         return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
 
     def _require_weight(self, step: int, weight: float) -> None:
@@ -224,7 +226,8 @@ class MicroBatchLoader:
 
     @property
     def _mbs(self) -> int:
-        return self.config.batch.micro_batch_size
+        """Sequences of a micro-batch that this rank reads."""
+        return self.config.batch.micro_batch_size // self.groups.tp_row.size
 
 
 def open_loader(

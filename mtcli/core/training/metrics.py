@@ -247,7 +247,8 @@ def _axes(config: RunConfig, world: int) -> str:
     sizes = {"tp": p.tp, "pp": p.pp, "dp": world // (p.tp * p.cp * p.pp)}
     rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}
     sizes |= {axis: size for axis, size in rarer.items() if size != (axis != "zero")}
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+    grid = f" ({p.grid_rows} x {p.tp // p.grid_rows})" if p.grid_rows > 1 else ""
+    return " ".join(f"{a}={size}{grid if a == 'tp' else ''}" for a, size in sizes.items())
 
 
 def _sync(config: RunConfig, world: int) -> str:

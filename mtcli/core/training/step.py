@@ -90,14 +90,14 @@ class Trainer:
             self.stages.values(),
             config.model.router_bias_update_rate,
             self.groups,
-            self.groups.axes["tokens" if p.sequence_parallel else "data"],
+            self.groups.axes["tokens" if p.sequence_parallel else "samples"],
         )
         self.loss_scale = LossScale.of(config.train)
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.batch_shards)
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
-        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // p.cp
+        self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
 

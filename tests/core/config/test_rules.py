@@ -39,10 +39,29 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_tensor_parallel_divides": (
         ["parallel.tp=3"], 3, "parallel.tp",
         "tp=3 does not divide num_kv_heads=8", "1, 2, 4 or 8"),
-    "_square_divides": (
-        ["parallel.tp_mode=2d", "parallel.tp=9", "batch.global_batch_size=8"], 9, "parallel.tp",
-        "the square of tp=9 ranks has 3 rows, which do not divide num_kv_heads=8",
-        "tp 1, 4, 16 or 64"),
+    "_grid_divides": (
+        ["parallel.tp_mode=2d", "parallel.tp=9"], 9, "parallel.tp",
+        "tp_mode='2d' of 3 x 3 ranks has 3 rows, which do not divide hidden_size=256",
+        "rows 1, 2, 4, 8, 16, 32, 64 or 128: panels of hidden columns are not padded"),
+    "_grid_holds_whole_sequences": (
+        ["parallel.tp_mode=2d", "parallel.tp=4", "parallel.cp=2"], 8, "parallel.cp",
+        "tp_mode='2d' of 2 x 2 ranks with cp=2: its rows hold whole sequences, and attention runs "
+        "in each by itself", "parallel.cp = 1, or tp_mode '1d'"),
+    "_grid_multiplies_whole_panels": (
+        ["parallel.tp_mode=2d", "parallel.tp=4", "train.precision=fp8"], 4, "train.precision",
+        "precision='fp8' with tp_mode='2d' of 2 x 2 ranks: scales are of a layer's operands, and "
+        "it multiplies panels of them", "train.precision = 'bf16', or tp_mode '1d'"),
+    "grids_shard_tokens": (
+        ["parallel.tp_mode=2d", "parallel.tp=4", "parallel.sequence_parallel=false"], 4,
+        "parallel.sequence_parallel",
+        "sequence_parallel=false with tp_mode='2d' of 2 x 2 ranks: between layers its ranks always "
+        "hold other sequences and columns, and none replicates activations",
+        "leave it out, or tp_mode '1d'"),
+    "rows_share_micro_batches": (
+        ["parallel.tp_mode=2d", "parallel.tp=4", "batch.micro_batch_size=3"], 4,
+        "batch.micro_batch_size",
+        "tp_mode='2d' of 2 x 2 ranks has 2 rows, which do not divide micro_batch_size=3: each row "
+        "holds other sequences of it", "micro_batch_size 2 or 4"),
     "_sequence_divides": (
         ["parallel.tp=8", "batch.micro_batch_size=1", "batch.seq_len=12"], 8, "parallel.tp",
         "tp=8 does not divide the tokens of a micro-batch=12",
@@ -230,11 +249,33 @@ ALSO = {  # further branches of the same rules
         "tp=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
     "ranks that are no square": (
         ["parallel.tp_mode=2d", "parallel.tp=8"], 8, "parallel.tp",
-        "tp=8 with tp_mode='2d' is no square", "tp 4 or 9"),
-    "experts on a square of ranks": (
-        [*MOE, "parallel.tp_mode=2d", "parallel.tp=4"], 4, "parallel.tp_mode",
-        "tp_mode='2d' with num_experts=8 and cp=1",
-        "tp_mode '1d', or a dense model with cp 1"),
+        "tp=8 with tp_mode='2d' is no square",
+        "tp 4 or 9, or parallel.tp_rows among 1, 2, 4 or 8"),
+    "rows that tp does not have": (
+        ["parallel.tp_mode=2d", "parallel.tp=8", "parallel.tp_rows=3"], 8, "parallel.tp_rows",
+        "tp_rows=3 does not divide tp=8", "1, 2, 4 or 8"),
+    "rows of ranks in one dimension": (
+        ["parallel.tp=4", "parallel.tp_rows=2"], 4, "parallel.tp_rows",
+        "tp_rows=2 with tp_mode='1d', which has no rows",
+        "parallel.tp_mode = '2d', or leave parallel.tp_rows out"),
+    "columns of a grid that do not divide the hidden size": (
+        ["parallel.tp_mode=2d", "parallel.tp=6", "parallel.tp_rows=2"], 6, "parallel.tp",
+        "tp_mode='2d' of 2 x 3 ranks has 3 columns, which do not divide hidden_size=256",
+        "columns 1, 2, 4, 8, 16, 32, 64 or 128: panels of hidden columns are not padded"),
+    "columns of a grid that heads do not fill": (
+        ["parallel.tp_mode=2d", "parallel.tp=32", "parallel.tp_rows=2"], 32, "parallel.tp",
+        "tp/tp_rows=16 does not divide num_heads=8", "1, 2, 4 or 8"),
+    "columns of a grid that an MLP does not fill": (
+        ["parallel.tp_mode=2d", "parallel.tp=16", "model.ffn_hidden_size=90"], 16, "parallel.tp",
+        "tp/tp_rows=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
+    "a grid whose rows have too few tokens for experts": (
+        [*MOE, "parallel.tp_mode=2d", "parallel.tp=4", "batch.micro_batch_size=2",
+         "batch.seq_len=7"], 4, "parallel.tp",
+        "tp/tp_rows=2 does not divide the tokens of a row's micro-batch=7", "1 or 7"),
+    "a grid in a compiled graph": (
+        ["parallel.tp_mode=2d", "parallel.tp=4", "train.compile=true"], 4, "train.compile",
+        "compile=true with tp_mode='2d' of 2 x 2 ranks: collectives of its GEMMs are in no graph",
+        "train.compile = false, or tp_mode '1d'"),
     "a shared expert that tp does not divide": (
         [*MOE, "parallel.tp=4", "model.shared_expert_ffn_hidden_size=90"], 4, "parallel.tp",
         "tp=4 does not divide shared_expert_ffn_hidden_size=90",
@@ -278,11 +319,20 @@ def test_every_rule_has_a_case_here_that_only_it_reports():
         assert message in [problem.message for problem in rule(config, world)]
 
 
-def test_a_square_of_ranks_can_be_planned_and_not_run():
-    overrides = ["parallel.tp_mode=2d", "parallel.tp=4", "batch.micro_batch_size=2"]
-    assert problems(load_config("tiny", overrides), 4) == []
-    with pytest.raises(MtcliError, match="tp_mode='2d' can be planned, and not run"):
-        load_checked("tiny", overrides, 4)
+def test_grids_of_ranks_can_be_run():
+    for tp, rows in ((4, 2), (8, 4), (2, 2), (4, 1)):
+        sizes = [f"parallel.tp={tp}", f"parallel.tp_rows={rows}"]
+        assert load_checked("tiny", ["parallel.tp_mode=2d", *sizes], tp).parallel.grid_rows == rows
+
+
+def test_rows_are_a_square_s_side_where_they_are_not_given():
+    rows = {
+        ("tp=9",): 3, ("tp=6", "tp_rows=2"): 2, ("tp=6", "tp_rows=1"): 1, ("tp=1",): 1,
+    }  # fmt: skip
+    for sizes, expected in rows.items():
+        overrides = ["parallel.tp_mode=2d", *(f"parallel.{size}" for size in sizes)]
+        assert load_config("tiny", overrides).parallel.grid_rows == expected
+    assert load_config("tiny", ["parallel.tp=4"]).parallel.grid_rows == 1
 
 
 def test_a_compiled_run_needs_a_compiler_and_a_planned_one_does_not(monkeypatch, tmp_path):

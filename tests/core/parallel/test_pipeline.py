@@ -41,7 +41,7 @@ def pipeline(runtime, schedule, vpp):
         ParallelLayout(runtime.world, pp=runtime.world, vpp=vpp), runtime.rank, "cpu"
     )
     stages = {index: Times(index) for index in groups.layout.stages(groups.pp_rank)}
-    format = ActivationFormat(torch.float32, COLUMNS, same_on_tp=False)
+    format = ActivationFormat(torch.float32, COLUMNS, token_shards=1, same_on_tp=False)
     return stages, Pipeline(stages, schedule, groups, format)
 
 
@@ -96,7 +96,7 @@ def scattered(runtime):
     """Hops where tp ranks hold the same activations: each sends its part, the receivers gather."""
     groups = make_groups(ParallelLayout(4, tp=2, pp=2), runtime.rank, "cpu")
     stages = {groups.pp_rank: Times(groups.pp_rank)}
-    format = ActivationFormat(torch.float32, COLUMNS, same_on_tp=True)
+    format = ActivationFormat(torch.float32, COLUMNS, token_shards=1, same_on_tp=True)
     pipe = Pipeline(stages, schedule_for("1f1b", 2, 1, 2), groups, format)
     sent = []
     send = torch.distributed.isend

@@ -2,9 +2,10 @@
 
 Bytes are counted as a ring of the axis moves them, which no algorithm undercuts: of a tensor of S
 bytes on n ranks each gives its next rank 2 (n-1)/n S in an all-reduce, (n-1)/n S in a
-reduce-scatter and (n-1) times its part in an all-gather (Patarasuk and Yuan, 2009, section 3). What
-is for one rank alone, in a message, a rotation or an all-to-all, is counted for that rank. Values
-that travel as JSON are not counted.
+reduce-scatter and (n-1) times its part in an all-gather (Patarasuk and Yuan, 2009, section 3). A
+broadcast passes S from the root on until all have it, and a reduction on to the root: the root's
+predecessor, or the root, gives nothing. What is for one rank alone, in a message, a rotation or an
+all-to-all, is counted for that rank. Values that travel as JSON are not counted.
 """
 
 from collections.abc import Collection
@@ -70,7 +71,12 @@ class Traffic:
         self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
 
 
-REDUCED = ("data", "tokens", "edp")  # axes along which gradients are summed inside a replica
+REDUCED = (
+    "data",
+    "samples",
+    "tokens",
+    "edp",
+)  # axes along which gradients are summed inside a replica
 
 
 class SyncTraffic:
@@ -108,6 +114,9 @@ def sent_by(call: Call, size: int, rows: int, detail: object) -> dict[int, int]:
         first = axis.rank // rows * rows  # of the ranks that exchange, a part for each
         places = range(first, first + rows)
         return {place: size // rows for place in places if place != axis.rank}
+    if call.op in ("broadcast", "reduce"):
+        ends_here = after if call.op == "broadcast" else axis.rank
+        return {after: 0 if ends_here == detail else size}
     if call.peer is not None:
         return {call.peer: size}
     ring = {

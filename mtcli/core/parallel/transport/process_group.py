@@ -49,6 +49,14 @@ class ProcessGroupTransport:
         """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
         return dist.all_to_all_single(out, x, received, sent, self.group, async_op=True)
 
+    def broadcast(self, x: Tensor, root: int) -> PendingWork:
+        """x of rank `root` -> x of all."""
+        return dist.broadcast(x, self.ranks[root], self.group, async_op=True)
+
+    def reduce(self, x: Tensor, root: int) -> PendingWork:
+        """The sum over the ranks -> x of rank `root`; that of others is lost."""
+        return dist.reduce(x, self.ranks[root], dist.ReduceOp.SUM, self.group, async_op=True)
+
     def shift(self, out: Tensor, x: Tensor) -> PendingWork:
         """x of each rank -> out of the next one; the last one's goes to the first."""
         after = self.ranks[(self.rank + 1) % len(self.ranks)]

@@ -69,6 +69,16 @@ class SharedMemory:
         several = 2  # how many rounds is known when all have said what they send
         return self._start(self._exchanged(_split(out, received), _split(x, sent)), several)
 
+    def broadcast(self, x: Tensor, root: int) -> "Operation":
+        """Starts x of rank `root` -> x of all."""
+        flat = x.view(-1)
+        return self._start(self._broadcasted(flat, root), len(_parts(flat)))
+
+    def reduce(self, x: Tensor, root: int) -> "Operation":
+        """Starts the sum over all ranks -> x of rank `root`."""
+        flat = x.view(-1)
+        return self._start(self._summed_at(flat, root), len(_parts(flat)))
+
     def shift(self, out: Tensor, x: Tensor) -> "Operation":
         """Starts x of each rank -> out of the next one; the last one's goes to the first."""
         flat = x.reshape(-1)
@@ -139,6 +149,25 @@ class SharedMemory:
                 piece = out[peer][part]
                 piece.copy_(self._place(peer, slot, piece, self.rank * share))
             done += 1
+
+    def _broadcasted(self, x_N: Tensor, root: int) -> Rounds:
+        for part in _parts(x_N):
+            slot = self._write()
+            if self.rank == root:
+                self._place(root, slot, x_N[part]).copy_(x_N[part])
+            yield
+            if self.rank != root:
+                x_N[part] = self._place(root, slot, x_N[part])
+
+    def _summed_at(self, x_N: Tensor, root: int) -> Rounds:
+        for part in _parts(x_N):
+            slot = self._write()
+            if self.rank != root:
+                self._place(self.rank, slot, x_N[part]).copy_(x_N[part])
+            yield
+            if self.rank == root:
+                terms = [self._place(peer, slot, x_N[part]) for peer in self.peers]
+                _combine(x_N[part], [x_N[part], *terms], torch.add)
 
     def _shifted(self, out_N: Tensor, x_N: Tensor) -> Rounds:
         before = (self.rank - 1) % self.size

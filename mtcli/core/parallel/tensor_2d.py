@@ -1,0 +1,245 @@
+"""Two-dimensional tensor parallelism: layers on a grid of r x c ranks (Optimus, arXiv:2104.05343).
+
+Between the layers a rank's x_TD is [T, D/c]: its row's tokens T, which are 1/r of a micro-batch's
+sequences, and its columns of the hidden dimension. Weights lie [out/c, in/r] in column-parallel
+layers, whose products do not move, and [out/r, in/c] in row-parallel ones, whose inputs do not.
+
+Three choices differ from the paper's (section 3.2), and cost less:
+- it computes every linear layer as A B, and so broadcasts an MLP's [T, 4D] inner activations; A B^T
+  sums [T, D] instead;
+- its token table lies [V/r, D/c], whose logits are summed over c ranks: T * V elements. Here it
+  lies [V/c, D/r], whose logits stay; lookups send tokens' rows, and no table;
+- biases and norms have a copy on each row, whose gradients are summed once a step, where it keeps
+  them on row 0 and broadcasts them for every micro-batch.
+With one row all this is Megatron-LM's layout, and `engines.py` takes that engine.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    copy_in,
+    scatter_out,
+    sum_out,
+)
+from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.summa import Grid, product, product_transposed
+from mtcli.core.parallel.tensor import Exchange, Norm, TensorParallelLayers
+from mtcli.core.parallel.vocab_parallel import (
+    VocabCrossEntropy,
+    VocabEmbedding,
+    VocabLoss,
+    weighted_sum,
+)
+from mtcli.kernels.activation import Activation
+
+
+class GridLayers(TensorParallelLayers):
+    """The layers of two-dimensional tensor parallelism: those of one whose GEMMs are SUMMA's."""
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid of this rank's tensor parallel group."""
+        return Grid(self.groups)
+
+    @property
+    def enter(self) -> Exchange:
+        """Nothing: the GEMM itself exchanges."""
+        return _as_it_is
+
+    @property
+    def leave(self) -> Exchange:
+        """Nothing: the GEMM itself exchanges."""
+        return _as_it_is
+
+    @property
+    def column_product(self) -> Callable[..., Tensor]:
+        """(x [T, D/c], weight [F/c, D/r], bias [F/c]) -> x weight^T + bias [T, F/c]."""
+        return self._column_product
+
+    @property
+    def row_product(self) -> Callable[..., Tensor]:
+        """(x [T, F/c], weight [D/r, F/c]) -> x weight^T [T, D/c]."""
+        return self._row_product
+
+    @property
+    def activated_row_product(self) -> Callable[..., Tensor]:
+        """(activation, x, inner bias, weight) -> the `row_product` of activation(x + bias)."""
+        return self._activated_row_product
+
+    def embedding(self, name: str) -> "GridEmbedding":
+        """A token table whose rows are sharded over tp and columns over tp_row."""
+        return GridEmbedding(name, self)
+
+    def norm(self, name: str, model: ModelConfig) -> "GridNorm":
+        """A norm over the columns of a row's ranks."""
+        return GridNorm(name, model, self)
+
+    def add_norm(self, name: str, model: ModelConfig) -> "GridAddNorm":
+        """A norm of a sum, over the columns of a row's ranks."""
+        return GridAddNorm(name, model, self)
+
+    def loss(self, table: VocabEmbedding) -> "GridLoss":
+        """Cross entropy over a vocabulary sharded over tp."""
+        return GridLoss(table, self)
+
+    def activation_rows(self, x: Tensor) -> Tensor:
+        """All: the inputs are those of this rank's row."""
+        return x
+
+    def dropout_rows(self, numbers_T: Tensor) -> Tensor:
+        """Numbers n * c + j: of row n of D columns, this rank's D/c columns are that row of D/c."""
+        return numbers_T * self.groups.tp.size + self.groups.tp.rank
+
+    def enter_experts(self, x_TD: Tensor) -> Tensor:
+        """x_TD [T, D/c] -> [T/c, D]: other tokens on each rank of the row, as experts take them."""
+        parts = all_to_all(x_TD.unflatten(0, (self.groups.tp.size, -1)), self.groups.tp)
+        return parts.transpose(0, 1).flatten(1)
+
+    def leave_experts(self, y_TD: Tensor) -> Tensor:
+        """y_TD [T/c, D] -> [T, D/c]."""
+        parts = y_TD.unflatten(1, (self.groups.tp.size, -1)).transpose(0, 1)
+        return all_to_all(parts, self.groups.tp).flatten(0, 1)
+
+    def gate(self, x_TD: Tensor, weight: Tensor) -> Tensor:
+        """x weight^T [T, 1] of x [T, D/c] and weight [1, D/c], for this rank's columns of y."""
+        tp = self.groups.tp
+        return copy_in(sum_out(super().gate(x_TD, weight), tp), tp)
+
+    def _column_product(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y_TF = product(x_TD, weight.mT, self.grid, self.weight_passes)
+        return y_TF if bias is None else y_TF + bias
+
+    def _row_product(self, x_TF: Tensor, weight: Tensor) -> Tensor:
+        return product_transposed(x_TF, weight, self.grid, self.weight_passes)
+
+    def _activated_row_product(
+        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
+    ) -> Tensor:
+        return self._row_product(activation.forward(x, bias), weight)
+
+
+class GridNorm(Norm):
+    """LayerNorm or RMSNorm of x_TD [T, D/c] over the D columns of a row's ranks."""
+
+    def __init__(self, name: str, model: ModelConfig, build: GridLayers) -> None:
+        super().__init__(name, model, build)
+        self.tp = build.groups.tp
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """x_TD normalised and scaled; same shape."""
+        return _RowNorm.apply(x_TD, self.weight, self.bias, self.eps, self.is_layer_norm, self.tp)
+
+
+class GridAddNorm(GridNorm):
+    """A norm of a sum, which becomes the residual stream."""
+
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + y, the sum normalised and scaled); no y is nothing to add."""
+        total = x_TD if y_TD is None else x_TD + y_TD
+        return total, super().forward(total)
+
+
+class GridEmbedding(VocabEmbedding):
+    """A token table [V/c, D/r], whose rows travel to the tokens that ask for them."""
+
+    def __init__(self, name: str, build: GridLayers) -> None:
+        super().__init__(name, build)
+        self.down = build.groups.tp_row
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """ids [T] of this row -> x_TD [T, D/c].
+
+        A rank looks up every row's tokens in its block, and sends each row its own. So [T, D]
+        elements travel down columns and are summed along rows, however large the vocabulary is.
+        """
+        local_RT, owned_RT = self.shard.owned(all_gather(tokens_T, self.down))
+        elsewhere = ~owned_RT
+        x = F.embedding(local_RT.masked_fill(elsewhere, 0), self.weight)
+        x = x.masked_fill(elsewhere[:, None], 0.0).unflatten(0, (self.down.size, -1))
+        x_TD = all_to_all(x, self.down).transpose(0, 1).flatten(1)
+        parts = x_TD.unflatten(1, (self.shard.tp.size, -1)).transpose(0, 1).flatten(0, 1)
+        return scatter_out(parts, self.shard.tp)
+
+
+class GridLoss(VocabLoss):
+    """Cross entropy of logits [T, V/c], which are all in memory: 1/(r c) of the micro-batch's."""
+
+    def __init__(self, table: VocabEmbedding, build: GridLayers) -> None:
+        super().__init__(table)
+        self.product = build.column_product
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """x_TD [T, D/c] -> logits [T, V/c], padding columns included."""
+        return self.product(x_TD, self.table.weight)
+
+    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
+        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
+        return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+
+    def loss(
+        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
+        return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
+
+
+class _RowNorm(torch.autograd.Function):
+    """A norm of columns that the ranks of an axis share, with statistics in float32 at least.
+
+    Means and squared deviations of ranks are merged (Chan et al., 1979), as E[x^2] - E[x]^2 would
+    cancel: 2 numbers of a token are all-gathered, of RMSNorm 1 is summed; backward sums 2 or 1.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+        ctx: Any,
+        x_TD: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+        axis: Axis,
+    ) -> Tensor:
+        wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        columns = wide.shape[1] * axis.size
+        if centred:
+            variances, means = torch.var_mean(wide, 1, correction=0)
+            merged = all_gather(torch.stack([means, variances])[None], axis)
+            mean = merged[:, 0].mean(0)
+            variance = merged[:, 1].mean(0) + (merged[:, 0] - mean).square().mean(0)
+        else:
+            mean = wide.new_zeros(len(wide))
+            variance = all_reduce(wide.square().sum(1), axis) / columns
+        ctx.scale, ctx.mean = (variance + eps).rsqrt()[:, None], mean[:, None]
+        ctx.save_for_backward(x_TD, weight)
+        ctx.centred, ctx.axis, ctx.has_bias = centred, axis, bias is not None
+        y = (wide - ctx.mean) * ctx.scale * weight
+        return (y if bias is None else y + bias).to(x_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight = ctx.saved_tensors
+        normed = (x_TD.to(ctx.mean.dtype) - ctx.mean) * ctx.scale
+        wide = grad.to(normed.dtype)
+        of_normed, columns = wide * weight, x_TD.shape[1] * ctx.axis.size
+        sums = [(of_normed * normed).sum(1), *([of_normed.sum(1)] if ctx.centred else [])]
+        means = all_reduce(torch.stack(sums), ctx.axis).div_(columns)[..., None]
+        of_x = of_normed - normed * means[0]
+        of_x = (of_x - means[1] if ctx.centred else of_x) * ctx.scale
+        of_bias = wide.sum(0).to(weight.dtype) if ctx.has_bias else None
+        of_weight = (wide * normed).sum(0).to(weight.dtype)
+        return of_x.to(x_TD.dtype), of_weight, of_bias, None, None, None
+
+
+def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
+    return x
