@@ -14,6 +14,7 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.onebit import OneBit
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -37,4 +38,6 @@ def strategy_for(
 
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
+    if config.sync.method == "onebit":
+        return OneBit(inside, optimizer, config.sync.warmup(config.train.steps))
     return ReplicaExchange(inside, optimizer)
