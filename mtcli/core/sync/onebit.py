@@ -6,7 +6,6 @@ with error feedback (arXiv:2104.06069; arXiv:2102.02888). Weights are equal on a
 every step; errors are not.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -26,14 +25,14 @@ from mtcli.core.sync.two_phase import Chunks, CompressedMean
 
 Numbers = list[Annotated[float, Field(ge=0.0, allow_inf_nan=False)]]
 
+NOISE = 1e-4  # of a parameter's root mean square gradient: below it there is only rounding
+
 
 class OneBitCounters(Section):
     """What a checkpoint keeps besides tensors; lists are by trained parameter of the model."""
 
     frozen_at: Count = 0
     """the update after which the variance was frozen; 0: it is not"""
-    replicas: Count
-    """whose errors the checkpoint has"""
     ratio_sum: Numbers
     """running mean of trust ratios in the warm-up, from 0"""
     ratio_weight: Numbers
@@ -51,7 +50,7 @@ class OneBit(ReplicaExchange):
 
     ratio_decay = 0.9
     """of the running mean of trust ratios"""
-    _scales, _feeds_back = "layer", True  # what benchmarks/bench_onebit.py tries without
+    _scales, _feeds_back = "element", True  # what benchmarks/bench_onebit.py tries without
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, warmup: int) -> None:
         """`warmup` is the number of updates after which the variance is frozen."""
@@ -101,7 +100,7 @@ class OneBit(ReplicaExchange):
     def counters(self) -> dict[str, Any]:
         """The update that froze the variance, and the numbers of each parameter."""
         numbers = {name: x.tolist() for name, x in self.per_parameter.items()}
-        return {"frozen_at": self.frozen_at, "replicas": self.replicas.size} | numbers
+        return {"frozen_at": self.frozen_at} | numbers
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restores `counters`; without any, the warm-up begins. Raises MtcliError where they are
@@ -124,8 +123,13 @@ class OneBit(ReplicaExchange):
         self.frozen_at = known.frozen_at
         if self.frozen_at:
             self._find_live()
-            if known.replicas != self.replicas.size:
-                self._forget_errors(known.replicas)
+
+    def rejoin(self, counters: Mapping[str, Any]) -> str:
+        """Starts without errors: those of other replicas are not these replicas'."""
+        if self.mean:
+            self.mean.reset()
+        self.load_counters(counters)
+        return "the weights, and errors of compression are reset to 0"
 
     @torch.no_grad()
     def after_backward(self) -> None:
@@ -162,40 +166,32 @@ class OneBit(ReplicaExchange):
             frozen_adam_(self.optimizer, momenta, update, self.frozen_at)
         self.inside.after_update()
 
-    def _forget_errors(self, before: int) -> None:
-        """Starts without errors: those of another number of replicas are not these replicas'."""
-        if self.mean:
-            self.mean.reset()
-        if self.inside.ownership.groups.rank == 0:
-            there = f"the checkpoint has {before} replicas, and the run {self.replicas.size}"
-            sys.stderr.write(f"warning: {there}; errors of 1-bit compression start at 0\n")
-
     def _momenta(self, factor: float) -> dict[str, Tensor]:
         """The mean of momenta that each replica has updated by its own gradient."""
-        scales = self._scale_of()
         if self.mean is None:
-            return dict(self._scaled(factor, dict.fromkeys(scales, 1.0)))
-        count = float(self.per_parameter["live"].sum())
-        means = self.mean(self._scaled(factor, scales), self.live, count)
+            return dict(self._own_momenta(factor))
+        numbers = self.per_parameter
+        scales = numbers["scale"][self.global_sums.rows].tolist()
+        named = dict(zip(self.moments["exp_avg"], scales, strict=True))
+        scaled = ((n, x.mul_(self._scale(n, named[n]))) for n, x in self._own_momenta(factor))
+        means = self.mean(scaled, self.live, float(numbers["live"].sum()))
         for name, mean in means.items():
-            mean.div_(scales[name])
+            mean.div_(self._scale(name, named[name]))
         return means
 
-    def _scaled(
-        self, factor: float, scales: Mapping[str, Tensor | float]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _own_momenta(self, factor: float) -> Iterator[tuple[str, Tensor]]:
+        """Yields the mean momentum, updated by this replica's gradient, of each parameter."""
         beta1, gradients = self.optimizer.config.betas[0], self.inside.gradients
         for name, m in self.moments["exp_avg"].items():
-            new = gradients[name].to(m.dtype).mul(factor * (1.0 - beta1))
-            new.add_(m, alpha=beta1).mul_(scales[name])
+            new = gradients[name].to(m.dtype).mul(factor * (1.0 - beta1)).add_(m, alpha=beta1)
             yield name, new.mul_(self.live[name]) if name in self.live else new
 
-    def _scale_of(self) -> dict[str, Tensor | float]:
-        if self._scales == "element":
-            eps = self.optimizer.config.eps
-            return {n: 1.0 / (v.sqrt() + eps) for n, v in self.moments["exp_avg_sq"].items()}
-        scales = self.per_parameter["scale"][self.global_sums.rows].tolist()
-        return dict(zip(self.moments["exp_avg"], scales, strict=True))
+    def _scale(self, name: str, scale: float) -> Tensor | float:
+        """What a parameter's momentum is times when it is compressed."""
+        if self._scales != "element":
+            return scale
+        v = self.moments["exp_avg_sq"][name]
+        return v.sqrt().add_(self.optimizer.config.eps).reciprocal_().mul_(scale)
 
     def _note_ratios(self) -> None:
         """Adds the trust ratios of a step to their mean, but those that are 1 for want of a norm.
@@ -217,26 +213,44 @@ class OneBit(ReplicaExchange):
         (arXiv:2104.06069, section 4.2), so that one scale of signs serves all.
         """
         self.frozen_at = self.optimizer.updates
+        self._clear_noise()
         if self.lamb:
             self.lamb.freeze()
-        live = self._find_live()
-        squares = self.global_sums.counts.new_zeros(len(live), 1)
-        for row, m in enumerate(self.moments["exp_avg"].values()):
-            squares[row] = m.double().square().sum()
-        sizes = self.global_sums.of_model(torch.cat([live, squares], 1))
-        numbers = self.per_parameter
-        numbers["live"].copy_(sizes[:, 0])
+        self._find_live()
+        sums = self.global_sums.counts.new_zeros(len(self.moments["exp_avg"]), 2)
+        for row, (name, m) in enumerate(self.moments["exp_avg"].items()):
+            scaled = (m * self._scale(name, 1.0)).double()
+            if name in self.live:
+                scaled *= self.live[name]
+            live = self.live[name].sum() if name in self.live else m.numel()
+            sums[row] = torch.stack([scaled.new_tensor(float(live)), scaled.square().sum()])
+        sums, numbers = self.global_sums.of_model(sums), self.per_parameter
+        numbers["live"].copy_(sums[:, 0])
         numbers["factor"].fill_(1.0)
-        roots = (sizes[:, 1] / sizes[:, 0]).sqrt().nan_to_num()
-        if self._scales == "layer" and (moved := roots > 0).any():
+        roots = (sums[:, 1] / sums[:, 0]).sqrt().nan_to_num()
+        if self._scales != "none" and (moved := roots > 0).any():
             numbers["scale"].copy_(torch.where(moved, roots[moved].mean() / roots, 1.0))
 
-    def _find_live(self) -> Tensor:
-        """Masks the elements that have no variance; returns how many have [this rank's names, 1]."""
+    def _clear_noise(self) -> None:
+        """Zeroes the variance of elements whose gradients are zero but for rounding: the root of
+        it is below NOISE times the root of the parameter's mean.
+
+        A key's bias has such gradients: measured 2e-9 of the mean in float32, 2e-5 in bfloat16.
+        Divided by it, the error of a sign would be a step of thousands.
+        """
+        variances = self.moments["exp_avg_sq"]
+        sums = self.global_sums.counts.new_zeros(len(variances), 2)
+        for row, v in enumerate(variances.values()):
+            sums[row] = torch.stack([(v > 0).sum().double(), v.double().sum()])
+        count, total = self.global_sums(sums).unbind(1)
+        lowest = (total / count).nan_to_num() * NOISE**2
+        for v, least in zip(variances.values(), lowest.tolist(), strict=True):
+            v.mul_(v > least)
+
+    def _find_live(self) -> None:
+        """Masks the elements that have no variance, where a parameter has some."""
         masks = {name: v > 0 for name, v in self.moments["exp_avg_sq"].items()}
         self.live = {name: mask for name, mask in masks.items() if not mask.all()}
-        counts = [[float(mask.sum())] for mask in masks.values()]
-        return self.global_sums.counts.new_tensor(counts).view(-1, 1)
 
     def _reset_counters(self) -> None:
         self.frozen_at, count = 0, self.global_sums.num_rows

@@ -4,6 +4,7 @@ Weights, optimizer and strategy state go as shards, each rank its own boxes. Cou
 and consumed samples go into the manifest's `extra`. Any layout restores what any other captured.
 """
 
+import sys
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -181,7 +182,8 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     MtcliError where the manifest's counters make no sense.
     """
     model, groups, done = trainer.config.model, trainer.groups, progress_of(checkpoint)
-    same = checkpoint.replicas in (1, groups.replicas.size)
+    saved = checkpoint.replicas
+    same = saved in (1, groups.replicas.size)
     if checkpoint.replicas > 1:
         own = groups.replicas.rank
         checkpoint = checkpoint.replica(own) if same else checkpoint.averaged()
@@ -199,9 +201,14 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
     trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())
     trainer.step = checkpoint.step
-    if not same:
-        trainer.exchange.begin()
-    trainer.exchange.load_counters(done.sync if same or not trainer.exchange.weights_differ else {})
+    if same:
+        trainer.exchange.load_counters(done.sync)
+        return
+    start = trainer.exchange.rejoin(done.sync)
+    if groups.rank == 0:
+        count = groups.replicas.size
+        each = f"all {count} replicas start" if count > 1 else "the run goes on"
+        sys.stderr.write(f"note: the checkpoint has {saved} replicas: {each} from {start}\n")
 
 
 def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
