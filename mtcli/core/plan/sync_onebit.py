@@ -6,9 +6,7 @@ from mtcli.core.config.sync import SyncConfig
 SCALARS = 8, 8  # bytes of a replica's scale, which is gathered, and of the sum that servers reduce
 
 
-def onebit_bytes(
-    sync: SyncConfig, steps: int, replicas: int, elements: int, width: int
-) -> float:
+def onebit_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, width: int) -> float:
     """Mean bytes of a step that a rank sends to other replicas, where it owns some elements.
 
     In the warm-up they have the `width` of weights, and then a bit each. Both ways are a

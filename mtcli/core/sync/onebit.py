@@ -50,7 +50,7 @@ class OneBit(ReplicaExchange):
 
     ratio_decay = 0.9
     """of the running mean of trust ratios"""
-    _scales, _feeds_back = "element", True  # what benchmarks/bench_onebit.py tries without
+    _scales, _feeds_back = True, True  # what benchmarks/bench_onebit.py tries without
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, warmup: int) -> None:
         """`warmup` is the number of updates after which the variance is frozen."""
@@ -173,10 +173,10 @@ class OneBit(ReplicaExchange):
         numbers = self.per_parameter
         scales = numbers["scale"][self.global_sums.rows].tolist()
         named = dict(zip(self.moments["exp_avg"], scales, strict=True))
-        scaled = ((n, x.mul_(self._scale(n, named[n]))) for n, x in self._own_momenta(factor))
+        scaled = ((name, m.mul_(named[name])) for name, m in self._own_momenta(factor))
         means = self.mean(scaled, self.live, float(numbers["live"].sum()))
         for name, mean in means.items():
-            mean.div_(self._scale(name, named[name]))
+            mean.div_(named[name])
         return means
 
     def _own_momenta(self, factor: float) -> Iterator[tuple[str, Tensor]]:
@@ -185,13 +185,6 @@ class OneBit(ReplicaExchange):
         for name, m in self.moments["exp_avg"].items():
             new = gradients[name].to(m.dtype).mul(factor * (1.0 - beta1)).add_(m, alpha=beta1)
             yield name, new.mul_(self.live[name]) if name in self.live else new
-
-    def _scale(self, name: str, scale: float) -> Tensor | float:
-        """What a parameter's momentum is times when it is compressed."""
-        if self._scales != "element":
-            return scale
-        v = self.moments["exp_avg_sq"][name]
-        return v.sqrt().add_(self.optimizer.config.eps).reciprocal_().mul_(scale)
 
     def _note_ratios(self) -> None:
         """Adds the trust ratios of a step to their mean, but those that are 1 for want of a norm.
@@ -219,16 +212,13 @@ class OneBit(ReplicaExchange):
         self._find_live()
         sums = self.global_sums.counts.new_zeros(len(self.moments["exp_avg"]), 2)
         for row, (name, m) in enumerate(self.moments["exp_avg"].items()):
-            scaled = (m * self._scale(name, 1.0)).double()
-            if name in self.live:
-                scaled *= self.live[name]
-            live = self.live[name].sum() if name in self.live else m.numel()
-            sums[row] = torch.stack([scaled.new_tensor(float(live)), scaled.square().sum()])
+            live = self.live.get(name, torch.ones_like(m, dtype=torch.bool))
+            sums[row] = torch.stack([live.sum().double(), (m * live).double().square().sum()])
         sums, numbers = self.global_sums.of_model(sums), self.per_parameter
         numbers["live"].copy_(sums[:, 0])
         numbers["factor"].fill_(1.0)
         roots = (sums[:, 1] / sums[:, 0]).sqrt().nan_to_num()
-        if self._scales != "none" and (moved := roots > 0).any():
+        if self._scales and (moved := roots > 0).any():
             numbers["scale"].copy_(torch.where(moved, roots[moved].mean() / roots, 1.0))
 
     def _clear_noise(self) -> None:
