@@ -13,10 +13,12 @@ from mtcli.kernels.lamb import (
 )
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, tensor_table
 from mtcli.kernels.onebit import (
-    compress_,
-    compress_reference_,
-    decompress,
-    decompress_reference,
+    add_,
+    add_reference_,
+    pack_,
+    pack_reference_,
+    unpack,
+    unpack_reference,
 )
 
 UPDATE = OptimizerStep(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
@@ -84,9 +86,19 @@ def momentum(device, dtype, size):
     return x, error, error.clone()
 
 
+def compress(x, error, other):
+    scale = (add_(x, error) / len(x)).sqrt()
+    return pack_(error, scale), scale
+
+
+def torch_compress(x, error, other):
+    scale = (add_reference_(x, other) / len(x)).sqrt()
+    return pack_reference_(other, scale), scale
+
+
 def signs(device, dtype, size):
-    x, error, _ = momentum(device, dtype, size)
-    return *compress_reference_(x, error), size
+    x, error, other = momentum(device, dtype, size)
+    return *torch_compress(x, error, other), size
 
 
 # fmt: off
@@ -96,9 +108,8 @@ ENTRIES = [
         lambda itemsize, tensors, numel: (24 + 4 + itemsize) * tensors * numel, torch_compiles=""),
     Entry("lamb", lamb, {"torch": torch_lamb}, optimizers, [(64, 2**22), (400, 2**18)], (2, 70),
         lambda itemsize, tensors, numel: (36 + 4 + itemsize) * tensors * numel, torch_compiles=""),
-    Entry("compress", lambda x, error, other: compress_(x, error),
-        {"torch": lambda x, error, other: compress_reference_(x, other)}, momentum,
+    Entry("compress", compress, {"torch": torch_compress}, momentum,
         [(2**28,)], (70,), lambda itemsize, size: 20 * size, torch_compiles=""),
-    Entry("decompress", decompress, {"torch": decompress_reference}, signs,
+    Entry("decompress", unpack, {"torch": unpack_reference}, signs,
         [(2**28,)], (70,), lambda itemsize, size: 4 * size, torch_compiles=""),
 ]

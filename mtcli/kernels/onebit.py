@@ -1,7 +1,8 @@
 """1-bit compression with error feedback: signs packed as bits, and one scale (arXiv:2104.06069).
 
-y = x + error is compressed to q = scale * sign(y), with sign(0) = +1 and scale = |y| / sqrt(size);
-the error of the next time is y - q. 8 signs are a byte, the first of them its lowest bit.
+y = x + error is compressed to q = scale * sign(y), with sign(0) = +1; the error of the next time is
+y - q. The scale is |y| / sqrt(size), of all that is compressed at once, which may be on other ranks
+too: so adding and packing are two passes. 8 signs are a byte, the first of them its lowest bit.
 """
 
 from __future__ import annotations
@@ -18,27 +19,33 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 4096  # elements of a program
+# Of 8 bytes that are 0 or 1, as one integer: times GATHER, the highest byte has the bits of all.
+GATHER = 0x0102040810204080
+# Of a byte in each of 8: those of SPREAD, of which byte i keeps bit i.
+COPIES, SPREAD = 0x0101010101010101, 0x8040201008040201 - 2**64
 
 
-def compress_reference_(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """Compresses x + error to (bits [ceil(size / 8)] uint8, scale float32 scalar).
-
-    Overwrites the error by what they leave of the sum. x and error are float32 [size]; bits past
-    their end are 0.
-    """
+def add_reference_(x: Tensor, error: Tensor) -> Tensor:
+    """Adds x to the error; returns the sum of its squares. Both are [size]."""
     error += x
-    scale = error.norm() / error.numel() ** 0.5
-    positive = error >= 0
-    padded = torch.nn.functional.pad(positive, (0, -len(error) % 8)).view(-1, 8)
-    bits = (padded * 2 ** torch.arange(8, device=x.device)).sum(1, dtype=torch.uint8)
-    error -= torch.where(positive, scale, -scale)
-    return bits, scale
+    return error.dot(error)
 
 
-def decompress_reference(bits: Tensor, scale: Tensor, size: int) -> Tensor:
-    """Unpacks scale * sign: float32 [size]."""
-    signs = bits[:, None] >> torch.arange(8, device=bits.device, dtype=torch.uint8) & 1
-    return torch.where(signs.flatten()[:size] > 0, scale, -scale)
+def pack_reference_(y: Tensor, scale: Tensor) -> Tensor:
+    """Packs the signs of y [size] as bits [ceil(size / 8)] uint8, and subtracts scale * sign.
+
+    Bits past the end are 0.
+    """
+    positive = y >= 0
+    y -= torch.where(positive, scale, -scale)
+    padded = torch.nn.functional.pad(positive, (0, -len(y) % 8)) if len(y) % 8 else positive
+    return (padded.view(torch.int64) * GATHER >> 56).to(torch.uint8)
+
+
+def unpack_reference(bits: Tensor, scale: Tensor, size: int) -> Tensor:
+    """Unpacks scale * sign: [size], of the scale's dtype."""
+    signs = (bits.to(torch.int64) * COPIES & SPREAD).view(torch.uint8)
+    return torch.where(signs[:size] > 0, scale, -scale)
 
 
 @kernel()
@@ -52,14 +59,14 @@ def _add(x_ptr, error_ptr, squares_ptr, size, BLOCK: tl.constexpr):
 
 
 @kernel()
-def _pack(error_ptr, scale_ptr, bits_ptr, size, BYTES: tl.constexpr):
-    """Packs the signs of the error, and subtracts scale * sign from it."""
+def _pack(y_ptr, scale_ptr, bits_ptr, size, BYTES: tl.constexpr):
+    """Packs the signs of y, and subtracts scale * sign from it."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     bit = tl.arange(0, 8)
     at = byte[:, None] * 8 + bit[None, :]
-    y = tl.load(error_ptr + at, mask=at < size, other=-1.0)
+    y = tl.load(y_ptr + at, mask=at < size, other=-1.0)
     scale = tl.load(scale_ptr)
-    tl.store(error_ptr + at, y - tl.where(y >= 0.0, scale, -scale), mask=at < size)
+    tl.store(y_ptr + at, y - tl.where(y >= 0.0, scale, -scale), mask=at < size)
     bits = tl.sum((y >= 0.0).to(tl.int32) << bit[None, :], 1)
     tl.store(bits_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < size)
 
@@ -74,39 +81,52 @@ def _unpack(bits_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, out, mask=at < size)
 
 
-def compress_(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """`compress_reference_`, on a GPU in two passes: 20 bytes moved per element, and its bit."""
-    if not runs_triton(x):
-        return compress_reference_(x, error)
-    return _compress(x, error)
+def add_(x: Tensor, error: Tensor) -> Tensor:
+    """`add_reference_`: 12 bytes moved per element."""
+    if not (runs_triton(x) and len(x)):
+        return add_reference_(x, error)
+    return _add_op(x, error)
 
 
-def decompress(bits: Tensor, scale: Tensor, size: int) -> Tensor:
-    """`decompress_reference`: 4 bytes moved per element, and its bit."""
-    if not runs_triton(scale):
-        return decompress_reference(bits, scale, size)
-    return _decompress(bits, scale, size)
+def pack_(y: Tensor, scale: Tensor) -> Tensor:
+    """`pack_reference_`: 8 bytes moved per element, and its bit."""
+    if not (runs_triton(y) and len(y)):
+        return pack_reference_(y, scale)
+    return _pack_op(y, scale)
 
 
-@custom_op(
-    "compress_(Tensor x, Tensor(a!) error) -> (Tensor, Tensor)",
-    fake=lambda x, error: (x.new_empty(cdiv(len(x), 8), dtype=torch.uint8), x.new_empty(())),
-)
-def _compress(x, error):
+def unpack(bits: Tensor, scale: Tensor, size: int) -> Tensor:
+    """`unpack_reference`: 4 bytes moved per element, and its bit."""
+    if not (runs_triton(scale) and size):
+        return unpack_reference(bits, scale, size)
+    return _unpack_op(bits, scale, size)
+
+
+@custom_op("onebit_add_(Tensor x, Tensor(a!) error) -> Tensor", fake=lambda x, _: x.new_empty(()))
+def _add_op(x, error):
     assert x.is_contiguous() and error.is_contiguous() and x.dtype == error.dtype == torch.float32
-    size, blocks = len(x), cdiv(len(x), BLOCK)
-    squares, bits = x.new_empty(blocks), x.new_empty(cdiv(size, 8), dtype=torch.uint8)
-    _add[(blocks,)](x, error, squares, size, BLOCK=BLOCK)
-    scale = (squares.sum() / size).sqrt()
-    _pack[(blocks,)](error, scale, bits, size, BYTES=BLOCK // 8)
-    return bits, scale
+    blocks = cdiv(len(x), BLOCK)
+    squares = x.new_empty(blocks)
+    _add[(blocks,)](x, error, squares, len(x), BLOCK=BLOCK)
+    return squares.sum()
 
 
 @custom_op(
-    "decompress(Tensor bits, Tensor scale, int size) -> Tensor",
+    "onebit_pack_(Tensor(a!) y, Tensor scale) -> Tensor",
+    fake=lambda y, _: y.new_empty(cdiv(len(y), 8), dtype=torch.uint8),
+)
+def _pack_op(y, scale):
+    assert y.is_contiguous() and y.dtype == scale.dtype == torch.float32
+    bits = y.new_empty(cdiv(len(y), 8), dtype=torch.uint8)
+    _pack[(cdiv(len(y), BLOCK),)](y, scale, bits, len(y), BYTES=BLOCK // 8)
+    return bits
+
+
+@custom_op(
+    "onebit_unpack(Tensor bits, Tensor scale, int size) -> Tensor",
     fake=lambda bits, scale, size: scale.new_empty(size),
 )
-def _decompress(bits, scale, size):
+def _unpack_op(bits, scale, size):
     out = scale.new_empty(size)
     _unpack[(cdiv(size, BLOCK),)](bits.contiguous(), scale, out, size, BLOCK=BLOCK)
     return out

@@ -4,10 +4,12 @@ from exact import distance, seeded
 
 from mtcli.kernels.onebit import (
     BLOCK,
-    compress_,
-    compress_reference_,
-    decompress,
-    decompress_reference,
+    add_,
+    add_reference_,
+    pack_,
+    pack_reference_,
+    unpack,
+    unpack_reference,
 )
 
 SIZES = [1, 7, 8, 130, BLOCK + 13]
@@ -19,27 +21,34 @@ def signs_of(bits, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_signs_scale_and_error_are_those_of_the_sum(device, size):
+def test_signs_and_error_are_those_of_the_sum(device, size):
     x, error = seeded(size, seed=1).float(), seeded(size, seed=2).float()
     y = x.double() + error.double()
-    kept = error.clone().to(device)
-    bits, scale = compress_(x.to(device), kept)
-    expected = y.norm() / size**0.5
-    assert distance(scale, expected) < 2e-6
+    kept, scale = error.clone().to(device), torch.tensor(0.7, device=device)
+    assert distance(add_(x.to(device), kept), y.square().sum()) < 2e-6
+    assert distance(kept, y) < 1e-6
+    bits = pack_(kept, scale)
     signs = torch.tensor(signs_of(bits.tolist(), size))
     assert torch.equal(signs, torch.where(y >= 0, 1, -1))
     assert int(bits[-1]) < 2 ** ((size - 1) % 8 + 1), "past the end the bits are 0"
-    sent = decompress(bits, scale, size)
+    sent = unpack(bits, scale, size)
     assert torch.equal(sent.cpu(), signs * scale.cpu())
     assert distance(sent.double().cpu() + kept.double().cpu(), y) < 1e-6  # nothing is lost
     alike = error.clone()
-    theirs, their_scale = compress_reference_(x, alike)
+    assert distance(add_reference_(x, alike), y.square().sum()) < 2e-6
+    theirs = pack_reference_(alike, scale.cpu())
     assert torch.equal(theirs, bits.cpu()) and distance(kept, alike) < 2e-6
-    found = decompress_reference(theirs, their_scale, size)
-    assert distance(found, sent) < 2e-6
+    assert torch.equal(unpack_reference(theirs, scale.cpu(), size), sent.cpu())
 
 
 def test_nothing_is_plus_nothing(device):
-    bits, scale = compress_(torch.zeros(9, device=device), torch.zeros(9, device=device))
-    assert bits.tolist() == [255, 1] and scale == 0.0
-    assert torch.equal(decompress(bits, scale, 9).cpu(), torch.zeros(9))
+    zeros, scale = torch.zeros(9, device=device), torch.zeros((), device=device)
+    assert pack_(zeros, scale).tolist() == [255, 1]
+    bits = torch.tensor([255, 1], dtype=torch.uint8, device=device)
+    assert torch.equal(unpack(bits, scale, 9), zeros)
+
+
+def test_a_chunk_may_have_no_elements(device):
+    empty = torch.zeros(0, device=device)
+    assert add_(empty, empty) == 0.0 and pack_(empty, torch.ones(())).tolist() == []
+    assert unpack(torch.zeros(0, dtype=torch.uint8), torch.ones(()), 0).tolist() == []

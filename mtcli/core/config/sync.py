@@ -81,6 +81,10 @@ class SyncConfig(Section):
     error_decay: Pull = 0.95
     """local, diloco: factor on the error that is fed back"""
 
+    def warmup(self, steps: int) -> int:
+        """Updates of a run of some steps with uncompressed gradients (onebit): at least 1."""
+        return self.warmup_steps or max(1, steps // 5)
+
     @property
     def steps_between(self) -> int:
         """Steps from one exchange to the next."""

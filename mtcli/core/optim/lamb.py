@@ -29,6 +29,7 @@ class Lamb:
     ) -> None:
         """`bounds` are the least and the largest trust ratio of norms that are not 0."""
         self.global_sums, self.bounds = GlobalSums(names, ownership), bounds
+        self.ratios: Tensor  # of the last step, of every trained parameter of the model
 
     def __call__(
         self,
@@ -39,8 +40,13 @@ class Lamb:
     ) -> None:
         """Updates in place, by our kernels where `packed` is given."""
         if packed is None:
-            squares = self.global_sums(lamb_moments_reference_(parts, gradients, update))
-            lamb_step_reference_(parts, trust_ratios(squares, self.bounds), update)
+            ratios = self._ratios(lamb_moments_reference_(parts, gradients, update))
+            lamb_step_reference_(parts, ratios, update)
         else:
-            squares = self.global_sums(lamb_moments_(packed, parts, gradients, update))
-            lamb_step_(packed, parts, trust_ratios(squares, self.bounds), update)
+            ratios = self._ratios(lamb_moments_(packed, parts, gradients, update))
+            lamb_step_(packed, parts, ratios, update)
+
+    def _ratios(self, squares: Tensor) -> Tensor:
+        """The trust ratios of this rank's parameters; those of the whole model are kept."""
+        self.ratios = trust_ratios(self.global_sums.of_model(squares), self.bounds)
+        return self.ratios[self.global_sums.rows]

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from mtcli.core.mesh import sharding
 from mtcli.core.mesh.sharding import Box, Parameter
@@ -110,6 +111,13 @@ class GlobalSums:
 
     def __call__(self, sums: Tensor) -> Tensor:
         """[this rank's names, k] of its shards -> float64 of the global parameters. Collective."""
+        return self.of_model(sums)[self.rows]
+
+    def of_model(self, sums: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
+        """The same of every trained parameter of the model, in the table's order: [all names, k].
+
+        `op` may be the maximum of what is not negative.
+        """
         every = self.counts.new_zeros(self.num_rows, sums.shape[1])
         every[self.rows] = sums.to(self.counts) * self.counts
-        return all_reduce(every, self.replica)[self.rows]
+        return all_reduce(every, self.replica, op)

@@ -44,6 +44,9 @@ class ReplicaExchange:
     def before_step(self, lr: float) -> None:
         """Starts a step, before its first forward, whose update is to be at a learning rate."""
 
+    def after_backward(self) -> None:
+        """Exchanges gradients, where the method does, once this replica's are reduced."""
+
     def update(self, lr: float, factor: float) -> None:
         """Updates the weights by this replica's gradients times a factor, which clips them."""
         if factor != 1.0 and not self.optimizer.by_kernels:
@@ -63,6 +66,10 @@ class ReplicaExchange:
     def differs(self, kind: str) -> bool:
         """Whether replicas have other state of a kind, the optimizer's or the exchange's."""
         return self.weights_differ
+
+    def rows_here(self, kind: str, name: str) -> slice | None:
+        """The stored rows of a kind of state that replicas share out; None where each has all."""
+        return None
 
     def counters(self) -> dict[str, Any]:
         """State for a checkpoint that is no tensor, as JSON; the same on every rank."""

@@ -17,6 +17,7 @@ from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.decentralized import Decentralized
 from mtcli.core.sync.diloco import OuterExchange
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.onebit import OneBit
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -44,4 +45,6 @@ def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) 
         return OuterExchange(inside, optimizer, config.sync)
     if config.sync.method in DECENTRALIZED:
         return Decentralized(inside, optimizer, config)
+    if config.sync.method == "onebit":
+        return OneBit(inside, optimizer, config.sync.warmup(config.train.steps))
     return ReplicaExchange(inside, optimizer)

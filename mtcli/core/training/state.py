@@ -131,18 +131,22 @@ def shards(trainer: Trainer) -> list[Shard]:
     """The shards that this rank writes of weights and state, on its device, unpadded; of a run that
     trains adapters those alone.
 
-    Of what is equal in all replicas the first one's; of the rest each its own.
+    Of what is equal in all replicas the first one's, or of each the rows that it keeps for all; of
+    the rest each its own.
     """
     found = []
     strategy, exchange, table = trainer.strategy, trainer.exchange, trainer.table
+    is_first = trainer.groups.replicas.rank == 0
+    writes = is_first or exchange.weights_differ
     for name, (tensor, rows) in strategy.shards.items():
-        if strategy.saves(name) and not table[name].frozen:
+        if writes and strategy.saves(name) and not table[name].frozen:
             weight = tensor.to(trainer.dtype) if table[name].trained else tensor
             shard = OwnedShard(weight, rows)
             found += _boxes(trainer, name, name, shard, exchange.weights_differ)
     for key, name, shard in _owned_state(trainer):
-        if strategy.ownership.answers_for(name):
-            differs = exchange.differs(key.partition("/")[0])
+        kind = key.partition("/")[0]
+        differs, shared_out = exchange.differs(kind), exchange.rows_here(kind, name) is not None
+        if strategy.ownership.answers_for(name) and (is_first or differs or shared_out):
             found += _boxes(trainer, f"{OPTIMIZER}{key}", name, shard, differs)
     return found
 
@@ -158,11 +162,9 @@ def _boxes(
     trainer: Trainer, stored: str, name: str, shard: OwnedShard, differs: bool
 ) -> list[Shard]:
     """The boxes of a parameter's shard, or of its state's, under the name it is `stored` by."""
-    described, replica = trainer.table[name], trainer.groups.replicas.rank
-    if replica and not differs:
-        return []
+    described, replica = trainer.table[name], trainer.groups.replicas.rank if differs else None
     return [
-        Shard(stored, view, box.start, described.shape, replica if differs else None)
+        Shard(stored, view, box.start, described.shape, replica)
         for box, view in shard.blocks(described, trainer.groups)
     ]
 
@@ -171,8 +173,8 @@ def _owned_state(trainer: Trainer) -> list[tuple[str, str, OwnedShard]]:
     """(`<kind>/<parameter>`, parameter, shard) of the optimizer's and the exchange's state."""
     found = []
     for key, tensor in (trainer.optimizer.state() | trainer.exchange.state()).items():
-        name = key.partition("/")[2]
-        rows = trainer.strategy.ownership.rows(name)
+        kind, _, name = key.partition("/")
+        rows = trainer.exchange.rows_here(kind, name) or trainer.strategy.ownership.rows(name)
         found.append((key, name, OwnedShard(tensor, rows)))
     return found
 

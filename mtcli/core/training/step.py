@@ -170,6 +170,7 @@ class Trainer:
             loss_sum = self._micro_batches(batch.load, gradient_scale, as_written)
         marks.append(clock())
         self.strategy.after_backward()
+        self.exchange.after_backward()
         marks.append(clock())
         return loss_sum, batch.weight, marks
 

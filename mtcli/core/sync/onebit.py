@@ -1,0 +1,252 @@
+"""1-bit LAMB and 1-bit Adam: after a warm-up, replicas exchange momenta as signs.
+
+In the warm-up gradients are averaged over the replicas, uncompressed, and the update is LAMB's or
+AdamW's. Then the variance is frozen, and each replica's momentum of its own gradient is compressed
+with error feedback (arXiv:2104.06069; arXiv:2102.02888). Weights are equal on all replicas after
+every step; errors are not.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.fields import Count, Section
+from mtcli.core.optim.frozen import FrozenLamb, frozen_adam_
+from mtcli.core.optim.lamb import Lamb
+from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.parallel.ownership import GlobalSums
+from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.strategy import Strategy
+from mtcli.core.sync.two_phase import Chunks, CompressedMean
+
+Numbers = list[Annotated[float, Field(ge=0.0, allow_inf_nan=False)]]
+
+NOISE = 1e-4  # of a parameter's root mean square gradient: below it there is only rounding
+
+
+class OneBitCounters(Section):
+    """What a checkpoint keeps besides tensors; lists are by trained parameter of the model."""
+
+    frozen_at: Count = 0
+    """the update after which the variance was frozen; 0: it is not"""
+    ratio_sum: Numbers
+    """running mean of trust ratios in the warm-up, from 0"""
+    ratio_weight: Numbers
+    """the sum of that mean's weights"""
+    factor: Numbers
+    """of the trust ratio, in the last step"""
+    scale: Numbers
+    """of momenta that are compressed"""
+    live: Numbers
+    """elements whose frozen variance is not 0"""
+
+
+class OneBit(ReplicaExchange):
+    """Gradients in the warm-up, and then signs of momenta, averaged over replicas."""
+
+    ratio_decay = 0.9
+    """of the running mean of trust ratios"""
+    _scales, _feeds_back = True, True  # what benchmarks/bench_onebit.py tries without
+
+    def __init__(self, inside: Strategy, optimizer: Optimizer, warmup: int) -> None:
+        """`warmup` is the number of updates after which the variance is frozen."""
+        super().__init__(inside, optimizer)
+        self.warmup, self.frozen_at = warmup, 0
+        self.moments, ownership = optimizer.moments, inside.ownership
+        self.global_sums = GlobalSums(optimizer.masters, ownership)
+        self.mean: CompressedMean | None = None
+        if self.replicas.size > 1:
+            self.mean = CompressedMean(optimizer.masters, ownership, self._feeds_back)
+        self.lamb = FrozenLamb(optimizer, self.global_sums) if self._is_lamb else None
+        self.live: dict[str, Tensor] = {}  # masks of parameters that have elements without variance
+        shapes = {name: x.shape for name, x in inside.weights().items()}
+        self.gradient_chunks = Chunks(shapes, self.replicas)
+        self._reset_counters()
+
+    @property
+    def _is_lamb(self) -> bool:
+        return isinstance(self.optimizer.rule, Lamb)
+
+    @property
+    def weights_differ(self) -> bool:
+        """Whether replicas have other weights than each other: never after a step."""
+        return False
+
+    def differs(self, kind: str) -> bool:
+        """Whether replicas have other state of a kind: the errors of what they send."""
+        return kind == "error" and self.mean is not None
+
+    def rows_here(self, kind: str, name: str) -> slice | None:
+        """The stored rows of a server's errors: those of its chunk."""
+        if kind != "server_error" or self.mean is None:
+            return None
+        first, rows = self.inside.ownership.rows(name).start, self.mean.rows[name]
+        return slice(first + rows.start, first + rows.stop)
+
+    def state(self) -> dict[str, Tensor]:
+        """Errors of what is sent, by replica and by server, and LAMB's fresh variance."""
+        found = {}
+        if self.mean:
+            found |= {f"error/{name}": x for name, x in self.mean.errors.items()}
+            found |= {f"server_error/{name}": x for name, x in self.mean.server_errors.items()}
+        if self.lamb:
+            found |= {f"exp_avg_sq_fresh/{name}": x for name, x in self.lamb.fresh.items()}
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        """The update that froze the variance, and the numbers of each parameter."""
+        numbers = {name: x.tolist() for name, x in self.per_parameter.items()}
+        return {"frozen_at": self.frozen_at} | numbers
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Restores `counters`; without any, the warm-up begins. Raises MtcliError where they are
+        of another model."""
+        self._reset_counters()
+        if not counters:
+            return
+        try:
+            known = OneBitCounters.model_validate(counters)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise wrong(f"the checkpoint's counters of onebit: {where}: {first['msg']}") from None
+        for name, numbers in self.per_parameter.items():
+            values = getattr(known, name)
+            if len(values) != len(numbers):
+                message = f"the checkpoint has {name} of {len(values)} parameters, not of "
+                raise wrong(f"{message}{len(numbers)}", "sync.method as the run had it")
+            numbers.copy_(torch.tensor(values, dtype=torch.float64))
+        self.frozen_at = known.frozen_at
+        if self.frozen_at:
+            self._find_live()
+
+    def rejoin(self, counters: Mapping[str, Any]) -> str:
+        """Starts without errors: those of other replicas are not these replicas'."""
+        if self.mean:
+            self.mean.reset()
+        self.load_counters(counters)
+        return "the weights, and errors of compression are reset to 0"
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Averages the replicas' gradients in the warm-up, sent in the precision of weights.
+
+        float16 is sent as bfloat16, whose range is that of the sums.
+        """
+        if self.frozen_at or self.replicas.size == 1:
+            return
+        gradients = self.inside.gradients
+        vector = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+        narrow = self.optimizer.dtype.itemsize == 2
+        self.gradient_chunks.mean_(vector, torch.bfloat16 if narrow else vector.dtype)
+        for name, mean in self.gradient_chunks.views(vector).items():
+            gradients[name].copy_(mean)
+
+    @torch.no_grad()
+    def update(self, lr: float, factor: float) -> None:
+        """Updates the weights, which stay equal on all replicas."""
+        if not self.frozen_at:
+            super().update(lr, factor)
+            self._note_ratios()
+            if self.optimizer.updates >= self.warmup:
+                self._freeze()
+            return
+        update = self.optimizer.begin(lr, factor)
+        momenta = self._momenta(factor)
+        if self.lamb:
+            numbers = self.per_parameter
+            unseen = numbers["ratio_weight"] == 0
+            ratio = torch.where(unseen, 1.0, numbers["ratio_sum"] / numbers["ratio_weight"])
+            self.lamb.step_(momenta, update, ratio, numbers["factor"])
+        else:
+            frozen_adam_(self.optimizer, momenta, update, self.frozen_at)
+        self.inside.after_update()
+
+    def _momenta(self, factor: float) -> dict[str, Tensor]:
+        """The mean of momenta that each replica has updated by its own gradient."""
+        if self.mean is None:
+            return dict(self._own_momenta(factor))
+        numbers = self.per_parameter
+        scales = numbers["scale"][self.global_sums.rows].tolist()
+        named = dict(zip(self.moments["exp_avg"], scales, strict=True))
+        scaled = ((name, m.mul_(named[name])) for name, m in self._own_momenta(factor))
+        means = self.mean(scaled, self.live, float(numbers["live"].sum()))
+        for name, mean in means.items():
+            mean.div_(named[name])
+        return means
+
+    def _own_momenta(self, factor: float) -> Iterator[tuple[str, Tensor]]:
+        """Yields the mean momentum, updated by this replica's gradient, of each parameter."""
+        beta1, gradients = self.optimizer.config.betas[0], self.inside.gradients
+        for name, m in self.moments["exp_avg"].items():
+            new = gradients[name].to(m.dtype).mul(factor * (1.0 - beta1)).add_(m, alpha=beta1)
+            yield name, new.mul_(self.live[name]) if name in self.live else new
+
+    def _note_ratios(self) -> None:
+        """Adds the trust ratios of a step to their mean, but those that are 1 for want of a norm.
+
+        The mean is divided by its weights' sum, as AdamW's are; the paper starts it from 0 and
+        waits until that makes no difference.
+        """
+        if not isinstance(self.optimizer.rule, Lamb):
+            return
+        ratios, numbers = self.optimizer.rule.ratios, self.per_parameter
+        for name, value in (("ratio_sum", ratios), ("ratio_weight", torch.ones_like(ratios))):
+            following = torch.lerp(value, numbers[name], self.ratio_decay)
+            numbers[name].copy_(torch.where(ratios == 1.0, numbers[name], following))
+
+    def _freeze(self) -> None:
+        """Freezes the variance, and fixes the scales of momenta.
+
+        A parameter's scale makes its momentum's root mean square the mean of all parameters'
+        (arXiv:2104.06069, section 4.2), so that one scale of signs serves all.
+        """
+        self.frozen_at = self.optimizer.updates
+        self._clear_noise()
+        if self.lamb:
+            self.lamb.freeze()
+        self._find_live()
+        sums = self.global_sums.counts.new_zeros(len(self.moments["exp_avg"]), 2)
+        for row, (name, m) in enumerate(self.moments["exp_avg"].items()):
+            live = self.live.get(name, torch.ones_like(m, dtype=torch.bool))
+            sums[row] = torch.stack([live.sum().double(), (m * live).double().square().sum()])
+        sums, numbers = self.global_sums.of_model(sums), self.per_parameter
+        numbers["live"].copy_(sums[:, 0])
+        numbers["factor"].fill_(1.0)
+        roots = (sums[:, 1] / sums[:, 0]).sqrt().nan_to_num()
+        if self._scales and (moved := roots > 0).any():
+            numbers["scale"].copy_(torch.where(moved, roots[moved].mean() / roots, 1.0))
+
+    def _clear_noise(self) -> None:
+        """Zeroes the variance of elements whose gradients are zero but for rounding: the root of
+        it is below NOISE times the root of the parameter's mean.
+
+        A key's bias has such gradients: measured 2e-9 of the mean in float32, 2e-5 in bfloat16.
+        Divided by it, the error of a sign would be a step of thousands.
+        """
+        variances = self.moments["exp_avg_sq"]
+        sums = self.global_sums.counts.new_zeros(len(variances), 2)
+        for row, v in enumerate(variances.values()):
+            sums[row] = torch.stack([(v > 0).sum().double(), v.double().sum()])
+        count, total = self.global_sums(sums).unbind(1)
+        lowest = (total / count).nan_to_num() * NOISE**2
+        for v, least in zip(variances.values(), lowest.tolist(), strict=True):
+            v.mul_(v > least)
+
+    def _find_live(self) -> None:
+        """Masks the elements that have no variance, where a parameter has some."""
+        masks = {name: v > 0 for name, v in self.moments["exp_avg_sq"].items()}
+        self.live = {name: mask for name, mask in masks.items() if not mask.all()}
+
+    def _reset_counters(self) -> None:
+        self.frozen_at, count = 0, self.global_sums.num_rows
+        device = self.inside.ownership.groups.device
+        names = ("ratio_sum", "ratio_weight", "factor", "scale", "live")
+        self.per_parameter = {
+            name: torch.zeros(count, dtype=torch.float64, device=device) for name in names
+        }
+        self.per_parameter["scale"].fill_(1.0)

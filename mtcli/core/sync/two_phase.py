@@ -1,0 +1,153 @@
+"""Averages what replicas hold, in two phases: chunks go to a server each, and its mean to all.
+
+Replica k is the server of chunk k. What is sent is rounded to 16 bits, or compressed to signs with
+error feedback on both sides (arXiv:2102.02888, section 4; arXiv:2104.06069, figure 1). A vector is
+the owned rows of a rank's tensors, one after the other; chunks begin at rows, so that a checkpoint
+can store them on any layout. They may be of different sizes, or empty.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from mtcli.core.parallel.collectives import all_gather, all_gather_v, all_reduce, all_to_all_v
+from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.ownership import GlobalSums, Ownership
+from mtcli.kernels.onebit import add_, pack_, unpack
+
+
+class Chunks:
+    """The chunks of a vector of tensors [rows, ...], by the replica that is their server."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], replicas: Axis) -> None:
+        self.shapes, self.replicas = dict(shapes), replicas
+        self.sizes = [prod(shape) for shape in self.shapes.values()]
+        total = sum(self.sizes)
+        ends = [self._row_near(total * k / replicas.size) for k in range(replicas.size)]
+        self.lengths = [b - a for a, b in zip(ends, [*ends[1:], total], strict=True)]
+        self.own = slice(ends[replicas.rank], ends[replicas.rank] + self.lengths[replicas.rank])
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The tensors of a vector, by name."""
+        parts = zip(self.shapes.items(), vector.split(self.sizes), strict=True)
+        return {name: part.view(tuple(shape)) for (name, shape), part in parts}
+
+    def own_rows(self) -> dict[str, slice]:
+        """The rows of each tensor that are in this rank's chunk; maybe none."""
+        found, first = {}, 0
+        for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
+            row = max(1, prod(shape[1:]))
+            found[name] = slice(
+                *((min(max(at - first, 0), size)) // row for at in (self.own.start, self.own.stop))
+            )
+            first += size
+        return found
+
+    def mean_(self, vector: Tensor, sent: torch.dtype) -> None:
+        """Overwrites a vector by the replicas' mean; its elements are rounded to `sent`."""
+        chunks = list(vector.split(self.lengths))
+        received = to_servers([chunk.to(sent) for chunk in chunks], self.replicas)
+        mean = received[0].to(vector.dtype)
+        for chunk in received[1:]:
+            mean = mean + chunk
+        mean = (mean / self.replicas.size).to(sent)
+        vector.copy_(all_gather_v(mean, self.lengths, self.replicas))
+
+    def _row_near(self, place: float) -> int:
+        """The first element of the row that begins nearest to a place."""
+        first = 0
+        for shape, size in zip(self.shapes.values(), self.sizes, strict=True):
+            row = max(1, prod(shape[1:]))
+            if place < first + size:
+                return first + round((place - first) / row) * row
+            first += size
+        return first
+
+
+def to_servers(chunks: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
+    """[size k] for each server k -> what each replica has of this rank's own chunk."""
+    sizes = [len(chunk) for chunk in chunks]
+    own = sizes[replicas.rank]
+    received = all_to_all_v(torch.cat(list(chunks)), sizes, [own] * replicas.size, replicas)
+    return list(received.view(replicas.size, own).unbind())
+
+
+class CompressedMean:
+    """The replicas' mean of tensors by signs, and the errors that are fed back.
+
+    There is one scale of all that a replica sends, and one of what the servers send: the root mean
+    square of the live elements of its whole model. So a layout inside replicas changes no value,
+    and shards that several of its ranks hold stay equal.
+    """
+
+    def __init__(
+        self, like: Mapping[str, Tensor], ownership: Ownership, feeds_back: bool = True
+    ) -> None:
+        """`like` are the tensors of this rank, whose dtype and shapes the errors have."""
+        groups = ownership.groups
+        self.chunks = Chunks({name: x.shape for name, x in like.items()}, groups.replicas)
+        self.global_sums, self.feeds_back = GlobalSums(like, ownership), feeds_back
+        dtype = next((x.dtype for x in like.values()), torch.float32)
+        vector = torch.zeros(sum(self.chunks.sizes), dtype=dtype, device=groups.device)
+        self.error, self.server_error = vector, torch.zeros_like(vector[self.chunks.own])
+        self.errors, self.rows = self.chunks.views(self.error), self.chunks.own_rows()
+        pieces = {
+            name: torch.Size((rows.stop - rows.start, *like[name].shape[1:]))
+            for name, rows in self.rows.items()
+        }
+        sizes = [prod(shape) for shape in pieces.values()]
+        parts = zip(pieces.items(), self.server_error.split(sizes), strict=True)
+        self.server_errors = {name: part.view(shape) for (name, shape), part in parts}
+
+    def reset(self) -> None:
+        """Forgets the errors."""
+        self.error.zero_()
+        self.server_error.zero_()
+
+    def __call__(
+        self, values: Iterable[tuple[str, Tensor]], live: Mapping[str, Tensor], count: float
+    ) -> dict[str, Tensor]:
+        """The mean of each tensor, in the order of `like`. Collective.
+
+        `live` are masks of tensors that have elements which are always 0, and `count` is how many
+        of the whole model are not: the others are sent for nothing, and have neither error nor
+        mean.
+        """
+        chunks, replicas = self.chunks, self.chunks.replicas
+        squares = [add_(x.reshape(-1), self.errors[name].view(-1)) for name, x in values]
+        scale = (self._total(squares) / count).sqrt().to(self.error)
+        sent = [pack_(chunk, scale) for chunk in self.error.split(chunks.lengths)]
+        self._after_packing(self.error, {name: (self.errors[name], live[name]) for name in live})
+
+        scales = all_gather(scale.view(1), replicas)
+        for bits, one in zip(to_servers(sent, replicas), scales, strict=True):
+            self.server_error += unpack(bits, one / replicas.size, len(self.server_error))
+        holes = {name: (self.server_errors[name], live[name][self.rows[name]]) for name in live}
+        for error, mask in holes.values():
+            error.mul_(mask)
+        squares = [error.view(-1).dot(error.view(-1)) for error in self.server_errors.values()]
+        total = all_reduce(self._total(squares).view(1), replicas)
+        scale = (total / count).sqrt().to(self.error).view(())
+        own = pack_(self.server_error, scale)
+        self._after_packing(self.server_error, holes)
+
+        sizes = [-(-length // 8) for length in chunks.lengths]
+        received = all_gather_v(own, sizes, replicas).split(sizes)
+        pairs = zip(received, chunks.lengths, strict=True)
+        means = chunks.views(torch.cat([unpack(bits, scale, length) for bits, length in pairs]))
+        for name, mask in live.items():
+            means[name].mul_(mask)
+        return means
+
+    def _total(self, squares: Sequence[Tensor]) -> Tensor:
+        """The sum over all ranks of this replica, each element counted once: a scalar."""
+        here = torch.stack(list(squares)) if squares else self.error.new_zeros(0)
+        return self.global_sums.of_model(here.view(-1, 1)).sum()
+
+    def _after_packing(self, error: Tensor, holes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        if not self.feeds_back:
+            error.zero_()
+        for part, mask in holes.values():
+            part.mul_(mask)
