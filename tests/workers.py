@@ -1,4 +1,4 @@
-"""Replicas trained one at a time on one rank, and what pulls them written out: the oracle of LSGD and
+"""Replicas trained one at a time on one rank, and their pulls written out: the oracle of LSGD and
 EASGD. A replica has the gradients of a one-rank run on its part of the data; all else is here."""
 
 from itertools import pairwise

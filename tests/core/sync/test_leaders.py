@@ -1,4 +1,4 @@
-"""LSGD and EASGD through the trainer, against workers that are trained one at a time on one rank."""
+"""LSGD and EASGD through the trainer, against workers that one rank trains one at a time."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.easgd import ElasticPulls
 from mtcli.core.sync.lsgd import LeaderPulls
 
-H = torch.diag(torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64))
+H = torch.diag(torch.tensor([1.0, 0.8, 1.4], dtype=torch.float64))
 MINIMISER = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
 STARTS = {
     "quadratic": [[3.0, 1.0, -2.0], [-1.0, 0.0, 4.0], [2.0, 2.0, 2.0], [0.0, -5.0, 1.0]],
@@ -75,32 +75,32 @@ def sync_of(method, pull, **fields):
 
 @pytest.mark.parametrize("method", ["lsgd", "easgd"])
 def test_on_a_quadratic_all_workers_come_to_its_minimiser(method):
-    for points in run_ranks(4, path, "quadratic", sync_of(method, 0.1), 200):
-        torch.testing.assert_close(points[-1], MINIMISER, rtol=0.0, atol=1e-9)
+    for points in run_ranks(4, path, "quadratic", sync_of(method, 0.2), 60):
+        torch.testing.assert_close(points[-1], MINIMISER, rtol=0.0, atol=1e-8)
 
 
 def test_between_two_wells_easgd_comes_to_rest_beside_the_minima_and_lsgd_in_one():
     """EASGD's centre stays in the middle, where the loss is largest, and (1 - a)(x - lr f'(x)) = x
     has x^2 = 1 - a / (lr (1 - a)): no minimum of f. LSGD's workers all come to the leader's."""
-    pull, lr = 0.3, 0.5
+    pull, lr = 0.2, 0.5
     off = np.sqrt(1.0 - pull / (lr * (1.0 - pull)))
     ends = [
         points[-1].item()
-        for points in run_ranks(4, path, "double well", sync_of("easgd", pull), 300)
+        for points in run_ranks(4, path, "double well", sync_of("easgd", pull), 45)
     ]
-    assert ends == pytest.approx([off, -off, off, -off], abs=1e-9) and off < 0.4
+    assert ends == pytest.approx([off, -off, off, -off], abs=1e-9) and off < 0.71
     together = sync_of("lsgd", pull)
-    ends = [points[-1].item() for points in run_ranks(4, path, "double well", together, 300)]
+    ends = [points[-1].item() for points in run_ranks(4, path, "double well", together, 45)]
     assert ends == pytest.approx([1.0] * 4, abs=1e-9)
 
 
 def test_a_leader_comes_to_a_minimum_even_where_others_are_held_beside_theirs():
     """With a pull too weak to leave its well, u (1 - u) = a / (lr (1 - a)) holds a worker at -u."""
-    weak, lr = 0.1, 0.5
+    weak, lr = 0.05, 0.5
     held = (1.0 + np.sqrt(1.0 - 4.0 * weak / (lr * (1.0 - weak)))) / 2.0
     sync = sync_of("lsgd", weak, group_size=1)  # one pull, to the first of equal workers
-    ends = [points[-1].item() for points in run_ranks(4, path, "double well", sync, 300)]
-    assert ends == pytest.approx([1.0, -held, 1.0, -held], abs=1e-9) and held < 0.7
+    ends = [points[-1].item() for points in run_ranks(4, path, "double well", sync, 45)]
+    assert ends == pytest.approx([1.0, -held, 1.0, -held], abs=1e-9) and held < 0.9
 
 
 @pytest.mark.parametrize("method", ["lsgd", "easgd"])
