@@ -16,7 +16,7 @@ def lsgd_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, width
     period, global_period = sync.steps_between, sync.steps_between_global
     locally, globally = steps // period, steps // global_period
     both = steps // lcm(period, global_period)
-    total = (locally + globally - both) * (replicas - 1) * MESSAGE_BYTES
+    total: float = (locally + globally - both) * (replicas - 1) * MESSAGE_BYTES
     size = elements * width
     workers = sync.workers_of_group(replicas)
     total += locally * (workers - 1) / workers * size * (sync.pull > 0.0)

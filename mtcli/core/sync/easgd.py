@@ -27,7 +27,7 @@ class ElasticPulls(PeriodicPulls):
 
     def pull(self, steps: int) -> None:
         """Moves the master weights and the centre towards each other."""
-        if steps % self.sync.steps_between or not self.sync.pull or not self.masters:
+        if not self.sync.pull or not self.masters:
             return
         centre = list(self.centre.values())
         before = torch.cat([x.flatten() for x in centre])

@@ -11,10 +11,12 @@ What is sent: three numbers per worker, and then the weights of the leaders, by 
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
 
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_gather, broadcast, gather_values
@@ -36,34 +38,40 @@ class LeaderPulls(PeriodicPulls):
         size = sync.workers_of_group(self.replicas.size)
         self.group = consecutive(self.replicas, size, "replica_group", timeout)
         self.losses: deque[float] = deque(maxlen=sync.steps_between)
-        self.leader: int | None = None  # of all workers, at the last exchange
 
     def note_loss(self, loss: float) -> None:
         """Notes this worker's loss of a step."""
         self.losses.append(loss)
 
+    def is_due(self, steps: int) -> bool:
+        """Whether there is a pull of groups, or of all workers."""
+        return super().is_due(steps) or steps % self.sync.steps_between_global == 0
+
     def pull(self, steps: int) -> None:
         """Elects leaders and moves the master weights towards theirs."""
-        sync = self.sync
-        local, everywhere = steps % sync.steps_between == 0, steps % sync.steps_between_global == 0
-        if not (local or everywhere):
-            return
         losses = self._gathered_losses(steps)
-        self.leader = elected(losses)
         first = self.replicas.rank - self.group.rank
         own_group = losses[first : first + self.group.size]
-        if local:
-            self._pull_to(self.group, elected(own_group), sync.pull)
-        if everywhere:
-            self._pull_to(self.replicas, self.leader, sync.global_pull)
+        if super().is_due(steps):
+            self._pull_to(self.group, elected(own_group), self.sync.pull)
+        if steps % self.sync.steps_between_global == 0:
+            self._pull_to(self.replicas, elected(losses), self.sync.global_pull)
 
     def counters(self) -> dict[str, Any]:
         """The losses of which each worker's average is."""
         return {"losses": gather_values(list(self.losses), self._apart)}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Restores this worker's losses, where its run had as many workers."""
+        """Restores this worker's losses, where its run had as many workers.
+
+        Raises MtcliError where they are no numbers.
+        """
         every = counters.get("losses", [])
+        if not isinstance(every, list) or not all(map(_are_losses, every)):
+            message = f"the checkpoint's losses of workers are {str(every)[:60]}"
+            raise wrong(
+                message, "another checkpoint of the run; each worker's are a list of numbers"
+            )
         self.losses.clear()
         if len(every) == self.replicas.size:
             self.losses.extend(every[self.replicas.rank])
@@ -82,6 +90,10 @@ class LeaderPulls(PeriodicPulls):
         if axis.size == 1 or not share or not self.masters:
             return
         move_(self.masters, broadcast(self.flat_masters(), axis, leader), share)
+
+
+def _are_losses(found: object) -> bool:
+    return isinstance(found, list) and all(type(x) is float and isfinite(x) for x in found)
 
 
 def elected(losses: Sequence[float]) -> int:

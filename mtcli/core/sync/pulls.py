@@ -33,25 +33,30 @@ class PeriodicPulls(ReplicaExchange):
 
     @abstractmethod
     def pull(self, steps: int) -> None:
-        """Moves the master weights, if an exchange is due after so many steps. Collective."""
+        """Moves the master weights, as is due after so many steps. Collective."""
+
+    def is_due(self, steps: int) -> bool:
+        """Whether there is an exchange after so many steps."""
+        return steps % self.sync.steps_between == 0
 
     def update(self, lr: float, factor: float) -> None:
         """Makes a step of SGD, and the exchange that is due after it, unless workers only meet at
         the end of a round."""
         self.optimize(lr, factor)
         if not self.sync.asynchronous:
-            self._pull(self.optimizer.updates)
+            self._exchange(self.optimizer.updates)
         self.inside.after_update()
 
     def meet(self, steps: int) -> None:
         """Makes the exchange that is due when workers have made so many steps on average."""
-        self._pull(steps)
+        self._exchange(steps)
         self.inside.after_update()
 
     @torch.no_grad()
-    def _pull(self, steps: int) -> None:
-        self.pull(steps)
-        round_(self.optimizer.parts)
+    def _exchange(self, steps: int) -> None:
+        if self.is_due(steps):
+            self.pull(steps)
+            round_(self.optimizer.parts)
 
     def flat_masters(self) -> Tensor:
         """A copy of the master weights, one after the other."""

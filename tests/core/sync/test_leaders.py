@@ -22,6 +22,7 @@ LAYOUTS = {  # model, ranks, parallel, sync, workers, data ranks of each
     "cp=2": (LLAMA, 4, {"cp": 2}, {}, 2, 1),
     "ep=2": (MOE, 4, {"ep": 2}, {"group_size": 2}, 2, 2),
     "zero=1": (GPT, 4, {"zero": 1}, {"replicas": 2}, 2, 2),
+    "zero=3": (GPT, 4, {"zero": 3}, {"replicas": 2, "group_size": 2}, 2, 2),
     "tp=2 ep=2 zero=1": (MOE, 8, {"tp": 2, "ep": 2, "zero": 1}, {"replicas": 2}, 2, 2),
     "tp=2 pp=2": (GPT, 8, {"tp": 2, "pp": 2}, {"group_size": 2}, 2, 1),
 }

@@ -7,6 +7,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
@@ -40,9 +41,9 @@ class Point(nn.Module):
         self.x = nn.Parameter(torch.tensor(start, dtype=torch.float64))
 
 
-def path(runtime, function, sync, steps, start=None, lr=0.5):
-    """The points of this worker after each step."""
-    module = Point(start or STARTS[function][runtime.rank])
+def exchange_of(runtime, sync, start, lr):
+    """A worker's exchange, its strategy and its point."""
+    module = Point(start)
     layout = ParallelLayout(runtime.world, replicas=runtime.world)
     groups = make_groups(layout, runtime.rank, runtime.device)
     table = {"x": Parameter("x", tuple(module.x.shape), (None,), "normal", 0)}
@@ -52,6 +53,12 @@ def path(runtime, function, sync, steps, start=None, lr=0.5):
     parts = strategy, optimizer, sync
     exchange = LeaderPulls(*parts, 60.0) if sync.method == "lsgd" else ElasticPulls(*parts)
     exchange.begin()
+    return exchange, strategy, module
+
+
+def path(runtime, function, sync, steps, lr=0.5):
+    """The points of this worker after each step."""
+    exchange, strategy, module = exchange_of(runtime, sync, STARTS[function][runtime.rank], lr)
     if sync.method == "easgd":
         exchange.centre["x"].zero_()  # the middle of the workers
     points = []
@@ -133,3 +140,25 @@ def test_workers_of_one_loss_follow_the_first():
     sync = sync_of("lsgd", 1.0)
     for points in run_ranks(4, path, "double well", sync, 1):
         assert points[0].item() == pytest.approx(0.9 - 0.5 * 0.9 * (0.81 - 1.0), abs=1e-15)
+
+
+def loaded(runtime, counters):
+    exchange, _, _ = exchange_of(runtime, sync_of("lsgd", 0.1, group_size=1), [0.0], 0.1)
+    try:
+        exchange.load_counters(counters)
+    except MtcliError as error:
+        return str(error)
+    return list(exchange.losses)
+
+
+@pytest.mark.parametrize("losses", ["abc", [["1.0"]], [None], [[float("nan")]], {"0": 1.0}])
+def test_losses_of_a_checkpoint_that_are_no_numbers_are_refused(losses):
+    (said,) = run_ranks(1, loaded, {"losses": losses})
+    assert f"the checkpoint's losses of workers are {losses}" in said
+    assert "each worker's are a list of numbers" in said
+
+
+def test_losses_of_another_number_of_workers_are_forgotten():
+    assert run_ranks(1, loaded, {"losses": [[1.0], [2.0]]}) == [[]]
+    assert run_ranks(1, loaded, {"losses": [[1.5]]}) == [[1.5]]
+    assert run_ranks(1, loaded, {}) == [[]]
