@@ -108,7 +108,7 @@ SLOW = {
         "test_under_a_scripted_clock_workers_do_what_the_script_says": (
             "lsgd-four workers", "easgd-tp=2",
         ),
-        "test_workers_of_one_speed_make_the_steps_of_a_synchronous_run_bit_for_bit": ("lsgd",),
+        "test_workers_of_one_speed_make_the_steps_of_a_synchronous_run_bit_for_bit": ("lsgd-*",),
     },
     "test_sync_leaders.py": {
         "test_planned_bytes_are_those_that_leave": ("lsgd, uneven periods-fp64", "easgd-bf16"),

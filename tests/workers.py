@@ -49,14 +49,17 @@ def turns(workers, steps):
     return list(range(workers)) * steps
 
 
-def train_workers(runtime, config, folder=None, start=0, stop=5, order=None):
-    """The steps start + 1 .. stop, from folder's checkpoint of `start` or the seed; saved there."""
+def train_workers(runtime, config, folder=None, start=0, stop=5, order=None, data=Samples):
+    """The steps start + 1 .. stop, from folder's checkpoint of `start` or the seed; saved there.
+
+    Asynchronous workers take tickets in an `order`.
+    """
     trainer = Trainer(config, runtime)
     if start:
         resume(trainer, checkpoint_of(folder, start))
     else:
         initialise(trainer)
-    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    loader = MicroBatchLoader(data(config), config, trainer.groups)
     next_step = trainer.train_step
     if order:
         next_step = Rounds(trainer, Scripted(order, trainer.groups.replicas.rank)).train

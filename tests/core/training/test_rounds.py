@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import GPT, MOE, Samples
+from tiny import GPT, MOE, Samples, Weighted
 from workers import Scripted, one_at_a_time, train_workers, turns, weights_of, worker_config
 
 from mtcli.core.training.loader import MicroBatchLoader
@@ -50,14 +50,17 @@ def test_under_a_scripted_clock_workers_do_what_the_script_says(tmp_path, name, 
     assert sum(s.loss for s in done[0]) / 3 == pytest.approx(every, rel=1e-9)
 
 
-@pytest.mark.parametrize("method", ["lsgd", "easgd"])
-def test_workers_of_one_speed_make_the_steps_of_a_synchronous_run_bit_for_bit(tmp_path, method):
+@pytest.mark.parametrize(("method", "data"), [("lsgd", Weighted), ("easgd", Samples)])
+def test_workers_of_one_speed_make_the_steps_of_a_synchronous_run_bit_for_bit(
+    tmp_path, method, data
+):
+    """With loss weights too, of which some workers have none in a step."""
     sync = {"lsgd": LSGD, "easgd": EASGD}[method]
     orders = {"synchronous": None, "asynchronous": turns(4, 6)}
     for name, order in orders.items():
         (tmp_path / name).mkdir()
         config = worker_config(GPT, sync | {"asynchronous": bool(order)}, precision="fp32")
-        run_ranks(4, train_workers, config, tmp_path / name, 0, 6, order)
+        run_ranks(4, train_workers, config, tmp_path / name, 0, 6, order, data)
     pairs = zip(*(weights_of(tmp_path / name, 6) for name in orders), strict=True)
     assert all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
