@@ -35,6 +35,8 @@ from mtcli.core.config.sync_rules import (
     exchanges_come_in_turn,
     method_takes_the_optimizer,
     replicas_divide,
+    workers_can_be_pulled,
+    workers_decide_alone,
 )
 from mtcli.core.config.untrusted import shown
 
@@ -479,6 +481,8 @@ RULES: tuple[Rule, ...] = (
     method_takes_the_optimizer,
     exchanges_come_in_turn,
     error_feedback_is_used,
+    workers_can_be_pulled,
+    workers_decide_alone,
     _sequence_fits,
     next_tokens_are_hidden,
     _rope_scaling_is_a_range,

@@ -47,17 +47,27 @@ class ReplicaExchange:
     def after_backward(self) -> None:
         """Exchanges gradients, where the method does, once this replica's are reduced."""
 
+    def note_loss(self, loss: float) -> None:
+        """Notes this replica's mean loss of a step, before its update."""
+
     def update(self, lr: float, factor: float) -> None:
         """Updates the weights by this replica's gradients times a factor, which clips them."""
+        self.optimize(lr, factor)
+        self.after_step()
+        self.inside.after_update()
+
+    def optimize(self, lr: float, factor: float) -> None:
+        """Updates the rows that this rank owns."""
         if factor != 1.0 and not self.optimizer.by_kernels:
             self.inside.scale_gradients_(factor)
             factor = 1.0
         self.optimizer.step(self.inside.gradients, lr, factor)
-        self.after_step()
-        self.inside.after_update()
 
     def after_step(self) -> None:
         """Exchanges master weights, once this replica's optimizer has updated them."""
+
+    def meet(self, steps: int) -> None:
+        """Exchanges what is due when asynchronous replicas have made so many steps on average."""
 
     def state(self) -> dict[str, Tensor]:
         """State for a checkpoint: owned rows of tensors, named `<kind>/<parameter>`."""

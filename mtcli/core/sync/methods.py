@@ -16,7 +16,9 @@ from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.decentralized import Decentralized
 from mtcli.core.sync.diloco import OuterExchange
+from mtcli.core.sync.easgd import ElasticPulls
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.lsgd import LeaderPulls
 from mtcli.core.sync.onebit import OneBit
 from mtcli.core.sync.strategy import Strategy
 
@@ -41,10 +43,15 @@ def strategy_for(
 
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
-    if config.sync.method in PERIODIC:
-        return OuterExchange(inside, optimizer, config.sync)
-    if config.sync.method in DECENTRALIZED:
+    sync = config.sync
+    if sync.method in PERIODIC:
+        return OuterExchange(inside, optimizer, sync)
+    if sync.method in DECENTRALIZED:
         return Decentralized(inside, optimizer, config)
-    if config.sync.method == "onebit":
-        return OneBit(inside, optimizer, config.sync.warmup(config.train.steps))
+    if sync.method == "onebit":
+        return OneBit(inside, optimizer, sync.warmup(config.train.steps))
+    if sync.method == "lsgd":
+        return LeaderPulls(inside, optimizer, sync, config.train.timeout)
+    if sync.method == "easgd":
+        return ElasticPulls(inside, optimizer, sync)
     return ReplicaExchange(inside, optimizer)

@@ -53,7 +53,7 @@ class StepBatch(NamedTuple):
     """This rank's part of a global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m
-    weight: float  # sum of the loss weights of the global batch, the same on every rank
+    weight: float  # sum of the loss weights of the global batch, the same on every rank; or alone
     replica_weight: float  # sum of those of this rank's replica
 
 
@@ -70,6 +70,8 @@ class MicroBatchLoader:
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
         encodes = config.model.head != "lm"
         self.encoder = EncoderInputs(config, groups, positions) if encodes else None
+        self.share = groups.replicas.rank  # of each global batch, which this replica reads
+        self.alone = config.sync.asynchronous  # asks no other replica, and reads nothing ahead
         self.next_step = -1
         self.reader: Prefetcher[Any] | None = None
 
@@ -79,13 +81,19 @@ class MicroBatchLoader:
         A `loss_scale` of 0 says that there is no backward, and leaves dropout and auxiliary losses
         out. Every rank calls it. Raises MtcliError where no label of the step has a weight.
         """
+        if self.alone:
+            samples = [self._read(first, self._mbs) for first in self._starts(step)]
+        else:
+            samples = self._read_ahead(step)
+        return self._batch(step, samples, loss_scale)
+
+    def _read_ahead(self, step: int) -> list[Any]:
         if step != self.next_step or self.reader is None:
             self.close()
             self.reader = Prefetcher(self._read, self._wanted(step))
         ready = iter(self.reader)
-        samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
-        return self._batch(step, samples, loss_scale)
+        return [next(ready) for _ in self._starts(step)]
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -127,10 +135,11 @@ class MicroBatchLoader:
 
     def _starts(self, step: int) -> range:
         """The first sample of each of this rank's micro-batches of a step."""
-        size, shards = self.config.batch.global_batch_size, self.groups.layout.batch_shards
+        size, layout = self.config.batch.global_batch_size, self.groups.layout
+        data_rank = self.groups.dp_rank % layout.dp + layout.dp * self.share
         block = self.config.batch.micro_batch_size
-        first = step * size + self.groups.dp_rank * block + self.groups.tp_row.rank * self._mbs
-        return range(first, (step + 1) * size, block * shards)
+        first = step * size + data_rank * block + self.groups.tp_row.rank * self._mbs
+        return range(first, (step + 1) * size, block * layout.batch_shards)
 
     def _read(self, start: int, count: int) -> ReadAhead | EncoderRead:
         if self.encoder is not None:
@@ -159,25 +168,29 @@ class MicroBatchLoader:
         they weigh 1 each."""
         if samples[0].weights is None:
             labels = float(self.config.batch.global_batch_size * self.config.batch.seq_len)
-            return labels, labels / self.groups.layout.replicas
+            replicas = self.groups.layout.replicas
+            return labels / (replicas if self.alone else 1), labels / replicas
         weight, own = self._sums(read.weight_sum for read in samples)
         self._require_weight(step, weight)
         return weight, own or 1.0  # by which gradients of nothing are divided
 
     def _sums(self, parts: Iterable[float]) -> tuple[float, float]:
-        """Sums what the micro-batches of the global batch have, and those of this rank's replica.
+        """Sums what the micro-batches of the global batch have, and those of this rank's replica:
+        these twice where it asks no other.
 
         Ranks' sums are added in rank order, so that all get the same: 8 bytes of each data rank.
         """
         groups = self.groups
         own = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
         inside = sum(all_gather(own, groups.axes["samples"]).tolist())
+        if self.alone:
+            return inside, inside
         return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
 
     def _require_weight(self, step: int, weight: float) -> None:
-        """Raises MtcliError where no label of a step's global batch has a weight."""
+        """Raises MtcliError where no label of a step's global batch has a weight, if that is known."""
         size = self.config.batch.global_batch_size
-        if not 0.0 < weight < math.inf:
+        if not self.alone and not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
             raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
@@ -260,7 +273,9 @@ def open_loader(
         return MicroBatchLoader(encoded, config, groups)
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
-    return MicroBatchLoader(batches, config, groups)
+    loader = MicroBatchLoader(batches, config, groups)
+    loader.alone = config.sync.asynchronous and not validation
+    return loader
 
 
 def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:

@@ -71,12 +71,9 @@ class Traffic:
         self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
 
 
-REDUCED = (
-    "data",
-    "samples",
-    "tokens",
-    "edp",
-)  # axes along which gradients are summed inside a replica
+# Axes along which gradients are summed inside a replica, and those to other replicas.
+REDUCED = ("data", "samples", "tokens", "edp")
+EXCHANGED = ("replicas", "replica_group")
 
 
 class SyncTraffic:
