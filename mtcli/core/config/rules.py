@@ -27,7 +27,11 @@ from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC
-from mtcli.core.config.sync_rules import method_takes_the_optimizer, replicas_divide
+from mtcli.core.config.sync_rules import (
+    method_takes_the_optimizer,
+    neighbours_are_mixed,
+    replicas_divide,
+)
 from mtcli.core.config.untrusted import shown
 
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
@@ -390,6 +394,7 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     replicas_divide,
     method_takes_the_optimizer,
+    neighbours_are_mixed,
     _sequence_fits,
     next_tokens_are_hidden,
     _rope_scaling_is_a_range,

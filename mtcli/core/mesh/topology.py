@@ -37,11 +37,6 @@ class MixingGraph:
         return max(1, (self.n - 1).bit_length()) if self.name == "one_peer_exponential" else 1
 
     @property
-    def is_symmetric(self) -> bool:
-        """Whether W = W' in every step: with one peer only of two replicas, or of one."""
-        return self.name != "one_peer_exponential" or self.n <= 2
-
-    @property
     def machines(self) -> "MixingGraph":
         """The graph among machines of a hierarchy; of any other, the graph itself."""
         if self.name != "hierarchical":
@@ -119,7 +114,7 @@ class MixingGraph:
         if self.name == "hierarchical":
             return self.machines.spectral_gap
         if self.name == "star":
-            return 1.0 / n
+            return 1.0 / n if n > 2 else 1.0
         if self.name == "grid":
             return 1.0 - _grid_rho(n)
         largest = max(self._factor(k) for k in range(1, n // 2 + 1))
