@@ -23,7 +23,7 @@ from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
-from mtcli.core.training.state import StartingPoint, progress, restore, starting_point
+from mtcli.core.training.state import StartingPoint, averages, progress, restore, starting_point
 from mtcli.core.training.step import Step, Trainer
 
 
@@ -83,6 +83,8 @@ def _train(
     samples = ConsumedSamples(config, loader.batches)
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = restore(trainer, samples, start)
+    if (averaged := averages(trainer, start)) and runtime.rank == 0:
+        sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     log.begin(runtime.world, trainer.state_bytes(), str(start))
     stopped = False

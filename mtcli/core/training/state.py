@@ -203,6 +203,14 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.exchange.load_counters(done.sync if same else {})
 
 
+def averages(trainer: Trainer, start: StartingPoint) -> Checkpoint | None:
+    """The checkpoint that a run starts from, where that is the average of its replicas."""
+    checkpoint, replicas = start.checkpoint, trainer.groups.replicas.size
+    if checkpoint is None or checkpoint.replicas == 1:
+        return None
+    return None if start.is_own and checkpoint.replicas == replicas else checkpoint
+
+
 def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
     """Fills the state of a run from where it starts; returns its own checkpoint, if that is one."""
     checkpoint = start.checkpoint
