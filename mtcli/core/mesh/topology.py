@@ -106,6 +106,16 @@ class MixingGraph:
         return float(len(self._offsets(0)) - 1)
 
     @property
+    def buffered_per_replica(self) -> float:
+        """Tensors of a replica's size in the fullest one's memory, sent and received, in a mix."""
+        if self.name == "full":
+            return 1.0
+        if self.name == "hierarchical":
+            m = self.machine_size
+            return 1.0 + max(m - 1, self.machines.most_neighbours) / m
+        return 1.0 + self.most_neighbours
+
+    @property
     def spectral_gap(self) -> float:
         """1 - rho of W: per step, where the matrices change, as the mean factor over a period."""
         n = self.n

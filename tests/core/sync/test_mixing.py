@@ -9,7 +9,7 @@ from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.sync.mixing import buffered_tensors, mix_of
+from mtcli.core.sync.mixing import mix_of
 
 NAMES = ["ring", "symmetric_exponential", "grid", "star", "full"]
 NAMES += ["one_peer_exponential", "hierarchical"]
@@ -57,4 +57,4 @@ def test_each_rank_has_its_row_of_the_matrix_s_product(n):
     for i, graph in enumerate(graphs):
         most = max(sizes[i] for _, sizes in ranks)
         ceiling = -(-size // graph.machine_size) * graph.machine_size
-        assert most == pytest.approx(buffered_tensors(graph) * ceiling)
+        assert most == pytest.approx(graph.buffered_per_replica * ceiling)
