@@ -235,7 +235,7 @@ def _convert(
 
 def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str) -> str:
     from mtcli.core.convert.inspect import describe
-    from mtcli.core.convert.shard import left_out
+    from mtcli.core.convert.shard import left_out, replicas_kept
     from mtcli.core.mesh.parameters import count_active, count_parameters
 
     before = describe(source)
@@ -243,6 +243,8 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
     step = "" if before["step"] is None else f", step {before['step']:,}"
     line += f"{before['bytes']:,} bytes{step}; writing {plan.to} to {target}"
     line += f", {layout}" if layout else ""
+    if replicas_kept(source, plan).averages:
+        line += f"; {source.averaging}"
     if plan.recipe:
         model = plan.recipe.model
         line += f"; {model.num_experts} experts of {model.moe_ffn_hidden_size}, {model.top_k} for "

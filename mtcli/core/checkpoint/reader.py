@@ -120,6 +120,12 @@ class Checkpoint:
             return self
         return replace(self, replicas=1, averages=self.replicas)
 
+    @property
+    def averaging(self) -> str:
+        """Words for a user what an averaged view reads."""
+        count = self.averages or self.replicas
+        return f"{self.folder} has {count} replicas that differ, and what is read is their average"
+
     def read(self, name: str, box: Box | None = None, replica: int | None = None) -> Tensor:
         """Reads the elements of a tensor in a box [box.size], or all of them, and no others.
 

@@ -34,6 +34,8 @@ Topology = Literal[
     "hierarchical",
 ]
 DECENTRALIZED: tuple[Method, ...] = ("decentlam", "dsgd", "dmsgd", "awc_dmsgd", "da_dmsgd")
+# Of more than 2 replicas, where one sends to another than it takes from: W is not symmetric.
+ONE_SIDED: tuple[Topology, ...] = ("one_peer_exponential",)
 LEADERS: tuple[Method, ...] = ("lsgd", "easgd")
 PERIODIC: tuple[Method, ...] = ("local", "diloco")
 Pull = Annotated[Real, Field(ge=0.0, le=1.0)]

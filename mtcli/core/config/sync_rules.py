@@ -6,7 +6,7 @@ from math import lcm
 from mtcli.core.config.errors import Problem
 from mtcli.core.config.fields import divisors, listing
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC, most_replicas
+from mtcli.core.config.sync import DECENTRALIZED, LEADERS, ONE_SIDED, PERIODIC, most_replicas
 
 # The update rules that a method takes, where it does not take all.
 TAKES = {"onebit": ("lamb", "adamw")} | dict.fromkeys((*DECENTRALIZED, *LEADERS), ("sgd",))
@@ -116,3 +116,31 @@ def error_feedback_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
         message = f"outer_momentum={s.outer_momentum:g} with top_k={s.top_k:g}, whose error "
         message += "feedback takes its place"
         yield Problem(message, "leave it out, or sync.quantise in place of top_k", "sync.top_k")
+
+
+def neighbours_are_mixed(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks what decentralized methods take of momentum, and their graph of replicas."""
+    s, o = config.sync, config.optimizer
+    if s.method not in DECENTRALIZED:
+        return
+    if s.method == "dsgd" and o.momentum:
+        message = f"momentum={o.momentum:g} with method='dsgd', which has none"
+        yield Problem(message, "sync.method = 'decentlam' or 'dmsgd', or momentum 0", "sync.method")
+    if o.nesterov:
+        message = f"nesterov=true with method={s.method!r}, whose momentum is plain"
+        yield Problem(message, "leave it out", "optimizer.nesterov")
+    replicas = config.num_replicas(world)
+    if s.machine_size and s.topology != "hierarchical":
+        message = f"machine_size={s.machine_size} with topology={s.topology!r}, which has none"
+        hint = "sync.topology = 'hierarchical', or leave sync.machine_size out"
+        yield Problem(message, hint, "sync.machine_size")
+    elif s.machine_size and replicas % s.machine_size:
+        message = f"machine_size={s.machine_size} does not divide the {replicas} replicas"
+        yield Problem(message, listing(divisors(replicas)), "sync.machine_size")
+    elif s.method == "decentlam" and s.topology in ONE_SIDED and replicas > 2:
+        yield Problem(
+            f"topology={s.topology!r} of {replicas} replicas has a mixing matrix that is not "
+            "symmetric, with which decentlam's momentum is of no gradient",
+            "sync.topology = 'symmetric_exponential', or sync.method = 'dmsgd'",
+            "sync.topology",
+        )

@@ -59,7 +59,7 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
     if source.folder.resolve().is_relative_to(target.resolve()):
         message = f"{target} holds {source.folder}, and would be replaced before all is proved"
         raise wrong(message, "write to another folder, and remove this one afterwards")
-    start, watch, source = perf_counter(), MemoryWatch(), _replicas_kept(source, plan)
+    start, watch, source = perf_counter(), MemoryWatch(), replicas_kept(source, plan)
     new = _new_model(source, plan)
     memory = verify_hashes(source, plan.nproc, lambda _: None)  # else damage would get new hashes
     memory = memory.or_more(_write(new, target, plan))
@@ -85,12 +85,15 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
     return facts | {"seconds": perf_counter() - start}
 
 
-def _replicas_kept(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
-    """The source with its replicas, where the target has as many; else their average."""
+def replicas_kept(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
+    """The source with its replicas, where a run on the target's layout has as many or there is one
+    for each data rank; else their average."""
+    if source.replicas == 1 or plan.to != "mtcli" or plan.recipe is not None:
+        return source.averaged()
+    config = output_config(source, *plan.layout)
     parallel, world = plan.layout
     dp = world // (parallel.tp * parallel.cp * parallel.pp)
-    keeps = plan.to == "mtcli" and plan.recipe is None and source.replicas == dp
-    return source if keeps else source.averaged()
+    return source if source.replicas in (dp, config.num_replicas(world)) else source.averaged()
 
 
 def _new_model(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
@@ -100,13 +103,17 @@ def _new_model(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
 def compare(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, logits: bool, nproc: int
 ) -> Json:
-    """Proves that two checkpoints are the same, in numbers.
+    """Proves that two checkpoints are the same, in numbers: of replicas that the other has not as
+    many of, the average.
 
     Raises MtcliError (exit 1) that names the first tensor that differs, or a damaged file.
     """
     start, watch = perf_counter(), MemoryWatch()
     facts: Json = {"a": str(a.folder), "b": str(b.folder)}
     memory = verify_hashes(a, nproc, lambda _: None)
+    if a.replicas != b.replicas:
+        a, b = a.averaged(), b.averaged()
+        facts["averaged_replicas"] = max(a.averages, b.averages)
     same, taken = _same(a, b, dtype, nproc)
     facts |= same | _spent(a, memory.or_more(taken).or_more(watch.read()))
     if logits:

@@ -29,10 +29,11 @@ def to_hf(
 ) -> ProcessMemory:
     """Writes the weights of `source` as a Hugging Face folder that transformers loads.
 
-    Tensors go to files in order, each of at most `max_shard_bytes` or one tensor. Returns the peak
-    memory of the workers. Raises MtcliError for a model that no family has, and for replicas that
-    differ.
+    Tensors go to files in order, each of at most `max_shard_bytes` or one tensor. Of replicas that
+    differ the average is written. Returns the peak memory of the workers. Raises MtcliError for a
+    model that no family has.
     """
+    source = source.averaged()
     source.require_model(source.model)
     original = original_config(source)
     if original is None:

@@ -20,9 +20,11 @@ from mtcli.core.model.init import initial_values
 def upcycled(dense: Checkpoint, recipe: UpcycleRecipe) -> Checkpoint:
     """Builds the checkpoint of a new model at step 0: no optimizer state and no earlier progress.
 
-    Raises MtcliError where the dense checkpoint lacks a tensor, or has replicas that differ.
+    Of replicas that differ it takes the average. Raises MtcliError where the dense checkpoint lacks
+    a tensor.
     """
     dense.require_model(dense.model)
+    dense = dense.averaged()
     table = parameters(recipe.model)
     return replace(
         dense,

@@ -1,5 +1,6 @@
 """Opens a model on this rank: its stages, their weights, and forward passes for evaluation."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +176,8 @@ def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenMod
     checkpoint = open_agreed(Path(path), world)
     require_causal(path, checkpoint.model)
     together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
+    if checkpoint.replicas > 1 and runtime.rank == 0:
+        sys.stderr.write(f"note: {checkpoint.averaging}\n")
     scorer = open_inference_model(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)

@@ -37,11 +37,6 @@ class MixingGraph:
         return max(1, (self.n - 1).bit_length()) if self.name == "one_peer_exponential" else 1
 
     @property
-    def is_symmetric(self) -> bool:
-        """Whether W = W' in every step: with one peer only of two replicas, or of one."""
-        return self.name != "one_peer_exponential" or self.n <= 2
-
-    @property
     def machines(self) -> "MixingGraph":
         """The graph among machines of a hierarchy; of any other, the graph itself."""
         if self.name != "hierarchical":
@@ -111,6 +106,16 @@ class MixingGraph:
         return float(len(self._offsets(0)) - 1)
 
     @property
+    def buffered_per_replica(self) -> float:
+        """Tensors of a replica's size in the fullest one's memory, sent and received, in a mix."""
+        if self.name == "full":
+            return 1.0
+        if self.name == "hierarchical":
+            m = self.machine_size
+            return 1.0 + max(m - 1, self.machines.most_neighbours) / m
+        return 1.0 + self.most_neighbours
+
+    @property
     def spectral_gap(self) -> float:
         """1 - rho of W: per step, where the matrices change, as the mean factor over a period."""
         n = self.n
@@ -119,7 +124,7 @@ class MixingGraph:
         if self.name == "hierarchical":
             return self.machines.spectral_gap
         if self.name == "star":
-            return 1.0 / n
+            return 1.0 / n if n > 2 else 1.0
         if self.name == "grid":
             return 1.0 - _grid_rho(n)
         largest = max(self._factor(k) for k in range(1, n // 2 + 1))

@@ -123,11 +123,3 @@ class _MachineMix(Mix):
 
     def buffers(self) -> list[Tensor]:
         return [self.padded, self.received]
-
-
-def buffered_tensors(graph: MixingGraph) -> float:
-    """Tensors of the size of x that the mix of the fullest replica takes."""
-    if graph.name == "hierarchical":
-        m = graph.machine_size
-        return 1.0 + max(m - 1, graph.machines.most_neighbours) / m
-    return 1.0 + (0 if graph.name == "full" else graph.most_neighbours)

@@ -26,6 +26,7 @@ from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
 from mtcli.core.training.state import (
     StartingPoint,
+    averages,
     base_record,
     progress,
     restore,
@@ -92,6 +93,8 @@ def _train(
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
+    if (averaged := averages(trainer, start)) and runtime.rank == 0:
+        sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     about = loader.batches.describe()
     log.begin(runtime.world, trainer.state_bytes(), str(start), about)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
 from mtcli.core.mesh.parameters import count_parameters, forward_flops
 from mtcli.core.runtime.atomic_writes import folder_of, write_text
@@ -267,7 +268,12 @@ def _sync(config: RunConfig, world: int) -> str:
     replicas = config.num_replicas(world)
     inside = world // (config.parallel.tp * config.parallel.cp * config.parallel.pp * replicas)
     each = f" of {inside} data ranks" if inside > 1 else ""
-    return config.sync.method + (f", {replicas} replicas{each}" if replicas > 1 else "")
+    if replicas == 1:
+        return config.sync.method
+    graph = f" ({config.sync.topology})" if config.sync.method in DECENTRALIZED else ""
+    differ = config.sync.method != "onebit"
+    averaged = "; what is evaluated and exported is their average" if differ else ""
+    return f"{config.sync.method}{graph}, {replicas} replicas{each}{averaged}"
 
 
 def _precision(config: RunConfig, world: int) -> str:

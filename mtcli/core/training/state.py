@@ -286,6 +286,14 @@ def base_record(trainer: Trainer, start: StartingPoint) -> BaseRecord | None:
     return BaseRecord(path=str(base.folder.absolute()), hash=weights_hash(base))
 
 
+def averages(trainer: Trainer, start: StartingPoint) -> Checkpoint | None:
+    """The checkpoint that a run starts from, where that is the average of its replicas."""
+    checkpoint, replicas = start.checkpoint, trainer.groups.replicas.size
+    if checkpoint is None or checkpoint.replicas == 1:
+        return None
+    return None if start.is_own and checkpoint.replicas == replicas else checkpoint
+
+
 def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
     """Fills the state of a run from where it starts; returns its own checkpoint, if that is one."""
     checkpoint = start.checkpoint

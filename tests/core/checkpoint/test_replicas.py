@@ -15,12 +15,12 @@ from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.convert.inspect import describe
 from mtcli.core.convert.layout import parse_layout
-from mtcli.core.convert.shard import ConversionPlan, compare, convert, require_target
-from mtcli.core.convert.to_huggingface import to_hf
+from mtcli.core.convert.shard import ConversionPlan, compare, convert
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.upcycle import upcycled
 from mtcli.core.convert.upcycle_recipe import UpcycleRecipe
 from mtcli.core.convert.verify import differences
+from mtcli.core.mesh.sharding import Box
 
 EQUAL = "final_norm.bias"  # on all replicas
 W = "blocks.1.mlp.up.weight"
@@ -161,23 +161,47 @@ def test_a_layout_of_as_many_replicas_copies_each_to_one(folder, tmp_path, layou
     found.verify_hashes()
 
 
-@pytest.mark.parametrize(("layout", "dp"), [("", 1), ("tp=2", 1), ("dp=4", 4)])
-def test_a_layout_of_another_number_of_replicas_is_refused(folder, tmp_path, layout, dp):
-    with pytest.raises(MtcliError, match=rf"has 2 replicas that differ, .* has dp={dp}") as error:
-        to_mtcli(open_checkpoint(folder), tmp_path / "d", *parse_layout(layout), WriteOptions())
-    assert "dp=2" in error.value.problems[0].hint
-    assert not (tmp_path / "d").exists()
+def mean_of(replicas, name):
+    """The mean of a tensor over replicas, in float64, rounded once."""
+    exact = torch.stack([tensors[name].double() for tensors in replicas]).mean(0)
+    return exact.to(replicas[0][name].dtype)
 
 
-def test_what_has_one_replica_is_not_made_of_two(folder, tmp_path):
-    source = open_checkpoint(folder)
-    with pytest.raises(MtcliError, match="2 replicas that differ, and a Hugging Face folder has 1"):
-        to_hf(source, tmp_path / "hf", 10**9, WriteOptions())
-    with pytest.raises(MtcliError, match="2 replicas that differ, and a mixture of experts has 1"):
-        upcycled(source, UpcycleRecipe(MODEL, 1, 1))
-    plan = ConversionPlan("hf", parse_layout(""), None, 10**9, False, False, None, 1)
-    with pytest.raises(MtcliError, match="2 replicas that differ, and a Hugging Face folder has 1"):
-        require_target(source, tmp_path / "hf", plan)
+def plan_of(to, layout="", recipe=None):
+    return ConversionPlan(to, parse_layout(layout), None, 10**9, True, False, recipe, 1)
+
+
+@pytest.mark.parametrize("layout", ["", "tp=2", "dp=4"])
+def test_a_layout_of_another_number_of_replicas_has_their_average(folder, tmp_path, layout):
+    facts = convert(open_checkpoint(folder), tmp_path / "d", plan_of("mtcli", layout))
+    assert facts["averaged_replicas"] == 2 and facts["logits_apart"] == 0.0
+    found, replicas = open_checkpoint(tmp_path / "d"), of_replicas()
+    assert found.replicas == 1
+    for name in replicas[0]:
+        assert torch.equal(found.read(name), mean_of(replicas, name)), name
+        box = Box((1,) * found.read(name).dim(), (1,) * found.read(name).dim())
+        part = open_checkpoint(folder).averaged().read(name, box)
+        assert torch.equal(part, found.read(name, box))
+
+
+def test_an_average_of_three_is_exported_to_hugging_face_as_it_is(tmp_path):
+    replicas = of_replicas(3)
+    source = open_checkpoint(save_replicas(tmp_path / "run", replicas)[0])
+    facts = convert(source, tmp_path / "hf", plan_of("hf"))
+    assert facts["averaged_replicas"] == 3
+    found = open_checkpoint(tmp_path / "hf")
+    for name in found.names():
+        assert torch.equal(found.read(name), mean_of(replicas, name)), name
+    assert compare(source, found, None, False, 1)["averaged_replicas"] == 3
+
+
+def test_experts_are_made_of_the_average(folder):
+    sizes = {"num_experts": 2, "top_k": 1, "moe_ffn_hidden_size": MODEL.ffn_hidden_size}
+    model = MODEL.model_copy(update=sizes)
+    found = upcycled(open_checkpoint(folder), UpcycleRecipe(model, 1, 1))
+    assert torch.equal(found.read(EQUAL), of_replicas()[0][EQUAL])
+    name = "blocks.1.attention.qkv.weight"
+    assert torch.equal(found.read(name), mean_of(of_replicas(), name))
 
 
 def test_a_conversion_of_replicas_is_proved_bit_by_bit_and_by_the_logits_of_each(folder, tmp_path):

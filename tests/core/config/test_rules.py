@@ -12,6 +12,7 @@ LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_siz
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
 LSGD = ("sync.method=lsgd", "optimizer.name=sgd")
+SGD = ("optimizer.name=sgd", "optimizer.momentum=0.9")
 # fmt: off
 BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_tensors_can_be_counted": (
@@ -108,6 +109,11 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["optimizer.trust_bounds=[0.01, 0.3]"], 1, "optimizer.trust_bounds",
         "trust_bounds=[0.01, 0.3] with name='adamw', which has no trust ratio",
         "optimizer.name = 'lamb', or leave optimizer.trust_bounds out"),
+    "neighbours_are_mixed": (
+        [*SGD, "sync.method=decentlam", "sync.topology=one_peer_exponential"], 4, "sync.topology",
+        "topology='one_peer_exponential' of 4 replicas has a mixing matrix that is not symmetric, "
+        "with which decentlam's momentum is of no gradient",
+        "sync.topology = 'symmetric_exponential', or sync.method = 'dmsgd'"),
     "next_tokens_are_hidden": (
         ["model.causal=false"], 1, "model.causal",
         "causal=false: every token sees the next one, which the language model is to predict",
@@ -183,6 +189,20 @@ ALSO = {  # further branches of the same rules
         [*LSGD, "sync.asynchronous=true", "train.on_nonfinite=skip"], 4, "sync.asynchronous",
         "asynchronous=true: between exchanges a worker asks no other, and on_nonfinite='skip' "
         "passes over the batch of all", "train.on_nonfinite = 'stop'"),
+    "dsgd has no momentum": (
+        [*SGD, "sync.method=dsgd"], 4, "sync.method",
+        "momentum=0.9 with method='dsgd', which has none",
+        "sync.method = 'decentlam' or 'dmsgd', or momentum 0"),
+    "neighbours and nesterov": (
+        [*SGD, "optimizer.nesterov=true", "sync.method=dmsgd"], 4, "optimizer.nesterov",
+        "nesterov=true with method='dmsgd', whose momentum is plain", "leave it out"),
+    "a machine in a ring": (
+        [*SGD, "sync.method=dmsgd", "sync.machine_size=2"], 4, "sync.machine_size",
+        "machine_size=2 with topology='ring', which has none",
+        "sync.topology = 'hierarchical', or leave sync.machine_size out"),
+    "machines of unequal size": (
+        [*SGD, "sync.method=dmsgd", "sync.topology=hierarchical", "sync.machine_size=3"], 4,
+        "sync.machine_size", "machine_size=3 does not divide the 4 replicas", "1, 2 or 4"),
     "odd heads cannot turn": (
         ["model.position=rope", "model.head_dim=33"], 1, "model.head_dim",
         "head_dim=33 is odd and rotary positions turn pairs", "32 or 34"),

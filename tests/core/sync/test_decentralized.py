@@ -9,6 +9,7 @@ from tiny import GPT, run_config
 from trained import checkpoint_of, train_and_save
 
 SGD = {"name": "sgd", "momentum": 0.8, "lr": 0.05, "weight_decay": 0.1, "clip": 0.7}
+SGD |= {"schedule": "constant"}
 STEPS = 5
 METHODS = ["decentlam", "dsgd", "dmsgd", "da_dmsgd", "awc_dmsgd"]
 
@@ -62,7 +63,7 @@ class Reference:
 
 
 def config_of(method, model=GPT, optimizer=(), train=(), **sections):
-    """A run in float64 whose last step has a learning rate of 0."""
+    """A run in float64."""
     settings = SGD | {"momentum": 0.0 if method == "dsgd" else 0.8} | dict(optimizer)
     train = {"steps": STEPS, "precision": "fp64", "matmul": "strict"} | dict(train)
     sections["sync"] = {"method": method} | sections.get("sync", {})
@@ -100,6 +101,77 @@ def assert_trains_as(config, world, matrices, folder, data_ranks=1):
 @pytest.mark.parametrize("clip", [0.7, 0.0], ids=["clip", "overlapped"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_ring_trains_as_the_reference(method, clip, tmp_path):
-    config = config_of(method, optimizer={"clip": clip}, parallel={"bucket_mib": 0.005})
+    falling = {"clip": clip, "schedule": "cosine"}  # to 0 in the last step
+    config = config_of(method, optimizer=falling, parallel={"bucket_mib": 0.005})
     assert config.overlaps_neighbours == (method == "awc_dmsgd" or not clip)
     assert_trains_as(config, 4, [RING], tmp_path)
+
+
+TOPOLOGIES = [
+    ("decentlam", "grid", [GRID]),
+    ("decentlam", "star", [STAR]),
+    ("decentlam", "symmetric_exponential", [RING]),
+    ("dmsgd", "one_peer_exponential", ONE_PEER),
+    ("da_dmsgd", "one_peer_exponential", ONE_PEER),
+    ("awc_dmsgd", "full", [QUARTERS]),
+    ("awc_dmsgd", "hierarchical", [QUARTERS]),
+]
+
+
+@pytest.mark.parametrize(("method", "topology", "matrices"), TOPOLOGIES)
+def test_each_topology_trains_as_its_matrix(method, topology, matrices, tmp_path):
+    config = config_of(method, sync={"topology": topology}, optimizer={"clip": 0.0})
+    assert_trains_as(config, 4, matrices, tmp_path)
+
+
+LAYOUTS = {
+    "tp": (LLAMA, 4, {"tp": 2}, {}),
+    "tied, pp": (GPT, 4, {"pp": 2}, {}),
+    "interleaved": (LLAMA, 4, {"pp": 2, "vpp": 2, "schedule": "interleaved"}, {}),
+    "cp": (LLAMA, 4, {"cp": 2}, {}),
+    "zero=1": (LLAMA, 4, {"zero": 1}, {"replicas": 2}),
+    "zero=3": (LLAMA, 4, {"zero": 3}, {"replicas": 2}),
+    "ep": (MOE, 4, {"ep": 2}, {}),
+    "router biases, tp, etp": (BIASED, 4, {"tp": 2, "etp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_of_any_layout_train_as_the_reference(layout, tmp_path):
+    """awc_dmsgd: of two replicas the others are equal after every step, but for momenta."""
+    model, world, parallel, sync = LAYOUTS[layout]
+    parallel = parallel | {"bucket_mib": 0.005}
+    config = config_of("awc_dmsgd", model, parallel=parallel, sync=sync)
+    inside = 2 if sync or "ep" in parallel else 1
+    assert_trains_as(config, world, [HALVES], tmp_path, inside)
+
+
+@pytest.mark.parametrize("layout", ["tied, pp", "zero=1", "ep"])
+def test_four_replicas_of_two_ranks_exchange_in_the_backward(layout, tmp_path):
+    model, world, parallel, sync = LAYOUTS[layout]
+    parallel = parallel | {"bucket_mib": 0.005}
+    sync = {"replicas": 4} if sync else {}
+    config = config_of("decentlam", model, {"clip": 0.0}, parallel=parallel, sync=sync)
+    inside = 2 if sync or "ep" in parallel else 1
+    assert_trains_as(config, 2 * world, [RING], tmp_path, inside)
+
+
+def test_the_average_of_all_in_every_step_is_parallel_momentum_sgd():
+    """The oracle is the run with all_reduce; with a gradient clipped by no replica's own norm."""
+    plain = {"clip": 0.0}
+    for method in ("decentlam", "dmsgd", "da_dmsgd"):
+        config = config_of(method, optimizer=plain, sync={"topology": "full"})
+        found = run_ranks(4, train_and_save, config, None, 0, STEPS)[0]
+        config = config_of("all_reduce", optimizer=plain)
+        expected = run_ranks(4, train_and_save, config, None, 0, STEPS)[0]
+        losses = [step.loss for step in found]
+        assert losses == pytest.approx([step.loss for step in expected], rel=1e-12)
+        assert abs(losses[0] - losses[-1]) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["decentlam", "dmsgd", "da_dmsgd", "awc_dmsgd"])
+def test_one_replica_is_plain_momentum_sgd(method):
+    config = config_of(method)
+    found = run_ranks(1, train_and_save, config, None, 0, STEPS)[0]
+    expected = run_ranks(1, train_and_save, config_of("all_reduce"), None, 0, STEPS)[0]
+    assert [s.loss for s in found] == pytest.approx([s.loss for s in expected], rel=1e-12)
