@@ -26,11 +26,10 @@ class Payload(NamedTuple):
     @classmethod
     def of(cls, sync: SyncConfig, length: int) -> "Payload":
         """The form of a tensor of so many values, 1 or more."""
-        if not sync.top_k:
-            return cls(-(-length // BLOCK), BLOCK, BLOCK, sync.quantise)
-        rows = -(-length // CHUNK)
+        rows = -(-length // (CHUNK if sync.top_k else BLOCK))
         columns = -(-length // rows)
-        return cls(rows, columns, max(1, round(sync.top_k * columns)), sync.quantise)
+        sent = max(1, round(sync.top_k * columns)) if sync.top_k else columns
+        return cls(rows, columns, sent, sync.quantise)
 
     @property
     def scales(self) -> int:
@@ -56,7 +55,7 @@ class Payload(NamedTuple):
         values = self.num_values(length)
         value_bytes = -(-values * self.bits // 8) if self.bits else 4 * values
         scale_bytes = SCALE_BYTES * self.scales * self.rows
-        if self.sent == self.columns:
-            return scale_bytes, value_bytes, 0, 0
         indices = self.rows * self.bitmap, values * self.low_bits
-        return scale_bytes, value_bytes, *(-(-bits // 8) for bits in indices)
+        if self.sent == self.columns:
+            indices = 0, 0
+        return scale_bytes, value_bytes, -(-indices[0] // 8), -(-indices[1] // 8)

@@ -2,7 +2,8 @@
 
 A value of b bits is a sign and the nearest of 2^(b-1) magnitudes times the scale of its row. 8 bits
 are evenly spaced and 4 are powers of two (E3M0, Streaming DiLoCo, arXiv:2501.18512, section 3.3),
-both up to the largest value of the row; 2 are the means of those below and above the mean magnitude.
+both up to the largest value of the row. 2 bits are the means of the magnitudes below and above the
+mean one.
 
 Shapes: R rows, C columns, K values of a row that are sent. What has the same values on two ranks
 has the same bytes, so copies of a tensor stay equal.
@@ -107,7 +108,9 @@ def _starts(bits: int, like: Tensor) -> Tensor:
 def pack_indices(at_RK: Tensor, form: Payload) -> list[Tensor]:
     """The bitmaps and the low bits of indices that ascend in each row."""
     order = torch.arange(form.sent, device=at_RK.device)
-    bitmap = at_RK.new_zeros(form.rows, form.bitmap).scatter_(1, (at_RK >> form.low_bits) + order, 1)
+    bitmap = at_RK.new_zeros(form.rows, form.bitmap).scatter_(
+        1, (at_RK >> form.low_bits) + order, 1
+    )
     low = (at_RK & ((1 << form.low_bits) - 1)).flatten()
     packed = pack(low, form.low_bits) if form.low_bits else low.new_empty(0, dtype=torch.uint8)
     return [pack(bitmap.flatten(), 1), packed]

@@ -12,8 +12,10 @@ of what they had, less the errors that are left.
 A replica can be absent: it sends zeros and does not count, and receives the average of the others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +94,7 @@ class Segment(NamedTuple):
     def add_(self, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
         """Adds what a payload stands for to the ranges of a flat tensor; returns its count."""
         payload = payload[: self.bytes]
-        sizes = [
-            sum(form.sizes(n)) for form, (_, n) in zip(self.forms, self.ranges, strict=True)
-        ]
+        sizes = [sum(form.sizes(n)) for form, (_, n) in zip(self.forms, self.ranges, strict=True)]
         *parts, told = payload.split([*sizes, COUNT_BYTES])
         for part, form, (at, n) in zip(parts, self.forms, self.ranges, strict=True):
             x[at : at + n].add_(decompress(part, form, n), alpha=factor)
@@ -104,10 +104,12 @@ class Segment(NamedTuple):
 class LargestMean(ReplicaMean):
     """An all-gather of every replica's largest values."""
 
-    def __init__(self, axis: Axis, sync: SyncConfig, lengths: Sequence[int], error: Tensor) -> None:
-        """`lengths` are those of the parameters, one after another, and `error` what to feed."""
+    def __init__(
+        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
+    ) -> None:
+        """`sizes` are those of parameters, one after another, and `error` what is fed back."""
         self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segment = Segment.of(sync, _ranges(lengths))
+        self.segment = Segment.of(sync, _ranges(sizes))
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts the all-gather of what is sent of x and the error."""
@@ -128,10 +130,12 @@ class LargestMean(ReplicaMean):
 class QuantisedMean(ReplicaMean):
     """A reduce-scatter and an all-gather of quantised values, as an all-reduce is made of both."""
 
-    def __init__(self, axis: Axis, sync: SyncConfig, lengths: Sequence[int], error: Tensor) -> None:
+    def __init__(
+        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
+    ) -> None:
         """See LargestMean."""
         self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segments = [Segment.of(sync, ranges) for ranges in _shared(lengths, axis.size)]
+        self.segments = [Segment.of(sync, ranges) for ranges in _shared(sizes, axis.size)]
         self.own = self.segments[axis.rank]
         self.advanced = False
 
@@ -177,24 +181,26 @@ class QuantisedMean(ReplicaMean):
         return mean, count
 
 
-def _ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def _ranges(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
     """(offset, length) of parameters that lie one after another."""
-    offsets = [sum(lengths[:i]) for i in range(len(lengths))]
-    return list(zip(offsets, lengths, strict=True))
+    offsets = accumulate(sizes.values(), initial=0)
+    return list(zip(offsets, sizes.values(), strict=False))
 
 
-def _shared(lengths: Sequence[int], owners: int) -> list[list[tuple[int, int]]]:
-    """The ranges of each owner's segment: about as many blocks each, none of two parameters."""
-    share = -(-sum(-(-length // BLOCK) for length in lengths) // owners)
+def _shared(sizes: Mapping[str, int], owners: int) -> list[list[tuple[int, int]]]:
+    """The ranges of each owner's segment: its share of every parameter's blocks.
+
+    That depends on the parameter alone, so that its copies on other ranks, as those of a tied
+    embedding, lose the same. The name says who owns the first, which is all there is of a bias.
+    """
     found: list[list[tuple[int, int]]] = [[] for _ in range(owners)]
-    filled = 0
-    for offset, length in _ranges(lengths):
-        first = 0
-        while first < length:
-            owner, used = divmod(filled, share)
-            taken = min(length - first, (share - used) * BLOCK)
-            found[owner].append((offset + first, taken))
-            first, filled = first + taken, filled + -(-taken // BLOCK)
+    for (name, length), (offset, _) in zip(sizes.items(), _ranges(sizes), strict=True):
+        blocks = -(-length // BLOCK)
+        ends = [min(length, blocks * i // owners * BLOCK) for i in range(owners + 1)]
+        for i, (first, last) in enumerate(pairwise(ends)):
+            if first < last:
+                owner = (i + crc32(name.encode())) % owners
+                found[owner].append((offset + first, last - first))
     return found
 
 
