@@ -1,26 +1,47 @@
-"""Bytes that `local` and `diloco` send, and that they keep, without torch."""
+"""Bytes that `local` and `diloco` send and keep, without torch."""
 
+from collections.abc import Mapping
+from math import prod
+
+from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import BLOCK, CHUNK, Payload
+from mtcli.core.config.sync_payload import exchange_steps, fragment_of, segment, segments
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import stage_layers, stage_parameters
+from mtcli.core.mesh.sharding import owner_axes, rows_of_rank
+
+
+def owned_sizes(config: RunConfig, layout: ParallelLayout, rank: int) -> dict[str, int]:
+    """The elements of each parameter that a rank's optimizer updates, and so exchanges."""
+    parallel, found = config.parallel, {}
+    layers = stage_layers(config.model, layout, parallel.stage_layers)
+    for stage in layout.stages(layout.coordinates(rank)["pp"]):
+        ends = stage == 0, stage == layout.num_stages - 1
+        for parameter in stage_parameters(config.model, layers[stage], *ends):
+            axes = owner_axes(parameter, layout, parallel.sequence_parallel)
+            rows = rows_of_rank(parameter, layout, rank, axes if parallel.zero else ())
+            columns = prod(parameter.stored_shape(layout)[1:])
+            if parameter.trained and rows.start < rows.stop:
+                found[parameter.name] = (rows.stop - rows.start) * columns
+    return found
 
 
 def diloco_bytes(
-    sync: SyncConfig, steps: int, replicas: int, elements: int, width: int
+    sync: SyncConfig, steps: int, replicas: int, sizes: Mapping[str, int], width: int
 ) -> float:
-    """Mean bytes per step of a run that a rank sends along `replicas`.
+    """Mean bytes per step of a run that a rank sends along `replicas`, of the replicas' mean.
 
-    It owns `elements` weights of `width` bytes; fragments count as equally large. In full an
-    exchange is a ring's all-reduce of master weights, 2 (n-1)/n of them. Dense quantised values are
-    scattered and gathered, (n-1)/n of the payload each; of the largest all replicas receive all.
+    It owns so many elements of each parameter, of `width` bytes, and an exchange in full is a
+    ring's all-reduce of master weights, 2 (n-1)/n of them. Dense quantised values are scattered
+    and gathered, (n-1)/n of the payload each; of the largest all replicas receive all.
     """
-    others = replicas - 1
-    if sync.top_k:
-        each = others * _payload(sync, elements, CHUNK)
-    elif sync.quantise:
-        each = 2 * others / replicas * _payload(sync, elements, BLOCK)
-    else:
-        each = 2 * others / replicas * elements * max(4, width)
-    return each * _events(sync, steps) / steps
+    total = 0.0
+    for fragment in range(sync.fragments):
+        own = {n: size for n, size in sizes.items() if fragment_of(n, sync.fragments) == fragment}
+        first, every = exchange_steps(sync, fragment)
+        if own and steps >= first:
+            total += _exchange_bytes(sync, replicas, own, width) * (1 + (steps - first) // every)
+    return total / steps
 
 
 def diloco_state(sync: SyncConfig, width: int) -> float:
@@ -30,13 +51,12 @@ def diloco_state(sync: SyncConfig, width: int) -> float:
     return float(max(4, width) * (1 + bool(momentum) + sync.compressed))
 
 
-def _payload(sync: SyncConfig, elements: int, group: int) -> float:
-    """Bytes of so many values, most of which lie in full blocks or chunks."""
-    return elements / group * sum(Payload.of(sync, group).sizes(group))
-
-
-def _events(sync: SyncConfig, steps: int) -> float:
-    """Exchanges of all weights in a run, of which a fragment's are one by the fragments."""
-    period = sync.steps_between
-    turns = (period * (index + 1) // sync.fragments for index in range(sync.fragments))
-    return sum(1 + (steps - turn) // period for turn in turns if turn <= steps) / sync.fragments
+def _exchange_bytes(sync: SyncConfig, replicas: int, sizes: Mapping[str, int], width: int) -> float:
+    others = replicas - 1
+    if sync.top_k:
+        return others * segment(sync, sizes).bytes
+    if sync.quantise:
+        payloads = [each.bytes for each in segments(sync, sizes, replicas)]
+        return others * (sum(payloads) / replicas + max(payloads))
+    values = sum(sizes.values()) + 1  # and how many replicas are in it
+    return 2 * others * values * max(4, width) // replicas

@@ -13,7 +13,6 @@ Outer weights and momentum are the same on all replicas. A replica whose weights
 an exchange misses it and goes on from the outer weights.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from mtcli.core.config.errors import failed
 from mtcli.core.config.sync import SyncConfig
+from mtcli.core.config.sync_payload import exchange_steps, fragment_of
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.parallel.collectives import all_reduce
@@ -44,7 +44,7 @@ class OuterExchange(ReplicaExchange):
         self.sync = sync
         names: list[list[str]] = [[] for _ in range(sync.fragments)]
         for name in optimizer.masters:
-            names[_layer(name) % sync.fragments].append(name)
+            names[fragment_of(name, sync.fragments)].append(name)
         self.fragments = [Fragment(each, optimizer, inside.ownership, sync) for each in names]
         self.due: dict[int, int] = {}  # by fragment under way: the update after which it is applied
 
@@ -58,8 +58,8 @@ class OuterExchange(ReplicaExchange):
             elif due - update == sync.overlap_steps // 2:
                 self.fragments[index].advance()
         for index, fragment in enumerate(self.fragments):
-            offset = (index + 1) * sync.steps_between // sync.fragments
-            if (update - offset) % sync.steps_between == 0:
+            first, every = exchange_steps(sync, index)
+            if (update - first) % every == 0:
                 fragment.start(self._present())
                 self.due[index] = update + sync.overlap_steps
                 if not sync.overlap_steps:
@@ -247,11 +247,3 @@ class Fragment:
     def _views(self, kind: str) -> list[Tensor]:
         parts = self.tensors[kind].split(list(self.sizes.values()))
         return [part.view_as(m) for part, m in zip(parts, self.masters, strict=True)]
-
-
-def _layer(name: str) -> int:
-    """The layer of a parameter; embeddings go with the first one, and what follows with the last:
-    fragments are counted modulo, so that is -1."""
-    if match := re.match(r"blocks\.(\d+)\.", name):
-        return int(match[1])
-    return -1 if name.startswith(("final_norm", "head")) else 0

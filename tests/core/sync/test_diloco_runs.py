@@ -1,5 +1,7 @@
 """Runs whose replicas exchange pseudo-gradients, against one-rank runs and a loop of torch's."""
 
+import contextlib
+import io
 import re
 from functools import partial
 
@@ -206,18 +208,21 @@ def test_every_step_local_sgd_is_data_parallel_sgd(tmp_path):
 
 
 RESUMED = {
-    "mid-period, fragments": ({}, DILOCO | {"period": 4, "fragments": 2}, {}),
+    "mid-period, fragments": (2, {}, DILOCO | {"period": 4, "fragments": 2}, {}),
     "overlap of bits": (
+        4,
         {"tp": 2},
         DILOCO | {"period": 6, "overlap_steps": 5, "quantise": 4, "outer_momentum": 0.8},
         {},
     ),
     "overlap of largest, bf16": (
+        2,
         {},
         DILOCO | {"overlap_steps": 2, "top_k": 0.05, "quantise": 2},
         {"precision": "bf16"},
     ),
     "zero 1, fp16": (
+        4,
         {"zero": 1},
         DILOCO | {"replicas": 2, "overlap_steps": 1, "quantise": 8},
         {"precision": "fp16"},
@@ -225,20 +230,18 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(("parallel", "sync", "train"), RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(("world", "parallel", "sync", "train"), RESUMED.values(), ids=RESUMED)
 def test_a_run_resumed_between_events_and_amid_an_exchange_is_bit_for_bit_the_same(
-    tmp_path, parallel, sync, train
+    tmp_path, world, parallel, sync, train
 ):
     """Stopped after each of steps 7 to 9: before an exchange, and in both of its phases."""
     config = run_config(GPT, parallel=parallel, sync=sync, train=train | {"steps": 20})
-    straight = run_ranks(4, train_and_save, config, tmp_path / "straight", 0, 12)[0]
+    straight, resumed = run_ranks(world, stopped_and_resumed, config, tmp_path)[0]
     expected = checkpoint_of(tmp_path / "straight", 12)
-    for stop in (7, 8, 9):
-        folder = tmp_path / str(stop)
-        run_ranks(4, train_and_save, config, folder, 0, stop)
-        again = run_ranks(4, train_and_save, config, folder, stop, 12)[0]
-        assert [s.loss for s in again] == [s.loss for s in straight[stop:]]
-        found = checkpoint_of(folder, 12)
+    assert expected.replicas > 1
+    for stop, losses in resumed.items():
+        assert losses == straight[stop:]
+        found = checkpoint_of(tmp_path / str(stop), 12)
         assert found.extra == expected.extra and set(found.names()) == set(expected.names())
         for name in expected.names():
             assert found.replicas_of(name) == expected.replicas_of(name)
@@ -247,47 +250,66 @@ def test_a_run_resumed_between_events_and_amid_an_exchange_is_bit_for_bit_the_sa
                 assert torch.equal(*same), name
 
 
+def stopped_and_resumed(runtime, config, folder):
+    """Losses of 12 steps, and by stop those after it."""
+    straight = train_and_save(runtime, config, folder / "straight", 0, 12)
+    resumed = {}
+    for stop in (7, 8, 9):
+        train_and_save(runtime, config, folder / str(stop), 0, stop)
+        steps = train_and_save(runtime, config, folder / str(stop), stop, 12)
+        resumed[stop] = [step.loss for step in steps]
+    return [step.loss for step in straight], resumed
+
+
 def starts(runtime, config, folder, step):
-    """What a resumed trainer has on this rank: weights, outer weights, errors; and what is due."""
+    """What a resumed trainer has on this rank: weights, outer weights and errors; what it said."""
     trainer = Trainer(config, runtime)
-    resume(trainer, checkpoint_of(folder, step))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        resume(trainer, checkpoint_of(folder, step))
     state = trainer.exchange.state()
     kinds = {kind: {} for kind in ("outer", "error")}
     for key, tensor in state.items():
         kind, _, name = key.partition("/")
         if kind in kinds:
             kinds[kind][name] = tensor.clone()
-    return {n: x.clone() for n, x in trainer.optimizer.masters.items()}, kinds, trainer.exchange.due
+    masters = {name: master.clone() for name, master in trainer.optimizer.masters.items()}
+    return masters, kinds, said.getvalue()
 
 
-def test_another_number_of_replicas_starts_from_the_outer_weights(tmp_path, capfd):
+def test_another_number_of_replicas_starts_from_the_outer_weights(tmp_path):
     """As when a machine is lost or joins: its replicas are one run's, wherever each was."""
     sync = DILOCO | {"overlap_steps": 2, "quantise": 8}
     config = run_config(GPT, sync=sync, train={"precision": "bf16"})
     run_ranks(4, train_and_save, config, tmp_path, 0, 4)
     checkpoint = checkpoint_of(tmp_path, 4)
     for world in (1, 2):
-        for weights, kinds, due in run_ranks(world, starts, config, tmp_path, 4):
-            assert due == {}
+        each = "all 2 replicas start" if world == 2 else "the run goes on"
+        note = f"note: the checkpoint has 4 replicas: {each} from the outer weights\n"
+        for rank, (weights, kinds, said) in enumerate(
+            run_ranks(world, starts, config, tmp_path, 4)
+        ):
+            assert said == ("" if rank else note)
             for name, weight in weights.items():
                 outer = checkpoint.read(f"optimizer.outer/{name}").flatten()
                 assert torch.equal(flat(weight, outer), outer)
                 assert torch.equal(flat(kinds["outer"][name], outer), outer)
                 assert not kinds["error"][name].any()
-        each = "all 2 replicas start" if world == 2 else "the run goes on"
-        assert f"has 4 replicas: {each} from the outer weights\n" in capfd.readouterr().err
     plain = run_config(GPT, train={"precision": "bf16"})
-    run_ranks(2, resumed, plain, tmp_path)
-    assert "has 4 replicas: the run goes on from their average\n" in capfd.readouterr().err
+    said = run_ranks(2, starts_plain, plain, tmp_path)
+    assert said == ["note: the checkpoint has 4 replicas: the run goes on from their average\n", ""]
+
+
+def starts_plain(runtime, config, folder):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        resume(Trainer(config, runtime), checkpoint_of(folder, 4))
+    return said.getvalue()
 
 
 def flat(stored, like):
     """A rank's tensor without the padding behind it."""
     return stored.flatten()[: len(like)]
-
-
-def resumed(runtime, config, folder):
-    resume(Trainer(config, runtime), checkpoint_of(folder, 4))
 
 
 def test_a_run_that_changes_to_diloco_starts_from_its_weights(tmp_path):
