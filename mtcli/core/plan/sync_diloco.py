@@ -36,11 +36,12 @@ def diloco_bytes(
     and gathered, (n-1)/n of the payload each; of the largest all replicas receive all.
     """
     total = 0.0
+    second = sync.overlap_steps - sync.overlap_steps // 2  # steps after which the gather starts
     for fragment in range(sync.fragments):
         own = {n: size for n, size in sizes.items() if fragment_of(n, sync.fragments) == fragment}
         first, every = exchange_steps(sync, fragment)
-        if own and steps >= first:
-            total += _exchange_bytes(sync, replicas, own, width) * (1 + (steps - first) // every)
+        for later, sent in zip((0, second), _phases(sync, replicas, own, width), strict=True):
+            total += sent * max(0, 1 + (steps - later - first) // every)
     return total / steps
 
 
@@ -51,12 +52,17 @@ def diloco_state(sync: SyncConfig, width: int) -> float:
     return float(max(4, width) * (1 + bool(momentum) + sync.compressed))
 
 
-def _exchange_bytes(sync: SyncConfig, replicas: int, sizes: Mapping[str, int], width: int) -> float:
+def _phases(
+    sync: SyncConfig, replicas: int, sizes: Mapping[str, int], width: int
+) -> tuple[float, float]:
+    """Bytes that an exchange sends at once, and of a second phase."""
     others = replicas - 1
+    if not sizes:
+        return 0.0, 0.0
     if sync.top_k:
-        return others * segment(sync, sizes).bytes
+        return others * segment(sync, sizes).bytes, 0.0
     if sync.quantise:
         payloads = [each.bytes for each in segments(sync, sizes, replicas)]
-        return others * (sum(payloads) / replicas + max(payloads))
+        return others * sum(payloads) / replicas, others * max(payloads)
     values = sum(sizes.values()) + 1  # and how many replicas are in it
-    return 2 * others * values * max(4, width) // replicas
+    return 2 * others * values * max(4, width) // replicas, 0.0

@@ -79,14 +79,15 @@ class LargestMean(ReplicaMean):
         self.error.mul_(self.decay).add_(x)
         own = _compressed(self.segment, self.error, float(present))
         _add(self.segment, own, self.error, -1.0)
-        self.gathered, self.work = _gather(own, self.axis)
+        self.sent = own
+        self.gathered, self.work = _gather(self.sent, self.axis)
 
     def finish(self) -> tuple[Tensor, float]:
         """Waits and averages in the order of replicas; see ReplicaMean."""
         _wait(self.work)
         mean = torch.zeros_like(self.error)
         count = sum(_add(self.segment, payload, mean) for payload in self.gathered)
-        del self.gathered
+        del self.sent, self.gathered
         return mean / max(1.0, count), count
 
 
@@ -129,9 +130,10 @@ class QuantisedMean(ReplicaMean):
         _add(self.own, own, mean, -1.0)
         self.error.add_(mean, alpha=count)
         longest = max(each.bytes for each in self.segments)
-        self.gathered, self.work = _gather(F.pad(own, (0, longest - len(own))), self.axis)
+        self.sent = F.pad(own, (0, longest - len(own)))
+        self.gathered, self.work = _gather(self.sent, self.axis)
         self.advanced = True
-        del self.sent, self.received
+        del self.received
 
     def finish(self) -> tuple[Tensor, float]:
         """Waits for all segments; see ReplicaMean."""
@@ -140,7 +142,7 @@ class QuantisedMean(ReplicaMean):
         mean, count = torch.zeros_like(self.error), 0.0
         for each, payload in zip(self.segments, self.gathered, strict=True):
             count = _add(each, payload, mean)
-        del self.gathered
+        del self.sent, self.gathered
         return mean, count
 
 

@@ -13,6 +13,7 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import Ownership
+from mtcli.core.parallel.transport import process_group
 from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.diloco import OuterExchange
 
@@ -195,6 +196,20 @@ def test_what_compression_loses_is_sent_later(world, sync):
         assert error.any()
         torch.testing.assert_close(world * outer - errors, moves, atol=2e-5, rtol=1e-5)
         assert (world * outer - moves).norm() > 1e-3 * moves.norm()
+
+
+def over_a_network(runtime, sync, decay):
+    process_group.connect = lambda *_: None  # of this forked process: gloo, without shared memory
+    return fed_back(runtime, sync, decay)
+
+
+@pytest.mark.parametrize("sync", [{}, {"overlap_steps": 2, "period": 3, "quantise": 4}])
+def test_gloo_exchanges_the_same_as_shared_memory(sync):
+    sync = {"quantise": 8} | sync
+    for near, far in zip(
+        run_ranks(3, fed_back, sync, 0.9), run_ranks(3, over_a_network, sync, 0.9), strict=True
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
 
 
 def test_the_error_decays():
