@@ -1,4 +1,4 @@
-"""The sizes of compressed values: what `sync.quantise` and `sync.top_k` make of a tensor.
+"""What `local` and `diloco` send: the parameters of a fragment, and the sizes of their payloads.
 
 Values lie in rows that have scales of their own: blocks of consecutive ones, or the largest of each
 chunk. The indices of these are in Elias and Fano's code (1974): low bits as they are, and a bitmap
@@ -6,13 +6,18 @@ in which the i-th bit that is set lies at i plus the high bits. With 1 of 64 tha
 index, where 12 would number a chunk and 7.4 is the least.
 """
 
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+from zlib import crc32
 
 from mtcli.core.config.sync import SyncConfig
 
 BLOCK = 256  # values that share a scale
 CHUNK = 4096  # of which the largest are sent (SparseLoCo, arXiv:2508.15706, section 3)
 SCALE_BYTES = 4
+COUNT_BYTES = 4  # a float32 at the end of a payload: how many replicas are in it
 
 
 class Payload(NamedTuple):
@@ -26,11 +31,10 @@ class Payload(NamedTuple):
     @classmethod
     def of(cls, sync: SyncConfig, length: int) -> "Payload":
         """The form of a tensor of so many values, 1 or more."""
-        if not sync.top_k:
-            return cls(-(-length // BLOCK), BLOCK, BLOCK, sync.quantise)
-        rows = -(-length // CHUNK)
+        rows = -(-length // (CHUNK if sync.top_k else BLOCK))
         columns = -(-length // rows)
-        return cls(rows, columns, max(1, round(sync.top_k * columns)), sync.quantise)
+        sent = max(1, round(sync.top_k * columns)) if sync.top_k else columns
+        return cls(rows, columns, sent, sync.quantise)
 
     @property
     def scales(self) -> int:
@@ -60,3 +64,66 @@ class Payload(NamedTuple):
             return scale_bytes, value_bytes, 0, 0
         bitmaps, lows = self.rows * self.bitmap, values * self.low_bits
         return scale_bytes, value_bytes, -(-bitmaps // 8), -(-lows // 8)
+
+
+class Segment(NamedTuple):
+    """Some of a flat tensor: (offset, length) of ranges of parameters, each with its own rows."""
+
+    ranges: tuple[tuple[int, int], ...]
+    forms: tuple[Payload, ...]
+
+    @classmethod
+    def of(cls, sync: SyncConfig, ranges: Sequence[tuple[int, int]]) -> "Segment":
+        """The segment of some ranges."""
+        return cls(tuple(ranges), tuple(Payload.of(sync, length) for _, length in ranges))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each range."""
+        pairs = zip(self.forms, self.ranges, strict=True)
+        return [sum(form.sizes(length)) for form, (_, length) in pairs]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a payload, with its count."""
+        return sum(self.sizes) + COUNT_BYTES
+
+
+def segment(sync: SyncConfig, sizes: Mapping[str, int]) -> Segment:
+    """All of some parameters, of so many elements each, that lie one after another."""
+    return Segment.of(sync, _ranges(sizes))
+
+
+def segments(sync: SyncConfig, sizes: Mapping[str, int], owners: int) -> list[Segment]:
+    """The segment of each owner: its share of every parameter's blocks.
+
+    That depends on the parameter alone, so that its copies on other ranks, as those of a tied
+    embedding, lose the same. The name says who owns the first, which is all there is of a bias.
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in range(owners)]
+    for (name, length), (offset, _) in zip(sizes.items(), _ranges(sizes), strict=True):
+        blocks = -(-length // BLOCK)
+        ends = [min(length, blocks * i // owners * BLOCK) for i in range(owners + 1)]
+        for i, (first, last) in enumerate(pairwise(ends)):
+            if first < last:
+                owner = (i + crc32(name.encode())) % owners
+                found[owner].append((offset + first, last - first))
+    return [Segment.of(sync, ranges) for ranges in found]
+
+
+def fragment_of(name: str, fragments: int) -> int:
+    """The fragment of a parameter: layers are strided over them, embeddings go with the first layer
+    and what follows the layers with the last fragment."""
+    if match := re.match(r"blocks\.(\d+)\.", name):
+        return int(match[1]) % fragments
+    return fragments - 1 if name.startswith(("final_norm", "head")) else 0
+
+
+def exchange_steps(sync: SyncConfig, fragment: int) -> tuple[int, int]:
+    """(the first update after which a fragment is exchanged, the updates to the next time)."""
+    return sync.steps_between * (fragment + 1) // sync.fragments, sync.steps_between
+
+
+def _ranges(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+    offsets = accumulate(sizes.values(), initial=0)
+    return list(zip(offsets, sizes.values(), strict=False))

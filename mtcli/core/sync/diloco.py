@@ -13,7 +13,6 @@ Outer weights and momentum are the same on all replicas. A replica whose weights
 an exchange misses it and goes on from the outer weights.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,10 +22,11 @@ from torch import Tensor
 
 from mtcli.core.config.errors import failed
 from mtcli.core.config.sync import SyncConfig
+from mtcli.core.config.sync_payload import exchange_steps, fragment_of
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.replica_mean import FullMean, LargestMean, QuantisedMean, ReplicaMean
 from mtcli.core.sync.strategy import Strategy
@@ -44,8 +44,8 @@ class OuterExchange(ReplicaExchange):
         self.sync = sync
         names: list[list[str]] = [[] for _ in range(sync.fragments)]
         for name in optimizer.masters:
-            names[_layer(name) % sync.fragments].append(name)
-        self.fragments = [Fragment(each, optimizer, sync, self.replicas) for each in names]
+            names[fragment_of(name, sync.fragments)].append(name)
+        self.fragments = [Fragment(each, optimizer, inside.ownership, sync) for each in names]
         self.due: dict[int, int] = {}  # by fragment under way: the update after which it is applied
 
     @torch.no_grad()
@@ -58,8 +58,8 @@ class OuterExchange(ReplicaExchange):
             elif due - update == sync.overlap_steps // 2:
                 self.fragments[index].advance()
         for index, fragment in enumerate(self.fragments):
-            offset = (index + 1) * sync.steps_between // sync.fragments
-            if (update - offset) % sync.steps_between == 0:
+            first, every = exchange_steps(sync, index)
+            if (update - first) % every == 0:
                 fragment.start(self._present())
                 self.due[index] = update + sync.overlap_steps
                 if not sync.overlap_steps:
@@ -156,11 +156,12 @@ class Fragment:
     """Some parameters with their outer weights and state, each a flat tensor of owned rows."""
 
     def __init__(
-        self, names: list[str], optimizer: Optimizer, sync: SyncConfig, axis: Axis
+        self, names: list[str], optimizer: Optimizer, ownership: Ownership, sync: SyncConfig
     ) -> None:
+        self.ownership, axis = ownership, ownership.groups.replicas
         self.masters = [optimizer.masters[name] for name in names]
         self.weights = [optimizer.named[name] for name in names]
-        self.names, self.sizes = names, [master.numel() for master in self.masters]
+        self.sizes = {name: optimizer.masters[name].numel() for name in names}
         self.lr, momentum = sync.outer_rule
         self.sgd = Sgd(momentum, sync.outer_nesterov)
         self.under_way = False
@@ -169,7 +170,8 @@ class Fragment:
             return
         kinds = ["outer"] + ["outer_momentum"] * bool(momentum) + ["error"] * sync.compressed
         like = self.masters[0]
-        self.tensors = {kind: like.new_zeros(sum(self.sizes)) for kind in kinds}
+        length = sum(self.sizes.values())
+        self.tensors = {kind: like.new_zeros(length) for kind in kinds}
         self.mean: ReplicaMean = FullMean(axis)
         if self.error is not None:
             compressed = LargestMean if sync.top_k else QuantisedMean
@@ -182,7 +184,7 @@ class Fragment:
 
     def start(self, present: bool) -> None:
         """Starts the exchange of pseudo-gradients, the outer weights less the replica's own."""
-        if not self.names:
+        if not self.sizes:
             return
         own = torch.cat([master.flatten() for master in self.masters])
         # Of an absent replica it is zero, as its own weights are the outer ones again.
@@ -202,11 +204,16 @@ class Fragment:
         pseudo_gradient, count = self.mean.finish()
         if not count:
             return
+        parts = pseudo_gradient.split(list(self.sizes.values()))
+        copies = dict(zip(self.sizes, parts, strict=True))
+        if self.ownership.tied in copies:  # whose sums may round differently in the other copy
+            ends = self.ownership.groups.axes["ends"]
+            all_reduce(copies[self.ownership.tied], ends).div_(ends.size)
         outer = [self.tensors["outer"]]
         momenta = [self.tensors[kind] for kind in ("outer_momentum",) if kind in self.tensors]
-        parts = OptimizerTensors(outer, momenta, [], outer, [False])
         step = OptimizerStep(self.lr, (0.0, 0.0), 0.0, decay=0.0, count=0)
-        self.sgd(parts, [pseudo_gradient], step, None)
+        tensors = OptimizerTensors(outer, momenta, [], outer, [False])
+        self.sgd(tensors, [pseudo_gradient], step, None)
 
     def mix(self, own_share: float) -> None:
         """Replaces the replica's weights by the outer ones, but for a share of its own."""
@@ -231,20 +238,12 @@ class Fragment:
         return {
             f"{kind}/{name}": view
             for kind in self.tensors
-            for name, view in zip(self.names, self._views(kind), strict=True)
+            for name, view in zip(self.sizes, self._views(kind), strict=True)
         }
 
     def _outer(self) -> list[Tensor]:
-        return self._views("outer") if self.names else []
+        return self._views("outer") if self.sizes else []
 
     def _views(self, kind: str) -> list[Tensor]:
-        parts = self.tensors[kind].split(self.sizes)
+        parts = self.tensors[kind].split(list(self.sizes.values()))
         return [part.view_as(m) for part, m in zip(parts, self.masters, strict=True)]
-
-
-def _layer(name: str) -> int:
-    """The layer of a parameter; embeddings go with the first one, and what follows with the last:
-    fragments are counted modulo, so that is -1."""
-    if match := re.match(r"blocks\.(\d+)\.", name):
-        return int(match[1])
-    return -1 if name.startswith(("final_norm", "head")) else 0

@@ -12,15 +12,15 @@ of what they had, less the errors that are left.
 A replica can be absent: it sends zeros and does not count, and receives the average of the others.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import BLOCK, Payload
+from mtcli.core.config.sync_payload import COUNT_BYTES, Segment, segment, segments
 from mtcli.core.parallel.collectives import (
     Pending,
     start_all_gather,
@@ -29,8 +29,6 @@ from mtcli.core.parallel.collectives import (
 )
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.sync.compression import compress, decompress
-
-COUNT_BYTES = 4  # a float32 at the end of a payload: how many replicas are in it
 
 
 class ReplicaMean(Protocol):
@@ -66,80 +64,52 @@ class FullMean(ReplicaMean):
         return sums / max(1.0, count), count
 
 
-class Segment(NamedTuple):
-    """Some of a flat tensor: (offset, length) of ranges of parameters, each with its own rows."""
-
-    ranges: tuple[tuple[int, int], ...]
-    forms: tuple[Payload, ...]
-
-    @classmethod
-    def of(cls, sync: SyncConfig, ranges: Sequence[tuple[int, int]]) -> "Segment":
-        """The segment of some ranges."""
-        return cls(tuple(ranges), tuple(Payload.of(sync, length) for _, length in ranges))
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of a payload, with its count."""
-        pairs = zip(self.forms, self.ranges, strict=True)
-        return COUNT_BYTES + sum(sum(form.sizes(length)) for form, (_, length) in pairs)
-
-    def compress(self, x: Tensor, count: float) -> Tensor:
-        """The payload of a flat tensor's ranges, in which so many replicas are."""
-        pairs = zip(self.forms, self.ranges, strict=True)
-        told = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
-        return torch.cat([*(compress(x[at : at + n], form) for form, (at, n) in pairs), told])
-
-    def add_(self, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
-        """Adds what a payload stands for to the ranges of a flat tensor; returns its count."""
-        payload = payload[: self.bytes]
-        sizes = [sum(form.sizes(n)) for form, (_, n) in zip(self.forms, self.ranges, strict=True)]
-        *parts, told = payload.split([*sizes, COUNT_BYTES])
-        for part, form, (at, n) in zip(parts, self.forms, self.ranges, strict=True):
-            x[at : at + n].add_(decompress(part, form, n), alpha=factor)
-        return float(told.clone().view(torch.float32))
-
-
 class LargestMean(ReplicaMean):
     """An all-gather of every replica's largest values."""
 
-    def __init__(self, axis: Axis, sync: SyncConfig, lengths: Sequence[int], error: Tensor) -> None:
-        """`lengths` are those of the parameters, one after another, and `error` what to feed."""
+    def __init__(
+        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
+    ) -> None:
+        """`sizes` are those of parameters, one after another, and `error` what is fed back."""
         self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segment = Segment.of(sync, _ranges(lengths))
+        self.segment = segment(sync, sizes)
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts the all-gather of what is sent of x and the error."""
         self.error.mul_(self.decay).add_(x)
-        own = self.segment.compress(self.error, float(present))
-        self.segment.add_(own, self.error, -1.0)
-        self.gathered, self.work = _gather(own, self.axis)
+        own = _compressed(self.segment, self.error, float(present))
+        _add(self.segment, own, self.error, -1.0)
+        self.sent = own
+        self.gathered, self.work = _gather(self.sent, self.axis)
 
     def finish(self) -> tuple[Tensor, float]:
         """Waits and averages in the order of replicas; see ReplicaMean."""
         _wait(self.work)
         mean = torch.zeros_like(self.error)
-        count = sum(self.segment.add_(payload, mean) for payload in self.gathered)
-        del self.gathered
+        count = sum(_add(self.segment, payload, mean) for payload in self.gathered)
+        del self.sent, self.gathered
         return mean / max(1.0, count), count
 
 
 class QuantisedMean(ReplicaMean):
     """A reduce-scatter and an all-gather of quantised values, as an all-reduce is made of both."""
 
-    def __init__(self, axis: Axis, sync: SyncConfig, lengths: Sequence[int], error: Tensor) -> None:
+    def __init__(
+        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
+    ) -> None:
         """See LargestMean."""
         self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segments = [Segment.of(sync, ranges) for ranges in _shared(lengths, axis.size)]
+        self.segments = segments(sync, sizes, axis.size)
         self.own = self.segments[axis.rank]
         self.advanced = False
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts sending each replica its segment of x and the error."""
         self.error.mul_(self.decay).add_(x)
-        payloads = [segment.compress(self.error, float(present)) for segment in self.segments]
-        for segment, payload in zip(self.segments, payloads, strict=True):
-            segment.add_(payload, self.error, -1.0)
-        sent, own = [segment.bytes for segment in self.segments], self.own.bytes
+        payloads = [_compressed(each, self.error, float(present)) for each in self.segments]
+        for each, payload in zip(self.segments, payloads, strict=True):
+            _add(each, payload, self.error, -1.0)
+        sent, own = [each.bytes for each in self.segments], self.own.bytes
         self.sent = torch.cat(payloads)
         self.received, rows = self.sent.new_empty(self.axis.size, own), [own] * self.axis.size
         into, axis = self.received.view(-1), self.axis
@@ -154,46 +124,41 @@ class QuantisedMean(ReplicaMean):
             return
         _wait(self.work)
         mean = torch.zeros_like(self.error)
-        count = sum(self.own.add_(payload, mean) for payload in self.received)
+        count = sum(_add(self.own, payload, mean) for payload in self.received)
         mean.div_(max(1.0, count))
-        own = self.own.compress(mean, count)
-        self.own.add_(own, mean, -1.0)
+        own = _compressed(self.own, mean, count)
+        _add(self.own, own, mean, -1.0)
         self.error.add_(mean, alpha=count)
-        longest = max(segment.bytes for segment in self.segments)
-        self.gathered, self.work = _gather(F.pad(own, (0, longest - len(own))), self.axis)
+        longest = max(each.bytes for each in self.segments)
+        self.sent = F.pad(own, (0, longest - len(own)))
+        self.gathered, self.work = _gather(self.sent, self.axis)
         self.advanced = True
-        del self.sent, self.received
+        del self.received
 
     def finish(self) -> tuple[Tensor, float]:
         """Waits for all segments; see ReplicaMean."""
         self.advance()
         _wait(self.work)
         mean, count = torch.zeros_like(self.error), 0.0
-        for segment, payload in zip(self.segments, self.gathered, strict=True):
-            count = segment.add_(payload, mean)
-        del self.gathered
+        for each, payload in zip(self.segments, self.gathered, strict=True):
+            count = _add(each, payload, mean)
+        del self.sent, self.gathered
         return mean, count
 
 
-def _ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(offset, length) of parameters that lie one after another."""
-    offsets = [sum(lengths[:i]) for i in range(len(lengths))]
-    return list(zip(offsets, lengths, strict=True))
+def _compressed(segment: Segment, x: Tensor, count: float) -> Tensor:
+    """The payload of a flat tensor's segment, in which so many replicas are."""
+    pairs = zip(segment.forms, segment.ranges, strict=True)
+    told = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
+    return torch.cat([*(compress(x[at : at + n], form) for form, (at, n) in pairs), told])
 
 
-def _shared(lengths: Sequence[int], owners: int) -> list[list[tuple[int, int]]]:
-    """The ranges of each owner's segment: about as many blocks each, none of two parameters."""
-    share = -(-sum(-(-length // BLOCK) for length in lengths) // owners)
-    found: list[list[tuple[int, int]]] = [[] for _ in range(owners)]
-    filled = 0
-    for offset, length in _ranges(lengths):
-        first = 0
-        while first < length:
-            owner, used = divmod(filled, share)
-            taken = min(length - first, (share - used) * BLOCK)
-            found[owner].append((offset + first, taken))
-            first, filled = first + taken, filled + -(-taken // BLOCK)
-    return found
+def _add(segment: Segment, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
+    """Adds what a payload stands for to its segment of a flat tensor; returns its count."""
+    *parts, told = payload[: segment.bytes].split([*segment.sizes, COUNT_BYTES])
+    for part, form, (at, n) in zip(parts, segment.forms, segment.ranges, strict=True):
+        x[at : at + n].add_(decompress(part, form, n), alpha=factor)
+    return float(told.clone().view(torch.float32))
 
 
 def _gather(own: Tensor, axis: Axis) -> tuple[Tensor, Pending | None]:

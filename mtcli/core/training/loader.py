@@ -188,7 +188,7 @@ class MicroBatchLoader:
         return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
 
     def _require_weight(self, step: int, weight: float) -> None:
-        """Raises MtcliError where no label of a step's global batch has a weight, as far as known."""
+        """Raises MtcliError where no label of a step's batch is known to have a weight."""
         size = self.config.batch.global_batch_size
         if not self.alone and not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"

@@ -122,6 +122,13 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["model.architecture=bert", "model.tie_embeddings=false"], 1, "model.tie_embeddings",
         "head='mlm' with tie_embeddings=false: it predicts by the token embedding",
         "model.tie_embeddings = true"),
+    "exchanges_come_in_turn": (
+        ["sync.method=diloco", "sync.period=30", "sync.fragments=4"], 1, "sync.fragments",
+        "fragments=4 does not divide period=30", "1, 2, 3, 5, 6, 10, 15 or 30"),
+    "error_feedback_is_used": (
+        ["sync.method=local", "sync.error_decay=1"], 1, "sync.error_decay",
+        "error_decay=1 with quantise=0 and top_k=0, which lose nothing",
+        "sync.quantise or sync.top_k, or leave sync.error_decay out"),
     "_rope_scaling_is_a_range": (
         ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
         "model.rope_scaling.low_freq_factor",
@@ -203,6 +210,16 @@ ALSO = {  # further branches of the same rules
     "machines of unequal size": (
         [*SGD, "sync.method=dmsgd", "sync.topology=hierarchical", "sync.machine_size=3"], 4,
         "sync.machine_size", "machine_size=3 does not divide the 4 replicas", "1, 2 or 4"),
+    "a fragment without layers": (
+        ["sync.method=local", "sync.period=26", "sync.fragments=13"], 1, "sync.fragments",
+        "fragments=13 of num_layers=12 layers", "at most 12"),
+    "an exchange that ends after its next turn": (
+        ["sync.method=diloco", "sync.period=8", "sync.overlap_steps=8"], 1, "sync.overlap_steps",
+        "overlap_steps=8 is not below period=8", "at most 7"),
+    "an outer momentum that error feedback replaces": (
+        ["sync.method=diloco", "sync.top_k=0.02", "sync.outer_momentum=0.5"], 1, "sync.top_k",
+        "outer_momentum=0.5 with top_k=0.02, whose error feedback takes its place",
+        "leave it out, or sync.quantise in place of top_k"),
     "odd heads cannot turn": (
         ["model.position=rope", "model.head_dim=33"], 1, "model.head_dim",
         "head_dim=33 is odd and rotary positions turn pairs", "32 or 34"),

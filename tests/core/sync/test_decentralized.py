@@ -5,7 +5,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from replicas_alone import Alone
-from tiny import GPT, run_config
+from tiny import BIASED, GPT, LLAMA, MOE, Samples, run_config
 from trained import checkpoint_of, train_and_save
 
 SGD = {"name": "sgd", "momentum": 0.8, "lr": 0.05, "weight_decay": 0.1, "clip": 0.7}

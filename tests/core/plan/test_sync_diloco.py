@@ -1,0 +1,84 @@
+"""The bytes that DiLoCo is planned to send and to keep are those that a run sends and keeps."""
+
+import pytest
+from ranks import run_ranks
+from tiny import BIASED, GPT, MOE, Samples, run_config
+
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.sync_diloco import diloco_bytes, diloco_state, owned_sizes
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
+from mtcli.core.training.step import Trainer
+
+WIDE = GPT | {"num_layers": 2, "hidden_size": 64}
+STEPS = 8
+SYNCS = {
+    "in full": ({}, {}),
+    "twice a period": ({"period": 4, "fragments": 2, "outer_momentum": 0.0}, {}),
+    "4 bits, overlapped": ({"quantise": 4, "overlap_steps": 1}, {"precision": "bf16"}),
+    "8 bits, local": ({"method": "local", "quantise": 8}, {}),
+    "largest": ({"top_k": 1 / 32}, {}),
+    "largest, 2 bits": ({"top_k": 1 / 32, "quantise": 2}, {"precision": "fp64"}),
+}
+
+
+def sent(runtime, config):
+    """(bytes that this rank sent in some steps, owned elements, bytes of the exchange's state)."""
+    trainer = Trainer(config, runtime)
+    initialise(trainer)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    for _ in range(STEPS):
+        trainer.train_step(loader)
+    loader.close()
+    elements = {name: master.numel() for name, master in trainer.optimizer.masters.items()}
+    return trainer.sync_traffic.taken(), elements, trainer.state_bytes_by_kind()["sync"]
+
+
+@pytest.mark.parametrize(("sync", "train"), SYNCS.values(), ids=SYNCS)
+def test_planned_bytes_are_those_that_a_run_sends_and_keeps(sync, train):
+    config = run_config(
+        WIDE,
+        sync={"method": "diloco", "period": 2} | sync,
+        train=train | {"steps": STEPS},
+        batch={"global_batch_size": 3},
+    )
+    width = 8 if train.get("precision") == "fp64" else 4
+    ranks = run_ranks(3, sent, config)
+    sizes = owned_sizes(config, ParallelLayout.of_run(config, 3), 0)
+    assert ranks[0][1] == sizes
+    planned = diloco_bytes(config.sync, STEPS, 3, sizes, width)
+    assert sum(count for count, *_ in ranks) / 3 / STEPS == pytest.approx(planned, rel=1e-6)
+    kept = diloco_state(config.sync, width) * sum(sizes.values())
+    assert [of_rank for *_, of_rank in ranks] == [kept] * 3
+
+
+def elements(runtime, config):
+    trainer = Trainer(config, runtime)
+    return {name: master.numel() for name, master in trainer.optimizer.masters.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (GPT, {"tp": 2, "pp": 2}),
+        (GPT, {"zero": 1, "pp": 2}),
+        (MOE, {"ep": 2, "zero": 1}),
+        (BIASED, {"tp": 2, "ep": 2, "zero": 0}),
+    ],
+)
+def test_owned_elements_are_those_that_each_rank_s_optimizer_has(model, parallel):
+    sync = {"method": "diloco", "replicas": 1 if parallel.get("zero") else 0}
+    config = run_config(model, parallel=parallel, sync=sync)
+    layout = ParallelLayout.of_run(config, 4)
+    planned = [owned_sizes(config, layout, rank) for rank in range(4)]
+    assert run_ranks(4, elements, config) == planned
+
+
+def test_a_run_that_ends_before_its_first_exchange_sends_nothing():
+    sync = SyncConfig(method="diloco", period=8, fragments=2)
+    sizes = {"blocks.0.w": 999, "blocks.1.w": 999}  # and one value more says who takes part
+    exchanges = [
+        diloco_bytes(sync, steps, 2, sizes, 4) * steps / 8000 for steps in (3, 4, 7, 8, 11, 12)
+    ]
+    assert exchanges == [0.0, 0.5, 0.5, 1.0, 1.0, 1.5]
