@@ -1,5 +1,6 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
+    from mtcli.core.data.tokenize import Tokenizer
     from mtcli.core.evaluate.encode import Encoder
     from mtcli.core.evaluate.tasks.registry import TaskRun
     from mtcli.core.evaluate.tasks.task import Report
@@ -23,8 +25,9 @@ Tasks = Annotated[
         metavar="NAME=PATH",
         default_factory=list,
         show_default=False,
-        help="wikitext103=FILE, lambada=FILE or race=FOLDER, any number of times; or lm_eval:NAME "
-        "(or lm_eval:FILE.yaml) for a task of lm-evaluation-harness",
+        help="wikitext103=FILE, lambada=FILE or race=FOLDER, any number of times; of encoders "
+        "mlm=PREFIX, race=FOLDER or classification=FILE; or lm_eval:NAME (or lm_eval:FILE.yaml) "
+        "for a task of lm-evaluation-harness",
     ),
 ]
 Limit = Annotated[
@@ -50,12 +53,24 @@ TokenizerName = Annotated[
     typer.Option("--tokenizer", help="a tokenizer file, folder or name; default: the checkpoint's"),
 ]
 
+Ensemble = Annotated[
+    list[str],
+    typer.Option(
+        "--ensemble",
+        metavar="CHECKPOINT",
+        default_factory=list,
+        show_default=False,
+        help="a further classifier whose probabilities are averaged in, any number of times",
+    ),
+]
+
 
 @answering
 def eval(
     checkpoint: CheckpointPath,
     tasks: Tasks,
     overrides: Overrides,
+    ensemble: Ensemble,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     limit: Limit = None,
@@ -64,27 +79,43 @@ def eval(
     tokenizer: TokenizerName = None,
     json_out: JsonOut = None,
 ) -> None:
-    """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE or tasks of lm-evaluation-harness."""
+    """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE, tasks of lm-evaluation-harness or, with
+    an encoder's head, on masked tokens and labelled texts."""
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
+    from mtcli.core.config.model import CLASSIFIERS
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
-    specs, train, _ = collect_errors(
+    every = [checkpoint, *ensemble]
+    specs, train, *heads = collect_errors(
         lambda: parse_tasks(tasks),
         lambda: train_settings(overrides, device=device),
-        lambda: require_model(checkpoint, overrides, num_ranks(nproc)),
+        *(
+            partial(require_model, path, overrides, num_ranks(nproc), encoders=True)
+            for path in every
+        ),
     )
+    if len(set(heads)) > 1 or (ensemble and heads[0] not in CLASSIFIERS):
+        said = ", ".join(f"{path} has {head}" for path, head in zip(every, heads, strict=True))
+        hint = "classifiers of one kind, classification or multiple_choice"
+        raise wrong(f"--ensemble of heads that differ or classify nothing: {said}", hint)
 
     def work(runtime: "Runtime") -> dict[str, Any] | None:
+        from mtcli.core.evaluate.encoders import encoder_runs
         from mtcli.core.evaluate.packing import BATCH_TOKENS
         from mtcli.core.evaluate.tasks.registry import task_runs
         from mtcli.core.evaluate.tasks.task import TaskOptions
         from mtcli.core.inference.model import open_model
 
-        opened = open_model(checkpoint, overrides, runtime)
+        opened = open_model(checkpoint, overrides, runtime, encoders=True)
         options = TaskOptions(opened.scorer.max_seq_len, limit, overlap)
         tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
-        runs = task_runs(specs, opened.scorer, _encoder(opened, tokenizer), options, tokens)
+        if opened.scorer.config.model.head == "lm":
+            runs = task_runs(specs, opened.scorer, _encoder(opened, tokenizer), options, tokens)
+        else:
+            others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
+            models = [one.scorer for one in (opened, *others)]
+            runs = encoder_runs(specs, models, _tokenizer(opened, tokenizer), limit, tokens)
         summary = _summary(checkpoint, opened, runtime)
         if runtime.rank == 0:
             _announce(summary, runs)
@@ -101,14 +132,19 @@ def eval(
 
 
 def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
-    from mtcli.core.data.tokenize import load_tokenizer
     from mtcli.core.evaluate.encode import encoder_for
+
+    return encoder_for(_tokenizer(opened, tokenizer))
+
+
+def _tokenizer(opened: "OpenModel", tokenizer: str | None) -> "Tokenizer":
+    from mtcli.core.data.tokenize import load_tokenizer
 
     found = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if found is None:
         message = f"the checkpoint {opened.checkpoint.folder} holds no tokenizer"
         raise wrong(message, "name the one that it was trained with", "--tokenizer")
-    return encoder_for(found)
+    return found
 
 
 def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[str, Any]:

@@ -36,15 +36,24 @@ def run_ranks(
         return work(runtime)
 
 
-def require_model(checkpoint: str, overrides: list[str], world: int) -> None:
-    """Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
-    model `world` ranks cannot open with these overrides."""
+def require_model(
+    checkpoint: str, overrides: list[str], world: int, encoders: bool = False
+) -> str | None:
+    """The head of a checkpoint's model, where the path tells.
+
+    Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
+    model `world` ranks cannot open with these overrides; a model that predicts no next token is
+    refused but for `encoders`.
+    """
     from pathlib import Path
 
     from mtcli.core.checkpoint.folder import find_checkpoint, model_of
     from mtcli.core.config.rules import forward_config, require_causal
 
     model = model_of(find_checkpoint(Path(checkpoint)))
-    if model is not None:
+    if model is None:
+        return None
+    if not (encoders and model.head != "lm"):
         require_causal(checkpoint, model)
-        forward_config(model, overrides, world)
+    forward_config(model, overrides, world)
+    return model.head

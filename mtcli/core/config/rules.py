@@ -122,7 +122,11 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
 
 
 def require_causal(path: str, model: ModelConfig) -> None:
-    """Raises MtcliError where a checkpoint's tokens attend to those that they would predict."""
+    """Raises MtcliError where a checkpoint predicts no next token, or its tokens attend to those
+    that they would predict."""
+    if model.head != "lm":
+        message = f"{path} has head={model.head!r}, and predicts no next token"
+        raise wrong(message, "mtcli eval takes it: --task mlm=, race= or classification=PATH")
     if not model.causal:
         message = f"{path} has causal=false: its tokens see the ones they would predict"
         hint = "generate and the tasks of eval take models trained with model.causal=true"

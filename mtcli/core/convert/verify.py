@@ -15,7 +15,9 @@ from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import dtype_name
 from mtcli.core.config.errors import MtcliError, failed
+from mtcli.core.config.model import CLASSIFIERS
 from mtcli.core.convert.inspect import optimizer_kinds
+from mtcli.core.inference.encoder import class_logits
 from mtcli.core.inference.model import open_inference_model
 from mtcli.core.mesh.sharding import BOX_BYTES, boxes_of_at_most
 from mtcli.core.model.inputs import Cache
@@ -130,6 +132,8 @@ def logits_of(checkpoint: Checkpoint) -> Tensor:
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
         return model.next_logits(tokens, positions, Cache())
 
+    if checkpoint.model.head in CLASSIFIERS:
+        return class_logits(model, tokens)
     return torch.stack([last_logits(tokens[:, :end]) for end in ends], 1)
 
 

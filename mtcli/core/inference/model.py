@@ -98,8 +98,10 @@ class InferenceModel:
         logits = torch.zeros(b, self.vocab_size, device=self.groups.device)
         if outputs:
             last = outputs[0].view(b, s, -1)[:, -1]
-            output = self._last_stage().output
-            logits = output.all_logits(output.logits(last), self.vocab_size).float()
+            stage = self._last_stage()
+            if self.config.model.head == "mlm":
+                last = stage.head.transformed(last)
+            logits = stage.output.all_logits(stage.output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
     def _score(self, batch: ScoreBatch, most: int) -> Tensor:
@@ -164,17 +166,20 @@ class OpenModel:
         return found
 
 
-def open_model(path: str, overrides: Sequence[str], runtime: Runtime) -> OpenModel:
+def open_model(
+    path: str, overrides: Sequence[str], runtime: Runtime, encoders: bool = False
+) -> OpenModel:
     """Opens our checkpoint, a run folder or a Hugging Face folder, on any layout.
 
     `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
     in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, for
     bytes that do not have their hashes, and for a model that is not causal: what a token tells of
-    the next one is then no prediction.
+    the next one is then no prediction. With `encoders` other heads are opened too.
     """
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     checkpoint = open_agreed(Path(path), world)
-    require_causal(path, checkpoint.model)
+    if not (encoders and checkpoint.model.head != "lm"):
+        require_causal(path, checkpoint.model)
     together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
     if checkpoint.replicas > 1 and runtime.rank == 0:
         sys.stderr.write(f"note: {checkpoint.averaging}\n")

@@ -59,12 +59,16 @@ class MaskedTokens(nn.Module):
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
         """Of the predicted tokens, and then of the N sequences."""
-        x_ND, labels_N, weights_N = self._predicted(x_TD, inputs)
-        losses = output.losses(self.transformed(x_ND), labels_N)
-        losses = losses if weights_N is None else losses * weights_N
+        losses = self.token_losses(x_TD, inputs, output)
         if self.order is None:
             return losses
         return torch.cat([losses, self.order.losses(x_TD, inputs)])
+
+    def token_losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
+        """Of the predicted tokens alone."""
+        x_ND, labels_N, weights_N = self._predicted(x_TD, inputs)
+        losses = output.losses(self.transformed(x_ND), labels_N)
+        return losses if weights_N is None else losses * weights_N
 
     def loss(
         self, x_TD: Tensor, inputs: Inputs, scale: float, output: TokenLoss

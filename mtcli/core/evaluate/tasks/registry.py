@@ -24,7 +24,8 @@ TASKS: dict[str, Callable[[Path, Encoder, TaskOptions], PreparedTask]] = {
     "lambada": prepare_lambada,  # last words of the raw LAMBADA passages, all tokens right
     "race": prepare_race,  # reading comprehension, high and middle school, prompted as by lm-eval
 }
-USAGE = ", ".join(f"{name}=PATH" for name in TASKS)
+OF_ENCODERS = ("mlm", "classification")  # and race, where the head is of multiple choice
+USAGE = ", ".join(f"{name}=PATH" for name in (*TASKS, *OF_ENCODERS))
 USAGE += f", or {HARNESS_PREFIX}NAME for a task of lm-evaluation-harness"
 
 # A task of ours and its path, or (path None) one of lm-evaluation-harness.
@@ -63,12 +64,13 @@ def _problem(spec: str) -> Problem | None:
     if name.startswith(HARNESS_PREFIX):
         named = name.removeprefix(HARNESS_PREFIX)
         return None if named else Problem(f"{spec} names no task", USAGE, "--task")
-    if name not in TASKS:
-        hint = f"the tasks are {USAGE}{closest(name, TASKS)}"
+    if name not in (*TASKS, *OF_ENCODERS):
+        hint = f"the tasks are {USAGE}{closest(name, (*TASKS, *OF_ENCODERS))}"
         return Problem(f"there is no task {name!r}", hint, "--task")
     if not path:
         return Problem(f"{spec} has no path", f"{name}=PATH", "--task")
-    if not Path(path).exists():
+    is_prefix = name == "mlm" and Path(f"{path}.idx").exists()
+    if not Path(path).exists() and not is_prefix:
         hint = "give the file, or the folder it is in"
         return Problem(f"{name}: {path} does not exist", hint, "--task")
     return None
@@ -98,6 +100,9 @@ def task_runs(
     def ours(name: str, path: Path) -> TaskRun:
         from mtcli.core.evaluate.packing import plan, run  # imports torch: not to check --task
 
+        if name not in TASKS:
+            message = f"the task {name} is for an encoder, and this model predicts next tokens"
+            raise wrong(message, f"one of {', '.join(TASKS)}", "--task")
         prepared = TASKS[name](path, encoder, options)
         planned = plan(scorer, prepared.requests, batch_tokens)
         summary = (

@@ -1,0 +1,92 @@
+"""What an encoder's head says of rows: losses of masked tokens, logits of sequences."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.data.encoder_rows import EncoderRows
+from mtcli.core.inference.model import InferenceModel
+from mtcli.core.model.build import DTYPES
+from mtcli.core.model.inputs import Inputs, Sentences, make_inputs
+from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.collectives import all_reduce
+
+
+class HeadOutput(NamedTuple):
+    """Of a batch of rows: the sum of predicted tokens' losses, and the logits of sequences."""
+
+    loss: float  # nats, weighted
+    logits_MC: Tensor  # float64; none where the head classifies no sequence
+
+
+@torch.no_grad()
+def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[HeadOutput]:
+    """Runs the head on batches of rows; every rank gets the same. Data parallel ranks share them.
+
+    With experts, which ranks may hold for one another, all of them run all batches.
+    """
+    config, layout = model.config.model, model.groups.layout
+    classes = {"mlm": 2 * config.sentence_order, "classification": config.num_labels}
+    sizes = []
+    for rows in batches:
+        labels = len(rows.classes)
+        sizes.append((labels, classes.get(config.head, len(rows.firsts) // max(1, labels))))
+    ends = [0]
+    for labels, width in sizes:
+        ends.append(ends[-1] + 1 + labels * width)
+    flat = torch.zeros(ends[-1], dtype=torch.float64, device=model.groups.device)
+    for number, rows in enumerate(batches):
+        owner = 0 if config.num_experts else number % layout.dp
+        if owner == model.groups.dp_rank or config.num_experts:
+            found = _outputs(model, _inputs(model, rows))
+            # one rank of each replica answers
+            if found is not None and owner == model.groups.dp_rank and model.groups.tp.rank == 0:
+                flat[ends[number] : ends[number + 1]] = found
+    flat = all_reduce(flat, model.groups.world).cpu()
+    return [
+        HeadOutput(float(flat[start]), flat[start + 1 : end].view(size))
+        for start, end, size in zip(ends, ends[1:], sizes, strict=False)
+    ]
+
+
+def class_logits(model: InferenceModel, tokens: Tensor) -> Tensor:
+    """The logits [b, C] of rows of one sequence each [b, s], of a head that classifies them."""
+    count, size = tokens.shape
+    none, ones = torch.zeros(count, size), torch.ones(count)
+    zeros, firsts = none.long(), torch.arange(count) * size
+    rows = EncoderRows(tokens, zeros, zeros.int(), tokens, none, firsts, zeros[:, 0], ones)
+    return head_outputs(model, [rows])[0].logits_MC
+
+
+def _outputs(model: InferenceModel, inputs: Inputs) -> Tensor | None:
+    """(the loss, the logits) in one row, on the last stage's ranks."""
+    outputs = model.forward([inputs])
+    if not outputs:
+        return None
+    head = model.stages[model.groups.layout.num_stages - 1].head
+    if model.config.model.head != "mlm":
+        logits = head.logits(outputs[0], inputs)
+        return torch.cat([logits.new_zeros(1), logits.flatten()]).double()
+    output = model.stages[model.groups.layout.num_stages - 1].output
+    parts = [head.token_losses(outputs[0], inputs, output).double().sum()[None]]
+    if head.order is not None:
+        parts.append(head.order.logits(outputs[0], inputs).flatten().double())
+    return torch.cat(parts)
+
+
+def _inputs(model: InferenceModel, rows: EncoderRows) -> Inputs:
+    device = model.groups.device
+    rows = EncoderRows(*(torch.as_tensor(array).to(device) for array in rows))
+    return make_inputs(
+        model.config.model,
+        DTYPES[model.config.train.precision],
+        rows.tokens,
+        token_types=rows.token_types,
+        labels=rows.labels,
+        weights=rows.weights,
+        positions=restarted(rows.documents),
+        documents=rows.documents,
+        sentences=Sentences(rows.firsts, rows.classes, rows.class_weights),
+    )
