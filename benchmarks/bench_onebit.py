@@ -53,9 +53,9 @@ def main() -> None:
         for name, seed in each(cases, lambda case: f"{case[0]}, seed {case[1]}"):
             rows.setdefault(name, []).append(run(name, seed, data, args))
             say(f"{name:18} seed {seed}: {last(rows[name][-1]):.4f}")
+            if args.json:
+                Path(args.json).write_text(json.dumps(rows) + "\n")
     show(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows) + "\n")
     if args.plot:
         draw(rows, Path(args.plot))
 
@@ -90,7 +90,7 @@ def run(name: str, seed: int, data: list[str], args: argparse.Namespace) -> dict
     """The losses of a run, and the bytes that its ranks sent."""
     with tempfile.TemporaryDirectory() as output:
         settings = [*SETTINGS, *VARIANTS[name][0], *data, f"seed={seed}", f"train.output={output}"]
-        settings += [f"train.steps={args.steps}", f"train.eval_every={args.steps // 4}", *args.set]
+        settings += [f"train.steps={args.steps}", f"train.eval_every={args.steps // 2}", *args.set]
         ranks = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
         command = [sys.executable, *ranks, __file__, "--child", name, *settings]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -103,10 +103,12 @@ class OneBit(ReplicaExchange):
         return {"frozen_at": self.frozen_at} | numbers
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Restores `counters`; without any, the warm-up begins. Raises MtcliError where they are
-        of another model."""
+        """Restores `counters`; without any, or with another method's, the warm-up begins.
+
+        Raises MtcliError where they make no sense, or are of another model.
+        """
         self._reset_counters()
-        if not counters:
+        if "frozen_at" not in counters:
             return
         try:
             known = OneBitCounters.model_validate(counters)
@@ -174,7 +176,7 @@ class OneBit(ReplicaExchange):
         scales = numbers["scale"][self.global_sums.rows].tolist()
         named = dict(zip(self.moments["exp_avg"], scales, strict=True))
         scaled = ((name, m.mul_(named[name])) for name, m in self._own_momenta(factor))
-        means = self.mean(scaled, self.live, float(numbers["live"].sum()))
+        means = self.mean(scaled, self.live, max(1.0, float(numbers["live"].sum())))
         for name, mean in means.items():
             mean.div_(named[name])
         return means
