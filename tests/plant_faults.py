@@ -76,7 +76,7 @@ def _difference(row):
     from parity_runs import slices, train_on, worst
     from ranks import run_ranks
 
-    whole = _one_rank(row.model)
+    whole = _one_rank(row.model, row.config().batch.global_batch_size)
     try:
         ranks = run_ranks(row.world, train_on, row.config(), STEPS, deadline=60)
         pairs = [(worst(whole, m), slices(row, n, m, whole)) for n, m in enumerate(ranks)]
@@ -87,11 +87,12 @@ def _difference(row):
 
 
 @cache
-def _one_rank(model):
+def _one_rank(model, global_batch_size):
     from parity_runs import Row, train_on
     from ranks import run_ranks
 
-    return run_ranks(1, train_on, Row(model, 1, {}).config(), STEPS)[0]
+    row = Row(model, 1, {}, {"global_batch_size": global_batch_size})
+    return run_ranks(1, train_on, row.config(), STEPS)[0]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from math import ceil, log2
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.elements import RankElements
 from mtcli.core.plan.gpu_time import Physics, dense_gemms
+from mtcli.core.plan.grid import grid_traffic
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.sync_bytes import rank_sync_bytes
 from mtcli.core.plan.workload import Pass, Workload
@@ -68,8 +69,8 @@ def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     """Seconds of a block's collectives over tp: with sequence parallelism two all-gathers and two
     reduce-scatters each way, else two all-reduces, which move as much (arXiv:2205.05198, section
     4.2.2). Ranks that share a key-value head exchange columns of it and of its query heads."""
-    if work.mesh > 1:
-        return _summa(work, device, physics)
+    if work.layout.tp_rows > 1:
+        return grid_seconds(work, device, physics)
     moved, tp = work.stream_bytes, work.layout.tp
     way = 2 * ring_seconds(moved, tp, 1, device, physics)
     once = way if work.sequence_parallel else all_reduce_seconds(moved, tp, 1, device, physics)
@@ -78,24 +79,18 @@ def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
     return Pass(both, both)
 
 
-def _summa(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Per block of 2D tensor parallelism: blocks of activations go along rows of the mesh, blocks
-    of weights along columns, and twice as much in the backward pass, which is the 7bsh + 12h^2 and,
-    with recomputation, 21bsh + 36h^2 of arXiv:2104.05343, table 1. Broadcasts are pipelined, so
-    that each link carries a block once; a node holds a part of the mesh that is about as wide as
-    it is high, the paper's bunched placement."""
-    q, size = work.mesh, work.sizes.weight
-    shapes = dense_gemms(work)
-    rows = float(sum(m * k for m, _, k in shapes) * size / q)
-    columns = float(sum(k * n for _, n, k in shapes) * size / q)
-    wide = 2 ** ceil(log2(device.node_size) / 2)
-    high = 1 if q * q <= device.node_size else wide
-    across = 1 if q * q <= device.node_size else device.node_size // wide
-    once = rows / group_bandwidth(q, across, device, physics)
-    once += columns / group_bandwidth(q, high, device, physics)
-    step = device.link if q * q <= device.node_size else device.network
-    once += 2 * q * len(shapes) * (q - 1) * step.latency
-    return Pass(once, 2 * once)
+@singledispatch  # `published/software.py` has the paper's
+def grid_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+    """Seconds of a block's collectives on a grid of tp ranks, ranks of a row side by side. None is
+    counted as hidden behind GEMMs, though panels travel while others are multiplied."""
+    layout, traffic = work.layout, grid_traffic(work)
+    along = group_bandwidth(layout.tp_columns, 1, device, physics)
+    down = group_bandwidth(layout.tp_rows, layout.tp_columns, device, physics)
+    far = layout.tp > device.node_size
+    latency = (device.network if far else device.link).latency
+    steps = 2 * work.panels * len(dense_gemms(work)) * latency
+    forward, backward = (way.along / along + way.down / down for way in traffic)
+    return Pass(forward + steps, backward + 2 * steps)
 
 
 def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:

@@ -71,12 +71,12 @@ def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
 def head_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
     """Seconds of the logits and their loss, read and written in float32, on the last stage."""
     m = work.model
-    q = work.mesh
-    columns = -(-m.vocab_size // (work.layout.tp if q == 1 else q))
+    rows, panels = work.layout.tp_rows, work.panels
+    columns = -(-m.vocab_size // work.columns)
     wide = replace(work, precision="bf16") if work.sizes.gemm in ("fp8", "nvfp4") else work
-    shape = (work.tokens // q, columns, m.hidden_size // q)
-    logits_gemm = _gemms(wide, device, physics, [shape]) * q
-    logits = 4.0 * work.tokens // q * columns * physics.traffic
+    shape = (work.tokens // rows, columns, m.hidden_size // panels)
+    logits_gemm = _gemms(wide, device, physics, [shape]) * panels
+    logits = 4.0 * work.tokens // rows * columns * physics.traffic
     moved = logits / (device.memory_bandwidth * physics.memory)
     return logits_gemm + Pass(2 * moved, 2 * moved)
 
@@ -124,17 +124,14 @@ def dense_gemms(work: Workload) -> list[GemmShape]:
 
 
 def _dense(work: Workload, device: Device, physics: Physics) -> Pass:
-    """Seconds of a block's GEMMs on a rank. SUMMA makes each of them in as many steps as its mesh
-    has columns (arXiv:2104.05343, algorithm 1)."""
-    tp, q = work.layout.tp, work.mesh
-    if q > 1:
-        steps = [(m // q, n // q, k // q) for m, n, k in dense_gemms(work)]
-        return _gemms(work, device, physics, steps) * q
-    sharded = [
-        (m, n // tp, k) if index % 2 == 0 else (m, n, k // tp)
-        for index, (m, n, k) in enumerate(dense_gemms(work))
-    ]
-    return _gemms(work, device, physics, sharded)
+    """Seconds of a block's GEMMs on a rank. SUMMA makes each of them in as many steps as there are
+    panels (arXiv:2104.05343, algorithm 1): of what columns contract, and of what rows put out."""
+    rows, columns, panels = work.layout.tp_rows, work.columns, work.panels
+    sharded = []
+    for index, (m, n, k) in enumerate(dense_gemms(work)):
+        n, k = (n // columns, k // panels) if index % 2 == 0 else (n // panels, k // columns)
+        sharded.append((m // rows, n, k))
+    return _gemms(work, device, physics, sharded) * panels
 
 
 def _routed(work: Workload, device: Device, physics: Physics) -> Pass:

@@ -22,7 +22,7 @@ from mtcli.core.plan.elements import (
     update_bytes,
 )
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.tape.ops import Kernels, Shapes
+from mtcli.core.plan.tape.ops import Kernels, Shapes, panel_buffers
 from mtcli.core.plan.tape.stage import StageBytes, stage_bytes
 from mtcli.core.plan.workload import Workload, schedule_of
 from mtcli.core.schedule.ops import Op
@@ -176,7 +176,7 @@ def _runs(work: Workload, kernels: Kernels, pp_rank: int) -> list[StageBytes]:
     if not work.layers_of_rank(pp_rank):  # no backward reads positions
         return [first, *others]
     m = work.model
-    rotation = work.tokens * 2 * m.head_dim * work.sizes.weight * (m.position == "rope")
+    rotation = work.row_tokens * 2 * m.head_dim * work.sizes.weight * (m.position == "rope")
     return [first.beside(rotation), *others]
 
 
@@ -184,6 +184,7 @@ def _run(work: Workload, kernels: Kernels, stage: int) -> StageBytes:
     ends = (stage == 0, stage == work.layout.num_stages - 1)
     layers = work.layers_of_stage[stage]
     run = stage_bytes(work, kernels, ends, layers, gathered_groups(work, ends))
+    run = run.beside(panel_buffers(work, ends[1]))
     # With pp = 1 the input is what the stage before keeps alive as its result.
     return run.beside(-Shapes.of(work).stream) if stage and work.layout.pp == 1 else run
 

@@ -18,7 +18,7 @@ from typing import Any
 from mtcli.core.config.fields import MAX_RANKS, divisors
 from mtcli.core.config.layout_rules import uneven_heads
 from mtcli.core.config.rules import problems
-from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device
@@ -62,7 +62,7 @@ def search(
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
     """
-    works = legal_works(config, world, pinned)
+    works = [*legal_works(config, world, pinned), *grids(config, world, pinned)]
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
     heapify(queue)
     best: list[Candidate] = []
@@ -81,8 +81,7 @@ def search(
             best.sort(key=lambda candidate: candidate.prediction.step_seconds)
             del best[top:]
     nearest = smallest(large, device) if large and not best else None
-    compared = (*works, *squares(config, world, pinned))
-    return SearchResult(tuple(best), len(works), len(large), nearest, compared)
+    return SearchResult(tuple(best), len(works), len(large), nearest, tuple(works))
 
 
 def fewest(
@@ -141,8 +140,8 @@ def with_batch(config: RunConfig, sequences: int) -> RunConfig:
     return config.model_copy(update={"batch": batch})
 
 
-def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """Workloads in two dimensions, to be compared with: `train` runs one dimension alone."""
+def grids(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
+    """Workloads in two dimensions, where the config is of one and does not pin that."""
     p, m = config.parallel, config.model
     if p.tp_mode == "2d" or "parallel.tp_mode" in pinned or m.num_experts:
         return []
@@ -150,19 +149,23 @@ def squares(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workl
     return [
         work
         for work in legal_works(square, world, pinned)
-        if work.mesh**2 == work.layout.tp
+        if work.layout.tp_rows > 1
         and work.layout.cp == 1
-        and work.micro_batch_size % work.mesh == 0
+        and work.micro_batch_size % work.layout.tp_rows == 0
     ]
 
 
 def apply(config: RunConfig, work: Workload) -> RunConfig:
     """The config with a workload's layout and micro-batch; other fields as they are."""
     layout = work.layout
-    axes = {axis: layout.size(axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    axes = {axis: layout.size(axis) for axis in ("cp", "pp", "ep", "etp")}
+    square = layout.tp_rows**2 == layout.tp
     even = config.model.num_layers % layout.num_stages == 0
     parallel = {
         **axes,
+        "tp": layout.tp,
+        "tp_mode": work.tp_mode if layout.tp_rows > 1 else config.parallel.tp_mode,
+        "tp_rows": config.parallel.tp_rows if square or layout.tp_rows == 1 else layout.tp_rows,
         "vpp": layout.vpp,
         "schedule": work.schedule_name,
         "zero": work.zero,
@@ -219,7 +222,8 @@ def _grids(
     tps = divisors(gcd(m.num_heads, width))  # gcd(heads, 0) is heads
     if config.parallel.tp_mode == "2d":
         sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))
-        tps = [side * side for side in sides if side > 1]
+        rows = config.parallel.tp_rows
+        tps = [side * (rows or side) for side in sides if side > 1 or rows]
     else:
         tps = [tp for tp in tps if not uneven_heads(m, tp)]
     for tp, cp in product(options("parallel.tp", tps), options("parallel.cp", cps)):
@@ -244,7 +248,8 @@ def _chunks(num_layers: int, pp: int) -> list[int]:
 def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
     """Builds the workload of every choice, without those that a pinned value makes illegal."""
     start = Workload.of(config, world)
-    works = [_with(start, choice) for choice in choices(config, world, pinned)]
+    parallel = config.parallel
+    works = [_with(start, choice, parallel) for choice in choices(config, world, pinned)]
     return [work for work in works if not (pinned and problems(apply(config, work), world))]
 
 
@@ -273,14 +278,15 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
     return bound / costs.crowd + costs.gradients_exposed + costs.optimizer + costs.overhead
 
 
-def _with(work: Workload, choice: AxisSizes) -> Workload:
+def _with(work: Workload, choice: AxisSizes, parallel: ParallelConfig) -> Workload:
     """Builds `Workload.of(apply(config, choice), world)` without building the config."""
     axes = {axis: choice[axis] for axis in AXES}
     tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
-    divides = work.tp_mode == "2d" or tokens % choice["tp"] == 0
+    rows = parallel.model_copy(update={"tp": choice["tp"]}).grid_rows
+    divides = rows > 1 or tokens % choice["tp"] == 0
     return replace(
         work,
-        layout=ParallelLayout(work.layout.world, **axes),
+        layout=ParallelLayout(work.layout.world, **axes, tp_rows=rows),
         sequence_parallel=work.sequence_parallel and divides,
         micro_batch_size=choice["micro_batch_size"],
         schedule_name=choice["schedule"],

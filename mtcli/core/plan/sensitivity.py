@@ -113,8 +113,7 @@ def _reason(one: Prediction, best: Prediction) -> str:
     grew = max(mine, key=lambda part: mine[part] - its[part])
     more = mine[grew] - its[grew]
     cause = f": {grew} +{more:.3g} s" if more > 0 else ""
-    planned = ", and can only be planned" if one.work.tp_mode != best.work.tp_mode else ""
-    return f"{slower:+.1%}{cause}{planned}"
+    return f"{slower:+.1%}{cause}"
 
 
 def _parts(one: Prediction) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, singledispatch
+from math import prod
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.communication import (
@@ -55,7 +56,8 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
 def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     """Costs of a step's parts that do not depend on the pipeline or on the data ranks."""
     p = work.layout
-    alone = ParallelLayout(p.tp * p.cp * p.ep * p.etp, tp=p.tp, cp=p.cp, ep=p.ep, etp=p.etp)
+    axes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "etp": p.etp}
+    alone = ParallelLayout(prod(axes.values()), **axes, tp_rows=p.tp_rows)
     block_work = replace(
         work, layout=alone, global_batch_size=0, schedule_name="", zero=0, stage_sizes=()
     )

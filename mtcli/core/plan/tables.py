@@ -28,7 +28,6 @@ SHOWN_STAGES = 16  # of a longer pipeline its ends, and the rank that holds most
 ALL_RANKS = 64  # ranks that are listed one by one
 ROWS = 16  # of ranges, of which the middle is left out
 
-NOT_RUN = "2D tensor parallelism is planned; mtcli train runs tp_mode='1d' alone"
 CANDIDATES = ("", "layout", "step", "MFU", "memory", "bubble", "communication", "slower")
 NEIGHBOURS = ("changed", "falls short", "step", "memory", "layout")
 
@@ -189,7 +188,6 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         (f"experts at {UNEVEN}x", _uneven_cost(p)),
         ("precision", _slow_precision(p)),
         ("rates", _roofline(p)),
-        ("runs", NOT_RUN if work.tp_mode == "2d" else ""),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
         ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),

@@ -6,7 +6,7 @@ may use precisions that the engine does not train in.
 
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from math import ceil, isqrt
+from math import ceil, lcm
 from typing import Any, NamedTuple
 
 from mtcli.core.config.model import ModelConfig
@@ -58,7 +58,6 @@ class Workload:
     zero: int = 0
     recompute: str = "none"
     stage_sizes: tuple[int, ...] = ()
-    tp_mode: str = "1d"
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     document_mask: bool = False
@@ -80,7 +79,7 @@ class Workload:
             "sync": config.sync,
             "num_moments": config.optimizer.num_moments,
             "schedule_name": p.schedule,
-            "sequence_parallel": p.sequence_parallel or p.tp_mode == "2d",
+            "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,
             "document_mask": config.data.document_mask,
             "bucket_bytes": p.bucket_mib * 2**20,
@@ -122,7 +121,7 @@ class Workload:
     def head_bytes(self) -> float:
         """Bytes of queries, keys and values of a rank's heads."""
         heads = self.model.num_heads + 2 * self.kv_heads
-        return self.tokens * heads * self.model.head_dim / self.layout.tp * self.sizes.weight
+        return self.row_tokens * heads * self.model.head_dim / self.columns * self.sizes.weight
 
     @property
     def routed_bytes(self) -> float:
@@ -136,14 +135,30 @@ class Workload:
         return 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
 
     @property
-    def mesh(self) -> int:
-        """Rows, and columns, of the square of ranks of 2D tensor parallelism; 1 without it."""
-        return isqrt(self.layout.tp) if self.tp_mode == "2d" else 1
+    def tp_mode(self) -> str:
+        """2d where the tp ranks form a grid of several rows, else 1d."""
+        return "2d" if self.layout.tp_rows > 1 else "1d"
+
+    @property
+    def columns(self) -> int:
+        """Ranks over which tensor parallelism shards heads: all tp ranks, or those of a row."""
+        return self.layout.tp_columns
+
+    @property
+    def panels(self) -> int:
+        """Panels in which a grid of tp ranks multiplies; 1 where there is one row."""
+        rows, columns = self.layout.tp_rows, self.columns
+        return lcm(rows, columns) if rows > 1 else 1
+
+    @property
+    def row_tokens(self) -> float:
+        """Tokens of a micro-batch on one row of tp ranks."""
+        return self.tokens / self.layout.tp_rows
 
     @property
     def kv_sharers(self) -> int:
         """Tensor parallel ranks that share a key-value head."""
-        return max(1, self.layout.tp // self.model.num_kv_heads) if self.mesh == 1 else 1
+        return max(1, self.columns // self.model.num_kv_heads)
 
     @property
     def kv_heads(self) -> int:
@@ -180,10 +195,11 @@ class Workload:
     def layout_words(self) -> str:
         """The layout in one line, axes of size 1 left out."""
         layout, axes = self.layout, ("tp", "cp", "dp", "replica", "pp", "vpp", "ep", "etp")
-        sizes = {axis: layout.vpp if axis == "vpp" else layout.size(axis) for axis in axes}
+        sizes = {axis: layout.size(axis) for axis in axes if axis != "vpp"}
+        sizes = {axis: sizes.get(axis, layout.vpp) for axis in axes} | {"tp": layout.tp}
         words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1] or ["one rank"]
         if self.tp_mode == "2d":
-            words.insert(1, "(2d)")
+            words.insert(1, f"({layout.tp_rows} x {layout.tp_columns})")
         words.append(f"micro-batch {self.micro_batch_size}")
         if layout.pp > 1:
             words.append(self.schedule_name)

@@ -18,6 +18,7 @@ from mtcli.core.plan.gpu_time import (
 )
 from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named, shared
 from mtcli.core.plan.predict import predict, predict_workload, recomputed_share
+from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.step_time import pipeline_seconds, simulated, step_costs
 from mtcli.core.plan.tables import summary
 from mtcli.core.plan.workload import Workload
@@ -173,7 +174,9 @@ def test_an_all_reduce_is_a_ring_of_large_tensors_and_a_tree_of_small_ones():
 @pytest.mark.parametrize("q", [2, 4, 8])
 def test_two_dimensional_tensor_parallelism_moves_the_published_volume(q):
     """algorithms.md 5: 7bsh + 12h^2 elements forward and twice that backward, over sqrt(p)."""
-    work = step(ParallelLayout(q * q, tp=q * q), micro_batch_size=q, tp_mode="2d")
+    layout = ParallelLayout(q * q, tp=q * q, tp_rows=q)
+    plain = step(layout, micro_batch_size=q)
+    work = PublishedWork(**vars(plain))
     times = sent.tensor_parallel(work, FLAT, PERFECT)
     elements = 7 * q * 2048 * 8192 + 12 * 8192**2
     assert times.forward * 1e9 == pytest.approx(2 * elements / q)
@@ -183,8 +186,8 @@ def test_two_dimensional_tensor_parallelism_moves_the_published_volume(q):
 def test_two_dimensional_products_are_the_whole_ones_cut_in_three():
     """Each of p ranks makes 1/p of a product, in sqrt(p) pieces; a piece may be less efficient."""
     one, cut = (
-        block_seconds(step(layout, micro_batch_size=16, tp_mode=mode), H100, PERFECT)
-        for layout, mode in ((ParallelLayout(1), "1d"), (ParallelLayout(16, tp=16), "2d"))
+        block_seconds(step(layout, micro_batch_size=16), H100, PERFECT)
+        for layout in (ParallelLayout(1), ParallelLayout(16, tp=16, tp_rows=4))
     )
     whole = block_seconds(step(micro_batch_size=16, sequence_parallel=True), H100, PERFECT)
     assert one == whole

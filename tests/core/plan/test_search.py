@@ -13,12 +13,10 @@ from mtcli.core.plan.search import apply, choices, lower_bound, search
 from mtcli.core.plan.sensitivity import FIELDS, neighbours
 from mtcli.core.plan.step_time import pipeline_seconds, step_costs
 from mtcli.core.plan.tables import (
-    NOT_RUN,
     group_lines,
     rank_coordinates,
     rank_groups,
     rank_table,
-    summary,
 )
 from mtcli.core.plan.workload import Workload
 
@@ -192,11 +190,20 @@ def test_squares_of_ranks_are_searched_where_they_are_asked_for():
     found = search(config, 64, GPUS["h200"], 3, frozenset({"parallel.tp_mode"}))
     for candidate in found.best:
         assert candidate.config.parallel.tp in (4, 16, 64)
-        assert candidate.prediction.work.mesh**2 == candidate.config.parallel.tp
-        assert ("runs", NOT_RUN) in summary(candidate.prediction)
+        assert candidate.prediction.work.layout.tp_rows**2 == candidate.config.parallel.tp
 
 
-def test_squares_of_ranks_are_compared_with_and_never_the_answer():
+def test_a_grid_of_given_rows_is_searched_by_its_columns():
+    fields = ["parallel.tp_mode=2d", "parallel.tp_rows=2", "train.precision=bf16"]
+    pinned = frozenset({"parallel.tp_mode", "parallel.tp_rows"})
+    found = search(load_config("gpt3-175b", fields), 64, GPUS["h200"], 3, pinned)
+    for candidate in found.best:
+        layout = candidate.prediction.work.layout
+        assert (layout.tp_rows, layout.tp) == (2, candidate.config.parallel.tp)
+    assert len({c.config.parallel.tp for c in found.best} - {4}) > 0
+
+
+def test_squares_of_ranks_are_searched_beside_one_dimension():
     gpu = GPUS["rtx-5000"]
     config = load_config("megatron-8.3b", ["train.precision=fp16"])
     found = search(config, 64, gpu, 3)
@@ -204,8 +211,7 @@ def test_squares_of_ranks_are_compared_with_and_never_the_answer():
     assert {one.work.tp_mode for one in best} == {"1d"}
     (square,) = [one for one in neighbours(best, found.works) if one.field == "tp_mode"]
     work = square.prediction.work
-    assert square.value == "2d" and work.mesh**2 == work.layout.tp > 1
-    assert square.reason.endswith("planned")
+    assert square.value == "2d" and work.layout.tp_rows**2 == work.layout.tp > 1
     exact = predict_workload(work, gpu).step_seconds
     assert square.prediction.step_seconds == pytest.approx(exact, rel=0.05)
     pinned = search(config, 64, gpu, 1, frozenset({"parallel.tp_mode"}))

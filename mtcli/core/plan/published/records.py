@@ -147,7 +147,7 @@ def _workload(row: Table, source: str, device: Device) -> PublishedWork:
         raise ValueError(f"tp={layout.tp} is no square, and tp_mode is 2d")
     return PublishedWork(
         model=_model(m, flash),
-        layout=layout,
+        layout=replace(layout, tp_rows=isqrt(layout.tp)) if mode == "2d" else layout,
         seq_len=m["seq"],
         micro_batch_size=p.get("micro_batch") or 1,
         global_batch_size=_batch(p, layout),
@@ -156,7 +156,6 @@ def _workload(row: Table, source: str, device: Device) -> PublishedWork:
         sequence_parallel=layout.tp > 1 and (p.get("sp") is not False or mode == "2d"),
         zero=_zero(p),
         recompute=_recompute(str(p.get("recompute") or "none")),
-        tp_mode=mode,
         flash=flash,
         gathers_ahead=flash,
         once_per_node=since(source, ONCE_PER_NODE),

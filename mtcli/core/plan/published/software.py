@@ -5,13 +5,15 @@ Each function registered here takes the place of plan's own for a `PublishedWork
 
 import re
 from dataclasses import dataclass
+from math import ceil, log2
 
-from mtcli.core.plan.communication import crossing_share
+from mtcli.core.plan.communication import crossing_share, grid_seconds, group_bandwidth
 from mtcli.core.plan.gpu_time import (
     Physics,
     attention_flops,
     attention_rate,
     attention_seconds,
+    dense_gemms,
     elementwise_bytes,
 )
 from mtcli.core.plan.hardware import Device
@@ -109,3 +111,24 @@ def _(work: PublishedWork, nodes: float) -> float:
 @hidden_gather.register
 def _(work: PublishedWork, behind: Pass) -> float:
     return behind.forward * work.gathers_ahead
+
+
+@grid_seconds.register
+def _(work: PublishedWork, device: Device, physics: Physics) -> Pass:
+    """Seconds of a block of Optimus, whose products are all A B: blocks of activations go along
+    rows of the mesh, blocks of weights along columns, and twice as much in the backward pass, which
+    is the 7bsh + 12h^2 and, with recomputation, 21bsh + 36h^2 of arXiv:2104.05343, table 1.
+    Broadcasts are pipelined, so that each link carries a block once; a node holds a part of the
+    mesh that is about as wide as it is high, the paper's bunched placement."""
+    q, size = work.layout.tp_rows, work.sizes.weight
+    shapes = dense_gemms(work)
+    rows = float(sum(m * k for m, _, k in shapes) * size / q)
+    columns = float(sum(k * n for _, n, k in shapes) * size / q)
+    wide = 2 ** ceil(log2(device.node_size) / 2)
+    high = 1 if q * q <= device.node_size else wide
+    across = 1 if q * q <= device.node_size else device.node_size // wide
+    once = rows / group_bandwidth(q, across, device, physics)
+    once += columns / group_bandwidth(q, high, device, physics)
+    step = device.link if q * q <= device.node_size else device.network
+    once += 2 * q * len(shapes) * (q - 1) * step.latency
+    return Pass(once, 2 * once)

@@ -98,7 +98,7 @@ def _block(kit: Kit, x: Value) -> Value:
     if m.num_experts:
         part = mixture(kit, normed)
     else:
-        part = mlp(kit, normed, m.ffn_hidden_size / kit.work.layout.tp)
+        part = mlp(kit, normed, m.ffn_hidden_size / kit.work.columns)
     out = dropout(kit, part, total)
     tape.free(part, normed, total)
     return out
@@ -106,9 +106,8 @@ def _block(kit: Kit, x: Value) -> Value:
 
 def mlp(kit: Kit, x: Value, width: float) -> Value:
     """down(activation(up(x))), `width` of this rank; on a GPU the bias is GELU's."""
-    hidden = kit.t.hidden
-    inner = column_linear(kit, x, (gates(kit) * width, hidden))
-    return then(kit, inner, row_linear(kit, inner, (hidden, width), activated_linear))
+    inner = column_linear(kit, x, (gates(kit) * width, kit.t.inner))
+    return then(kit, inner, row_linear(kit, inner, (kit.t.hidden, width), activated_linear))
 
 
 def attention(kit: Kit, x: Value) -> Value:
@@ -126,7 +125,7 @@ def attention(kit: Kit, x: Value) -> Value:
 def _heads(kit: Kit, x: Value) -> Value:
     """Queries, keys and values; ranks that share a key-value head exchange columns for heads."""
     tape, t, sharers = kit.tape, kit.t, kit.work.kv_sharers
-    columns = column_linear(kit, x, (t.queries + t.keys / sharers, t.hidden))
+    columns = column_linear(kit, x, (t.queries + t.keys / sharers, t.inner))
     if sharers == 1:
         return columns
     size, own_keys = t.tokens * (t.queries + t.keys) * t.size, t.tokens * t.keys / sharers * t.size
@@ -148,7 +147,7 @@ def _heads(kit: Kit, x: Value) -> Value:
 def _mix(kit: Kit, qkv: Value) -> Value:
     tape, m, heads = kit.tape, kit.work.model, HeadSizes(kit, kit.t.size)
     q, k, v = tape.op([qkv], [qkv, qkv, qkv], new_gradients(qkv.size))
-    if heads.grouped and m.num_kv_heads > kit.work.layout.tp:
+    if heads.grouped and m.num_kv_heads > kit.work.columns:
         q = then(kit, q, copied(kit, q, heads.q))
     if m.position == "rope":
         q, k = _rotated(kit, q, k, heads)
@@ -475,7 +474,7 @@ def mixture(kit: Kit, x: Value) -> Value:
     x, weights = _routed(kit, x)
     y = then(kit, weights, dispatched(kit, x, weights))
     if m.shared_expert_ffn_hidden_size:
-        shared = mlp(kit, x, m.shared_expert_ffn_hidden_size / kit.work.layout.tp)
+        shared = mlp(kit, x, m.shared_expert_ffn_hidden_size / kit.work.columns)
         if m.shared_expert_gate:
             gate = saved_by(kit, x, kit.t.rows * kit.t.size)
             shared = then(kit, shared, then(kit, gate, _gated(kit, gate, shared)))

@@ -33,9 +33,10 @@ BLOCK, EXPERTS, ENDS = range(3)  # groups of parameters that zero=3 gathers toge
 class Shapes(NamedTuple):
     """Sizes of one micro-batch on one rank."""
 
-    tokens: float  # T
+    tokens: float  # T, on a grid of tp ranks those of its row
     rows: float  # R
-    hidden: int  # D
+    hidden: float  # D, on a grid the columns of activations
+    inner: float  # D, on a grid the hidden columns of a column-parallel weight
     queries: float  # q
     keys: float  # kv: both, of this rank's groups, whole
     heads: float
@@ -45,11 +46,14 @@ class Shapes(NamedTuple):
     @classmethod
     def of(cls, work: Workload) -> "Shapes":
         """The sizes of a workload."""
-        m, tp, size = work.model, work.layout.tp, work.sizes.weight
+        m, tp, size = work.model, work.columns, work.sizes.weight
+        rows = work.layout.tp_rows
+        on_grid = rows > 1
         return cls(
-            work.tokens,
-            work.tokens / work.sequence_shards,
-            m.hidden_size,
+            work.row_tokens,
+            work.row_tokens if on_grid else work.tokens / work.sequence_shards,
+            m.hidden_size / tp if on_grid else m.hidden_size,
+            m.hidden_size / rows,
             m.num_heads * m.head_dim / tp,
             2 * work.kv_heads * m.head_dim / tp,
             m.num_heads / tp,
@@ -65,9 +69,9 @@ class Shapes(NamedTuple):
 
 def logits_bytes(work: Workload) -> float:
     """Bytes of a micro-batch's logits, vocabulary padding included."""
-    multiple = VOCAB_MULTIPLE * work.layout.tp
+    multiple = VOCAB_MULTIPLE * work.columns
     columns = -(-work.model.vocab_size // multiple) * VOCAB_MULTIPLE
-    return float(work.tokens * work.sizes.weight * columns)
+    return float(work.row_tokens * work.sizes.weight * columns)
 
 
 class Group(NamedTuple):
@@ -350,7 +354,7 @@ def gates(kit: Kit) -> int:
 def enter(kit: Kit, x: Value) -> Value:
     """All-gathers the input [T, D] of a tensor parallel region."""
     tape, tp = kit.tape, kit.work.layout.tp
-    if tp == 1 or kit.work.tp_mode == "2d":  # whose blocks travel one at a time
+    if tp == 1:
         return reused(kit, x)
     if kit.work.sequence_parallel:
         return resized(kit, x, tp * x.size)
@@ -369,6 +373,8 @@ def leave(kit: Kit, x: Value) -> Value:
 
 def column_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
     """Runs this rank's columns of a GEMM."""
+    if kit.work.layout.tp_rows > 1:
+        return product(kit, x, shape)
     gathered = enter(kit, x)
     return then(kit, gathered, linear(kit, gathered, shape, kit.t.tokens))
 
@@ -377,11 +383,86 @@ def row_linear(
     kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply = linear
 ) -> Value:
     """Sums every rank's partial GEMMs, and adds a bias."""
+    if kit.work.layout.tp_rows > 1:
+        return _row_product(kit, x, shape, multiply)
     partial = multiply(kit, x, shape)
     y = then(kit, partial, leave(kit, partial))
     if kit.work.model.bias:
         y = then(kit, y, reused(kit, y))
     return y
+
+
+def product(kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None) -> Value:
+    """Runs x W^T [T, F] on a grid, whose panels come in buffers of `panel_buffers`: W is [F, D]."""
+    (width, inner), t = shape, kit.t
+    out, weight_bytes = t.tokens * width * t.size, width * inner * t.size
+    of_u, of_v = _panel_sizes(kit.work, x.size, weight_bytes)
+    wide = (out / t.size * t.wide) * (t.size < 4)
+    kit.tape.moment((wide or out) + out * bool(wide))
+    table = leaf(width) if weight is None else weight
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        found = tape.new(x.size)
+        if tape.splits and weight is None:
+            waits = [named_again(x.storage), named_again(grads[0])]
+            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, 2 * of_v))
+            tape.moment(2 * of_u)
+            return [found, None]
+        of_weight = tape.new(weight_bytes)
+        tape.moment(2 * (of_u + of_v))
+        return [found, of_weight]
+
+    return kit.tape.op([x, table], [out], back, saved=[x])[0]
+
+
+def _row_product(kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply) -> Value:
+    """Runs x W^T [T, D] on a grid, of x or, where it is that `multiply`'s, of activation(x)."""
+    t, active = kit.t, x
+    if multiply is activated_linear:
+        active = saved_by(kit, x, x.size / gates(kit))
+    out, weight_bytes = t.stream, t.inner * shape[1] * t.size
+    of_u, of_v = _panel_sizes(kit.work, out, weight_bytes)
+    table = leaf(t.inner)
+    wide = (active.size / t.size * t.wide) * (t.size < 4)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        if tape.splits:
+            waits = [named_again(active.storage), named_again(grads[0])]
+            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, 2 * of_v))
+            tape.moment(wide + active.size)
+            return [tape.new(active.size), None]
+        of_weight = tape.new(weight_bytes)
+        tape.moment(wide + active.size + 2 * of_v)
+        return [tape.new(active.size), of_weight]
+
+    kit.tape.moment(out + 2 * of_u)
+    y = kit.tape.op([active, table], [out], back, saved=[active])[0]
+    if active is not x:
+        kit.tape.free(active)
+    if kit.work.model.bias:
+        y = then(kit, y, resized(kit, y, y.size))
+    return y
+
+
+def _panel_sizes(work: Workload, u: float, v: float) -> tuple[float, float]:
+    """Bytes of a panel of a matrix that rows of a grid cut, and of one that its columns cut."""
+    return u * work.columns / work.panels, v * work.layout.tp_rows / work.panels
+
+
+def panel_buffers(work: Workload, last: bool) -> float:
+    """Bytes of the buffers that a grid's panels arrive in; 0 without a grid.
+
+    Two for each way, in turns, or one where a rank owns one of two panels.
+    """
+    if work.layout.tp_rows == 1:
+        return 0.0
+    t, m = Shapes.of(work), work.model
+    inner = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
+    gated = 2 if m.activation == "swiglu" else 1
+    widths = [t.queries + t.keys / work.kv_sharers, gated * inner / work.columns]
+    widths += [logits_bytes(work) / t.tokens / t.size] * last
+    received = t.tokens * (work.columns > 1) + max(widths)
+    return min(2, work.panels - 1) * received * m.hidden_size / work.panels * t.size
 
 
 def moved(kit: Kit, x: Value, size: float, back_size: float, beside: float = 0.0) -> Value:
@@ -404,6 +485,8 @@ def then(kit: Kit, old: Value, new: Value) -> Value:
 def norm(kit: Kit, x: Value) -> Value:
     """Runs LayerNorm or RMSNorm of x, with statistics in float32."""
     t = kit.t
+    if kit.work.layout.tp_rows > 1:
+        return _row_norm(kit, x)
     if kit.cpu and kit.work.model.norm == "rmsnorm":
         return _rms_norm_on_cpu(kit, x)
     return kit.tape.op([x], [x.size], new_gradients(x.size), saved=[x], more=2 * t.rows * t.wide)[0]
@@ -412,7 +495,7 @@ def norm(kit: Kit, x: Value) -> Value:
 def add_norm(kit: Kit, x: Value, y: Value) -> tuple[Value, Value]:
     """Runs (x + y, its norm), in one kernel where there is one."""
     t = kit.t
-    if kit.by_torch:
+    if kit.by_torch or kit.work.layout.tp_rows > 1:
         total = add(kit, x, y)
         return total, norm(kit, total)
 
@@ -423,6 +506,20 @@ def add_norm(kit: Kit, x: Value, y: Value) -> tuple[Value, Value]:
     stats = 2 * t.rows * t.wide
     total, normed = kit.tape.op([x, y], [x.size, x.size], back, saves_results=[0], more=stats)
     return total, normed
+
+
+def _row_norm(kit: Kit, x: Value) -> Value:
+    """Runs a norm over a row's ranks, by torch's operations in float32."""
+    t = kit.t
+    wide = x.size / t.size * t.wide
+    cast = wide * (t.size < 4)
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        tape.moment(cast + 4 * wide + cast / t.wide * t.size)
+        return [tape.new(x.size)]
+
+    kit.tape.moment(cast + 2 * wide + x.size * bool(cast))
+    return kit.tape.op([x], [x.size], back, saved=[x], more=2 * t.rows * t.wide)[0]
 
 
 def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:

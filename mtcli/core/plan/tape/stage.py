@@ -30,6 +30,9 @@ from mtcli.core.plan.tape.ops import (
     linear,
     logits_bytes,
     norm,
+    product,
+    resized,
+    reused,
     then,
 )
 from mtcli.core.plan.workload import Workload
@@ -182,12 +185,33 @@ def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blo
 
 def embedded(kit: Kit, weight: Value) -> Value:
     """Runs the embedding, with learned positions and dropout."""
-    tape, t, m = kit.tape, kit.t, kit.work.model
-    size, table = t.tokens * t.hidden * t.size, logits_bytes(kit.work) / t.tokens * t.hidden
+    tape, t = kit.tape, kit.t
+    table = logits_bytes(kit.work) / t.tokens * t.inner
+    if kit.work.layout.tp_rows > 1:
+        return _with_positions(kit, _sent_to_rows(kit, weight, table))
+    size = t.tokens * t.hidden * t.size
     rows = tape.op([weight], [size], new_gradients(table), more=t.tokens * INDEX)[0]
     masked = tape.op([rows], [size], new_gradients(size), more=t.tokens)[0]
     tape.free(rows)
-    x = then(kit, masked, leave(kit, masked))
+    return _with_positions(kit, then(kit, masked, leave(kit, masked)))
+
+
+def _sent_to_rows(kit: Kit, weight: Value, table: float) -> Value:
+    """Looks up every row's tokens on a grid, and sends each row its own."""
+    tape, t, tokens = kit.tape, kit.t, kit.work.tokens
+    size = tokens * t.inner * t.size
+    rows = tape.op([weight], [size], new_gradients(table), more=tokens * INDEX)[0]
+    masked = tape.op([rows], [size], new_gradients(size), more=tokens)[0]
+    tape.free(rows)
+    x = then(kit, masked, resized(kit, masked, size))
+    for _ in range(2):  # laid out by columns, and those by rank
+        x = then(kit, x, resized(kit, x, size))
+    return then(kit, x, resized(kit, x, t.stream))
+
+
+def _with_positions(kit: Kit, x: Value) -> Value:
+    """Adds learned positions, and drops."""
+    tape, t, m = kit.tape, kit.t, kit.work.model
     if m.position == "learned":
         positions = m.max_seq_len * t.hidden * t.size
         row = tape.op(
@@ -207,12 +231,14 @@ def head(kit: Kit, x: Value, weight: Value) -> Value:
     tape, gathering = kit.tape, kit.gathering
     normed = out_of_stage(kit, then(kit, x, norm(kit, x)))
     if gathering is not None:
-        table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden
+        table = logits_bytes(kit.work) / kit.t.tokens * kit.t.inner
         table *= weight.made_by is None  # a tied one waits for the embedding's
         wide = table / kit.t.size * kit.t.wide
         normed = _marked(kit, normed, lambda: gathering.reduced(kit.groups[ENDS], wide, table))
-    gathered = enter(kit, normed)
-    loss = (_loss_by_torch if kit.by_torch else _loss_in_chunks)(kit, gathered, weight)
+    on_grid = kit.work.layout.tp_rows > 1
+    gathered = reused(kit, normed) if on_grid else enter(kit, normed)
+    by_torch = kit.by_torch or on_grid
+    loss = (_loss_by_torch if by_torch else _loss_in_chunks)(kit, gathered, weight)
     tape.free(gathered, normed)
     return loss if gathering is None else _marked(kit, loss, lambda: tape.waiting.append([]))
 
@@ -259,7 +285,8 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
 def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
     """Runs torch's loss: exponentials, and then their gradient, in the logits' memory."""
     tape, t, columns = kit.tape, kit.t, logits_bytes(kit.work) / kit.t.tokens / kit.t.size
-    logits = linear(kit, x, (columns, t.hidden), weight=weight)
+    multiply = product if kit.work.layout.tp_rows > 1 else linear
+    logits = multiply(kit, x, (columns, t.inner), weight=weight)
     copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size * t.wide
     more = t.tokens * (INDEX + 1 + 2 * t.wide)
     tape.moment(more + copy)
@@ -275,8 +302,8 @@ def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
 
 def vocabulary_table(kit: Kit, both: bool) -> Value:
     """Builds the vocabulary's table; where both ends share one, its two gradients are summed."""
-    table = logits_bytes(kit.work) / kit.t.tokens * kit.t.hidden
-    weight = leaf(table / kit.t.hidden / kit.t.size)
+    table = logits_bytes(kit.work) / kit.t.tokens * kit.t.inner
+    weight = leaf(table / kit.t.inner / kit.t.size)
     if not (both and kit.work.model.tie_embeddings):
         return weight
     return kit.tape.op([weight], [0.0], same_gradient)[0]
