@@ -19,7 +19,7 @@ from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
-from mtcli.core.mesh.parameters import count_parameters, forward_flops
+from mtcli.core.mesh.parameters import count_adapters, count_parameters, forward_flops
 from mtcli.core.runtime.atomic_writes import folder_of, write_text
 
 
@@ -120,7 +120,7 @@ class RunLog:
         self.trackers = open_trackers(config)
         tokens = batch.global_batch_size * batch.seq_len
         rows = {
-            "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
+            "model": _model(config),
             "layout": f"{world} ranks: {_axes(config, world)}",
             "step": f"{tokens:,} tokens, {_precision(config, world)}",
             "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
@@ -226,6 +226,15 @@ class RunLog:
         """Names what was written last."""
         if self.speaks:
             typer.echo(f"wrote {self.last_saved or self.folder}")
+
+
+def _model(config: RunConfig) -> str:
+    """Words the model's size, and that of what is trained where it is not all."""
+    words = f"{config.model.architecture}, {count_parameters(config.model):,} parameters"
+    if not config.lora.rank:
+        return words
+    trained = count_adapters(config.model, config.lora)
+    return f"{words}; {trained:,} of adapters, of rank {config.lora.rank}, are trained"
 
 
 def _axes(config: RunConfig, world: int) -> str:
