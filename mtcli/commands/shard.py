@@ -143,9 +143,7 @@ def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
         flag = "--merge-lora" if merge else "--to peft"
         raise wrong(f"{source.folder} holds no adapters", "leave it out", flag)
     if merge and to == "peft":
-        raise wrong(
-            "--merge-lora with --to peft, which holds adapters alone", "one of them", "--to"
-        )
+        raise wrong("--merge-lora with --to peft, which has adapters alone", "one of them", "--to")
 
 
 def _to_peft(source: "Checkpoint", target: Path, force: bool, json_out: str | None) -> None:

@@ -10,6 +10,7 @@ is not listed as an added token and so cannot be written in a document.
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -80,12 +81,13 @@ class Tokenizer:
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """Encodes `text` as `encode` does, and says of each token whether it is in one of the spans
-        [first, end) of characters: from the token of a span's first character to that of its last.
+        """Encodes the text of a chat template, special tokens as such, and says of each token
+        whether it is in one of the spans [first, end) of characters: from the token of a span's
+        first character to that of its last.
         """
         with no_panics("the tokenizer fails on a text"):
             require_measured(self.backend.normalizer, self._growth, text)
-            encoded = self.backend.encode(text, add_special_tokens=False)
+            encoded = self._with_specials.encode(text, add_special_tokens=False)
         inside = [False] * len(encoded.ids)
         for first, end in spans:
             begin = encoded.char_to_token(first)
@@ -95,6 +97,17 @@ class Tokenizer:
             stop = len(inside) if last is None else last + 1
             inside[begin:stop] = [True] * (stop - begin)
         return encoded.ids, inside
+
+    @cached_property
+    def _with_specials(self) -> HfTokenizer:
+        """The tokenizer with its end of document, and what its config names, as special tokens:
+        as transformers loads it."""
+        named = (self.config.get(f"{kind}_token") for kind in ("bos", "eos", "pad", "unk"))
+        specials = [name for name in (self.eod_token, *named) if isinstance(name, str)]
+        backend = HfTokenizer.from_str(self.definition)
+        known = [name for name in specials if backend.token_to_id(name) is not None]
+        backend.add_special_tokens(known)
+        return backend
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""

@@ -16,8 +16,8 @@ from mtcli.core.mesh.sharding import Parameter
 
 
 class Target(NamedTuple):
-    """A target inside a linear layer: its name, and its `num_slots` slots from `first` on, of `dim`
-    of the weight; all of the weight where dim is None."""
+    """A target inside a linear layer: its name, and its slots of a dimension of the weight,
+    `num_slots` from `first` on; all of the weight where dim is None."""
 
     name: str
     dim: int | None = None

@@ -72,6 +72,11 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel for p in parameters(model).values() if p.trained)
 
 
+def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
+    """Parameters of the adapters of a run; 0 where it trains none."""
+    return sum(p.numel for p in run_parameters(model, lora).values() if p.of_adapter)
+
+
 def count_active(model: ModelConfig) -> int:
     """Parameters that one token meets: of the experts, top_k out of num_experts."""
     experts = sum(p.numel for p in parameters(model).values() if p.is_expert)

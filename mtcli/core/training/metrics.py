@@ -20,7 +20,7 @@ from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
-from mtcli.core.mesh.parameters import count_parameters, forward_flops
+from mtcli.core.mesh.parameters import count_adapters, count_parameters, forward_flops
 from mtcli.core.runtime.atomic_writes import folder_of, write_text
 
 
@@ -130,7 +130,7 @@ class RunLog:
         self.trackers = open_trackers(config)
         tokens = batch.global_batch_size * batch.seq_len
         rows = {
-            "model": f"{config.model.architecture}, {count_parameters(config.model):,} parameters",
+            "model": _model(config),
             "layout": f"{world} ranks: {_axes(config, world)}",
             "step": f"{tokens:,} tokens, {_precision(config, world)}",
             "sync": _sync(config, world),
@@ -251,6 +251,15 @@ class RunLog:
 
 def _is_no_number(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _model(config: RunConfig) -> str:
+    """Words the model's size, and that of what is trained where it is not all."""
+    words = f"{config.model.architecture}, {count_parameters(config.model):,} parameters"
+    if not config.lora.rank:
+        return words
+    trained = count_adapters(config.model, config.lora)
+    return f"{words}; {trained:,} of adapters, of rank {config.lora.rank}, are trained"
 
 
 def _axes(config: RunConfig, world: int) -> str:

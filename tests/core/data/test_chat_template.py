@@ -12,7 +12,7 @@ from mtcli.core.data.chat_template import (
     load_chat_template,
     special_tokens,
 )
-from mtcli.core.data.tokenize import load_tokenizer
+from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'c' é"}}]
 TALKS = [line["messages"] for line in talks(6)]
@@ -110,3 +110,18 @@ def test_reasoning_has_every_name_that_templates_read_it_by():
     theirs = tokenizer(source).apply_chat_template(messages, tokenize=False)
     text = ChatTemplate(source + "{% generation %}{% endgeneration %}", {}).render(messages).text
     assert text == theirs == "soso"
+
+
+def test_the_end_of_document_of_our_own_tokenizers_is_a_token_in_a_template(tmp_path):
+    from transformers import AutoTokenizer
+
+    loaded = byte_tokenizer()
+    loaded.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    loaded, chat = ours(tmp_path)
+    text, spans = chat.render(TALKS[1])
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALKS[1])["input_ids"]
+    ids, counts = loaded.encode_spans(text, spans)
+    assert ids == theirs and ids[-1] == loaded.eod_id == 256 and counts[-1]

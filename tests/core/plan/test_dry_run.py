@@ -51,6 +51,8 @@ EIGHT = {**GPT, "num_layers": 8}
 SIDED = {"causal": False}
 MASKED = {"data": {"document_mask": True}}
 LAMB = {"optimizer": {"name": "lamb"}}
+ADAPTERS = {"lora": {"rank": 8}}
+FEW_ADAPTERS = {"lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}
 SLIM = {"ffn_hidden_size": 128, "max_seq_len": 4096, "vocab_size": 100}
 AGAIN_TP = {"tp": 4, "recompute": "full"}
 AGAIN = {"cp": 2, "recompute": "full"}
@@ -80,6 +82,10 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "float32 with keys for each query head": (1, LLAMA, {}, "fp32", None),
     "dropout": (1, GPT | DROPPING, {}, "fp16", None),
     "tp": (2, GPT, {"tp": 2}, "bf16", None),
+    "adapters": (1, LLAMA, {}, "bf16", None, ADAPTERS),
+    "few adapters": (1, LLAMA, {}, "bf16", None, FEW_ADAPTERS),
+    "adapters on tp": (2, LLAMA, {"tp": 2}, "bf16", None, ADAPTERS),
+    "adapters of a pipeline": (2, DEEP, {"pp": 2}, "bf16", LAST, ADAPTERS),
     "without sequence parallelism": (2, LLAMA, {"tp": 2, "sequence_parallel": False}, "bf16", None),
     "zero=1, the last of three data ranks": (3, GPT, {"zero": 1}, "bf16", LAST),
     "zero=3": (2, LLAMA, {"zero": 3}, "bf16", LAST),

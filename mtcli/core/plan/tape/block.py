@@ -104,10 +104,12 @@ def _block(kit: Kit, x: Value) -> Value:
     return out
 
 
-def mlp(kit: Kit, x: Value, width: float) -> Value:
+def mlp(kit: Kit, x: Value, width: float, name: str = "mlp") -> Value:
     """down(activation(up(x))), `width` of this rank; on a GPU the bias is GELU's."""
-    inner = column_linear(kit, x, (gates(kit) * width, kit.t.inner))
-    return then(kit, inner, row_linear(kit, inner, (kit.t.hidden, width), activated_linear))
+    up = "gate_up" if gates(kit) > 1 else "up"
+    inner = column_linear(kit, x, (gates(kit) * width, kit.t.inner), f"{name}.{up}")
+    down = row_linear(kit, inner, (kit.t.hidden, width), f"{name}.down", activated_linear)
+    return then(kit, inner, down)
 
 
 def attention(kit: Kit, x: Value) -> Value:
@@ -119,13 +121,14 @@ def attention(kit: Kit, x: Value) -> Value:
     else:
         mixed = _mix(kit, qkv)
     tape.free(qkv)
-    return then(kit, mixed, row_linear(kit, mixed, (t.hidden, t.queries)))
+    return then(kit, mixed, row_linear(kit, mixed, (t.hidden, t.queries), "attention.out"))
 
 
 def _heads(kit: Kit, x: Value) -> Value:
     """Queries, keys and values; ranks that share a key-value head exchange columns for heads."""
     tape, t, sharers = kit.tape, kit.t, kit.work.kv_sharers
-    columns = column_linear(kit, x, (t.queries + t.keys / sharers, t.inner))
+    shape = t.queries + t.keys / sharers, t.inner
+    columns = column_linear(kit, x, shape, "attention.qkv")
     if sharers == 1:
         return columns
     size, own_keys = t.tokens * (t.queries + t.keys) * t.size, t.tokens * t.keys / sharers * t.size
@@ -474,7 +477,8 @@ def mixture(kit: Kit, x: Value) -> Value:
     x, weights = _routed(kit, x)
     y = then(kit, weights, dispatched(kit, x, weights))
     if m.shared_expert_ffn_hidden_size:
-        shared = mlp(kit, x, m.shared_expert_ffn_hidden_size / kit.work.columns)
+        width = m.shared_expert_ffn_hidden_size / kit.work.columns
+        shared = mlp(kit, x, width, "mlp.shared_expert")
         if m.shared_expert_gate:
             gate = saved_by(kit, x, kit.t.rows * kit.t.size)
             shared = then(kit, shared, then(kit, gate, _gated(kit, gate, shared)))

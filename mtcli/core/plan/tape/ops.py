@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.mesh.adapters import chosen_targets
 from mtcli.core.mesh.sharding import VOCAB_MULTIPLE
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.tape.autograd import (
@@ -242,16 +243,26 @@ def saved_by(kit: Kit, x: Value, size: float) -> Value:
     return kit.tape.op([x], [size], new_gradients(x.size), saved=[x])[0]
 
 
+def targets(kit: Kit, layer: str) -> int:
+    """Counts the adapters of a block's linear layer, such as "attention.qkv"."""
+    work = kit.work
+    if not work.lora.rank:
+        return 0
+    return len(chosen_targets(f"blocks.0.{layer}.weight", work.model, work.lora))
+
+
 def linear(
     kit: Kit,
     x: Value,
     shape: tuple[float, float],
     rows: float = 0.0,
     weight: Value | None = None,
+    adapters: int = 0,
 ) -> Value:
     """Runs x W^T of a weight [width, inner]: a parameter's, which may be multiplied in float8.
 
-    `weight` is the head's or an expert's, of `rows` of x, which never is.
+    `weight` is the head's or an expert's, of `rows` of x, which never is. Where a run trains
+    adapters, the weight is frozen, and x is saved for so many of those.
     """
     (width, inner), size = shape, kit.work.sizes.weight
     given = rows * inner * size or x.size
@@ -263,12 +274,13 @@ def linear(
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
     of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
 
-    rank = 0 if weight is not None else kit.work.lora.rank
+    rank = kit.work.lora.rank
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(gemm_bytes(kit, of_y + of_w, of_input, narrow))
         found = tape.new(of_input)
         if rank:
+            tape.moment((adapters > 0) * of_input)
             return [found, None]
         of_weight = gemm_bytes(kit, of_y + of_x, weight_bytes, narrow)
         if tape.splits and weight is None:
@@ -283,8 +295,9 @@ def linear(
         kit.tape.moment(gemm_bytes(kit, copies, out, narrow))
     by_torch = not copies and not (kit.tape.splits and weight is None)
     made = 0.0 if by_torch and kit.tape.ends_next else out  # torch's keeps x before it runs
-    low = rank * given / inner  # A x of an adapter, one target's
-    return kit.tape.op([x, table], [made], back, saved=[x], more=low)[0]
+    low = adapters * rank * (given / inner + (adapters > 1) * width * size)  # A x, and B in blocks
+    saved = [x] if adapters or not rank else []
+    return kit.tape.op([x, table], [made], back, saved=saved, more=low)[0]
 
 
 def _copied(kit: Kit, size: float, narrow: bool) -> float:
@@ -301,19 +314,23 @@ def gemm_bytes(kit: Kit, operands: float, result: float, narrow: bool = False) -
     return 2 * result + max(operands, result)
 
 
-Multiply = Callable[[Kit, Value, tuple[float, float]], Value]
+Multiply = Callable[..., Value]
 
 
 def activated_linear(
-    kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None
+    kit: Kit,
+    x: Value,
+    shape: tuple[float, float],
+    weight: Value | None = None,
+    adapters: int = 0,
 ) -> Value:
-    """Runs activation(x) W^T; `weight` is an expert's.
+    """Runs activation(x) W^T; `weight` is an expert's, `adapters` as of `linear`.
 
     A GPU's kernels save x alone, and recompute the activation in its gradient's memory.
     """
-    if not recomputes_activation(kit) or (kit.work.lora.rank and weight is None):
+    if adapters or not recomputes_activation(kit):
         active = saved_by(kit, x, x.size / gates(kit))
-        return then(kit, active, linear(kit, active, shape, weight=weight))
+        return then(kit, active, linear(kit, active, shape, 0.0, weight, adapters))
     (width, inner), size = shape, kit.work.sizes.weight
     given, weight_bytes = x.size / gates(kit), width * inner * size
     out = given / inner * width
@@ -371,21 +388,22 @@ def leave(kit: Kit, x: Value) -> Value:
     return tape.op([x], [x.size], same_gradient)[0]
 
 
-def column_linear(kit: Kit, x: Value, shape: tuple[float, float]) -> Value:
-    """Runs this rank's columns of a GEMM."""
+def column_linear(kit: Kit, x: Value, shape: tuple[float, float], layer: str) -> Value:
+    """Runs this rank's columns of a GEMM, of a block's layer."""
     if kit.work.layout.tp_rows > 1:
         return product(kit, x, shape)
     gathered = enter(kit, x)
-    return then(kit, gathered, linear(kit, gathered, shape, kit.t.tokens))
+    y = linear(kit, gathered, shape, kit.t.tokens, adapters=targets(kit, layer))
+    return then(kit, gathered, y)
 
 
 def row_linear(
-    kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply = linear
+    kit: Kit, x: Value, shape: tuple[float, float], layer: str, multiply: Multiply = linear
 ) -> Value:
-    """Sums every rank's partial GEMMs, and adds a bias."""
+    """Sums every rank's partial GEMMs, of a block's layer, and adds a bias."""
     if kit.work.layout.tp_rows > 1:
         return _row_product(kit, x, shape, multiply)
-    partial = multiply(kit, x, shape)
+    partial = multiply(kit, x, shape, adapters=targets(kit, layer))
     y = then(kit, partial, leave(kit, partial))
     if kit.work.model.bias:
         y = then(kit, y, reused(kit, y))
@@ -549,7 +567,8 @@ def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:
     tape.free(square)
     scaled = tape.op([wide, scale], [wide_size], of_scaled, saved=[wide, scale])[0]
     tape.free(wide, scale)
-    weighted = tape.op([scaled], [wide_size], of_weighted, saved=[scaled])[0]
+    kept = [] if kit.work.lora.rank else [scaled]  # for the gradient of a weight that is trained
+    weighted = tape.op([scaled], [wide_size], of_weighted, saved=kept)[0]
     tape.free(scaled)
     if t.size >= 4:
         return weighted

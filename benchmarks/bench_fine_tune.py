@@ -1,0 +1,252 @@
+"""The fine-tuning step on CPU beside transformers + peft on the same packed batches.
+
+Contenders take turns, each run a process of its own: "peft" as it comes, "peft-tuned" with our
+allocator variables and torch's `medium` products as well, "peft-padded" the same examples padded to
+the longest of a batch. All start from the same weights; the losses of the first step are compared.
+
+    python benchmarks/bench_fine_tune.py                # LoRA of all linear layers, rank 8
+    python benchmarks/bench_fine_tune.py --rank 0       # all weights
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+from progress import in_turn, say
+
+LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQ, ROWS = 4, 256, 4, 1024, 8192, 512, 8
+LR, BETAS, CLIP, ALPHA = 2e-4, (0.9, 0.95), 1.0, 16.0
+WIDTHS = (10, 8, 22, 9, 9)
+CONTENDERS = ("ours", "peft", "peft-tuned", "peft-padded")
+
+
+def main() -> None:
+    args = parse()
+    if args.child:
+        print(json.dumps(run_child(args)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = folder
+        prepare(Path(folder))
+        found = {name: [] for name in CONTENDERS}
+        for name in in_turn(list(CONTENDERS), args.repeats):
+            found[name].append(spawn(args, name))
+            say(f"{name:12} {min(found[name][-1]['seconds']):.3f} s a step")
+    show(args, found)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters; 0 trains all weights")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def prepare(folder: Path) -> None:
+    """A Llama-shaped folder with a tokenizer of bytes, and prompts of log-normal lengths."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from mtcli.core.data.tokenize import byte_tokenizer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": HEADS, "vocab_size": VOCAB, "max_position_embeddings": SEQ}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "hf")
+    byte_tokenizer().save(folder / "hf")
+    draw = random.Random(0)
+    with open(folder / "my.jsonl", "w") as file:
+        for _ in range(600):
+            length = min(SEQ - 2, int(draw.lognormvariate(4.6, 0.8)) + 8)
+            text = "".join(draw.choices("abcdefgh ijklm\nopqrstu", k=length))
+            file.write(
+                json.dumps({"prompt": text[: length // 2], "completion": text[length // 2 :]})
+            )
+            file.write("\n")
+
+
+def spawn(args: argparse.Namespace, name: str) -> dict:
+    from mtcli.core.runtime.launch import ALLOCATOR
+
+    env = os.environ | (ALLOCATOR if name in ("ours", "peft-tuned") else {})
+    command = [sys.executable, __file__, "--child", name, "--folder", args.folder]
+    command += ["--rank", str(args.rank), "--steps", str(args.steps)]
+    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show(args: argparse.Namespace, found: dict[str, list[dict]]) -> None:
+    what = f"LoRA of rank {args.rank}" if args.rank else "all weights"
+    print(
+        f"\n{what}: {LAYERS} layers of {HIDDEN}, V {VOCAB}, {ROWS} rows of {SEQ}, fp32, "
+        f"{os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps"
+    )
+    print(
+        f"{'':12}{'step best':>10}{'median':>8}{'tokens of examples/s':>22}{'ours/it':>9}{'loss':>9}"
+    )
+    rates = {}
+    for name, runs in found.items():
+        seconds = sorted(
+            s / t for r in runs for s, t in zip(r["seconds"], r["tokens"], strict=True)
+        )
+        rates[name] = 1 / seconds[0]
+        every = sorted(s for run in runs for s in run["seconds"])
+        ratio = rates["ours"] / rates[name]
+        print(
+            f"{name:12}{every[0]:9.3f}s{every[len(every) // 2]:7.3f}s{rates[name]:22,.0f}"
+            f"{ratio:9.2f}{runs[0]['loss']:9.4f}"
+        )
+    losses = [found[name][0]["loss"] for name in ("ours", "peft", "peft-tuned")]
+    assert max(losses) - min(losses) < 1e-3, f"the first losses differ: {losses}"
+
+
+def run_child(args: argparse.Namespace) -> dict:
+    import torch
+
+    from mtcli.core.runtime.launch import set_matmul
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if args.child == "ours":
+        set_matmul("fast")
+    elif args.child == "peft-tuned":
+        torch.set_float32_matmul_precision("medium")
+    step = ours(args) if args.child == "ours" else theirs(args)
+    seconds, tokens, losses = [], [], []
+    for number in range(args.steps + 1):  # the first warms up
+        start = perf_counter()
+        loss, count = step(number)
+        if number:
+            seconds.append(perf_counter() - start)
+            tokens.append(count)
+        losses.append(loss)
+    return {"seconds": seconds, "tokens": tokens, "loss": losses[0]}
+
+
+def config(args: argparse.Namespace):
+    from mtcli.core.checkpoint.fine_tuning import source_of
+    from mtcli.core.config.loading import load_config
+
+    settings = [f"data.train={args.folder}/my.jsonl", f"batch.seq_len={SEQ}", "train.steps=1000"]
+    settings += [
+        f"batch.global_batch_size={ROWS}",
+        "batch.micro_batch_size=1",
+        f"optimizer.lr={LR}",
+    ]
+    settings += ["optimizer.schedule=constant", f"lora.rank={args.rank}", "train.device=cpu"]
+    return load_config(source_of(f"{args.folder}/hf"), settings)
+
+
+def opened(args: argparse.Namespace):
+    """(trainer, loader) of ours; the loader gives everybody's batches."""
+    import torch
+
+    from mtcli.core.runtime.launch import Runtime
+    from mtcli.core.training.loader import open_loader
+    from mtcli.core.training.state import load_weights, starting_point
+    from mtcli.core.training.step import Trainer
+
+    run = config(args)
+    trainer = Trainer(run, Runtime(0, 1, 0, 1, torch.device("cpu")))
+    load_weights(trainer, starting_point(run, trainer.groups.world).checkpoint)
+    return trainer, open_loader(run, trainer.groups)
+
+
+def real_tokens(data, number: int) -> int:
+    """Tokens of examples in a global batch: those that fill rows up are none."""
+    first = number * ROWS
+    return sum(int(data.lengths[data._row(row)].sum()) for row in range(first, first + ROWS))
+
+
+def ours(args: argparse.Namespace):
+    trainer, loader = opened(args)
+
+    def step(number: int) -> tuple[float, int]:
+        return trainer.train_step(loader).loss, real_tokens(loader.batches, number)
+
+    return step
+
+
+def theirs(args: argparse.Namespace):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _, loader = opened(args)
+    data = loader.batches
+    model = AutoModelForCausalLM.from_pretrained(f"{args.folder}/hf").train()
+    if args.rank:
+        from peft import LoraConfig, get_peft_model
+
+        names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+        lora = LoraConfig(r=args.rank, lora_alpha=ALPHA, target_modules=names)
+        model = get_peft_model(model, lora)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
+    batches = padded if args.child == "peft-padded" else packed
+
+    def step(number: int) -> tuple[float, int]:
+        total, weight = 0.0, float(data.loss_weights(number * ROWS, ROWS).sum())
+        for inputs, labels, weights in batches(data, number):
+            logits = model(**inputs, use_cache=False).logits
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="none"
+            )
+            loss = (losses * weights.flatten()).sum() / weight
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, real_tokens(data, number)
+
+    return step
+
+
+def packed(data, number: int):
+    """A row at a time, as ours: positions and a mask of its documents."""
+    import torch
+
+    for row in range(number * ROWS, (number + 1) * ROWS):
+        tokens, documents = (torch.from_numpy(f(row, 1)) for f in (data.batch, data.documents))
+        of = documents[:, :-1]
+        causal = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+        mask = ((of[:, :, None] == of[:, None, :]) & causal)[:, None]
+        begins = torch.cat([torch.ones_like(of[:, :1]), (of[:, 1:] != of[:, :-1]).int()], 1).bool()
+        at = torch.arange(SEQ)[None]
+        positions = at - torch.where(begins, at, 0).cummax(1).values
+        inputs = {"input_ids": tokens[:, :-1], "attention_mask": mask, "position_ids": positions}
+        yield inputs, tokens[:, 1:], torch.from_numpy(data.loss_weights(row, 1))
+
+
+def padded(data, number: int):
+    """The same examples, as many in a batch as fill a row on average, padded to its longest."""
+    import torch
+
+    examples = [e for row in range(number * ROWS, (number + 1) * ROWS) for e in data._row(row)]
+    random.Random(number).shuffle(examples)
+    size = max(1, len(examples) // ROWS)
+    for first in range(0, len(examples), size):
+        part = examples[first : first + size]
+        longest = max(int(data.lengths[e]) for e in part)
+        tokens = torch.zeros(len(part), longest, dtype=torch.int64)
+        weights, mask = torch.zeros(len(part), longest), torch.zeros_like(tokens)
+        for i, example in enumerate(part):
+            found, length = data.examples[data.source[example]], int(data.lengths[example])
+            end = int(found.ends[data.number[example]])
+            tokens[i, :length] = torch.from_numpy(found.tokens[end - length : end].copy())
+            weights[i, :length] = torch.from_numpy(found.counts[end - length : end].copy())
+            mask[i, :length] = 1
+        inputs = {"input_ids": tokens[:, :-1], "attention_mask": mask[:, :-1]}
+        yield inputs, tokens[:, 1:], weights[:, 1:]
+
+
+if __name__ == "__main__":
+    main()
