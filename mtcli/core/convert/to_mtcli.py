@@ -120,11 +120,11 @@ def rank_shards(
 def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Parameter]:
     """Parameters of a rank's stages that it may save: a tied embedding on the first alone."""
     layers = stage_layers(config.model, layout, config.parallel.stage_layers)
-    last = layout.num_stages - 1
+    last, table = layout.num_stages - 1, parameters(config.model)
     return [
         parameter
         for stage in layout.stages(layout.coordinates(rank)["pp"])
-        for parameter in stage_parameters(config.model, layers[stage], stage == 0, stage == last)
+        for parameter in stage_parameters(table, layers[stage], stage == 0, stage == last)
         if parameter.owner != "first" or stage == 0
     ]
 

@@ -10,7 +10,7 @@ Axis tp shards heads, ffn and the vocabulary. Where tp ranks form a grid, tp_row
 dimension of weights, and tp that of what is added to activations or multiplied into their columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -84,11 +84,13 @@ def count_active(model: ModelConfig) -> int:
     return count_parameters(model) - idle
 
 
-def stage_parameters(model: ModelConfig, layers: range, first: bool, last: bool) -> list[Parameter]:
+def stage_parameters(
+    table: Mapping[str, Parameter], layers: range, first: bool, last: bool
+) -> list[Parameter]:
     """The parameters of a pipeline stage. The last stage has a copy of a tied embedding."""
     return [
         p
-        for p in parameters(model).values()
+        for p in table.values()
         if p.owner in layers
         or (first and p.owner == "first")
         or (last and (p.owner == "last" or p.tied))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.mesh.parameters import run_parameters, stage_parameters
 from mtcli.core.mesh.sharding import Parameter, owner_axes, shards_parameters
 from mtcli.core.plan.tape.ops import Group
 from mtcli.core.plan.workload import Workload
@@ -59,6 +59,20 @@ def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankEle
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
     return _elements((work.model, work.lora), work.layout, layers, ends, owner)
+
+
+def trained_of_rank(work: Workload, pp_rank: int) -> Iterator[tuple[int, Parameter]]:
+    """Yields the stage and trained parameters of a pipeline rank; a tied table that one rank holds
+    for both ends counts once."""
+    layout, names, table = work.layout, set[str](), run_parameters(work.model, work.lora)
+    for stage in layout.stages(pp_rank):
+        first = sum(work.layers_of_stage[:stage])
+        layers = range(first, first + work.layers_of_stage[stage])
+        ends = stage == 0, stage == layout.num_stages - 1
+        for parameter in stage_parameters(table, layers, *ends):
+            if parameter.trained and parameter.name not in names:
+                names.add(parameter.name)
+                yield stage, parameter
 
 
 def block_elements(work: Workload) -> RankElements:

@@ -21,6 +21,7 @@ from mtcli.core.plan.elements import (
     rank_elements,
     update_bytes,
 )
+from mtcli.core.plan.exchange import exchange_state_bytes
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.tape.ops import Kernels, Shapes, panel_buffers
 from mtcli.core.plan.tape.stage import StageBytes, stage_bytes
@@ -195,19 +196,21 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
     (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
     the weights it keeps are the masters. Untrained weights are whole and as wide as gradients, and
-    those that adapters are trained for as wide as weights.
+    those that adapters are trained for as wide as weights. What replicas keep for their exchange is
+    counted with the optimizer's.
     """
     elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
+    exchange = exchange_state_bytes(work, pp_rank)
     untrained = elements.untrained * sizes.gradient + elements.frozen * sizes.weight
     if is_sharded(work):
         rows, width = elements.shard, sizes.master or sizes.weight
-        return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments
+        return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments + exchange
     state = elements.shard if work.zero else elements.total
     gradients = elements.padded if work.zero == 1 else elements.total
     return (
         elements.total * sizes.weight + untrained,
         gradients * sizes.gradient,
-        state * (sizes.master + sizes.moments),
+        state * (sizes.master + sizes.moments) + exchange,
     )
 
 

@@ -4,13 +4,12 @@ A ring of n ranks moves 2 (n-1)/n of a tensor's bytes per rank in an all-reduce,
 reduce-scatter and (n-1)/n of the gathered tensor in an all-gather (Patarasuk and Yuan, 2009).
 """
 
-from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from mtcli.core.mesh.parameters import stage_parameters
 from mtcli.core.mesh.sharding import Parameter, owner_axes
-from mtcli.core.plan.elements import is_sharded
+from mtcli.core.plan.elements import is_sharded, trained_of_rank
+from mtcli.core.plan.exchange import exchanged_bytes
 from mtcli.core.plan.workload import Workload
 
 
@@ -36,26 +35,12 @@ def rank_sync_bytes(work: Workload, pp_rank: int) -> SentBytes:
     """Bytes that a rank of a pipeline rank sends."""
     last = work.layout.num_stages - 1
     inside = 0.0
-    for stage, parameter in _trained(work, pp_rank):
+    for stage, parameter in trained_of_rank(work, pp_rank):
         # FSDP2 gathers weights for both passes of a micro-batch; those of the first stage's ends
         # stay until the backward, where no head reads them.
         stays = parameter.owner == "first" and stage != last
         inside += _inside(parameter, work, gathers=1 if stays else 2)
-    return SentBytes(inside, 0.0)
-
-
-def _trained(work: Workload, pp_rank: int) -> Iterator[tuple[int, Parameter]]:
-    """Yields the stage and trained parameters of a pipeline rank; a tied table that one rank holds
-    for both ends counts once."""
-    layout, names = work.layout, set[str]()
-    for stage in layout.stages(pp_rank):
-        first = sum(work.layers_of_stage[:stage])
-        layers = range(first, first + work.layers_of_stage[stage])
-        ends = stage == 0, stage == layout.num_stages - 1
-        for parameter in stage_parameters(work.model, layers, *ends):
-            if parameter.trained and parameter.name not in names:
-                names.add(parameter.name)
-                yield stage, parameter
+    return SentBytes(inside, exchanged_bytes(work, pp_rank))
 
 
 def _inside(parameter: Parameter, work: Workload, gathers: int) -> float:

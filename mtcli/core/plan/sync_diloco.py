@@ -1,29 +1,9 @@
 """Bytes that `local` and `diloco` send and keep, without torch."""
 
 from collections.abc import Mapping
-from math import prod
 
-from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.config.sync_payload import exchange_steps, fragment_of, segment, segments
-from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import stage_layers, stage_parameters
-from mtcli.core.mesh.sharding import owner_axes, rows_of_rank
-
-
-def owned_sizes(config: RunConfig, layout: ParallelLayout, rank: int) -> dict[str, int]:
-    """The elements of each parameter that a rank's optimizer updates, and so exchanges."""
-    parallel, found = config.parallel, {}
-    layers = stage_layers(config.model, layout, parallel.stage_layers)
-    for stage in layout.stages(layout.coordinates(rank)["pp"]):
-        ends = stage == 0, stage == layout.num_stages - 1
-        for parameter in stage_parameters(config.model, layers[stage], *ends):
-            axes = owner_axes(parameter, layout, parallel.sequence_parallel)
-            rows = rows_of_rank(parameter, layout, rank, axes if parallel.zero else ())
-            columns = prod(parameter.stored_shape(layout)[1:])
-            if parameter.trained and rows.start < rows.stop:
-                found[parameter.name] = (rows.stop - rows.start) * columns
-    return found
 
 
 def diloco_bytes(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.mesh.layout import Grid, ParallelLayout
 from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.answer import PlanAnswer
@@ -17,6 +18,7 @@ from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_sta
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.plan.sensitivity import Neighbour
 from mtcli.core.plan.sync_bytes import sync_bytes_per_step
+from mtcli.core.plan.sync_decentralized import graph_facts
 from mtcli.core.plan.workload import Workload
 
 Json = dict[str, Any]
@@ -108,6 +110,7 @@ def figures(p: Prediction) -> Json:
         "bubble_fraction": p.bubble_fraction,
         "communication_seconds": p.communication_seconds,
         "sync_bytes_per_step": round(sync_bytes_per_step(p.work)),
+        "sync": {"method": p.work.sync.method, "replicas": p.work.layout.replicas, **_graph(p)},
         "device": p.device.name,
         "device_rates": p.device.rates,
         "flop_convention": FLOP_CONVENTION,
@@ -205,7 +208,15 @@ def _sync(p: Prediction) -> str:
     if not sent:
         return ""
     several = f", {replicas} replicas" if replicas > 1 else ""
+    several += "".join(f", {name.replace('_', ' ')} {fact:.3g}" for name, fact in _graph(p).items())
     return f"{p.work.sync.method}{several}, {gib(sent)} sent per step by all ranks"
+
+
+def _graph(p: Prediction) -> dict[str, float]:
+    """The spectral gap and neighbours of decentralized replicas."""
+    if p.work.sync.method not in DECENTRALIZED:
+        return {}
+    return graph_facts(p.work.sync, p.work.layout.replicas)
 
 
 def _fullest(p: Prediction) -> str:

@@ -51,6 +51,7 @@ class Workload:
     fp8_scaling: Fp8Scaling = "rowwise"
     optimizer: OptimizerName = "adamw"
     sync: SyncConfig = SyncConfig()
+    overlaps_neighbours: bool = False  # decentralized replicas exchange while the step is computed
     steps: int = 1  # of the run, over which an exchange now and then is averaged
     num_moments: int = 2  # of the optimizer
     schedule_name: str = "1f1b"
@@ -77,6 +78,7 @@ class Workload:
             "layout": layout,
             "optimizer": config.optimizer.name,
             "sync": config.sync,
+            "overlaps_neighbours": config.overlaps_neighbours,
             "num_moments": config.optimizer.num_moments,
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,

@@ -112,15 +112,15 @@ class Trainer:
         return sum(self.state_bytes_by_kind().values())
 
     def state_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's weights, gradients, optimizer (masters and moments) and of what its
-        replica keeps for the exchange with others."""
+        """Bytes of this rank's weights, gradients and optimizer: masters, moments, and what is kept
+        for the exchange with other replicas."""
         weights = [shard.tensor for shard in self.strategy.shards.values()]
         here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
+        kept = [*self.optimizer.state().values(), *self.exchange.buffers()]
         kinds = {
             "weights": weights,
             "gradients": self.strategy.gradient_buffers(),
-            "optimizer": [x for x in self.optimizer.state().values() if _memory(x) not in here],
-            "sync": self.exchange.buffers(),
+            "optimizer": [x for x in kept if _memory(x) not in here],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 

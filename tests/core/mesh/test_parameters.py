@@ -53,7 +53,7 @@ def test_stages_hold_every_parameter_once_and_a_tied_embedding_at_both_ends(mode
     held = [
         p.name
         for i, layers in enumerate(stages)
-        for p in stage_parameters(model, layers, first=i == 0, last=i == pp - 1)
+        for p in stage_parameters(parameters(model), layers, first=i == 0, last=i == pp - 1)
     ]
     copies = ["embedding.weight"] if model.tie_embeddings and pp > 1 else []
     assert sorted(held) == sorted([*parameters(model), *copies])

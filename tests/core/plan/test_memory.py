@@ -56,7 +56,7 @@ def test_a_rank_holds_the_elements_of_its_stages_parameters(model, tp, pp, vpp, 
     for pp_rank in range(pp):
         ids = layout.stages(pp_rank)
         layers = [layer for stage in ids for layer in stages[stage]]
-        held = stage_parameters(model, layers, 0 in ids, layout.num_stages - 1 in ids)
+        held = stage_parameters(parameters(model), layers, 0 in ids, layout.num_stages - 1 in ids)
         expected = sum(prod(p.local_shape(layout)) for p in held)
         experts = sum(prod(p.local_shape(layout)) for p in held if p.is_expert)
         assert rank_elements(work, pp_rank).total == expected

@@ -4,11 +4,9 @@ import pytest
 from ranks import run_ranks
 from tiny import GPT, Samples, run_config
 
-from mtcli.core.plan.sync_decentralized import (
-    decentralized_bytes,
-    decentralized_state,
-    graph_facts,
-)
+from mtcli.core.plan.exchange import exchange_state_bytes, exchanged_bytes
+from mtcli.core.plan.sync_decentralized import graph_facts
+from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -33,7 +31,7 @@ def config_of(method, topology, clip):
 
 
 def counted(runtime, configs):
-    """For each config (bytes that this rank sent in 2 steps, those it keeps, elements it owns)."""
+    """For each config (bytes that this rank sent in 2 steps, those that it keeps)."""
     found = []
     for config in configs:
         trainer = Trainer(config, runtime)
@@ -43,9 +41,8 @@ def counted(runtime, configs):
         for _ in range(2):
             trainer.train_step(loader)
         loader.close()
-        owned = sum(x.numel() for x in trainer.optimizer.masters.values())
-        kept = trainer.state_bytes_by_kind()["sync"]
-        found.append((trainer.sync_traffic.taken(), kept, owned))
+        kept = sum(x.nbytes for x in trainer.exchange.buffers())
+        found.append((trainer.sync_traffic.taken(), kept))
     return found
 
 
@@ -55,15 +52,15 @@ def test_planned_bytes_and_memory_are_those_of_a_run(world):
     ranks = run_ranks(world, counted, configs)
     for i, config in enumerate(configs):
         sent = sum(rank[i][0] for rank in ranks) / (2 * world)
-        owned = ranks[0][i][2]
-        assert sent == pytest.approx(decentralized_bytes(config, world, owned, 4), rel=0.01)
+        work = Workload.of(config, world)
+        assert sent == pytest.approx(exchanged_bytes(work, 0), rel=0.01)
         kept = max(rank[i][1] for rank in ranks)
-        assert kept == pytest.approx(decentralized_state(config, world, 4) * owned, rel=0.01)
-    assert [bool(rank) for _, rank, _ in ranks[0]] == [
+        assert kept == pytest.approx(exchange_state_bytes(work, 0), rel=0.01)
+    assert [bool(kept) for _, kept in ranks[0]] == [
         config.overlaps_neighbours for config in configs
     ]
 
 
 def test_the_facts_of_a_graph_are_in_a_plan():
-    facts = graph_facts(config_of("decentlam", "ring", 0.0), 4)
+    facts = graph_facts(config_of("decentlam", "ring", 0.0).sync, 4)
     assert facts == {"spectral_gap": pytest.approx(2 / 3), "neighbours": 2}

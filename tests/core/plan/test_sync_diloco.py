@@ -5,8 +5,9 @@ from ranks import run_ranks
 from tiny import BIASED, GPT, MOE, Samples, run_config
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.plan.sync_diloco import diloco_bytes, diloco_state, owned_sizes
+from mtcli.core.plan.exchange import exchange_state_bytes, exchanged_bytes, owned_sizes
+from mtcli.core.plan.sync_diloco import diloco_bytes
+from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -32,7 +33,8 @@ def sent(runtime, config):
         trainer.train_step(loader)
     loader.close()
     elements = {name: master.numel() for name, master in trainer.optimizer.masters.items()}
-    return trainer.sync_traffic.taken(), elements, trainer.state_bytes_by_kind()["sync"]
+    kept = sum(x.nbytes for x in trainer.exchange.buffers())
+    return trainer.sync_traffic.taken(), elements, kept
 
 
 @pytest.mark.parametrize(("sync", "train"), SYNCS.values(), ids=SYNCS)
@@ -43,14 +45,11 @@ def test_planned_bytes_are_those_that_a_run_sends_and_keeps(sync, train):
         train=train | {"steps": STEPS},
         batch={"global_batch_size": 3},
     )
-    width = 8 if train.get("precision") == "fp64" else 4
-    ranks = run_ranks(3, sent, config)
-    sizes = owned_sizes(config, ParallelLayout.of_run(config, 3), 0)
-    assert ranks[0][1] == sizes
-    planned = diloco_bytes(config.sync, STEPS, 3, sizes, width)
+    ranks, work = run_ranks(3, sent, config), Workload.of(config, 3)
+    assert ranks[0][1] == owned_sizes(work, 0)
+    planned = exchanged_bytes(work, 0)
     assert sum(count for count, *_ in ranks) / 3 / STEPS == pytest.approx(planned, rel=1e-6)
-    kept = diloco_state(config.sync, width) * sum(sizes.values())
-    assert [of_rank for *_, of_rank in ranks] == [kept] * 3
+    assert [kept for *_, kept in ranks] == [exchange_state_bytes(work, 0)] * 3
 
 
 def elements(runtime, config):
@@ -67,12 +66,16 @@ def elements(runtime, config):
         (BIASED, {"tp": 2, "ep": 2, "zero": 0}),
     ],
 )
-def test_owned_elements_are_those_that_each_rank_s_optimizer_has(model, parallel):
+def test_owned_elements_are_the_mean_of_those_that_ranks_optimizers_have(model, parallel):
     sync = {"method": "diloco", "replicas": 1 if parallel.get("zero") else 0}
     config = run_config(model, parallel=parallel, sync=sync)
-    layout = ParallelLayout.of_run(config, 4)
-    planned = [owned_sizes(config, layout, rank) for rank in range(4)]
-    assert run_ranks(4, elements, config) == planned
+    found, work = run_ranks(4, elements, config), Workload.of(config, 4)
+    stages = work.layout.pp
+    for pp_rank in range(stages):
+        members = found[pp_rank * 4 // stages : (pp_rank + 1) * 4 // stages]
+        for name, planned in owned_sizes(work, pp_rank).items():
+            mean = sum(sizes.get(name, 0) for sizes in members) / len(members)
+            assert planned == pytest.approx(mean, rel=0.01, abs=1)
 
 
 def test_a_run_that_ends_before_its_first_exchange_sends_nothing():

@@ -1,0 +1,59 @@
+"""What a rank sends to other replicas in a step, and keeps for it, by the method of [sync]."""
+
+from math import prod
+
+from mtcli.core.config.sync import DECENTRALIZED, PERIODIC
+from mtcli.core.mesh.sharding import owner_axes
+from mtcli.core.plan.elements import trained_of_rank
+from mtcli.core.plan.sync_decentralized import decentralized_bytes, decentralized_state
+from mtcli.core.plan.sync_diloco import diloco_bytes, diloco_state
+from mtcli.core.plan.sync_easgd import easgd_bytes, easgd_state
+from mtcli.core.plan.sync_lsgd import lsgd_bytes, lsgd_state
+from mtcli.core.plan.sync_onebit import onebit_bytes, onebit_state
+from mtcli.core.plan.workload import Workload
+
+
+def exchanged_bytes(work: Workload, pp_rank: int) -> float:
+    """Mean bytes per step of a run that a rank of a pipeline rank sends to other replicas."""
+    sync, replicas, sizes = work.sync, work.layout.replicas, owned_sizes(work, pp_rank)
+    if replicas == 1:
+        return 0.0
+    elements, master = sum(sizes.values()), work.sizes.master or work.sizes.weight
+    run = sync, work.steps, replicas
+    if sync.method in PERIODIC:
+        return diloco_bytes(*run, sizes, work.sizes.weight)
+    if sync.method in DECENTRALIZED:
+        tensors = 1 + (sync.method == "da_dmsgd" and work.num_moments > 0)
+        return tensors * decentralized_bytes(sync, replicas, elements, master)
+    if sync.method == "onebit":
+        return onebit_bytes(*run, elements, work.sizes.weight)
+    count = lsgd_bytes if sync.method == "lsgd" else easgd_bytes
+    return count(*run, elements, master)
+
+
+def exchange_state_bytes(work: Workload, pp_rank: int) -> int:
+    """Bytes that a rank keeps for the exchange, besides the optimizer's state."""
+    sync, replicas = work.sync, work.layout.replicas
+    if replicas == 1:
+        return 0
+    master = work.sizes.master or work.sizes.weight
+    if sync.method in PERIODIC:
+        each = diloco_state(sync, work.sizes.weight)
+    elif sync.method in DECENTRALIZED:
+        tensors = 1 + (sync.method == "da_dmsgd" and work.num_moments > 0)
+        each = tensors * decentralized_state(sync, replicas, master) * work.overlaps_neighbours
+    elif sync.method == "onebit":
+        each = onebit_state(work.optimizer, replicas, work.sizes.weight)
+    else:
+        each = lsgd_state(sync) if sync.method == "lsgd" else easgd_state(sync, master)
+    return round(each * sum(owned_sizes(work, pp_rank).values()))
+
+
+def owned_sizes(work: Workload, pp_rank: int) -> dict[str, int]:
+    """Elements of each parameter that a rank's optimizer updates, as the mean over its owners."""
+    found = {}
+    for _, parameter in trained_of_rank(work, pp_rank):
+        axes = owner_axes(parameter, work.layout, work.sequence_parallel) if work.zero else ()
+        owners = prod(map(work.layout.size, axes))
+        found[parameter.name] = prod(parameter.stored_shape(work.layout)) // owners
+    return found
