@@ -206,7 +206,10 @@ def choices(
         experts = [(ep, etp) for ep, etp in product(eps, etps) if world % (ep * etp * pp) == 0]
         plain = ["1f1b", "zero_bubble"] if pp > 1 else ["1f1b"]
         schedules = options("parallel.schedule", ["interleaved"] if vpp > 1 else plain)
-        zeros = options("parallel.zero", [0] if dp == 1 else [1, 3] if pp == 1 else [1])
+        sharded = [1, 3] if pp == 1 else [1]
+        if config.sync.method != "all_reduce":  # a replica may have one data rank
+            sharded = [0, 1]
+        zeros = options("parallel.zero", [0] if dp == 1 else sharded)
         fitting = [size for size in sizes if b.global_batch_size % (size * dp) == 0]
         for (ep, etp), *others in product(experts, fitting, schedules, zeros, again):
             chosen = (tp, cp, pp, vpp, ep, etp, *others)
