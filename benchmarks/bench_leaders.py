@@ -101,7 +101,7 @@ def draw(curves: dict[str, dict], path: Path) -> None:
         by_bytes.plot([point["bytes"] / 1e6 for point in points], losses, **line)
     by_step.set(xlabel="step", ylabel="validation loss of the average, nats per byte")
     by_bytes.set(xlabel="MB sent by all ranks", xscale="log")
-    by_bytes.legend(fontsize=8, loc="lower left")
+    by_step.legend(fontsize=8)
     for axes in (by_step, by_bytes):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
