@@ -240,7 +240,8 @@ SLOW = {
     },
     "test_dry_run.py": {
         "test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent": (
-            "adapters", "dropout", "interleaved", "a shared expert, folded", "capacity of whole sequences",
+            "adapters", "dropout", "interleaved", "a shared expert, folded",
+            "capacity of whole sequences",
             "lamb, zero=3", "zero=3 in a pipeline", "a key head of ranks round a ring",
             "documents round a ring on CPU", "bfloat16 in float32",
         ),
