@@ -30,7 +30,10 @@ RELEASED = {  # parameters of the released checkpoints, to the unit
     "mixtral-8x7b":     46_702_792_704,
     "mixtral-8x22b":   140_620_634_112,
     "qwen2-57b-a14b":   57_408_658_944,
+    "bert-110m":           110_106_428,
+    "bert-336m":           336_226_108,
 }
+BERTS = {"megatron-bert-1.3b": "1.3", "megatron-bert-3.9b": "3.9"}  # billions as the paper has them
 PRINTED = {  # layers, hidden size, billions as the paper prints them
     "megatron-1.2b":    ( 40,  1536, "1.2"),
     "megatron-2.5b":    ( 54,  1920, "2.5"),
@@ -63,13 +66,20 @@ ACTIVE = {"mixtral-8x7b": "12.9", "mixtral-8x22b": "39.2", "qwen2-57b-a14b": "14
 
 
 def test_every_preset_is_held_to_a_published_count():
-    assert set(preset_names()) == {*RELEASED, *PRINTED, "tiny"}
+    assert set(preset_names()) == {*RELEASED, *PRINTED, *BERTS, "tiny"}
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_released_model_has_the_parameters_of_its_checkpoint_and_of_transformers(name):
     model = load_config(name).model
     assert count_parameters(model) == RELEASED[name] == _count_by_transformers(model)
+
+
+@pytest.mark.parametrize("name", BERTS)
+def test_a_paper_s_bert_has_the_parameters_that_the_paper_prints(name):
+    model = load_config(name).model
+    assert f"{count_parameters(model) / 1e9:.1f}" == BERTS[name]
+    assert count_parameters(model) == _count_by_transformers(model)
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -124,16 +134,33 @@ def test_a_run_can_take_a_model_from_a_preset_and_change_one_size():
 
 def _count_by_transformers(model: ModelConfig) -> int:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
 
+    head = AutoModelForPreTraining if model.head == "mlm" else AutoModelForCausalLM
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(_hugging_face(model))
+        built = head.from_config(_hugging_face(model))
     return sum(p.numel() for p in built.parameters())  # a tied head is the same Parameter
 
 
 def _hugging_face(m: ModelConfig):
-    from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2MoeConfig
+    from transformers import (
+        BertConfig,
+        GPT2Config,
+        LlamaConfig,
+        MegatronBertConfig,
+        MixtralConfig,
+        Qwen2MoeConfig,
+    )
 
+    if m.architecture == "bert":
+        config = BertConfig if m.norm_order == "post" else MegatronBertConfig
+        return config(
+            vocab_size=m.vocab_size,
+            hidden_size=m.hidden_size,
+            num_hidden_layers=m.num_layers,
+            num_attention_heads=m.num_heads,
+            intermediate_size=m.ffn_hidden_size,
+        )
     if m.architecture == "gpt":
         return GPT2Config(
             vocab_size=m.vocab_size, n_positions=m.max_seq_len, n_embd=m.hidden_size,

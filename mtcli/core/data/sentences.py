@@ -75,10 +75,11 @@ def split_sentences(text: str) -> list[str]:
     """
     cuts = [0]
     for match in END.finditer(text):
-        if not _ends_inside(text, match):
+        is_blank = not text[cuts[-1] : match.end()].strip()
+        if not is_blank and not _ends_inside(text, match) and text[match.end() :].strip():
             cuts.append(match.end())
-    pieces = [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
-    return [piece for piece in pieces if piece.strip()]
+    sentences = [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+    return sentences if text.strip() else []
 
 
 def _ends_inside(text: str, match: re.Match[str]) -> bool:

@@ -1,0 +1,122 @@
+"""BERT and Megatron-LM's BERT with every head: transformers' logits and losses, its bytes back."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import ALONE, assert_same_bytes
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.to_huggingface import to_hf
+from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.data.encoder_rows import EncoderRows
+from mtcli.core.inference.encoder import head_outputs
+from mtcli.core.inference.model import open_inference_model
+
+HEADS = ("PreTraining", "MaskedLM", "SequenceClassification", "MultipleChoice")
+S, VOCAB = 12, 53
+
+
+def theirs(kind, head, folder, **others):
+    """A random model of transformers, none of whose parameters is zeros or ones, in a folder."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB,
+        hidden_size=21,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        intermediate_size=18,
+        max_position_embeddings=19,
+        type_vocab_size=2,
+        **({"num_labels": 5} if head == "SequenceClassification" else {}),
+        **others,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}For{head}")(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    return model
+
+
+def packed(head):
+    """(two rows of two sequences each, of 7 and 5 tokens, the four sequences apart)."""
+    random = np.random.default_rng(3)
+    tokens, types = random.integers(0, VOCAB, (2, S)), random.integers(0, 2, (2, S))
+    documents = np.tile((np.arange(S) >= 7).astype(np.int32), (2, 1))
+    weights = (random.random((2, S)) < 0.4).astype(np.float32)
+    labels = np.array([2, 0]) if head == "MultipleChoice" else np.array([1, 0, 1, 1])
+    labels = labels % 2
+    firsts = np.array([0, 7, S, S + 7])
+    ones = np.ones(len(labels), np.float32)
+    rows = EncoderRows(tokens, types, documents, tokens[::-1].copy(), weights, firsts, labels, ones)
+    spans = [(row, slice(a, b)) for row in range(2) for a, b in ((0, 7), (7, S))]
+    return rows, spans
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", ["Bert", "MegatronBert"])
+def test_a_head_has_transformers_logits_on_packed_rows_and_gives_its_bytes_back(
+    kind, head, tmp_path
+):
+    model = theirs(kind, head, tmp_path / "hf")
+    layout = parse_layout("tp=3,pp=3")
+    to_mtcli(open_checkpoint(tmp_path / "hf"), tmp_path / "x", *layout, WriteOptions())
+    to_hf(open_checkpoint(tmp_path / "x"), tmp_path / "back", 3000, WriteOptions())
+    assert_same_bytes(tmp_path / "hf", tmp_path / "back")
+    rows, spans = packed(head)
+    ours = open_inference_model(open_checkpoint(tmp_path / "x"), (), ALONE)
+    (found,) = head_outputs(ours, [rows])
+    loss, logits = 0.0, []
+    for row, span in spans:
+        ids, types = (torch.from_numpy(x[row : row + 1, span]) for x in (rows.tokens, rows[1]))
+        if head == "MultipleChoice":
+            ids, types = ids[None], types[None]
+        with torch.no_grad():
+            said = model(input_ids=ids, token_type_ids=types)
+        if head in HEADS[:2]:
+            predicted = said.prediction_logits if head == "PreTraining" else said.logits
+            targets = torch.from_numpy(rows.labels[row, span])
+            losses = torch.nn.functional.cross_entropy(predicted[0], targets, reduction="none")
+            loss += float((losses * torch.from_numpy(rows.weights[row, span])).sum())
+        if head != "MaskedLM":
+            logits.append(said.seq_relationship_logits if head == HEADS[0] else said.logits)
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    if logits:
+        expected = torch.cat(logits).double().view(found.logits_MC.shape)
+        error = (found.logits_MC - expected).abs().max() / expected.abs().max()
+        assert error < 1e-4
+
+
+def test_a_published_folder_of_old_names_is_read_with_its_heads(tmp_path):
+    theirs("Bert", "PreTraining", tmp_path / "new", architectures=["BertForMaskedLM"])
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {}
+    for name, tensor in tensors.items():
+        for new, before in old.items():
+            name = name.replace(new, before)
+        renamed[name] = tensor
+    renamed["cls.predictions.decoder.weight"] = tensors[
+        "bert.embeddings.word_embeddings.weight"
+    ].clone()
+    (tmp_path / "old").mkdir()
+    config = (tmp_path / "new" / "config.json").read_text()
+    config = config.replace("BertForPreTraining", "BertForMaskedLM")
+    (tmp_path / "old" / "config.json").write_text(config)
+    save_file(renamed, tmp_path / "old" / "model.safetensors")
+    new, found = open_checkpoint(tmp_path / "new"), open_checkpoint(tmp_path / "old")
+    assert found.model == new.model and found.model.sentence_order
+    for name in new.names():
+        assert torch.equal(new.read(name), found.read(name)), name
+
+
+def test_a_class_without_a_head_of_ours_is_refused(tmp_path):
+    theirs("Bert", "MaskedLM", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("ForMaskedLM", "ForTokenClassification"))
+    with pytest.raises(MtcliError, match="BertForTokenClassification.*is not supported"):
+        open_checkpoint(tmp_path)
