@@ -48,7 +48,10 @@ def sections(section: type[BaseModel], path: str = "") -> list[str]:
             )
     title = f"`[{path}]`" if path else "The top level"
     columns = "| field | type | default | meaning |\n|---|---|---|---|\n"
-    return [f"\n### {title}\n\n{section.__doc__.strip()}\n\n{columns}" + "".join(rows), *inside]
+    return [
+        f"\n### {title}\n\n{' '.join(section.__doc__.split())}\n\n{columns}" + "".join(rows),
+        *inside,
+    ]
 
 
 def architecture_table() -> str:
