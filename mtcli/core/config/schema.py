@@ -133,8 +133,7 @@ class DataConfig(Section):
     files of conversations."""
 
     format: Literal["tokens", "conversations", "race", "classification"] = "tokens"
-    """tokens of preprocess, JSONL of prompts and completions or of messages [by file name], RACE's
-    own folders, or JSONL of text, label and maybe text_pair"""
+    """tokens of preprocess, JSONL of conversations [.jsonl files] or of labels, RACE's folders"""
     train: Sources = ()
     """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]; or files"""
     valid: Sources = ()

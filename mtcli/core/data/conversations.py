@@ -30,7 +30,7 @@ NAMED = 10  # bad lines in an error or a report; the others are counted
 VERSION = 1  # of how lines become tokens
 
 
-class Examples(NamedTuple):
+class ChatExamples(NamedTuple):
     """The examples of a file: int32 `tokens` [N] with uint8 `counts` [N], whether a token's loss
     counts; int64 `ends` [S] of each example in them; int64 `lines` [S], from 1; uint8 `skipped`,
     a JSON list of (kind, line, reason) of what was left out, and how many by kind."""
@@ -136,14 +136,14 @@ class ExampleEncoder(NamedTuple):
         return first + rest, [False] * len(first) + [True] * len(rest)
 
 
-def read_examples(path: Path, encoder: ExampleEncoder, field: str) -> Examples:
+def read_examples(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
     """The examples of a file, which `field` of the config names.
 
     Raises MtcliError with the first bad lines by file and number, unless the encoder skips them,
     and where the file cannot be read or has no example.
     """
 
-    def build() -> Examples:
+    def build() -> ChatExamples:
         return _read(path, encoder, field)
 
     try:
@@ -155,10 +155,10 @@ def read_examples(path: Path, encoder: ExampleEncoder, field: str) -> Examples:
     template = encoder.template.source if encoder.template else None
     facts = [VERSION, stat.st_size, stat.st_mtime_ns, encoder.tokenizer.sha256, template]
     facts += [encoder.template and encoder.template.names, encoder.most, encoder.skip_bad]
-    return kept(path.with_name(f"{path.name}.cache"), path, facts, Examples, build)
+    return kept(path.with_name(f"{path.name}.cache"), path, facts, ChatExamples, build)
 
 
-def _read(path: Path, encoder: ExampleEncoder, field: str) -> Examples:
+def _read(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
     ids, counts, ends, numbers = [], [], [], []
     faults: list[tuple[int, BadLine]] = []
     try:
@@ -191,7 +191,7 @@ def _read(path: Path, encoder: ExampleEncoder, field: str) -> Examples:
     }
     report = np.frombuffer(json.dumps(named).encode(), np.uint8)
     flat = np.concatenate(ids), np.concatenate(counts)
-    return Examples(*flat, np.cumsum(ends, dtype=np.int64), np.array(numbers, np.int64), report)
+    return ChatExamples(*flat, np.cumsum(ends, dtype=np.int64), np.array(numbers, np.int64), report)
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -258,7 +258,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def read_all(paths: Sequence[str], encoder: ExampleEncoder, field: str) -> list[Examples]:
+def read_all(paths: Sequence[str], encoder: ExampleEncoder, field: str) -> list[ChatExamples]:
     """The examples of several files. Raises MtcliError with what is wrong with any of them."""
     steps = (partial(read_examples, Path(path), encoder, field) for path in paths)
     return collect_errors(*steps)

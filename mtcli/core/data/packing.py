@@ -22,7 +22,7 @@ from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import split_range
 from mtcli.core.data.chat_template import load_chat_template
-from mtcli.core.data.conversations import ExampleEncoder, Examples, read_all
+from mtcli.core.data.conversations import ExampleEncoder, ChatExamples, read_all
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.tokenize import load_tokenizer
 
@@ -104,7 +104,7 @@ class PackedConversations:
         self.num_samples = self.planned = 0
         self.epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
-    def _with(self, owned: list[range]) -> list[tuple[Examples, range]]:
+    def _with(self, owned: list[range]) -> list[tuple[ChatExamples, range]]:
         return list(zip(self.examples, owned, strict=True))
 
     def __len__(self) -> int:
