@@ -20,7 +20,7 @@ from mtcli.core.checkpoint.reader import Adapters, Checkpoint, StoredTensor
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
-from mtcli.core.mesh.adapters import Target, adapter_name, chosen_targets
+from mtcli.core.mesh.adapters import LoraTarget, adapter_name, chosen_targets
 from mtcli.core.mesh.parameters import parameters, run_parameters
 from mtcli.core.mesh.sharding import Box
 
@@ -102,7 +102,7 @@ def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> N
 
 
 @torch.no_grad()
-def _merged(adapters: Adapters, name: str, targets: tuple[Target, ...], box: Box) -> Tensor:
+def _merged(adapters: Adapters, name: str, targets: tuple[LoraTarget, ...], box: Box) -> Tensor:
     """Reads a box of W + scale * B A, summed in float32 at least and rounded once."""
     weight = adapters.base.read(name, box)
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))

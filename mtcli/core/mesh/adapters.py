@@ -2,7 +2,7 @@
 
 A linear layer y = W x gets scale * B A x for each of its targets: a fused projection to query, key
 and value has three of them, GPT-2's c_attn one. A is [rank, in] and B is what its target has of W,
-with `rank` instead of the inputs. They are sharded as W is, and replicated where it is not.
+with `rank` in the place of the inputs. They are sharded as W is, and replicated where it is not.
 
 Targets have the names that peft gives them: those of the modules in Hugging Face's model.
 """
@@ -15,7 +15,7 @@ from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.sharding import Parameter
 
 
-class AdapterTarget(NamedTuple):
+class LoraTarget(NamedTuple):
     """A target inside a linear layer: its name, and its slots of a dimension of the weight,
     `num_slots` from `first` on; all of the weight where dim is None."""
 
@@ -30,7 +30,7 @@ class AdapterTarget(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
-def targets_of(weight: str, model: ModelConfig) -> tuple[AdapterTarget, ...]:
+def targets_of(weight: str, model: ModelConfig) -> tuple[LoraTarget, ...]:
     """The targets in a weight, by its canonical name; none where it takes no adapter."""
     *_, layer, kind = ("", "", *weight.split("."))[-3:]
     if kind != "weight" or ".experts." in weight or not weight.startswith("blocks."):
@@ -40,21 +40,23 @@ def targets_of(weight: str, model: ModelConfig) -> tuple[AdapterTarget, ...]:
     slots = ("q_proj", 0, queries), ("k_proj", queries, 1), ("v_proj", queries + 1, 1)
     prefix = "shared_expert." if ".shared_expert." in weight else ""
     named = {
-        "qkv": (AdapterTarget("c_attn"),) if is_gpt else tuple(AdapterTarget(n, 1, at, c) for n, at, c in slots),
-        "out": (AdapterTarget("c_proj" if is_gpt else "o_proj"),),
-        "gate_up": (AdapterTarget("gate_proj", 0, 0), AdapterTarget("up_proj", 0, 1)),
-        "up": (AdapterTarget("c_fc" if is_gpt else "up_proj"),),
-        "down": (AdapterTarget("c_proj" if is_gpt and not gated else "down_proj"),),
+        "qkv": (LoraTarget("c_attn"),)
+        if is_gpt
+        else tuple(LoraTarget(n, 1, at, c) for n, at, c in slots),
+        "out": (LoraTarget("c_proj" if is_gpt else "o_proj"),),
+        "gate_up": (LoraTarget("gate_proj", 0, 0), LoraTarget("up_proj", 0, 1)),
+        "up": (LoraTarget("c_fc" if is_gpt else "up_proj"),),
+        "down": (LoraTarget("c_proj" if is_gpt and not gated else "down_proj"),),
     }
     return tuple(one._replace(name=prefix + one.name) for one in named.get(layer, ()))
 
 
-def adapter_name(weight: str, side: str, target: AdapterTarget) -> str:
+def adapter_name(weight: str, side: str, target: LoraTarget) -> str:
     """The canonical name of A or B (`side` "a" or "b") of a target of a weight."""
     return f"{weight.removesuffix('.weight')}.adapter.{side}.{target.short}"
 
 
-def chosen_targets(weight: str, model: ModelConfig, lora: LoraConfig) -> tuple[AdapterTarget, ...]:
+def chosen_targets(weight: str, model: ModelConfig, lora: LoraConfig) -> tuple[LoraTarget, ...]:
     """The targets in a weight that a config adapts."""
     every = targets_of(weight, model)
     if not lora.targets:

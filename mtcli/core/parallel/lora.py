@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.mesh.adapters import Target
+from mtcli.core.mesh.adapters import LoraTarget
 from mtcli.kernels.dropout import dropout
 from mtcli.kernels.gemm import linear, runs_in_float32
 
@@ -33,7 +33,7 @@ class AdapterSite(NamedTuple):
     """Where an adapter is: its targets, the sizes of dim `dim` of the weight [.., rows of a slot]
     that they share, and the share of the columns of x that this rank has."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[LoraTarget, ...]
     slots: int  # of the dim that targets share; 1 where one target has the weight
     outer: int  # sizes before that dim, on this rank
     shard: tuple[int, int]  # (rank, ranks) that share the columns of x
