@@ -111,5 +111,5 @@ class FrozenLamb:
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Elements that are gone through at once: on a GPU all of a tensor."""
-    whole = tensors[0].numel() if tensors[0].is_cuda else SLICE
-    return zip(*(x.view(-1).split(whole) for x in tensors), strict=True)
+    size = tensors[0].numel() if tensors[0].is_cuda else SLICE
+    return zip(*(x.view(-1).split(size) for x in tensors), strict=True)
