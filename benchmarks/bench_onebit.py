@@ -32,7 +32,7 @@ VARIANTS = {  # name: (settings, attributes of OneBit)
     "LAMB": (LAMB, {}),
     "1-bit LAMB": ([*LAMB, *ONE_BIT], {}),
     "without scaling": ([*LAMB, *ONE_BIT], {"_scales": False}),
-    "without feedback": ([*LAMB, *ONE_BIT], {"_feeds_back": False}),
+    "without feedback": ([*LAMB, *ONE_BIT], {"_keeps_errors": False}),
     "AdamW": (ADAM, {}),
     "1-bit Adam": ([*ADAM, *ONE_BIT], {}),
 }

@@ -50,7 +50,7 @@ class OneBit(ReplicaExchange):
 
     ratio_decay = 0.9
     """of the running mean of trust ratios"""
-    _scales, _feeds_back = True, True  # what benchmarks/bench_onebit.py tries without
+    _scales, _keeps_errors = True, True  # what benchmarks/bench_onebit.py tries without
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, warmup: int) -> None:
         """`warmup` is the number of updates after which the variance is frozen."""
@@ -60,7 +60,7 @@ class OneBit(ReplicaExchange):
         self.global_sums = GlobalSums(optimizer.masters, ownership)
         self.mean: CompressedMean | None = None
         if self.replicas.size > 1:
-            self.mean = CompressedMean(optimizer.masters, ownership, self._feeds_back)
+            self.mean = CompressedMean(optimizer.masters, ownership, self._keeps_errors)
         self.lamb = FrozenLamb(optimizer, self.global_sums) if self._is_lamb else None
         self.live: dict[str, Tensor] = {}  # masks of parameters that have elements without variance
         shapes = {name: x.shape for name, x in inside.weights().items()}

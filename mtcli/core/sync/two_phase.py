@@ -55,13 +55,13 @@ class Chunks:
         mean = (mean / self.replicas.size).to(sent)
         vector.copy_(all_gather_v(mean, self.lengths, self.replicas))
 
-    def _row_near(self, place: float) -> int:
-        """The first element of the row that begins nearest to a place."""
+    def _row_near(self, element: float) -> int:
+        """The first element of the row that begins nearest to one."""
         first = 0
         for shape, size in zip(self.shapes.values(), self.sizes, strict=True):
             row = max(1, prod(shape[1:]))
-            if place < first + size:
-                return first + round((place - first) / row) * row
+            if element < first + size:
+                return first + round((element - first) / row) * row
             first += size
         return first
 
@@ -83,12 +83,12 @@ class CompressedMean:
     """
 
     def __init__(
-        self, like: Mapping[str, Tensor], ownership: Ownership, feeds_back: bool = True
+        self, like: Mapping[str, Tensor], ownership: Ownership, keeps_errors: bool = True
     ) -> None:
         """`like` are the tensors of this rank, whose dtype and shapes the errors have."""
         groups = ownership.groups
         self.chunks = Chunks({name: x.shape for name, x in like.items()}, groups.replicas)
-        self.global_sums, self.feeds_back = GlobalSums(like, ownership), feeds_back
+        self.global_sums, self.keeps_errors = GlobalSums(like, ownership), keeps_errors
         dtype = next((x.dtype for x in like.values()), torch.float32)
         vector = torch.zeros(sum(self.chunks.sizes), dtype=dtype, device=groups.device)
         self.error, self.server_error = vector, torch.zeros_like(vector[self.chunks.own])
@@ -147,7 +147,7 @@ class CompressedMean:
         return self.global_sums.of_model(here.view(-1, 1)).sum()
 
     def _after_packing(self, error: Tensor, holes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        if not self.feeds_back:
+        if not self.keeps_errors:
             error.zero_()
         for part, mask in holes.values():
             part.mul_(mask)
