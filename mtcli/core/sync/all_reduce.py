@@ -258,7 +258,9 @@ class BucketedDataParallel(Strategy):
         self.summing = self.summing[len(done) :]
         for one in done:
             one.finish()
-            if not (self.ownership.tied in one.slots and self.ownership.groups.axes["ends"].size > 1):
+            if not (
+                self.ownership.tied in one.slots and self.ownership.groups.axes["ends"].size > 1
+            ):
                 self.tell({name: one.gradient(name) for name in one.slots})
 
 

@@ -59,7 +59,9 @@ def test_planned_bytes_and_memory_are_those_of_a_run(world):
         assert sent == pytest.approx(decentralized_bytes(config, world, owned, 4), rel=0.01)
         kept = max(rank[i][1] for rank in ranks)
         assert kept == pytest.approx(decentralized_state(config, world, 4) * owned, rel=0.01)
-    assert [bool(rank) for _, rank, _ in ranks[0]] == [config.overlaps_neighbours for config in configs]
+    assert [bool(rank) for _, rank, _ in ranks[0]] == [
+        config.overlaps_neighbours for config in configs
+    ]
 
 
 def test_the_facts_of_a_graph_are_in_a_plan():

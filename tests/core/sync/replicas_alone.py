@@ -37,9 +37,7 @@ class Alone:
         parallel = type(config.parallel)()
         batch = config.batch.model_copy(update={"global_batch_size": size})
         sync = type(config.sync)()
-        self.config = config.model_copy(
-            update={"batch": batch, "parallel": parallel, "sync": sync}
-        )
+        self.config = config.model_copy(update={"batch": batch, "parallel": parallel, "sync": sync})
         self.trainers = [Trainer(self.config, ALONE) for _ in range(replicas)]
         self.loaders = []
         for replica, trainer in enumerate(self.trainers):
