@@ -65,7 +65,7 @@ def _trained(options: argparse.Namespace, method: str, size: int) -> float:
         "model.num_layers": 2,
         "model.hidden_size": 64,
         "model.num_heads": 4,
-        "model.vocab_size": 256,
+        "model.vocab_size": 257,
         "model.max_seq_len": 64,
         "batch.seq_len": 64,
         "batch.micro_batch_size": 4,
@@ -74,6 +74,7 @@ def _trained(options: argparse.Namespace, method: str, size: int) -> float:
         "optimizer.momentum": 0.9,
         "optimizer.lr": options.lr * size / options.batches[0],
         "optimizer.warmup_steps": steps // 10,
+        "optimizer.weight_decay": 0.0,
         "optimizer.clip": 0.0,
         "sync.method": method,
         "train.steps": steps,
@@ -85,7 +86,9 @@ def _trained(options: argparse.Namespace, method: str, size: int) -> float:
     words = [sys.executable, "-m", "mtcli", "train", "tiny", "--nproc", str(options.nproc)]
     for name, value in fields.items():
         words += ["--set", f"{name}={value}"]
-    subprocess.run(words, check=True, capture_output=True)
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
     *_, last = (folder / "metrics.jsonl").read_text().splitlines()
     return json.loads(last)["valid_loss"]
 

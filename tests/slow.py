@@ -204,6 +204,30 @@ SLOW = {
         "test_means_are_the_paper_s_by_hand": ("False",),
         "test_an_uncompressed_mean_is_rounded_as_it_is_sent_and_summed_wide": ("sent1",),
     },
+    "test_decentralized.py": {
+        "test_a_ring_trains_as_the_reference": (
+            "decentlam-clip", "decentlam-overlapped", "da_dmsgd-overlapped", "awc_dmsgd-clip",
+        ),
+        "test_each_topology_trains_as_its_matrix": ("dmsgd-one_peer_exponential-matrices3",),
+        "test_replicas_of_any_layout_train_as_the_reference": ("tp", "zero=1"),
+        "test_four_replicas_of_two_ranks_exchange_in_the_backward": (),
+        "test_the_average_of_all_in_every_step_is_parallel_momentum_sgd": (),
+        "test_one_replica_is_plain_momentum_sgd": ("decentlam",),
+    },
+    "test_decentralized_runs.py": {
+        "test_a_run_that_stopped_after_an_odd_step_goes_on_bit_for_bit": ("decentlam-*",),
+        "test_on_another_number_of_replicas_all_start_from_the_average": ("awc_dmsgd-2",),
+        "test_narrow_precisions_have_float64_s_curve_to_rounding": (),
+    },
+    "test_decentralized_bias.py": {
+        "test_each_method_ends_at_its_fixed_point": (),
+        "test_momentum_multiplies_the_bias_of_all_but_decentlam": (),
+        "test_the_mean_of_replicas_moves_as_momentum_sgd_on_their_mean_gradient": (),
+    },
+    "test_mixing.py": {"test_each_rank_has_its_row_of_the_matrix_s_product": ("1", "3", "8")},
+    "test_sketch.py": {
+        "test_metrics_tell_the_distance_of_replicas_as_a_checkpoint_has_them": ("tp",),
+    },
     "test_exchange_state.py": {
         "test_the_state_of_an_exchange_is_restored_on_any_layout": ("4-parallel2",),
     },

@@ -128,7 +128,7 @@ class MixingGraph:
         if self.name == "grid":
             return 1.0 - _grid_rho(n)
         largest = max(self._factor(k) for k in range(1, n // 2 + 1))
-        return 1.0 - float(largest ** (1.0 / self.period))
+        return float(1.0 - largest ** (1.0 / self.period))
 
     def _factor(self, k: int) -> float:
         """By how much a period shrinks the wave of k cycles around a circulant graph."""

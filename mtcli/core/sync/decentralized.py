@@ -69,6 +69,7 @@ class Decentralized(ReplicaExchange):
     @torch.no_grad()
     def update(self, lr: float, factor: float) -> None:
         """Exchanges what is not under way yet, and updates the weights."""
+        assert lr == self.lr, f"the step began with a learning rate of {self.lr}, not {lr}"
         if factor != 1.0:
             self.inside.scale_gradients_(factor)
         gradients = self.inside.gradients
@@ -144,7 +145,7 @@ class _Bucket:
         x, m, b = list(self.parts.masters), list(self.parts.exp_avgs), self.momentum
         if self.method == "decentlam":
             if lr:
-                # In place: W z becomes (x - W z) / lr, the mixed gradients.
+                # (x - W z) / lr, the mixed gradients, replace W z.
                 torch._foreach_sub_(mixed, x)
                 torch._foreach_div_(mixed, -lr)
             torch._foreach_mul_(m, b)

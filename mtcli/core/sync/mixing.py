@@ -1,4 +1,4 @@
-"""Mixes a tensor of each replica: x -> W x, with W of mesh/topology.py, in place.
+"""Mixes a tensor of each replica: W x replaces x, with W of mesh/topology.py.
 
 A neighbour's tensor comes as a message; all of a mix are under way at once, while this rank goes
 on. The average of all replicas is an all-reduce. In a hierarchy a rank averages 1/m of its

@@ -3,8 +3,8 @@
 random sign, so that the expected square of the sketch is the square of the tensors' norm.
 
 Its relative standard deviation is sqrt(1 / (2 * 8191)) = 0.8 %. The sign of element i is that of
-its place in a block of 2^20 times that of the block. Blocks begin in other buckets, so that no two
-of a bucket have the same place; tensors of equal elements are known to 1.1 % for it.
+its offset in a block of 2^20 times that of the block. Blocks begin in other buckets, so that no two
+elements of a bucket have the same offset; tensors of equal elements are known to 1.1 % for it.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ def sketch(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     found, first = torch.zeros(BUCKETS, dtype=torch.float64, device=device), 0
     end = sum(tensor.numel() for tensor in tensors)
-    places = _signs(min(end, BLOCK), SEED).to(device)
+    offsets = _signs(min(end, BLOCK), SEED).to(device)
     blocks = _signs(end // BLOCK + 1, SEED + 1).tolist()
     for tensor in tensors:
         for part in tensor.flatten().split(BLOCK):
             for piece in part.tensor_split([BLOCK - first % BLOCK]):
                 start, bucket = first % BLOCK, first % BUCKETS
-                signed = piece.double() * places[start : start + len(piece)]
+                signed = piece.double() * offsets[start : start + len(piece)]
                 padding = bucket, -(bucket + len(piece)) % BUCKETS
                 sums = F.pad(signed, padding).view(-1, BUCKETS).sum(0)
                 found.add_(sums, alpha=blocks[first // BLOCK])

@@ -39,7 +39,7 @@ def test_the_matrices_that_are_not_symmetric_are_those_that_the_config_knows(nam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replica_takes_from_those_that_send_to_it(name):
-    for n, i in ((count, place) for count in COUNTS for place in range(count)):
+    for n, i in [(count, i) for count in COUNTS for i in range(count)]:
         graph = graph_of(name, n)
         for step, w in enumerate(matrices(graph) * 2):  # they begin again after a period
             others = np.arange(n) != i

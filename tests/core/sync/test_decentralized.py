@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from replicas_alone import Alone
+from replicas_alone import ALONE, Alone
 from tiny import BIASED, GPT, LLAMA, MOE, Samples, run_config
 from trained import checkpoint_of, train_and_save
+
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
+from mtcli.core.training.step import Trainer
 
 SGD = {"name": "sgd", "momentum": 0.8, "lr": 0.05, "weight_decay": 0.1, "clip": 0.7}
 SGD |= {"schedule": "constant"}
@@ -175,3 +179,31 @@ def test_one_replica_is_plain_momentum_sgd(method):
     found = run_ranks(1, train_and_save, config, None, 0, STEPS)[0]
     expected = run_ranks(1, train_and_save, config_of("all_reduce"), None, 0, STEPS)[0]
     assert [s.loss for s in found] == pytest.approx([s.loss for s in expected], rel=1e-12)
+
+
+def test_buckets_leave_in_the_backward_where_nothing_is_clipped_and_are_dropped_without_an_update():
+    plain = {"bucket_mib": 0.005}
+    for method in METHODS:
+        for clip in (0.0, 0.7):
+            still = {"clip": clip, "warmup_steps": 0}
+            config = config_of(method, optimizer=still, parallel=plain)
+            trainer = Trainer(config, ALONE)
+            initialise(trainer)
+            before = {name: x.clone() for name, x in trainer.strategy.weights().items()}
+            loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+            for _ in range(2):  # of which the first makes no update, as after an overflow
+                trainer.forward_backward(loader)
+                left = [bucket.under_way is not None for bucket in trainer.exchange.buckets]
+                assert len(left) > 3 and set(left) == {config.overlaps_neighbours}
+            for name, x in trainer.strategy.weights().items():
+                assert torch.equal(x, before[name]), "nothing has moved"
+            assert not any(x.any() for x in trainer.optimizer.moments.get("momentum", {}).values())
+            trainer.exchange.update(0.05, 1.0)
+            step = {name: before[name] - x for name, x in trainer.strategy.weights().items()}
+            assert all(bucket.under_way is None for bucket in trainer.exchange.buckets)
+            gradients, table = trainer.strategy.gradients, trainer.table
+            for name, moved in step.items():
+                decay = 0.1 * before[name] if table[name].decays else 0.0
+                torch.testing.assert_close(moved, 0.05 * (gradients[name] + decay), atol=1e-14,
+                                           rtol=1e-9)  # fmt: skip
+            loader.close()
