@@ -47,7 +47,7 @@ class Curve(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--plot", help="draw loss against bytes into this file")
     parser.add_argument("--json", help="write the curves to this file")

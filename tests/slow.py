@@ -39,6 +39,25 @@ SLOW = {
         "test_kernels_of_two_architectures_are_compiled_in_one_process": (),
         "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),
     },
+    # sync
+    "test_diloco.py": {
+        "test_what_compression_loses_is_sent_later": ("4 bits-3", "largest, 2 bits-3"),
+        "test_a_replica_that_misses_an_event_rejoins_from_the_outer_weights": ("sync1",),
+        "test_gloo_exchanges_the_same_as_shared_memory": ("sync1",),
+    },
+    "test_diloco_runs.py": {
+        "test_replicas_of_any_layout_are_one_rank_runs_that_exchange": (
+            "tp, fragments", "moe ep edp zero 1",
+        ),
+        "test_a_run_resumed_between_events_and_amid_an_exchange_is_bit_for_bit_the_same": (
+            "overlap of bits",
+        ),
+    },
+    "test_sync_diloco.py": {
+        "test_planned_bytes_are_those_that_a_run_sends_and_keeps": (
+            "4 bits, overlapped", "largest, 2 bits",
+        ),
+    },
     # commands
     "test_eval.py": {
         "test_the_real_files_have_the_numbers_of_transformers": ("gpt2",),

@@ -155,6 +155,20 @@ def test_a_replica_that_misses_an_event_rejoins_from_the_outer_weights(sync):
         assert after[1] == pytest.approx(moved + 0.5 * (1.0 - 0.5 * velocity))
 
 
+def errors(runtime):
+    """Errors that are fed back, after an event and after one that replica 0 has missed."""
+    replica = Replica(runtime, rows=ROWS, top_k=0.05).begin(0.0)
+    found = []
+    for broken in (0.0, torch.nan if runtime.rank == 0 else 0.0):
+        replica.step(torch.arange(ROWS) + broken)
+        found.append(replica.exchange.state()["error/blocks.0.w"].any().item())
+    return found
+
+
+def test_a_replica_that_misses_an_event_feeds_no_error_back():
+    assert run_ranks(2, errors) == [[True, False], [True, True]]
+
+
 def test_an_event_that_all_miss_leaves_the_outer_weights_where_they_were():
     for weights, momentum, _ in run_ranks(2, missed, (0, 1), {}):
         assert weights == [10.0] * 4 and momentum == [0.0] * 4
