@@ -46,6 +46,14 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
+    """x of rank `source` of the axis on every rank, in place; x is contiguous."""
+    if axis.size > 1:
+        with axis.recorder.call("broadcast", axis, x, source):
+            axis.transport.broadcast(x, source).wait()
+    return x
+
+
 class Pending:
     """A collective that overlaps what this rank does next."""
 

@@ -150,6 +150,23 @@ def make_groups(
     return Groups(layout, rank, device, axes)
 
 
+def consecutive(axis: Axis, size: int, name: str, timeout: float) -> Axis:
+    """The `size` consecutive ranks of an axis to which this rank belongs.
+
+    Collective: every rank of the axis calls it.
+    """
+    first = axis.rank // size * size
+    ranks = axis.ranks[first : first + size]
+    mine = axis._replace(name=name, ranks=ranks, rank=axis.rank - first)
+    if size == 1:
+        return mine._replace(group=None, transport=None)
+    if size == axis.size:
+        return mine
+    limit = timedelta(seconds=timeout + LATER)
+    own = {"timeout": limit, "use_local_synchronization": True, "group_desc": name}
+    return _connected(mine._replace(group=dist.new_group(list(ranks), **own)), timeout + LATER)
+
+
 def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
     grid = layout.attention if set(axes) <= set(layout.attention.axes) else layout.experts
     return grid.groups(*axes)

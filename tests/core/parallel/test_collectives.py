@@ -6,7 +6,8 @@ from ranks import run_ranks
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import collectives
-from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.groups import consecutive, make_groups
+from mtcli.core.parallel.transport.process_group import ProcessGroupTransport
 
 N = 2  # rows of a rank's share
 
@@ -99,3 +100,33 @@ def test_an_axis_of_one_rank_costs_no_copy():
     axis = make_groups(ParallelLayout(1), 0, x.device).tp
     for name in ("copy_in", "sum_out", "gather_in", "scatter_out", "all_gather", "reduce_scatter"):
         assert getattr(collectives, name)(x, axis) is x
+
+
+def told(runtime, source):
+    """The tensor of one rank, through shared memory and through the process group."""
+    axis = axis_of(runtime)
+    network = axis
+    if axis.group is not None:
+        network = axis._replace(transport=ProcessGroupTransport(axis.group, axis.ranks, axis.rank))
+    x = given(runtime.rank, 2)
+    return [collectives.broadcast(x.clone(), one, source) for one in (axis, network)]
+
+
+@pytest.mark.parametrize(("n", "source"), [(1, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_broadcast_gives_all_what_its_source_has(n, source):
+    for both in run_ranks(n, told, source):
+        assert all(torch.equal(x, given(source, 2)) for x in both)
+
+
+def of_blocks(runtime, size):
+    """The ranks and the sum of a block of the axis, and whether it has a group."""
+    axis = consecutive(axis_of(runtime), size, "block", timeout=60.0)
+    total = collectives.all_reduce(torch.tensor([float(runtime.rank)]), axis)
+    return axis.ranks, axis.rank, total.item(), axis.name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_axis_is_cut_into_blocks_of_consecutive_ranks(size):
+    for rank, found in enumerate(run_ranks(4, of_blocks, size)):
+        ranks = tuple(range(rank // size * size, rank // size * size + size))
+        assert found == (ranks, rank % size, float(sum(ranks)), "block")

@@ -2,9 +2,10 @@
 
 Bytes are counted as a ring of the axis moves them, which no algorithm undercuts: of a tensor of S
 bytes on n ranks each gives its next rank 2 (n-1)/n S in an all-reduce, (n-1)/n S in a
-reduce-scatter and (n-1) times its part in an all-gather (Patarasuk and Yuan, 2009, section 3). What
-is for one rank alone, in a message, a rotation or an all-to-all, is counted for that rank. Values
-that travel as JSON are not counted.
+reduce-scatter and (n-1) times its part in an all-gather (Patarasuk and Yuan, 2009, section 3). In a
+broadcast each gives it S, but for the one before the source. What is for one rank alone, in a
+message, a rotation or an all-to-all, is counted for that rank. Values that travel as JSON are not
+counted.
 """
 
 from time import perf_counter
@@ -70,7 +71,7 @@ class Traffic:
 
 
 # Axes along which ranks see other samples: what is sent there is for data parallelism.
-DATA_PARALLEL = frozenset(("data", "tokens", "edp", "replicas"))
+DATA_PARALLEL = frozenset(("data", "tokens", "edp", "replicas", "replica_group"))
 
 
 class SyncTraffic:
@@ -110,6 +111,8 @@ def sent_by(call: Call, size: int, rows: int, detail: object) -> dict[int, int]:
         return {place: size // rows for place in places if place != axis.rank}
     if call.peer is not None:
         return {call.peer: size}
+    if call.op == "broadcast":
+        return {} if after == detail else {after: size}
     ring = {
         "all_reduce": 2 * (n - 1) * size // n,
         "reduce_scatter": (n - 1) * size // n,

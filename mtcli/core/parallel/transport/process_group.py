@@ -49,6 +49,10 @@ class ProcessGroupTransport:
         """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
         return dist.all_to_all_single(out, x, received, sent, self.group, async_op=True)
 
+    def broadcast(self, x: Tensor, source: int) -> PendingWork:
+        """x of number `source` of the ranks -> x on all, in place."""
+        return dist.broadcast(x, self.ranks[source], self.group, async_op=True)
+
     def shift(self, out: Tensor, x: Tensor) -> PendingWork:
         """x of each rank -> out of the next one; the last one's goes to the first."""
         after = self.ranks[(self.rank + 1) % len(self.ranks)]

@@ -69,6 +69,11 @@ class SharedMemory:
         several = 2  # how many rounds is known when all have said what they send
         return self._start(self._exchanged(_split(out, received), _split(x, sent)), several)
 
+    def broadcast(self, x: Tensor, source: int) -> "Operation":
+        """Starts x of rank `source` -> x on all, in place."""
+        flat = x.view(-1)
+        return self._start(self._spread(flat, source), len(_parts(flat)))
+
     def shift(self, out: Tensor, x: Tensor) -> "Operation":
         """Starts x of each rank -> out of the next one; the last one's goes to the first."""
         flat = x.reshape(-1)
@@ -139,6 +144,15 @@ class SharedMemory:
                 piece = out[peer][part]
                 piece.copy_(self._place(peer, slot, piece, self.rank * share))
             done += 1
+
+    def _spread(self, x_N: Tensor, source: int) -> Rounds:
+        for part in _parts(x_N):
+            slot = self._write()
+            if self.rank == source:
+                self._place(source, slot, x_N[part]).copy_(x_N[part])
+            yield
+            if self.rank != source:
+                x_N[part] = self._place(source, slot, x_N[part])
 
     def _shifted(self, out_N: Tensor, x_N: Tensor) -> Rounds:
         before = (self.rank - 1) % self.size

@@ -40,6 +40,11 @@ def test_each_rank_gets_its_part_of_an_all_to_all():
     assert sent("all_to_all_v", detail=rows) == {4: (12, 1), 5: (0, 1), 6: (24, 1)}
 
 
+def test_a_broadcast_goes_round_the_ring_to_the_one_before_its_source():
+    assert sent("broadcast", detail=1) == {4: (96, 1)}
+    assert sent("broadcast", detail=0) == {}  # the next one has it
+
+
 def test_a_message_is_counted_by_its_sender():
     assert sent("send", detail="F0.0", peer=1) == {5: (96, 1)}
     assert sent("recv", detail="F0.0", peer=1) == {}

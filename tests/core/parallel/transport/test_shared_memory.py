@@ -68,6 +68,9 @@ def _every_kind(memory, n, me, count, dtype):
         shifted = torch.empty_like(mine)
         memory.shift(shifted, mine).wait()
         assert torch.equal(shifted, everyone[me - 1])
+        told = mine.clone()
+        memory.broadcast(told, n - 1).wait()
+        assert torch.equal(told, everyone[n - 1])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
