@@ -89,6 +89,30 @@ SLOW = {
     "test_aux_losses.py": {
         "test_gradients_are_those_of_the_formulas": ("4-*", "2-{'pp': 2*"),
     },
+    "test_leaders.py": {
+        "test_replicas_of_any_layout_are_workers_trained_one_at_a_time": (
+            "lsgd-four workers", "lsgd-pp=2", "easgd-zero=1",
+        ),
+        "test_a_pull_of_1_makes_all_workers_equal_their_leader_and_leaves_that_as_it_was": (
+            "bf16",
+        ),
+        "test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped": (
+            "lsgd-bf16", "easgd-fp32",
+        ),
+        "test_a_run_whose_leader_has_gone_or_that_a_worker_joins_goes_on_from_the_average": (
+            "lsgd-2",
+        ),
+        "test_one_worker_per_group_and_one_period_is_a_single_leader": (),
+    },
+    "test_rounds.py": {
+        "test_under_a_scripted_clock_workers_do_what_the_script_says": (
+            "lsgd-four workers", "easgd-tp=2",
+        ),
+        "test_workers_of_one_speed_make_the_steps_of_a_synchronous_run_bit_for_bit": ("lsgd-*",),
+    },
+    "test_sync_leaders.py": {
+        "test_planned_bytes_are_those_that_leave": ("lsgd, uneven periods-fp64", "easgd-bf16"),
+    },
     "test_bench_train.py": {"test_contenders_have_our_losses": ("plain",)},
     "test_console.py": {"test_every_table_of_a_plan_is_as_wide_as_the_terminal_at_most": ("60",)},
     "test_expert_balance.py": {

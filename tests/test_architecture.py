@@ -32,7 +32,7 @@ ARROWS = {
     "runtime": FACTS | {"parallel", "kernels"},
     "data": {"config", "runtime"},
     "checkpoint": {"config", "mesh", "parallel", "runtime"},
-    "sync": FACTS | {"parallel", "kernels"},
+    "sync": FACTS | {"parallel", "kernels", "optim"},
     "optim": FACTS | {"parallel", "kernels"},
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP,

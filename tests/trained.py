@@ -9,7 +9,7 @@ from mtcli.core.checkpoint.store import save
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import initialise, progress, resume, shards
+from mtcli.core.training.state import initialise, progress, resume, saved_replicas, shards
 from mtcli.core.training.step import Trainer
 
 
@@ -45,6 +45,7 @@ def save_to(folder, trainer):
         config_toml=dump_toml(trainer.config),
         tokenizer=None,
         keep=0,
+        replicas=saved_replicas(trainer),
     )
 
 

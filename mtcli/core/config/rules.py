@@ -27,7 +27,12 @@ from mtcli.core.config.model import ARCHITECTURES, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC
-from mtcli.core.config.sync_rules import method_takes_the_optimizer, replicas_divide
+from mtcli.core.config.sync_rules import (
+    method_takes_the_optimizer,
+    replicas_divide,
+    workers_can_be_pulled,
+    workers_decide_alone,
+)
 from mtcli.core.config.untrusted import shown
 
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
@@ -390,6 +395,8 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     replicas_divide,
     method_takes_the_optimizer,
+    workers_can_be_pulled,
+    workers_decide_alone,
     _sequence_fits,
     next_tokens_are_hidden,
     _rope_scaling_is_a_range,

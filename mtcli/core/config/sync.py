@@ -91,6 +91,11 @@ class SyncConfig(Section):
         """Steps from one pull to the leader of all groups to the next."""
         return self.global_period or 4 * self.steps_between
 
+    def workers_of_group(self, replicas: int) -> int:
+        """Workers of each group of lsgd: as given, or the divisor of all nearest their root."""
+        near = (size for size in range(1, replicas + 1) if replicas % size == 0)
+        return self.group_size or min(near, key=lambda size: abs(size - replicas**0.5))
+
 
 def most_replicas(world: int, pp: int, inside: tuple[int, int]) -> int:
     """The most replicas of a world: each has all stages, and `inside` it tp*cp and ep*etp."""

@@ -44,6 +44,39 @@ def replicas_divide(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
+def workers_can_be_pulled(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks the groups and periods of lsgd's workers, and that easgd's pull converges."""
+    s, workers = config.sync, config.num_replicas(world)
+    if s.method not in LEADERS or any(replicas_divide(config, world)):
+        return
+    if workers % s.workers_of_group(workers):
+        message = f"group_size={s.group_size} does not divide the {workers} replicas"
+        yield Problem(message, listing(divisors(workers)), "sync.group_size")
+    if s.method == "lsgd" and s.steps_between_global < s.steps_between:
+        message = f"global_period={s.global_period} is below period={s.steps_between}"
+        yield Problem(message, f"{s.steps_between} or more", "sync.global_period")
+    if s.method == "easgd" and s.pull * (workers + 1) >= 2.0:
+        yield Problem(
+            f"pull={s.pull:g} with {workers} replicas: their distance to the centre is times "
+            f"1 - pull * (replicas + 1) = {1 - s.pull * (workers + 1):.4g} at each exchange",
+            f"below 2 / (replicas + 1) = {2 / (workers + 1):.4g}",
+            "sync.pull",
+        )
+
+
+def workers_decide_alone(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that an asynchronous worker needs no other between two exchanges."""
+    if not config.sync.asynchronous:
+        return
+    t, shared = config.train, "asynchronous=true: between exchanges a worker asks no other"
+    if t.precision == "fp16" and not t.loss_scale:
+        message = f"{shared}, and a dynamic loss scale is that of all"
+        yield Problem(message, "a fixed train.loss_scale, or bf16", "sync.asynchronous")
+    if t.on_nonfinite == "skip":
+        message = f"{shared}, and on_nonfinite='skip' passes over the batch of all"
+        yield Problem(message, "train.on_nonfinite = 'stop'", "sync.asynchronous")
+
+
 def method_takes_the_optimizer(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that a method is defined for the optimizer."""
     method, name = config.sync.method, config.optimizer.name

@@ -44,13 +44,23 @@ class ReplicaExchange:
     def before_step(self) -> None:
         """Starts a step, before its first forward."""
 
+    def note_loss(self, loss: float) -> None:
+        """Notes this replica's mean loss of a step, before its update."""
+
     def update(self, lr: float, factor: float) -> None:
         """Updates the weights by this replica's gradients times a factor, which clips them."""
+        self.optimize(lr, factor)
+        self.inside.after_update()
+
+    def optimize(self, lr: float, factor: float) -> None:
+        """Updates the rows that this rank owns."""
         if factor != 1.0 and not self.optimizer.by_kernels:
             self.inside.scale_gradients_(factor)
             factor = 1.0
         self.optimizer.step(self.inside.gradients, lr, factor)
-        self.inside.after_update()
+
+    def meet(self, steps: int) -> None:
+        """Exchanges what is due when asynchronous replicas have made so many steps on average."""
 
     def state(self) -> dict[str, Tensor]:
         """State for a checkpoint: owned rows of tensors, named `<kind>/<parameter>`."""

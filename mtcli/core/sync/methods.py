@@ -13,7 +13,9 @@ from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
+from mtcli.core.sync.easgd import ElasticPulls
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.lsgd import LeaderPulls
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -37,4 +39,9 @@ def strategy_for(
 
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
+    sync = config.sync
+    if sync.method == "lsgd":
+        return LeaderPulls(inside, optimizer, sync, config.train.timeout)
+    if sync.method == "easgd":
+        return ElasticPulls(inside, optimizer, sync)
     return ReplicaExchange(inside, optimizer)

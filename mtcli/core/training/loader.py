@@ -48,7 +48,7 @@ class StepBatch(NamedTuple):
     """This rank's part of a global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m
-    weight: float  # sum of the loss weights of the global batch, the same on every rank
+    weight: float  # sum of the loss weights of the global batch, the same on every rank; or alone
     replica_weight: float  # sum of those of this rank's replica
 
 
@@ -63,6 +63,8 @@ class MicroBatchLoader:
         self.host_positions = positions
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
+        self.share = groups.replicas.rank  # of each global batch, which this replica reads
+        self.alone = config.sync.asynchronous  # asks no other replica, and reads nothing ahead
         self.next_step = -1
         self.reader: Prefetcher[ReadAhead] | None = None
 
@@ -72,15 +74,21 @@ class MicroBatchLoader:
         A `loss_scale` of 0 says that there is no backward, and leaves dropout and auxiliary losses
         out. Every rank calls it. Raises MtcliError where no label of the step has a weight.
         """
+        firsts = self._starts(step)
+        if self.alone:
+            samples = [self._read(first, self._mbs) for first in firsts]
+        else:
+            samples = self._read_ahead(step)
+        weights = self._weights(step, samples)
+        return StepBatch(lambda m: self._inputs(samples[m], firsts[m], loss_scale), *weights)
+
+    def _read_ahead(self, step: int) -> list[ReadAhead]:
         if step != self.next_step or self.reader is None:
             self.close()
             self.reader = Prefetcher(self._read, self._wanted(step))
         ready = iter(self.reader)
-        samples = [next(ready) for _ in self._starts(step)]
         self.next_step = step + 1
-        firsts = self._starts(step)
-        weights = self._weights(step, samples)
-        return StepBatch(lambda m: self._inputs(samples[m], firsts[m], loss_scale), *weights)
+        return [next(ready) for _ in self._starts(step)]
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -98,9 +106,10 @@ class MicroBatchLoader:
 
     def _starts(self, step: int) -> range:
         """The first sample of each of this rank's micro-batches of a step."""
-        size, shards = self.config.batch.global_batch_size, self.groups.layout.batch_shards
-        first = step * size + self.groups.dp_rank * self._mbs
-        return range(first, (step + 1) * size, self._mbs * shards)
+        size, layout = self.config.batch.global_batch_size, self.groups.layout
+        data_rank = self.groups.dp_rank % layout.dp + layout.dp * self.share
+        first = step * size + data_rank * self._mbs
+        return range(first, (step + 1) * size, self._mbs * layout.batch_shards)
 
     def _read(self, start: int, count: int) -> ReadAhead:
         data = self.config.data
@@ -132,9 +141,11 @@ class MicroBatchLoader:
         replicas = groups.layout.replicas
         if samples[0].weights is None:
             labels = float(size * self.config.batch.seq_len)
-            return labels, labels / replicas
+            return labels / (replicas if self.alone else 1), labels / replicas
         own = torch.tensor([sum(read.weight_sum for read in samples)], dtype=torch.float64)
         inside = sum(all_gather(own.to(groups.device), groups.axes["data"]).tolist())
+        if self.alone:
+            return inside, inside or 1.0
         each = all_gather(torch.tensor([inside], dtype=torch.float64).to(own), groups.replicas)
         weight = sum(each.tolist())
         if not 0.0 < weight < math.inf:
@@ -205,7 +216,9 @@ def open_loader(
     samples = steps * config.batch.global_batch_size
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
-    return MicroBatchLoader(batches, config, groups)
+    loader = MicroBatchLoader(batches, config, groups)
+    loader.alone = config.sync.asynchronous and not validation
+    return loader
 
 
 def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:

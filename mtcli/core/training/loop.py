@@ -21,6 +21,7 @@ from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
+from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
 from mtcli.core.training.state import StartingPoint, progress, restore, starting_point
@@ -86,9 +87,10 @@ def _train(
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     log.begin(runtime.world, trainer.state_bytes(), str(start))
     stopped = False
+    next_step = Rounds(trainer).train if trainer.alone else trainer.train_step
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
-            step = trainer.train_step(loader)
+            step = next_step(loader)
             if step.outcome == "fault":
                 _skip(trainer, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":

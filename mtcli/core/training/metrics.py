@@ -145,6 +145,8 @@ class RunLog:
             return
         batch = self.config.batch
         tokens = batch.global_batch_size * batch.seq_len
+        if step.replica_steps:  # a round
+            tokens *= sum(step.replica_steps) // len(step.replica_steps)
         flops = 3.0 * forward_flops(self.config.model, batch.seq_len) * tokens
         row = {
             "step": step.step,
@@ -159,21 +161,26 @@ class RunLog:
             "mfu": flops / step.seconds / self.flops_per_second,
             "sync_bytes": told.sync_bytes,
         }
+        if step.replica_steps:
+            row["replica_steps"] = step.replica_steps
         if told.replica_distance is not None:
             row["replica_distance"] = told.replica_distance
         if told.valid_loss is not None:
             row["valid_loss"] = told.valid_loss
         if step.expert_load is not None:
             row["expert_load_max_over_mean"] = step.expert_load
-        finite = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
+        finite = {k: None if _is_no_number(v) else v for k, v in row.items()}  # JSON has no NaN
         self._append(self.metrics, finite)
         if step.outcome == "overflow":
             self._warn_of_overflow(step)
         if step.step % self.config.train.log_every == 0:
             self.bar.set_postfix_str(self._line(row), refresh=False)
             for tracker in self.trackers:
-                tracker.log({k: v for k, v in row.items() if k != "step"}, step=step.step)
-        self.bar.update(1)  # draws the line, so it comes last
+                tracker.log(
+                    {k: v for k, v in row.items() if k not in ("step", "replica_steps")},
+                    step=step.step,
+                )
+        self.bar.update(step.step - self.bar.n)  # draws the line, so it comes last
 
     def _line(self, row: dict[str, Any]) -> str:
         """The progress line; the loss scale only where it has changed."""
@@ -235,6 +242,10 @@ class RunLog:
         """Names what was written last."""
         if self.speaks:
             typer.echo(f"wrote {self.last_saved or self.folder}")
+
+
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _axes(config: RunConfig, world: int) -> str:

@@ -38,7 +38,8 @@ class Finding(NamedTuple):
 
 
 def first_nonfinite(trainer: Trainer, loader: MicroBatchLoader) -> str:
-    """Names the first module whose output or gradient is not finite. Every rank calls it."""
+    """Names the first module whose output or gradient is not finite. Every rank calls it, or every
+    rank of an asynchronous replica."""
     found: list[Finding] = []
     pipeline = trainer.pipeline
 
@@ -53,7 +54,8 @@ def first_nonfinite(trainer: Trainer, loader: MicroBatchLoader) -> str:
 
     with uncompiled(trainer.config.train.compile), _watched(trainer.stages, report):
         trainer.forward_backward(loader, as_written=True)
-    everyone = gather_values(found[0] if found else None, trainer.groups.world)
+    axis = trainer.groups.replica if trainer.alone else trainer.groups.world
+    everyone = gather_values(found[0] if found else None, axis)
     findings = sorted(Finding(*fields) for fields in everyone if fields)
     return str(findings[0]) if findings else "the sum of gradients that are finite one by one"
 

@@ -4,6 +4,7 @@ Weights, optimizer and strategy state go as shards, each rank its own boxes. Cou
 and consumed samples go into the manifest's `extra`. Any layout restores what any other captured.
 """
 
+import sys
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -200,7 +201,13 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.step = checkpoint.step
     if not same:
         trainer.exchange.begin()
+        if groups.rank == 0:
+            sys.stderr.write(f"note: {_averaged(checkpoint.averages, groups.replicas.size)}\n")
     trainer.exchange.load_counters(done.sync if same else {})
+
+
+def _averaged(before: int, now: int) -> str:
+    return f"the run had {before} replicas and goes on with {now}, each from their average"
 
 
 def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:

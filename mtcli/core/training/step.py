@@ -32,7 +32,7 @@ from mtcli.core.schedule.generators import forward_only, schedule_for
 from mtcli.core.sync.methods import allocates_shards, replica_exchange, strategy_for
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
-from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.loader import MicroBatchLoader, StepBatch
 
 
 class Step(NamedTuple):
@@ -50,6 +50,8 @@ class Step(NamedTuple):
     loss_scale: float  # of this step
     outcome: Literal["updated", "overflow", "fault"]
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
+    weight: float = 1.0  # sum of the loss weights of its labels
+    replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
 
 
 class Phases(NamedTuple):
@@ -65,7 +67,10 @@ class Phases(NamedTuple):
 
 
 class Trainer:
-    """The state of a run on this rank: weights, gradients, optimizer and the step they are at."""
+    """The state of a run on this rank: weights, gradients, optimizer and the step they are at.
+
+    Where replicas are asynchronous a step is this replica's own, and asks no other.
+    """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self.config = config
@@ -94,6 +99,7 @@ class Trainer:
         schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
+        self.alone = config.sync.asynchronous
         self.micro_batch_tokens = b.micro_batch_size * b.seq_len // p.cp
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
@@ -124,33 +130,36 @@ class Trainer:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
         config, start = self.config, perf_counter()
         self.groups.world.recorder.step = self.step + 1
-        loss_sum, weight, marks = self.forward_backward(loader)
+        loss_sum, batch, marks = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
         marks.append(self.pipeline.clock())
-        loss, scaled_norms = self._global(loss_sum, weight, squares)
+        loss_sums, scaled_norms = self._global(loss_sum, squares, self.alone)
         marks.append(self.pipeline.clock())
         step, scale = self.step + 1, self.loss_scale.scale
         lr = learning_rate(config.optimizer, step, config.train.steps)
         norms = [norm / scale for norm in scaled_norms]
-        norm = sum(norms) / len(norms)
+        loss, norm = sum(loss_sums) / (batch.weight or 1.0), sum(norms) / len(norms)
         outcome = self._outcome(loss, norm)
         if outcome != "fault":
             self.step = step
             self.loss_scale.update(outcome == "overflow")
         expert_load = None
         if outcome == "updated":
-            own = norms[self.groups.replicas.rank]
-            self.exchange.update(lr, clip_factor(own, config.optimizer.clip) / scale)
+            own = 0 if self.alone else self.groups.replicas.rank
+            # A replica whose labels have no weight has no loss, and no gradient.
+            if loss_sums[own]:
+                self.exchange.note_loss(loss_sums[own] / batch.replica_weight)
+            self.exchange.update(lr, clip_factor(norms[own], config.optimizer.clip) / scale)
             expert_load = self.balance.move_biases()
         self.phases = Phases(*marks, self.pipeline.clock())
         seconds = perf_counter() - start
-        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load)
+        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load, batch.weight)
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
-    ) -> tuple[float, float, list[float]]:
-        """(sum of this rank's weighted losses, sum of the global batch's loss weights, when its
-        phases ended), with the gradients reduced.
+    ) -> tuple[float, StepBatch, list[float]]:
+        """(sum of this rank's weighted losses, its batch, when its phases ended), with the
+        gradients reduced.
 
         `as_written` replays nothing, so that hooks of modules are called.
         """
@@ -167,7 +176,7 @@ class Trainer:
         marks.append(clock())
         self.strategy.after_backward()
         marks.append(clock())
-        return loss_sum, batch.weight, marks
+        return loss_sum, batch, marks
 
     def _micro_batches(
         self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
@@ -226,22 +235,25 @@ class Trainer:
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)
                 weight += batch.weight
-        loss, _ = self._global(float(total), weight / steps, 0.0)
-        return loss / steps
+        loss_sums, _ = self._global(float(total), 0.0)
+        return sum(loss_sums) / weight
 
     def _global(
-        self, loss_sum: float, weight: float, square_sum: float
-    ) -> tuple[float, list[float]]:
-        """(the loss of labels of that weight, gradient norm of each replica), the same on every
-        rank.
+        self, loss_sum: float, square_sum: float, alone: bool = False
+    ) -> tuple[list[float], list[float]]:
+        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or
+        `alone` of this replica, which asks no other.
 
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
-        sums = torch.zeros(1 + self.layout.replicas, dtype=torch.float64)
-        sums[0] = loss_sum if self.groups.tp.rank == 0 else 0.0
-        sums[1 + self.groups.replicas.rank] = square_sum
-        loss, *squares = all_reduce(sums.to(self.groups.device), self.groups.world).tolist()
-        return loss / weight, [math.sqrt(square) for square in squares]
+        axis, replicas, own = self.groups.world, self.layout.replicas, self.groups.replicas.rank
+        if alone:
+            axis, replicas, own = self.groups.replica, 1, 0
+        sums = torch.zeros(2, replicas, dtype=torch.float64)
+        sums[0, own] = loss_sum if self.groups.tp.rank == 0 else 0.0
+        sums[1, own] = square_sum
+        loss_sums, squares = all_reduce(sums.to(self.groups.device), axis).tolist()
+        return loss_sums, [math.sqrt(square) for square in squares]
 
 
 def _memory(x: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from mtcli.core.config.rules import RULES, load_checked, problems, require
 LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_size=96")
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
+LSGD = ("sync.method=lsgd", "optimizer.name=sgd")
 # fmt: off
 BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_tensors_can_be_counted": (
@@ -67,6 +68,13 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["batch.micro_batch_size=3", "batch.global_batch_size=16"], 2, "batch.global_batch_size",
         "micro_batch_size*dp = 3*2 = 6 does not divide global_batch_size=16",
         "global_batch_size 12 or 18"),
+    "workers_can_be_pulled": (
+        [*LSGD, "sync.group_size=3"], 4, "sync.group_size",
+        "group_size=3 does not divide the 4 replicas", "1, 2 or 4"),
+    "workers_decide_alone": (
+        [*LSGD, "sync.asynchronous=true", "train.precision=fp16"], 4, "sync.asynchronous",
+        "asynchronous=true: between exchanges a worker asks no other, and a dynamic loss scale is "
+        "that of all", "a fixed train.loss_scale, or bf16"),
     "_sequence_fits": (
         ["batch.seq_len=512"], 1, "batch.seq_len",
         "seq_len=512 exceeds the learned positions, max_seq_len=256",
@@ -125,6 +133,17 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         "less tp, or train.precision = 'bf16'"),
 }
 ALSO = {  # further branches of the same rules
+    "leaders of all before those of groups": (
+        [*LSGD, "sync.period=8", "sync.global_period=4"], 4, "sync.global_period",
+        "global_period=4 is below period=8", "8 or more"),
+    "a centre that swings away": (
+        ["sync.method=easgd", "optimizer.name=sgd", "sync.pull=0.4"], 4, "sync.pull",
+        "pull=0.4 with 4 replicas: their distance to the centre is times "
+        "1 - pull * (replicas + 1) = -1 at each exchange", "below 2 / (replicas + 1) = 0.4"),
+    "a worker that skips alone": (
+        [*LSGD, "sync.asynchronous=true", "train.on_nonfinite=skip"], 4, "sync.asynchronous",
+        "asynchronous=true: between exchanges a worker asks no other, and on_nonfinite='skip' "
+        "passes over the batch of all", "train.on_nonfinite = 'stop'"),
     "odd heads cannot turn": (
         ["model.position=rope", "model.head_dim=33"], 1, "model.head_dim",
         "head_dim=33 is odd and rotary positions turn pairs", "32 or 34"),

@@ -1,0 +1,29 @@
+"""Counts what LSGD sends along `replicas`, and the state that it keeps."""
+
+from math import lcm
+
+from mtcli.core.config.sync import SyncConfig
+
+MESSAGE_BYTES = 3 * 8  # of a worker to all others: its number, steps and loss
+
+
+def lsgd_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, width: int) -> float:
+    """Bytes that a rank sends in a step, on average over the ranks of `replicas` and over a run.
+
+    It holds `elements` master weights of `width` bytes. In a ring, n ranks send a broadcast n - 1
+    times.
+    """
+    period, global_period = sync.steps_between, sync.steps_between_global
+    locally, globally = steps // period, steps // global_period
+    both = steps // lcm(period, global_period)
+    total: float = (locally + globally - both) * (replicas - 1) * MESSAGE_BYTES
+    size = elements * width
+    workers = sync.workers_of_group(replicas)
+    total += locally * (workers - 1) / workers * size * (sync.pull > 0.0)
+    total += globally * (replicas - 1) / replicas * size * (sync.global_pull > 0.0)
+    return total / steps
+
+
+def lsgd_state(sync: SyncConfig) -> float:
+    """Bytes of state per element besides the optimizer's: none, only losses are kept."""
+    return 0.0

@@ -1,0 +1,58 @@
+"""EASGD: workers and a centre pull each other (arXiv:1412.6651, Algorithm 1, synchronous form).
+
+Every `period` steps, of p workers and with a = pull, x_i = x_i - a (x_i - c) and
+c = c + a sum_i (x_i - c), both from the values before. The centre starts where the workers do, and
+every worker computes it from the sum of all, so none is a server.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.sync.pulls import PeriodicPulls, move_
+from mtcli.core.sync.strategy import Strategy
+
+
+class ElasticPulls(PeriodicPulls):
+    """The exchange of EASGD."""
+
+    def __init__(self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig) -> None:
+        super().__init__(inside, optimizer, sync)
+        self.centre = {name: torch.empty_like(x) for name, x in optimizer.masters.items()}
+
+    def pull(self, steps: int) -> None:
+        """Moves the master weights and the centre towards each other."""
+        if not self.sync.pull or not self.masters:
+            return
+        centre = list(self.centre.values())
+        before = torch.cat([x.flatten() for x in centre])
+        mean = all_reduce(self.flat_masters(), self.replicas) / self.replicas.size
+        move_(self.masters, before, self.sync.pull)
+        move_(centre, mean, self.sync.pull * self.replicas.size)
+
+    def begin(self) -> None:
+        """Places the centre at the weights."""
+        for name, master in self.optimizer.masters.items():
+            self.centre[name].copy_(master)
+
+    def state(self) -> dict[str, Tensor]:
+        """The centre."""
+        return {f"centre/{name}": x for name, x in self.centre.items()}
+
+    def differs(self, kind: str) -> bool:
+        """Whether workers have other state of a kind: of any but the centre."""
+        return kind != "centre" and super().differs(kind)
+
+    def counters(self) -> dict[str, Any]:
+        """Says that there is a centre."""
+        return {"centre": True}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Places the centre at the weights of a run that had none."""
+        if not counters.get("centre"):
+            self.begin()

@@ -1,0 +1,101 @@
+"""LSGD: workers are pulled to the leader of their group and to that of all (arXiv:1905.10395).
+
+A leader is the worker with the least training loss, on average over its last `period` steps; of
+equal ones the first. Every `period` steps x = x - pull (x - leader of the group), every
+`global_period` steps then x = x - global_pull (x - leader of all) (Algorithm 1, where neither is
+times the learning rate). The leader of all leads its group too, so neither pull moves it, and a
+stationary point of its loss is one of the method.
+
+What is sent: three numbers per worker, and then the weights of the leaders, by no one else.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.parallel.collectives import all_gather, broadcast, gather_values
+from mtcli.core.parallel.groups import Axis, consecutive
+from mtcli.core.sync.pulls import PeriodicPulls, move_
+from mtcli.core.sync.strategy import Strategy
+
+NEVER = float("inf")  # the loss of a worker that has made no step
+
+
+class LeaderPulls(PeriodicPulls):
+    """The exchange of LSGD. Workers of a group are `group_size` consecutive replicas."""
+
+    def __init__(
+        self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig, timeout: float
+    ) -> None:
+        """Ranks wait `timeout` seconds for others of their group."""
+        super().__init__(inside, optimizer, sync)
+        size = sync.workers_of_group(self.replicas.size)
+        self.group = consecutive(self.replicas, size, "replica_group", timeout)
+        self.losses: deque[float] = deque(maxlen=sync.steps_between)
+
+    def note_loss(self, loss: float) -> None:
+        """Notes this worker's loss of a step."""
+        self.losses.append(loss)
+
+    def is_due(self, steps: int) -> bool:
+        """Whether there is a pull of groups, or of all workers."""
+        return super().is_due(steps) or steps % self.sync.steps_between_global == 0
+
+    def pull(self, steps: int) -> None:
+        """Elects leaders and moves the master weights towards theirs."""
+        losses = self._gathered_losses(steps)
+        first = self.replicas.rank - self.group.rank
+        own_group = losses[first : first + self.group.size]
+        if super().is_due(steps):
+            self._pull_to(self.group, elected(own_group), self.sync.pull)
+        if steps % self.sync.steps_between_global == 0:
+            self._pull_to(self.replicas, elected(losses), self.sync.global_pull)
+
+    def counters(self) -> dict[str, Any]:
+        """The losses of which each worker's average is."""
+        return {"losses": gather_values(list(self.losses), self._apart)}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Restores this worker's losses, where its run had as many workers.
+
+        Raises MtcliError where they are no numbers.
+        """
+        every = counters.get("losses", [])
+        if not isinstance(every, list) or not all(map(_are_losses, every)):
+            message = f"the checkpoint's losses of workers are {str(every)[:60]}"
+            raise wrong(
+                message, "another checkpoint of the run; each worker's are a list of numbers"
+            )
+        self.losses.clear()
+        if len(every) == self.replicas.size:
+            self.losses.extend(every[self.replicas.rank])
+
+    def _gathered_losses(self, steps: int) -> list[float]:
+        """The average losses of all workers, from a message of each: (worker, steps, loss)."""
+        mean = sum(self.losses) / len(self.losses) if self.losses else NEVER
+        device = self.inside.ownership.groups.device
+        message = torch.tensor([[self.replicas.rank, steps, mean]], dtype=torch.float64)
+        found = all_gather(message.to(device), self.replicas).tolist()
+        assert [row[:2] for row in found] == [[i, steps] for i in range(len(found))], found
+        return [loss for _, _, loss in found]
+
+    def _pull_to(self, axis: Axis, leader: int, share: float) -> None:
+        """Moves the master weights towards those of a worker, who sends them to the others."""
+        if axis.size == 1 or not share or not self.masters:
+            return
+        move_(self.masters, broadcast(self.flat_masters(), axis, leader), share)
+
+
+def _are_losses(found: object) -> bool:
+    return isinstance(found, list) and all(type(x) is float and isfinite(x) for x in found)
+
+
+def elected(losses: Sequence[float]) -> int:
+    """The first worker with the least loss."""
+    return min(range(len(losses)), key=losses.__getitem__)

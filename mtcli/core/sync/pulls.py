@@ -1,0 +1,73 @@
+"""Pulls replicas towards others every few steps: what LSGD and EASGD have in common.
+
+Between two exchanges each replica, a worker in the papers' words, trains by SGD on its own part of
+the data. An exchange reads and moves master weights, of the rows that a rank owns; momenta are each
+worker's own. Asynchronous workers meet when their steps are `period` each on average
+(`training/rounds.py`), so that a faster one makes more of them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.sgd import round_
+from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.strategy import Strategy
+
+
+class PeriodicPulls(ReplicaExchange):
+    """The exchange of workers that are pulled; a method says where to."""
+
+    def __init__(self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig) -> None:
+        super().__init__(inside, optimizer)
+        self.sync = sync
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """The master weights of the rows that this rank owns."""
+        return list(self.optimizer.masters.values())
+
+    @abstractmethod
+    def pull(self, steps: int) -> None:
+        """Moves the master weights, as is due after so many steps. Collective."""
+
+    def is_due(self, steps: int) -> bool:
+        """Whether there is an exchange after so many steps."""
+        return steps % self.sync.steps_between == 0
+
+    def update(self, lr: float, factor: float) -> None:
+        """Makes a step of SGD, and the exchange that is due after it, unless workers only meet at
+        the end of a round."""
+        self.optimize(lr, factor)
+        if not self.sync.asynchronous:
+            self._exchange(self.optimizer.updates)
+        self.inside.after_update()
+
+    def meet(self, steps: int) -> None:
+        """Makes the exchange that is due when workers have made so many steps on average."""
+        self._exchange(steps)
+        self.inside.after_update()
+
+    @torch.no_grad()
+    def _exchange(self, steps: int) -> None:
+        if self.is_due(steps):
+            self.pull(steps)
+            round_(self.optimizer.parts)
+
+    def flat_masters(self) -> Tensor:
+        """A copy of the master weights, one after the other."""
+        return torch.cat([master.flatten() for master in self.masters])
+
+
+def move_(tensors: Sequence[Tensor], towards: Tensor, share: float) -> None:
+    """x = x + share (towards - x), in place; `towards` has all tensors one after the other.
+
+    Exact where x is there already, and at a share of 1.
+    """
+    targets = towards.split([x.numel() for x in tensors])
+    for x, target in zip(tensors, targets, strict=True):
+        x.lerp_(target.view_as(x), share)
