@@ -22,7 +22,7 @@ from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import split_range
 from mtcli.core.data.chat_template import load_chat_template
-from mtcli.core.data.conversations import ExampleEncoder, ChatExamples, read_all
+from mtcli.core.data.conversations import ChatExamples, ExampleEncoder, read_all
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.tokenize import load_tokenizer
 

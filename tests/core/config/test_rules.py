@@ -129,6 +129,19 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["sync.method=local", "sync.error_decay=1"], 1, "sync.error_decay",
         "error_decay=1 with quantise=0 and top_k=0, which lose nothing",
         "sync.quantise or sync.top_k, or leave sync.error_decay out"),
+    "replicas_divide": (
+        [*SGD, "sync.method=dmsgd", "sync.replicas=3"], 4, "sync.replicas",
+        "replicas=3 does not divide the 4 that 4 ranks can hold", "1, 2 or 4"),
+    "method_takes_the_optimizer": (
+        ["sync.method=lsgd"], 4, "sync.method",
+        "method='lsgd' is not defined for optimizer.name='adamw'", "optimizer.name = 'sgd'"),
+    "_adapters_fit": (
+        ["lora.rank=4", "parallel.zero=3"], 2, "lora.rank",
+        "rank=4 with zero=3: adapters are too small to be sharded by rows", "parallel.zero = 1"),
+    "data_fits_head": (
+        ["data.format=race"], 1, "data.format",
+        "data.format='race' with head='lm'",
+        "data.format = 'tokens' or 'conversations', or model.head = 'multiple_choice'"),
     "_rope_scaling_is_a_range": (
         ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
         "model.rope_scaling.low_freq_factor",
@@ -196,6 +209,19 @@ ALSO = {  # further branches of the same rules
         [*LSGD, "sync.asynchronous=true", "train.on_nonfinite=skip"], 4, "sync.asynchronous",
         "asynchronous=true: between exchanges a worker asks no other, and on_nonfinite='skip' "
         "passes over the batch of all", "train.on_nonfinite = 'stop'"),
+    "replicas of one model": (
+        ["sync.replicas=2"], 4, "sync.replicas",
+        "replicas=2 with method='all_reduce', which keeps them equal",
+        "sync.method = 'diloco', or another, or leave sync.replicas out"),
+    "a replica has its experts": (
+        [*MOE, "parallel.ep=4", "sync.method=diloco"], 6, "sync.method",
+        "a replica has pp * lcm(tp*cp, ep*etp) = 1 * 4 ranks, which do not divide the world of 6",
+        "ranks (--nproc) that are a multiple of 4"),
+    "zero shards over the ranks of a replica": (
+        ["sync.method=diloco", "parallel.zero=1"], 4, "parallel.zero",
+        "zero=1 shards over the data ranks of a replica, and with method='diloco' each of the 4 "
+        "replicas has 1",
+        "parallel.zero = 0, or sync.replicas below 4"),
     "dsgd has no momentum": (
         [*SGD, "sync.method=dsgd"], 4, "sync.method",
         "momentum=0.9 with method='dsgd', which has none",
