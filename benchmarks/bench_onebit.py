@@ -53,9 +53,9 @@ def main() -> None:
         for name, seed in each(cases, lambda case: f"{case[0]}, seed {case[1]}"):
             rows.setdefault(name, []).append(run(name, seed, data, args))
             say(f"{name:18} seed {seed}: {last(rows[name][-1]):.4f}")
-            if args.json:
-                Path(args.json).write_text(json.dumps(rows) + "\n")
     show(rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows) + "\n")
     if args.plot:
         draw(rows, Path(args.plot))
 
@@ -97,7 +97,8 @@ def run(name: str, seed: int, data: list[str], args: argparse.Namespace) -> dict
         assert not done.returncode, done.stderr
         lines = Path(output, "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
-    found = {key: [step[key] for step in steps] for key in ("loss", "sync_bytes")}
+    found: dict[str, Any] = {"loss": [round(step["loss"], 4) for step in steps]}
+    found["sync_bytes"] = [step["sync_bytes"] for step in steps]
     return found | {"valid_loss": [x["valid_loss"] for x in steps if "valid_loss" in x]}
 
 
