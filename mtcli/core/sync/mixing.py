@@ -92,12 +92,12 @@ class _MachineMix(Mix):
 
     def __init__(self, graph: MixingGraph, axis: Axis, like: Tensor) -> None:
         self.above, self.axis, m = graph.machines, axis, graph.machine_size
-        self.machine, self.index = divmod(axis.rank, m)
+        self.machine, self.local = divmod(axis.rank, m)
         chunk = -(-like.numel() // m)
         self.padded = like.new_zeros(m, chunk)
         self.x = self.padded.flatten()[: like.numel()]
-        self.mates = {k: self.machine * m + k for k in range(m) if k != self.index}
-        self.others = [k * m + self.index for k in self.above.senders(self.machine)]
+        self.mates = {k: self.machine * m + k for k in range(m) if k != self.local}
+        self.others = [k * m + self.local for k in self.above.senders(self.machine)]
         self.received = like.new_zeros(max(m - 1, len(self.others)), chunk)
 
     def start(self, step: int) -> None:
@@ -107,7 +107,7 @@ class _MachineMix(Mix):
 
     def wait(self) -> None:
         self.messages.wait()
-        own, m = self.padded[self.index], len(self.padded)
+        own, m = self.padded[self.local], len(self.padded)
         for part in self.received[: m - 1]:
             own += part
         own /= m
