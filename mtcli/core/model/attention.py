@@ -37,7 +37,7 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
         qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
-        return self.out(self.mix(qkv_TF, inputs), inputs.numbers)
+        return self.out(self.mix(qkv_TF, inputs), numbers=inputs.numbers)
 
     def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
         """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""

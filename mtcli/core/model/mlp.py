@@ -26,7 +26,7 @@ class Mlp(nn.Module):
         fused = runs_triton(x_TD)
         bias = self.up.flat_bias if fused else None
         inner = self.up(x_TD, with_bias=not fused, numbers=inputs.numbers)
-        return self.down.of_activated(self.activation, inner, bias, inputs.numbers)
+        return self.down.of_activated(self.activation, inner, bias, numbers=inputs.numbers)
 
 
 class GatedMlp(nn.Module):

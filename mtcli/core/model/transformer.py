@@ -79,7 +79,7 @@ class Block(nn.Module):
         if self.recompute == "selective" and torch.is_grad_enabled():
             qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
-            return self.attention.out(mixed, inputs.numbers)
+            return self.attention.out(mixed, numbers=inputs.numbers)
         return self.attention(x_TD, inputs)
 
 

@@ -71,7 +71,10 @@ class LayerFactory(ABC):
 
     @abstractmethod
     def column_linear(self, name: str) -> Any:
-        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None."""
+        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None.
+
+        This and the next two take `numbers` of the T tokens too, for the dropout of adapters.
+        """
 
     @abstractmethod
     def heads_linear(self, name: str) -> Any:

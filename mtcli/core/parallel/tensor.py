@@ -169,7 +169,7 @@ class RowLinear(nn.Module):
     ) -> Tensor:
         """Returns the output for activation(x + inner_bias): x [T, F/tp], of SwiGLU [T, 2F/tp]."""
         if self.adapter is not None:  # which reads the activation too
-            return self(activation.forward(x, inner_bias), numbers)
+            return self(activation.forward(x, inner_bias), numbers=numbers)
         return self._summed(self.activated(activation, x, inner_bias, self.weight))
 
     def _summed(self, y_TD: Tensor) -> Tensor:
