@@ -28,7 +28,7 @@ from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.gemm import add_matmul_, matmul
 
 
-class Products(NamedTuple):
+class Blocks(NamedTuple):
     """What a sweep has made: this rank's blocks; None where they were not asked for."""
 
     s: Tensor | None
@@ -36,7 +36,7 @@ class Products(NamedTuple):
     v: Tensor | None
 
 
-class Grid:
+class TensorGrid:
     """The grid that this rank is in, and the buffers that panels arrive in, which all layers use.
 
     `along` has the ranks of this rank's row, `down` those of its column.
@@ -51,7 +51,7 @@ class Grid:
         """Panels of a sweep: as few as give each rank of a row, and of a column, whole ones."""
         return lcm(self.along.size, self.down.size)
 
-    def sweep(self, makes: str, *, s: Any = None, u: Any = None, v: Any = None) -> Products:
+    def sweep(self, makes: str, *, s: Any = None, u: Any = None, v: Any = None) -> Blocks:
         """Makes "s", "u" or "v", or two of them, from this rank's blocks of the others.
 
         s += u v, u = s v^T and v = u^T s, each from what was given. Collective over the grid. Sums
@@ -78,7 +78,7 @@ class Grid:
             if "v" in makes:
                 of_v.start(panel, matmul(u_XP.mT, s))
         made = made.to(u.dtype) if made is not None else None
-        return Products(made, of_u.finish(), of_v.finish())
+        return Blocks(made, of_u.finish(), of_v.finish())
 
     def _broadcast(self, x: Tensor, dim: int, axis: Axis, role: str) -> Iterator[Tensor]:
         """The panels of a matrix whose `dim` an axis cuts, the next one on its way meanwhile."""
@@ -145,30 +145,30 @@ def _accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return add_matmul_(total, a, b)
 
 
-def product(u: Tensor, v: Tensor, grid: Grid, passes: WeightPasses | None = None) -> Tensor:
+def gemm(u: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = None) -> Tensor:
     """A B: blocks of A [X, P] and B [P, Y] -> A B [X, Y]. The result does not move.
 
     `passes` may leave the gradient of B for later.
     """
-    return _Product.apply(u, v, grid, passes)
+    return _Gemm.apply(u, v, grid, passes)
 
 
-def product_transposed(
-    s: Tensor, v: Tensor, grid: Grid, passes: WeightPasses | None = None
+def gemm_transposed(
+    s: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = None
 ) -> Tensor:
     """A B^T: blocks of A [X, Y] and B [P, Y] -> A B^T [X, P]. A does not move."""
-    return _ProductTransposed.apply(s, v, grid, passes)
+    return _GemmTransposed.apply(s, v, grid, passes)
 
 
-def transposed_product(u: Tensor, s: Tensor, grid: Grid) -> Tensor:
+def transposed_gemm(u: Tensor, s: Tensor, grid: TensorGrid) -> Tensor:
     """A^T B: blocks of A [X, P] and B [X, Y] -> A^T B [P, Y]. B does not move."""
-    return _TransposedProduct.apply(u, s, grid)
+    return _TransposedGemm.apply(u, s, grid)
 
 
-class _Product(torch.autograd.Function):
+class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, u: Tensor, v: Tensor, grid: Grid, passes: WeightPasses | None
+        ctx: Any, u: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None
     ) -> Tensor | None:
         ctx.save_for_backward(u, v)
         ctx.grid, ctx.passes = grid, passes
@@ -185,10 +185,10 @@ class _Product(torch.autograd.Function):
         return grid.sweep("u", s=grad, v=v).u, None, None, None
 
 
-class _ProductTransposed(torch.autograd.Function):
+class _GemmTransposed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, s: Tensor, v: Tensor, grid: Grid, passes: WeightPasses | None
+        ctx: Any, s: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None
     ) -> Tensor | None:
         ctx.save_for_backward(s, v)
         ctx.grid, ctx.passes = grid, passes
@@ -205,9 +205,9 @@ class _ProductTransposed(torch.autograd.Function):
         return grid.sweep("s", u=grad, v=v).s, None, None, None
 
 
-class _TransposedProduct(torch.autograd.Function):
+class _TransposedGemm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, u: Tensor, s: Tensor, grid: Grid) -> Tensor | None:
+    def forward(ctx: Any, u: Tensor, s: Tensor, grid: TensorGrid) -> Tensor | None:
         ctx.save_for_backward(u, s)
         ctx.grid = grid
         return grid.sweep("v", s=s, u=u).v

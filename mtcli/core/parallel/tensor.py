@@ -35,18 +35,18 @@ class TensorParallelLayers(LayerFactory):
         return scatter_out if self.sequence_parallel else sum_out
 
     @property
-    def column_product(self) -> Callable[..., Tensor]:
+    def column_gemm(self) -> Callable[..., Tensor]:
         """(x, weight, bias) -> x weight^T + bias of a column-parallel layer."""
         return self.linear
 
     @property
-    def row_product(self) -> Callable[..., Tensor]:
+    def row_gemm(self) -> Callable[..., Tensor]:
         """(x, weight) -> x weight^T of a row-parallel layer."""
         return self.linear
 
     @property
-    def activated_row_product(self) -> Callable[..., Tensor]:
-        """(activation, x, inner bias, weight) -> the `row_product` of activation(x + bias)."""
+    def activated_row_gemm(self) -> Callable[..., Tensor]:
+        """(activation, x, inner bias, weight) -> the `row_gemm` of activation(x + bias)."""
         return self.activated_linear
 
     def column_linear(self, name: str) -> "ColumnLinear":
@@ -90,7 +90,7 @@ class ColumnLinear(nn.Module):
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         self.adapter = build.adapter(name)
-        self.tp, self.linear, self.enter = build.groups.tp, build.column_product, build.enter
+        self.tp, self.linear, self.enter = build.groups.tp, build.column_gemm, build.enter
 
     @property
     def flat_bias(self) -> Tensor | None:
@@ -152,8 +152,8 @@ class RowLinear(nn.Module):
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         self.adapter = build.adapter(name)
-        self.tp, self.linear, self.leave = build.groups.tp, build.row_product, build.leave
-        self.activated = build.activated_row_product
+        self.tp, self.linear, self.leave = build.groups.tp, build.row_gemm, build.leave
+        self.activated = build.activated_row_gemm
 
     def forward(self, x_TF: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Returns the summed output; `numbers` as of ColumnLinear."""

@@ -32,7 +32,7 @@ from mtcli.core.parallel.collectives import (
     sum_out,
 )
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.summa import Grid, product, product_transposed
+from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
 from mtcli.core.parallel.tensor import Exchange, Norm, TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import (
     VocabCrossEntropy,
@@ -47,9 +47,9 @@ class GridLayers(TensorParallelLayers):
     """The layers of two-dimensional tensor parallelism: those of one whose GEMMs are SUMMA's."""
 
     @cached_property
-    def grid(self) -> Grid:
+    def grid(self) -> TensorGrid:
         """The grid of this rank's tensor parallel group."""
-        return Grid(self.groups)
+        return TensorGrid(self.groups)
 
     @property
     def enter(self) -> Exchange:
@@ -62,19 +62,19 @@ class GridLayers(TensorParallelLayers):
         return _as_it_is
 
     @property
-    def column_product(self) -> Callable[..., Tensor]:
+    def column_gemm(self) -> Callable[..., Tensor]:
         """(x [T, D/c], weight [F/c, D/r], bias [F/c]) -> x weight^T + bias [T, F/c]."""
-        return self._column_product
+        return self._column_gemm
 
     @property
-    def row_product(self) -> Callable[..., Tensor]:
+    def row_gemm(self) -> Callable[..., Tensor]:
         """(x [T, F/c], weight [D/r, F/c]) -> x weight^T [T, D/c]."""
-        return self._row_product
+        return self._row_gemm
 
     @property
-    def activated_row_product(self) -> Callable[..., Tensor]:
-        """(activation, x, inner bias, weight) -> the `row_product` of activation(x + bias)."""
-        return self._activated_row_product
+    def activated_row_gemm(self) -> Callable[..., Tensor]:
+        """(activation, x, inner bias, weight) -> the `row_gemm` of activation(x + bias)."""
+        return self._activated_row_gemm
 
     def embedding(self, name: str) -> "GridEmbedding":
         """A token table whose rows are sharded over tp and columns over tp_row."""
@@ -115,17 +115,17 @@ class GridLayers(TensorParallelLayers):
         tp = self.groups.tp
         return copy_in(sum_out(super().gate(x_TD, weight), tp), tp)
 
-    def _column_product(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y_TF = product(x_TD, weight.mT, self.grid, self.weight_passes)
+    def _column_gemm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y_TF = gemm(x_TD, weight.mT, self.grid, self.weight_passes)
         return y_TF if bias is None else y_TF + bias
 
-    def _row_product(self, x_TF: Tensor, weight: Tensor) -> Tensor:
-        return product_transposed(x_TF, weight, self.grid, self.weight_passes)
+    def _row_gemm(self, x_TF: Tensor, weight: Tensor) -> Tensor:
+        return gemm_transposed(x_TF, weight, self.grid, self.weight_passes)
 
-    def _activated_row_product(
+    def _activated_row_gemm(
         self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
     ) -> Tensor:
-        return self._row_product(activation.forward(x, bias), weight)
+        return self._row_gemm(activation.forward(x, bias), weight)
 
 
 class GridNorm(Norm):
@@ -176,11 +176,11 @@ class GridLoss(VocabLoss):
 
     def __init__(self, table: VocabEmbedding, build: GridLayers) -> None:
         super().__init__(table)
-        self.product = build.column_product
+        self.gemm = build.column_gemm
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x_TD [T, D/c] -> logits [T, V/c], padding columns included."""
-        return self.product(x_TD, self.table.weight)
+        return self.gemm(x_TD, self.table.weight)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""

@@ -8,7 +8,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.health.traffic import Traffic
-from mtcli.core.parallel.summa import Grid, product, product_transposed, transposed_product
+from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed, transposed_gemm
 from mtcli.core.parallel.zero_bubble import WeightPasses
 
 X, Y, P = 24, 36, 48  # what 1, 2, 3 and 4 rows and columns divide
@@ -33,14 +33,14 @@ def block(whole, rows, columns, rank):
 
 
 OPERANDS = {  # S [X, Y], U [X, P], V [P, Y]; what is multiplied, and what comes out
-    product: ((X, P), (P, Y), (X, Y)),
-    product_transposed: ((X, Y), (P, Y), (X, P)),
-    transposed_product: ((X, P), (X, Y), (P, Y)),
+    gemm: ((X, P), (P, Y), (X, Y)),
+    gemm_transposed: ((X, Y), (P, Y), (X, P)),
+    transposed_gemm: ((X, P), (X, Y), (P, Y)),
 }
 DENSE = {
-    product: lambda a, b: a @ b,
-    product_transposed: lambda a, b: a @ b.T,
-    transposed_product: lambda a, b: a.T @ b,
+    gemm: lambda a, b: a @ b,
+    gemm_transposed: lambda a, b: a @ b.T,
+    transposed_gemm: lambda a, b: a.T @ b,
 }
 
 
@@ -48,7 +48,7 @@ def multiply(runtime, rows, dtype=torch.float64):
     """By product: (result, gradients of both operands) of this rank's blocks; and again, from the
     same buffers; the second operand lies transposed in memory the second time."""
     groups, _ = on_grid(runtime, rows)
-    grid, columns, found = Grid(groups), runtime.world // rows, []
+    grid, columns, found = TensorGrid(groups), runtime.world // rows, []
     for function, (a, b, out) in OPERANDS.items():
         for transposed in (False, True):
             mine = [
@@ -104,23 +104,23 @@ def accumulate_16_bits(runtime, rows):
         block(seeded(*shape, seed=n, dtype=torch.bfloat16), rows, 2, runtime.rank)
         for n, shape in enumerate(((X, P), (P, Y)))
     )
-    return product(*blocks, Grid(groups))
+    return gemm(*blocks, TensorGrid(groups))
 
 
 def left_for_later(runtime, rows):
     """(dB at once, dB by the weight pass, whether the first backward had left it)."""
     groups, _ = on_grid(runtime, rows)
     columns, found = runtime.world // rows, []
-    for function in (product, product_transposed):
+    for function in (gemm, gemm_transposed):
         a, b, out = (
             block(seeded(*shape, seed=n), rows, columns, runtime.rank)
             for n, shape in enumerate(OPERANDS[function])
         )
         whole = b.clone().requires_grad_()
-        function(a, whole, Grid(groups)).backward(out)
+        function(a, whole, TensorGrid(groups)).backward(out)
         passes, weight = WeightPasses(), b.clone().requires_grad_()
         x = a.requires_grad_()
-        made = function(x, weight, Grid(groups), passes)
+        made = function(x, weight, TensorGrid(groups), passes)
         with passes.collecting() as work:
             made.backward(out)
         left = weight.grad is None and x.grad is not None
@@ -140,8 +140,8 @@ def test_a_weight_pass_makes_the_gradient_that_a_split_backward_leaves():
 def sent(runtime, rows):
     """Bytes that this rank sends in a forward and in a backward of AB and of AB^T, by axis."""
     groups, recorder = on_grid(runtime, rows)
-    grid, columns, found = Grid(groups), runtime.world // rows, []
-    for function in (product, product_transposed):
+    grid, columns, found = TensorGrid(groups), runtime.world // rows, []
+    for function in (gemm, gemm_transposed):
         a, b, out = (
             block(seeded(*shape, seed=n), rows, columns, runtime.rank)
             for n, shape in enumerate(OPERANDS[function])

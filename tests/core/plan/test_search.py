@@ -9,7 +9,7 @@ from mtcli.core.plan.gpu_time import PHYSICS
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory
 from mtcli.core.plan.predict import predict_workload
-from mtcli.core.plan.search import apply, choices, lower_bound, search
+from mtcli.core.plan.search import apply, choices, grids, lower_bound, search
 from mtcli.core.plan.sensitivity import FIELDS, neighbours
 from mtcli.core.plan.step_time import pipeline_seconds, step_costs
 from mtcli.core.plan.tables import (
@@ -30,7 +30,8 @@ def every_work(config, world, device):
     from mtcli.core.plan.search import _with
 
     start = Workload.of(config, world)
-    return [_with(start, choice) for choice in choices(config, world)]
+    plain = [_with(start, choice, config.parallel) for choice in choices(config, world)]
+    return [*plain, *grids(config, world, frozenset())]
 
 
 @pytest.mark.parametrize(

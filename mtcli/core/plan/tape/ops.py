@@ -391,7 +391,7 @@ def leave(kit: Kit, x: Value) -> Value:
 def column_linear(kit: Kit, x: Value, shape: tuple[float, float], layer: str) -> Value:
     """Runs this rank's columns of a GEMM, of a block's layer."""
     if kit.work.layout.tp_rows > 1:
-        return product(kit, x, shape)
+        return grid_gemm(kit, x, shape)
     gathered = enter(kit, x)
     y = linear(kit, gathered, shape, kit.t.tokens, adapters=targets(kit, layer))
     return then(kit, gathered, y)
@@ -402,7 +402,7 @@ def row_linear(
 ) -> Value:
     """Sums every rank's partial GEMMs, of a block's layer, and adds a bias."""
     if kit.work.layout.tp_rows > 1:
-        return _row_product(kit, x, shape, multiply)
+        return _row_gemm(kit, x, shape, multiply)
     partial = multiply(kit, x, shape, adapters=targets(kit, layer))
     y = then(kit, partial, leave(kit, partial))
     if kit.work.model.bias:
@@ -410,7 +410,7 @@ def row_linear(
     return y
 
 
-def product(kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None) -> Value:
+def grid_gemm(kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None) -> Value:
     """Runs x W^T [T, F] on a grid, whose panels come in buffers of `panel_buffers`: W is [F, D]."""
     (width, inner), t = shape, kit.t
     out, weight_bytes = t.tokens * width * t.size, width * inner * t.size
@@ -433,7 +433,7 @@ def product(kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None
     return kit.tape.op([x, table], [out], back, saved=[x])[0]
 
 
-def _row_product(kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply) -> Value:
+def _row_gemm(kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply) -> Value:
     """Runs x W^T [T, D] on a grid, of x or, where it is that `multiply`'s, of activation(x)."""
     t, active = kit.t, x
     if multiply is activated_linear:

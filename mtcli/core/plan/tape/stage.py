@@ -26,11 +26,11 @@ from mtcli.core.plan.tape.ops import (
     add,
     dropout,
     enter,
+    grid_gemm,
     leave,
     linear,
     logits_bytes,
     norm,
-    product,
     resized,
     reused,
     then,
@@ -285,7 +285,7 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
 def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
     """Runs torch's loss: exponentials, and then their gradient, in the logits' memory."""
     tape, t, columns = kit.tape, kit.t, logits_bytes(kit.work) / kit.t.tokens / kit.t.size
-    multiply = product if kit.work.layout.tp_rows > 1 else linear
+    multiply = grid_gemm if kit.work.layout.tp_rows > 1 else linear
     logits = multiply(kit, x, (columns, t.inner), weight=weight)
     copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size * t.wide
     more = t.tokens * (INDEX + 1 + 2 * t.wide)
