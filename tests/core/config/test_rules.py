@@ -129,6 +129,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["sync.method=local", "sync.error_decay=1"], 1, "sync.error_decay",
         "error_decay=1 with quantise=0 and top_k=0, which lose nothing",
         "sync.quantise or sync.top_k, or leave sync.error_decay out"),
+    "_grid_has_a_decoder_s_layers": (
+        ["model.architecture=bert", "parallel.tp=4", "parallel.tp_mode=2d"], 4, "parallel.tp_mode",
+        "head='mlm' with tp_mode='2d' of 2 x 2 ranks, whose rows hold other sequences",
+        "tp_mode '1d', or model.head = 'lm'"),
     "replicas_divide": (
         [*SGD, "sync.method=dmsgd", "sync.replicas=3"], 4, "sync.replicas",
         "replicas=3 does not divide the 4 that 4 ranks can hold", "1, 2 or 4"),
@@ -222,6 +226,10 @@ ALSO = {  # further branches of the same rules
         "zero=1 shards over the data ranks of a replica, and with method='diloco' each of the 4 "
         "replicas has 1",
         "parallel.zero = 0, or sync.replicas below 4"),
+    "adapters on a grid": (
+        ["lora.rank=4", "parallel.tp=4", "parallel.tp_mode=2d"], 4, "parallel.tp_mode",
+        "lora.rank=4 with tp_mode='2d' of 2 x 2 ranks, which multiplies panels",
+        "tp_mode '1d', or no adapters"),
     "dsgd has no momentum": (
         [*SGD, "sync.method=dsgd"], 4, "sync.method",
         "momentum=0.9 with method='dsgd', which has none",
