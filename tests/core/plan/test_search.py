@@ -92,7 +92,9 @@ def test_every_layout_that_is_tried_beside_a_pin_is_legal(pin):
     config = load_config("gpt2-1.5b", [f"parallel.{pin}", "batch.global_batch_size=64"])
     pinned = frozenset({f"parallel.{pin.partition('=')[0]}"})
     found = search(config, 16, GPUS["h100"], 3, pinned)
-    assert all(problems(apply(config, work), 16) == [] for work in found.works if work.mesh == 1)
+    assert all(
+        problems(apply(config, work), 16) == [] for work in found.works if work.tp_mode == "1d"
+    )
     assert bool(found.best) == (pin != "ep=2"), "this model has no experts"
 
 
@@ -100,9 +102,11 @@ def test_ranks_that_share_key_value_heads_are_searched():
     few = ["model.num_kv_heads=2", "model.head_dim=128", "batch.global_batch_size=64"]
     config = load_config("llama-3.1-8b", [*few, "train.precision=bf16"])  # 32 query heads
     found = search(config, 32, GPUS["h100"], 4)
-    tried = {work.layout.tp for work in found.works if work.mesh == 1}
+    tried = {work.layout.tp for work in found.works if work.tp_mode == "1d"}
     assert tried == {1, 2, 4, 8, 16, 32}
-    assert all(problems(apply(config, work), 32) == [] for work in found.works if work.mesh == 1)
+    assert all(
+        problems(apply(config, work), 32) == [] for work in found.works if work.tp_mode == "1d"
+    )
 
 
 def test_uneven_stages_are_searched_and_written_out():
