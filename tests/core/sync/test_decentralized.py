@@ -162,7 +162,7 @@ def test_four_replicas_of_two_ranks_exchange_in_the_backward(layout, tmp_path):
 
 def test_the_average_of_all_in_every_step_is_parallel_momentum_sgd():
     """The oracle is the run with all_reduce; with a gradient clipped by no replica's own norm."""
-    plain = {"clip": 0.0}
+    plain = {"clip": 0.0, "lr": 0.3}
     for method in ("decentlam", "dmsgd", "da_dmsgd"):
         config = config_of(method, optimizer=plain, sync={"topology": "full"})
         found = run_ranks(4, train_and_save, config, None, 0, STEPS)[0]
