@@ -103,7 +103,7 @@ def test_a_wrong_value_is_answered_with_what_it_should_be_and_a_right_one(overri
         ("weigth_decay", "did you mean 'optimizer.weight_decay'?"),
         ("factor", "did you mean 'model.rope_scaling.factor'?"),
         ("dp", "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"),
-        ("xyz", "known: seed, model, parallel, batch, optimizer, data, train"),
+        ("xyz", "known: seed, model, parallel, batch, optimizer, data, lora, train"),
     ],
 )
 def test_an_unknown_key_is_looked_up_in_all_sections_and_other_tools(key, hint):
