@@ -157,6 +157,9 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_trackers_differ": (
         ['train.trackers=["wandb", "tensorboard", "wandb"]'], 1, "train.trackers",
         "'wandb' is in it 2 times", "each once"),
+    "_adapters_fit": (
+        ["lora.rank=4", 'lora.targets=["q_prj"]'], 1, "lora.targets",
+        "there is no target 'q_prj' in this model", "known: c_attn, c_proj, c_fc"),
     "_weights_are_compiled": (
         ["train.compile=true", "parallel.pp=2", "parallel.schedule=zero_bubble"], 2,
         "train.compile",
