@@ -113,32 +113,33 @@ class ParallelLayout:
 
     @cached_property
     def attention(self) -> Grid:
-        """The grid of everything but the experts; with one row of tp ranks there is no tp_row."""
+        """The grid of everything but the experts; an axis that few layouts have is in theirs alone:
+        of rows of tp ranks, and of replicas."""
         rows = {"tp_row": self.tp_rows} if self.tp_rows > 1 else {}
-        sizes = {"tp": self.tp_columns} | rows | {"cp": self.cp, "dp": self.dp}
-        sizes |= {"replica": self.replicas, "pp": self.pp}
-        return Grid(tuple(sizes), tuple(sizes.values()))
+        return self._grid({"tp": self.tp_columns} | rows | {"cp": self.cp, "dp": self.dp})
 
     @cached_property
     def experts(self) -> Grid:
         """The grid of the experts, over the same ranks."""
-        return Grid(
-            ("etp", "ep", "edp", "replica", "pp"),
-            (self.etp, self.ep, self.edp, self.replicas, self.pp),
-        )
+        return self._grid({"etp": self.etp, "ep": self.ep, "edp": self.edp})
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis of both grids."""
-        one_row = {"tp_row": 0}
-        return one_row | self.attention.coordinates(rank) | self.experts.coordinates(rank)
+        alone = {"tp_row": 0, "replica": 0}
+        return alone | self.attention.coordinates(rank) | self.experts.coordinates(rank)
 
     def size(self, axis: str) -> int:
         """The size of an axis of either grid."""
-        if axis == "tp_row":
-            return self.tp_rows
+        if axis in ("tp_row", "replica"):
+            return self.tp_rows if axis == "tp_row" else self.replicas
         grid = self.attention if axis in self.attention.axes else self.experts
         return grid.size(axis)
 
     def stages(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank: r, r + pp, r + 2 pp, ... (arXiv:2104.04473, 2.2)."""
         return tuple(range(pp_rank, self.num_stages, self.pp))
+
+    def _grid(self, inside: dict[str, int]) -> Grid:
+        """The grid of some axes inside a replica."""
+        sizes = inside | ({"replica": self.replicas} if self.replicas > 1 else {}) | {"pp": self.pp}
+        return Grid(tuple(sizes), tuple(sizes.values()))

@@ -139,9 +139,6 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "method_takes_the_optimizer": (
         ["sync.method=lsgd"], 4, "sync.method",
         "method='lsgd' is not defined for optimizer.name='adamw'", "optimizer.name = 'sgd'"),
-    "_adapters_fit": (
-        ["lora.rank=4", "parallel.zero=3"], 2, "lora.rank",
-        "rank=4 with zero=3: adapters are too small to be sharded by rows", "parallel.zero = 1"),
     "data_fits_head": (
         ["data.format=race"], 1, "data.format",
         "data.format='race' with head='lm'",
@@ -216,6 +213,9 @@ ALSO = {  # further branches of the same rules
         [*LSGD, "sync.asynchronous=true", "train.on_nonfinite=skip"], 4, "sync.asynchronous",
         "asynchronous=true: between exchanges a worker asks no other, and on_nonfinite='skip' "
         "passes over the batch of all", "train.on_nonfinite = 'stop'"),
+    "adapters by rows": (
+        ["lora.rank=4", "parallel.zero=3"], 2, "lora.rank",
+        "rank=4 with zero=3: adapters are too small to be sharded by rows", "parallel.zero = 1"),
     "replicas of one model": (
         ["sync.replicas=2"], 4, "sync.replicas",
         "replicas=2 with method='all_reduce', which keeps them equal",

@@ -35,5 +35,11 @@ def test_everything_wrong_with_a_device_is_said_at_once():
         device_named("h100,link=pcie-512,node=4,link=pcie-256")
     with pytest.raises(MtcliError, match="there is no device named 'h10'"):
         device_named("h10,network=roce-200")
-    with pytest.raises(MtcliError, match="the links of this machine are measured"):
-        device_named("cpu,node=2")
+    with pytest.raises(MtcliError, match="the links within this machine are measured"):
+        device_named("cpu,link=pcie-256")
+
+
+def test_ranks_of_this_machine_may_have_a_network_between_them():
+    slow = device_named("cpu,network=ethernet-1,node=2")
+    assert slow.host_network is not None and slow.host_network.bandwidth == 1.25e8
+    assert (slow.name, slow.node_size) == ("cpu", 2)

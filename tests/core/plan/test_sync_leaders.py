@@ -36,7 +36,7 @@ def sent(runtime, config):
     loader.close()
     total = torch.tensor([float(trainer.sync_traffic.taken())], dtype=torch.float64)
     owned = sum(x.numel() for x in trainer.optimizer.masters.values())
-    kept = trainer.state_bytes_by_kind()["sync"]
+    kept = sum(x.nbytes for x in trainer.exchange.buffers())
     return all_reduce(total, trainer.groups.world).item() / runtime.world, owned, kept
 
 

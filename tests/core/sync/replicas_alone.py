@@ -54,7 +54,7 @@ class Alone:
         losses, norms, gradients = [], [], []
         o, number = self.config.optimizer, self.trainers[0].step + 1
         for trainer, loader in zip(self.trainers, self.loaders, strict=True):
-            loss, weight, _ = trainer.forward_backward(loader)
+            loss, batch, _ = trainer.forward_backward(loader)
             found = trainer.strategy.gradients
             norm = sum(float((g.double() ** 2).sum()) for g in found.values()) ** 0.5
             factor = clip_factor(norm, o.clip)
@@ -65,7 +65,7 @@ class Alone:
                     for name, g in found.items()
                 }
             )
-            losses.append(loss / weight)
+            losses.append(loss / batch.weight)
             norms.append(norm)
             trainer.step = number
         lr = learning_rate(o, number, self.config.train.steps)

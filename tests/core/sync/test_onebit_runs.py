@@ -397,7 +397,7 @@ def measured(runtime, config, steps):
         sent.append(trainer.sync_traffic.taken())
     loader.close()
     owned = sum(x.numel() for x in trainer.strategy.weights().values())
-    return sent, owned, trainer.state_bytes_by_kind()["sync"]
+    return sent, owned, sum(x.nbytes for x in trainer.exchange.buffers())
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ BATCH = {"global_batch_size": 12, "micro_batch_size": 2}
 def groups_of(layout, rank):
     """The groups of a rank with nobody else there: enough for reading data."""
     cp = layout.coordinates(rank)["cp"]
-    axis = Axis("cp", (0,) * layout.cp, cp, None, FlightRecorder())
-    return Groups(layout, rank, torch.device("cpu"), {"cp": axis})
+    recorder = FlightRecorder()
+    axes = {name: Axis(name, (rank,), 0, None, recorder) for name in ("tp_row", "replicas")}
+    axes["cp"] = Axis("cp", (0,) * layout.cp, cp, None, recorder)
+    return Groups(layout, rank, torch.device("cpu"), axes)
 
 
 def rows_of(config, layout, rank, step, loss_scale=1.0):

@@ -113,7 +113,7 @@ def sent_by(call: Call, size: int, rows: int, detail: object) -> dict[int, int]:
         return {place: size // rows for place in places if place != axis.rank}
     if call.op in ("broadcast", "reduce"):
         ends_here = after if call.op == "broadcast" else axis.rank
-        return {after: 0 if ends_here == detail else size}
+        return {} if ends_here == detail else {after: size}
     if call.peer is not None:
         return {call.peer: size}
     ring = {

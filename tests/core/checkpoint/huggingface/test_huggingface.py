@@ -437,4 +437,5 @@ def test_the_family_of_a_model_is_the_one_that_says_all_of_it():
 @pytest.mark.parametrize("name", sorted(set(preset_names()) - {"tiny"}))
 def test_every_preset_has_a_family(name):
     model = load_config(name).model
-    assert family_of(model).model_type in ("gpt2", "llama", "mixtral", "qwen2_moe")
+    families = ("gpt2", "llama", "mixtral", "qwen2_moe", "bert", "megatron-bert")
+    assert family_of(model).model_type in families
