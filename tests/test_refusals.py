@@ -33,7 +33,7 @@ REFUSED = {  # words: what is said
     ("eval", "nowhere", *TASK): "there is no folder nowhere",
     ("eval", "hf", "--nproc", "3", *TASK, "--set", "parallel.tp=3"): "tp=3 does not divide",
     ("eval", "hf", "--nproc", "2", *TASK, "--set", "parallel.cp=2"): "cp=2: evaluation and gener",
-    ("eval", "bert", *TASK): "model_type='bert' is not supported",
+    ("eval", "t5", *TASK): "model_type='t5' is not supported",
     ("eval", "sees-all", *TASK): "sees-all has causal=false",
     ("eval", "hf"): "no task is given",
     ("generate", "nowhere", "--prompt", "a"): "there is no folder nowhere",
@@ -72,7 +72,7 @@ REFUSED = {  # words: what is said
 def answers(tmp_path_factory):
     """What every command line of REFUSED answers, run one after another in one process."""
     folder = tmp_path_factory.mktemp("refused")
-    for name, table in (("hf", LLAMA), ("bert", LLAMA | {"model_type": "bert"})):
+    for name, table in (("hf", LLAMA), ("t5", LLAMA | {"model_type": "t5"})):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(table))
     ours = dump_toml(run_config(GPT | {"causal": False}))

@@ -128,6 +128,7 @@ def layout_of(work: Workload) -> Json:
     return {
         "world": layout.world,
         **{axis: layout.size(axis) for axis in axes},
+        "tp": layout.tp,
         "vpp": layout.vpp,
         "tp_mode": work.tp_mode,
         "schedule": work.schedule_name,
