@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.special_tokens import SpecialTokens
 
@@ -61,6 +62,41 @@ class EncoderBatches(Protocol):
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """How many of the samples each dataset gives."""
+
+
+class CountedRows:
+    """Rows of tokens 0, 1, 2, ... that fill them, a seventh of which is predicted; one sequence
+    each, or four choices. For profiles, whose work is that of any text."""
+
+    def __init__(self, config: RunConfig, num_samples: int) -> None:
+        self.model, self.size, self.num_samples = config.model, config.batch.seq_len, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def rows(self, start: int, count: int) -> EncoderRows:
+        """Rows start .. start + count - 1."""
+        ids = np.arange(start * self.size, (start + count) * self.size, dtype=np.int64)
+        tokens = ids.reshape(count, -1) % self.model.vocab_size
+        parts = 4 if self.model.head == "multiple_choice" else 1
+        documents = np.broadcast_to(np.arange(self.size) * parts // self.size, tokens.shape)
+        starts = np.arange(parts) * self.size // parts
+        firsts = (np.arange(count)[:, None] * self.size + starts).flatten()
+        weights = (tokens % 7 == 0) * np.float32(self.model.head == "mlm")
+        return EncoderRows(
+            tokens=tokens,
+            token_types=np.zeros_like(tokens),
+            documents=documents.astype(np.int32),
+            labels=tokens,
+            weights=weights.astype(np.float32),
+            firsts=firsts,
+            classes=np.zeros(count, np.int64),
+            class_weights=np.ones(count, np.float32),
+        )
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Returns none: these samples come from no data set."""
+        return []
 
 
 def lay_out(rows: Sequence[Sequence[Segments]], size: int, special: SpecialTokens) -> EncoderRows:

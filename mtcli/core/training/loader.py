@@ -20,6 +20,7 @@ from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.encoder_batches import encoder_batches
+from mtcli.core.data.encoder_rows import CountedRows
 from mtcli.core.data.loader import (
     Batches,
     CountedTokens,
@@ -281,5 +282,7 @@ def open_loader(
 def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:
     """Micro-batches of counted tokens, as many as the config trains on, for runs without data."""
     samples = config.train.steps * config.batch.global_batch_size
+    if config.model.head != "lm":
+        return MicroBatchLoader(CountedRows(config, samples), config, groups)
     tokens = CountedTokens(config.batch.seq_len, config.model.vocab_size, samples)
     return MicroBatchLoader(cast(Batches, tokens), config, groups)

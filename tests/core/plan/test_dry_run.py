@@ -19,7 +19,7 @@ from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, shards
 from mtcli.core.training.step import Trainer
 from tests.ranks import run_ranks
-from tests.tiny import Samples, run_config
+from tests.tiny import BERT, Samples, run_config
 
 H100 = GPUS["h100"]
 CPU = replace(H100, name="cpu")
@@ -304,6 +304,12 @@ def test_a_plan_that_is_off_by_a_byte_of_state_or_a_tenth_of_the_peak_is_a_probl
         more.require_agreement()
     with pytest.raises(MtcliError, match="activations: .* 9.1% off"):
         replace(one, activation_peak=round(1.1 * one.predicted.besides_state)).require_agreement()
+
+
+def test_an_encoder_is_refused_with_another_way_to_know():
+    config = run_config(BERT)
+    with pytest.raises(MtcliError, match="a step of a language model, and head='mlm'"):
+        dry_run(config, 1, GPUS["h100"], None)
 
 
 def test_a_rank_that_is_not_there_cannot_be_dry_run():
