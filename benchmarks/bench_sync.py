@@ -34,7 +34,6 @@ RUN = {
     "batch.seq_len": 128,
     "batch.micro_batch_size": 4,
     "batch.global_batch_size": 32,
-    "optimizer.warmup_steps": 10,
     "train.save_every": 0,
     "train.device": "cpu",
 }
@@ -70,13 +69,13 @@ def main() -> None:
         mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
         names = args.only or list(STRATEGIES)
         for name in each(names):
-            rows[name] = curve(name, data, root / "curve", args.steps)
+            rows[name] = curve(name, data, root / f"curve {name}", args.steps)
             say(f"{name:<24}{told(rows[name])}")
         if lacks := slow_links.missing():
             say(f"seconds over links are left out: {lacks}")
         else:
             for name, gbits in each([(name, rate) for name in names for rate in args.gbits]):
-                found = over_link(name, data, root / "link", (gbits, args.timed_steps))
+                found = over_link(name, data, root / f"{gbits:g} {name}", (gbits, args.timed_steps))
                 rows[name].setdefault("links", {})[f"{gbits:g}"] = found
                 say(
                     f"{name:<24}{gbits:>5g} Gbit/s {found['seconds']:8.3f} s, "
@@ -117,7 +116,7 @@ def over_link(name: str, data: Path, output: Path, about: tuple[float, int]) -> 
     gbits, steps = about
     arguments = flags(name, data, output, steps + 2)
     with slow_links.linked(RANKS, gbits) as prefixes:
-        slow_links.train(prefixes, arguments, output.with_suffix(".log"))
+        slow_links.train(prefixes, arguments, output.with_name(f"{output.name}.log"))
     seconds = mean(step["step_seconds"] for step in metrics(output)[2:])
     device = f"cpu,network=ethernet-{gbits:g}"
     answer = mtcli(
@@ -130,6 +129,7 @@ def flags(name: str, data: Path, output: Path, steps: int) -> list[str]:
     """The arguments of `mtcli train`: one config for all, and the strategy's own fields."""
     model = {f"model.{field}": value for field, value in MODEL.items()}
     run = {"train.steps": steps, "train.output": str(output), "train.eval_every": steps}
+    run["optimizer.warmup_steps"] = min(10, steps)
     fields = model | RUN | run | {"data.train": f'["{data}"]'} | STRATEGIES[name]
     return [
         "tiny",

@@ -19,9 +19,9 @@ LARGEST_BURST = 64 * 1024  # bytes that a link passes at once
 
 def missing() -> str:
     """What this machine lacks to make namespaces; empty where it has all."""
-    lacks = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    lacks = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
     if lacks:
-        return f"no {' and no '.join(lacks)} (iproute2)"
+        return f"no {' and no '.join(lacks)} (iproute2, util-linux)"
     return "" if os.geteuid() == 0 else "not root"
 
 
@@ -35,6 +35,12 @@ def linked(ranks: int, gbits: float) -> Iterator[list[list[str]]]:
         _ip(f"-n {HUB} link set {BRIDGE} up")
         for rank in range(ranks):
             name = f"mtcli-{rank}"
+            # Every rank's name, as `ip netns exec` shows it: a lookup would wait for a server.
+            hosts = Path("/etc/netns") / name / "hosts"
+            hosts.parent.mkdir(parents=True)
+            undo.callback(shutil.rmtree, hosts.parent)
+            lines = [f"10.77.0.{i + 1} mtcli-{i}" for i in range(ranks)]
+            hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
             _ip(f"netns add {name}")
             undo.callback(_ip, f"netns del {name}")
             _ip(f"link add eth0 netns {name} type veth peer name port{rank} netns {HUB}")
@@ -50,14 +56,20 @@ def linked(ranks: int, gbits: float) -> Iterator[list[list[str]]]:
 
 def train(prefixes: Sequence[list[str]], arguments: Sequence[str], log: Path) -> None:
     """Runs `mtcli train` with a rank in each namespace; its words go into a file."""
-    world, processes = len(prefixes), []
+    world, processes, cores = len(prefixes), [], sorted(os.sched_getaffinity(0))
     with log.open("w") as file:
         for rank, prefix in enumerate(prefixes):
-            told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            told = {
+                "RANK": rank,
+                "WORLD_SIZE": world,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": world,
+            }
             told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
             told |= {"OMP_NUM_THREADS": 1}
             env = os.environ | {name: str(value) for name, value in told.items()}
-            command = [*prefix, sys.executable, "-m", "mtcli", "train", *arguments]
+            core = ["taskset", "-c", str(cores[rank % len(cores)])]  # one thread, as of --nproc
+            command = [*prefix, *core, sys.executable, "-m", "mtcli", "train", *arguments]
             processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=file))
         codes = [process.wait() for process in processes]
     if any(codes):

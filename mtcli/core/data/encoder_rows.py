@@ -60,6 +60,9 @@ class EncoderBatches(Protocol):
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Where their tokens come from."""
 
+    def describe(self) -> dict[str, str]:
+        """What a run says first of its data, by name."""
+
     def drawn(self, start: int, stop: int) -> list[int]:
         """How many of the samples each dataset gives."""
 

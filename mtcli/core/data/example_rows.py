@@ -70,6 +70,10 @@ class ExampleRows:
             for number in range(start, start + count)
         ]
 
+    def describe(self) -> dict[str, str]:
+        """Returns no lines: what the data holds is told where it is read."""
+        return {}
+
     def drawn(self, start: int, stop: int) -> list[int]:
         """How many of the rows start .. stop - 1 the one dataset gives."""
         return [stop - start]

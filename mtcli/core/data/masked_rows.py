@@ -135,6 +135,10 @@ class MaskedRows:
             found.append(SampleId(self.prefixes[dataset], ids))
         return found
 
+    def describe(self) -> dict[str, str]:
+        """Returns no lines: what the data holds is told where it is read."""
+        return {}
+
     def drawn(self, start: int, stop: int) -> list[int]:
         """Counts how many of the rows start .. stop - 1 each dataset gives."""
         if self._order is None:
