@@ -19,10 +19,7 @@ SEED = 8191
 
 
 def sketch(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The float64 sketch [8191] of tensors, each of any shape, in their order.
-
-    It takes 0.6 s of a core for 100M float32 elements (hashing each element's number took 7.7 s).
-    """
+    """The float64 sketch [8191] of tensors, each of any shape, in their order."""
     found, first = torch.zeros(BUCKETS, dtype=torch.float64, device=device), 0
     end = sum(tensor.numel() for tensor in tensors)
     offsets = _signs(min(end, BLOCK), SEED).to(device)
