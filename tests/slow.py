@@ -9,20 +9,14 @@ import re
 SLOW = {
     "test_parity.py": {
         "test_every_layout_is_the_one_rank_run": (
-            "llama documents: world=8 tp=4 cp=2 *",
-            "gpt deep: world=4 pp=4 vpp=2 *",
-            "moe capped: world=4 * zero=3 *",
-            "bert post: world=4 * zero=3 *",
-            "bert choices: world=4 *",
+            "llama documents: world=8 tp=4 cp=2 *", "gpt deep: world=4 pp=4 vpp=2 *",
+            "moe capped: world=4 * zero=3 *", "bert choices: world=4 *",
             "gpt of sixes dropout: world=6 *",
-            "moe: world=4 tp=4 tp_mode=2d *",
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },
     "test_docs.py": {
-        "test_a_page_s_commands_do_what_it_says": (
-            "README.md",
-        ),
+        "test_a_page_s_commands_do_what_it_says": ("generate.md",),
     },
     "test_bench_gpu.py": {
         "test_a_pair_is_measured_in_processes_of_their_own_and_kept": (),
@@ -37,9 +31,9 @@ SLOW = {
         ),
     },
     "test_bench_kernels.py": {
+        "test_a_kernel_that_cannot_be_compiled_is_named_and_does_not_keep_others_from_it": (),
         "test_every_entry_of_the_benchmark_gives_the_first_rivals_results_interpreted": (),
         "test_kernels_of_two_architectures_are_compiled_in_one_process": (),
-        "test_without_a_gpu_the_benchmark_says_so_in_one_line": (),
     },
     # sync
     "test_diloco.py": {
@@ -48,6 +42,8 @@ SLOW = {
         "test_gloo_exchanges_the_same_as_shared_memory": ("sync1",),
     },
     "test_diloco_runs.py": {
+        "test_another_number_of_replicas_starts_from_the_outer_weights": (),
+        "test_a_run_that_changes_to_diloco_starts_from_its_weights": (),
         "test_replicas_of_any_layout_are_one_rank_runs_that_exchange": (
             "tp, fragments", "moe ep edp zero 1",
         ),
@@ -79,6 +75,7 @@ SLOW = {
         "test_ranks_of_several_machines_listen_on_the_interface_of_the_master_alone": (),
     },
     "test_plan.py": {
+        "test_a_search_that_finds_no_room_says_from_how_many_devices_on_there_is": (),
         "test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide": (),
     },
     "test_shard.py": {
@@ -120,24 +117,23 @@ SLOW = {
         "test_a_pull_of_1_makes_all_workers_equal_their_leader_and_leaves_that_as_it_was": (
             "bf16",
         ),
-        "test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped": (
-            "lsgd-bf16", "easgd-fp32",
-        ),
+        "test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped": ("lsgd-bf16",),
         "test_a_run_whose_leader_has_gone_or_that_a_worker_joins_goes_on_from_the_average": (
             "lsgd-2",
         ),
         "test_one_worker_per_group_and_one_period_is_a_single_leader": (),
     },
     "test_rounds.py": {
-        "test_under_a_scripted_clock_workers_do_what_the_script_says": (
-            "lsgd-four workers", "easgd-tp=2",
+        "test_a_slow_worker_makes_fewer_steps_and_each_part_of_the_data_is_trained_on_once": (
+            "3-parallel0",
         ),
+        "test_under_a_scripted_clock_workers_do_what_the_script_says": ("lsgd-four workers",),
         "test_workers_of_one_speed_make_the_steps_of_a_synchronous_run_bit_for_bit": ("lsgd-*",),
     },
     "test_sync_leaders.py": {
         "test_planned_bytes_are_those_that_leave": ("lsgd, uneven periods-fp64", "easgd-bf16"),
     },
-    "test_bench_train.py": {"test_contenders_have_our_losses": ("plain",)},
+    "test_bench_train.py": {"test_contenders_have_our_losses": (),},
     "test_console.py": {"test_every_table_of_a_plan_is_as_wide_as_the_terminal_at_most": ("60",)},
     "test_expert_balance.py": {
         "test_a_copy_counts_once_however_often_it_is_computed": ("with losses-2-*",),
@@ -165,9 +161,7 @@ SLOW = {
         "test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused": (),
     },
     "test_fp8.py": {
-        "test_the_kernel_quantizes_to_the_bits_of_the_reference": (
-            "cpu-rows-True-e4m3", "cpu-whole-False-e5m2",
-        ),
+        "test_the_kernel_quantizes_to_the_bits_of_the_reference": ("cpu-rows-True-e4m3",),
         "test_the_kernel_spreads_what_is_not_finite_over_its_block": ("cpu-rows",),
     },
     "test_lambada.py": {"test_every_real_passage_is_read_and_split_in_tokens_as_words": ()},
@@ -182,9 +176,7 @@ SLOW = {
         ),
     },
     "test_lora.py": {
-        "test_every_layout_has_the_gradients_and_the_curve_of_one_rank": (
-            "llama lora: world=4 *", "moe lora: world=4 *",
-        ),
+        "test_every_layout_has_the_gradients_and_the_curve_of_one_rank": ("moe lora: world=4 *",),
         "test_peft_loads_our_adapters_and_the_merged_model_has_its_logits": ("llama",),
         "test_a_step_from_peft_s_adapters_is_peft_s_step": ("gpt2",),
     },
@@ -198,6 +190,7 @@ SLOW = {
         "test_a_run_stopped_on_tp_and_pp_goes_on_on_cp_dp_and_ep_with_its_curve": (),
     },
     "test_preprocess_run.py": {
+        "test_any_number_of_workers_writes_the_same_bytes": ("train:400",),
         "test_a_killed_run_goes_on_where_it_stopped": ("9",),
         "test_memory_does_not_grow_with_the_corpus": (),
     },
@@ -205,6 +198,7 @@ SLOW = {
         "test_real_articles_have_the_choices_and_likelihoods_of_lm_eval": (),
     },
     "test_replicas.py": {
+        "test_a_layout_of_another_number_of_replicas_has_their_average": ("tp=2",),
         "test_a_layout_of_as_many_replicas_copies_each_to_one": ("dp=2,tp=2,pp=2",),
     },
     "test_search.py": {
@@ -226,9 +220,7 @@ SLOW = {
         "test_an_uncompressed_mean_is_rounded_as_it_is_sent_and_summed_wide": ("sent1",),
     },
     "test_decentralized.py": {
-        "test_a_ring_trains_as_the_reference": (
-            "decentlam-clip", "decentlam-overlapped", "da_dmsgd-overlapped", "awc_dmsgd-clip",
-        ),
+        "test_a_ring_trains_as_the_reference": ("decentlam-overlapped", "awc_dmsgd-clip"),
         "test_each_topology_trains_as_its_matrix": ("dmsgd-one_peer_exponential-matrices3",),
         "test_replicas_of_any_layout_train_as_the_reference": ("tp", "zero=1"),
         "test_four_replicas_of_two_ranks_exchange_in_the_backward": (),
@@ -247,7 +239,7 @@ SLOW = {
     },
     "test_mixing.py": {"test_each_rank_has_its_row_of_the_matrix_s_product": ("1", "3", "8")},
     "test_sketch.py": {
-        "test_metrics_tell_the_distance_of_replicas_as_a_checkpoint_has_them": ("tp",),
+        "test_metrics_tell_the_distance_of_replicas_as_a_checkpoint_has_them": (),
     },
     "test_exchange_state.py": {
         "test_the_state_of_an_exchange_is_restored_on_any_layout": ("4-parallel2",),
@@ -318,6 +310,7 @@ SLOW = {
         "test_a_run_goes_on_with_the_same_curve_on_any_layout": (),
     },
     "test_limits.py": {
+        "test_a_file_that_grows_a_thousandfold_is_refused_with_both_sizes": (".gz", ".zst"),
         "test_a_line_of_600_mb_takes_less_than_300": (),
         "test_what_is_told_of_reading_is_the_size_of_the_file_in_steps": ("", ".zst"),
     },
@@ -358,7 +351,7 @@ SLOW = {
         ),
     },
     "test_training_upcycled.py": {
-        "test_a_run_starts_at_the_dense_loss_falls_and_is_the_same_on_every_layout": ("slices",),
+        "test_a_run_starts_at_the_dense_loss_falls_and_is_the_same_on_every_layout": (),
     },
     "test_wikitext.py": {
         "test_the_real_test_file_has_the_papers_counts": (),
@@ -372,11 +365,63 @@ SLOW = {
     "test_grid.py": {
         "test_a_layer_of_a_grid_sends_the_planned_bytes": ("llama on two rows of three",),
     },
-    "test_compile.py": {"test_the_page_is_written_by_the_command_that_it_names": ()},
+    "test_compile.py": {
+        "test_a_name_that_no_case_has_is_an_error_with_the_names_there_are": (),
+        "test_the_page_is_written_by_the_command_that_it_names": ()},
     "test_process_pool.py": {"test_workers_die_with_a_parent_that_was_killed": ()},
     "test_profile.py": {"test_memory_at_its_peak_is_what_plan_says": ()},
     "test_watchdog.py": {
         "test_a_rank_that_another_waits_for_is_named": ("tensor-*", "message-*"),
+    },
+    "test_independent_replicas.py": {
+        "test_a_replica_is_the_one_rank_run_on_its_samples": ("*-4-{'tp*", "*-4-{'cp*"),
+    },
+    "test_opening.py": {
+        "test_any_bytes_as_a_manifest_give_an_error": (),
+    },
+    "test_sync_bytes.py": {
+        "test_a_step_sends_what_is_planned": (
+            "*-4-{'zero': 1}*", "*-4-{'zero': 3, 'pp': 2}*", "*mixtral*",
+        ),
+    },
+    "test_fp16.py": {
+        "test_an_overflow_halves_the_scale_passes_the_batch_over_and_updates_nothing": ("lamb",),
+    },
+    "test_run_lock.py": {
+        "test_a_lock_that_is_taken_again_and_again_is_held_by_one_at_a_time": (),
+    },
+    "test_fine_tune.py": {
+        "test_init_without_config_is_the_same_run": (),
+        "test_a_run_goes_on_with_more_epochs": (),
+    },
+    "test_readers.py": {
+        "test_ten_megabytes_of_manifest_and_of_header_are_read_in_seconds": (),
+    },
+    "test_documents.py": {
+        "test_stdlib_is_source_without_tests": (),
+    },
+    "test_upcycled.py": {
+        "test_peak_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model": (),
+    },
+    "test_adamw_kernel.py": {
+        "test_one_launch_updates_every_tensor_as_adamw_does": ("*-dtype1-aligned or not",),
+    },
+    "test_gelu.py": {
+        "test_bias_and_gelu_and_both_gradients_are_the_formula": ("*-shape1-*",),
+    },
+    "test_norm.py": {
+        "test_layer_norm_and_its_gradients_are_the_formula": ("*-shape1-*", "*-shape2-*"),
+    },
+    "test_flash.py": {
+        "test_queries_see_their_own_documents_alone": ("*a list each*",),
+    },
+    "test_factory.py": {
+        "test_another_engine_trains_the_same_model_to_the_same_numbers": (
+            "gpt dropout-Weighted", "moe-Samples",
+        ),
+    },
+    "test_huggingface.py": {
+        "test_a_folder_comes_back_byte_identical_through_a_layout": ("*-100",),
     },
 }  # fmt: skip
 
