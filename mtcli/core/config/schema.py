@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.sync import DECENTRALIZED, SyncConfig, most_replicas
+from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 
 RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
@@ -237,10 +237,8 @@ class RunConfig(Section):
 
     def num_replicas(self, world: int) -> int:
         """Copies of the model that may differ on `world` ranks."""
-        if self.sync.method == "all_reduce":
-            return 1
         p = self.parallel
-        return self.sync.replicas or most_replicas(world, p.pp, (p.tp * p.cp, p.ep * p.etp))
+        return self.sync.num_replicas(world, p.pp, (p.tp * p.cp, p.ep * p.etp))
 
     @property
     def overlaps_neighbours(self) -> bool:

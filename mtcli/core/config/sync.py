@@ -118,6 +118,12 @@ class SyncConfig(Section):
         near = (size for size in range(1, replicas + 1) if replicas % size == 0)
         return self.group_size or min(near, key=lambda size: abs(size - replicas**0.5))
 
+    def num_replicas(self, world: int, pp: int, inside: tuple[int, int]) -> int:
+        """Copies of the model that may differ on `world` ranks; see `most_replicas`."""
+        if self.method == "all_reduce":
+            return 1
+        return self.replicas or most_replicas(world, pp, inside)
+
 
 def most_replicas(world: int, pp: int, inside: tuple[int, int]) -> int:
     """The most replicas of a world: each has all stages, and `inside` it tp*cp and ep*etp."""

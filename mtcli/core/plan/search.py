@@ -284,12 +284,14 @@ def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> f
 def _with(work: Workload, choice: AxisSizes, parallel: ParallelConfig) -> Workload:
     """Builds `Workload.of(apply(config, choice), world)` without building the config."""
     axes = {axis: choice[axis] for axis in AXES}
+    inside = (choice["tp"] * choice["cp"], choice["ep"] * choice["etp"])
+    replicas = work.sync.num_replicas(work.layout.world, choice["pp"], inside)
     tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
     rows = parallel.model_copy(update={"tp": choice["tp"]}).grid_rows
     divides = rows > 1 or tokens % choice["tp"] == 0
     return replace(
         work,
-        layout=ParallelLayout(work.layout.world, **axes, tp_rows=rows),
+        layout=ParallelLayout(work.layout.world, **axes, replicas=replicas, tp_rows=rows),
         sequence_parallel=work.sequence_parallel and divides,
         micro_batch_size=choice["micro_batch_size"],
         schedule_name=choice["schedule"],

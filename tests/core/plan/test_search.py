@@ -68,6 +68,15 @@ def test_what_is_found_is_legal_fits_and_is_what_its_config_predicts():
         assert again.step_seconds == pytest.approx(candidate.prediction.step_seconds, rel=1e-9)
 
 
+def test_the_replicas_of_every_layout_that_is_tried_are_those_of_a_run():
+    sets = ["optimizer.name=sgd", "sync.method=decentlam", "batch.global_batch_size=64"]
+    for config in (load_config(name, sets) for name in ("gpt2-1.5b", "mixtral-8x7b")):
+        works = [work for work in every_work(config, 8, None) if work.zero == 0]
+        runs = [Workload.of(apply(config, work), 8) for work in works]
+        assert [work.layout for work in works] == [run.layout for run in runs]
+        assert {work.layout.replicas for work in works} >= {1, 2, 4, 8}
+
+
 def test_pinned_fields_stay():
     config = load_config("gpt2-1.5b", ["parallel.tp=2", "batch.micro_batch_size=4"])
     pinned = frozenset({"parallel.tp", "batch.micro_batch_size"})
