@@ -5,7 +5,6 @@ With `--json -` stdout holds the JSON and nothing else.
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,8 +72,9 @@ def refusing(json_out: str | None, **others: object) -> Iterator[None]:
     try:
         yield
     except MtcliError as error:
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        if json_out and rank == "0":
+        from mtcli.core.runtime.launch import environment_rank
+
+        if json_out and environment_rank() == 0:
             write_json(error.as_json() | others, json_out)
         raise
 

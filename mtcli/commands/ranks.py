@@ -1,8 +1,11 @@
 """Starts the ranks of the commands that compute: once, on every launcher."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
+
+from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
     from mtcli.core.config.schema import TrainConfig
@@ -12,10 +15,20 @@ Result = TypeVar("Result")
 
 
 def num_ranks(nproc: int) -> int:
-    """The world size by the launcher, else --nproc."""
-    from mtcli.core.runtime.launch import environment_world
+    """The world size by the launcher, else --nproc.
 
-    return environment_world() or nproc
+    Raises MtcliError where a launcher that is not ours has set one, and --nproc another.
+    """
+    from mtcli.core.runtime.launch import environment_world
+    from mtcli.core.runtime.worker_errors import LAUNCHED
+
+    world = environment_world()
+    if world is None:
+        return nproc
+    if nproc > 1 and LAUNCHED not in os.environ:
+        message = f"{nproc} workers are asked for in one of {world} ranks that a launcher started"
+        raise wrong(message, "leave it out: torchrun, srun and others start the ranks", "--nproc")
+    return world
 
 
 def run_ranks(

@@ -244,7 +244,7 @@ def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):
 
 
 def test_slurm_tasks_find_each_other(home, base, tmp_path, spawn):
-    place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(free_port() % 20000)}
     tasks = [
         spawn(*words(home, to(tmp_path / "slurm")), SLURM_PROCID=str(rank),
               SLURM_LOCALID=str(rank), **place)

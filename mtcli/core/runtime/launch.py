@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder, Reached
+from mtcli.core.runtime.slurm import slurm_task
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
     end_rank,
@@ -47,6 +48,12 @@ def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
     """The world size where a launcher has set one; None in a process started by hand."""
     ranks = _ranks(environ)
     return ranks[1] if ranks else None
+
+
+def environment_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process's rank by its launcher; 0 in one started by hand."""
+    ranks = _ranks(environ)
+    return ranks[0] if ranks else 0
 
 
 def restarts(environ: Mapping[str, str] = os.environ) -> int:
@@ -128,14 +135,10 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         defaults = ("0", "1", environ["RANK"], environ["WORLD_SIZE"])
         values = [environ.get(n, d) for n, d in zip(names, defaults, strict=True)]
-    elif "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
-        tasks = environ["SLURM_NTASKS"]
-        per_node = environ.get("SLURM_NTASKS_PER_NODE", tasks)
-        values = [environ["SLURM_PROCID"], tasks, environ.get("SLURM_LOCALID", "0"), per_node]
-    else:
-        return None
-    rank, world, local_rank, local_world = (int(value) for value in values)
-    return rank, world, local_rank, local_world
+        rank, world, local_rank, local_world = map(int, values)
+        return rank, world, local_rank, local_world
+    task = slurm_task(environ)
+    return task and task[:4]
 
 
 def _start(

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from mtcli.core.config.errors import failed, wrong
 from mtcli.core.parallel.groups import LATER
+from mtcli.core.runtime.slurm import slurm_task
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # ranks that may connect to the store at once
@@ -106,7 +107,8 @@ def on_one_machine(environ: Mapping[str, str]) -> bool:
         return environ["LOCAL_WORLD_SIZE"] == environ.get("WORLD_SIZE")
     if "MASTER_ADDR" in environ:
         return _is_loopback(environ["MASTER_ADDR"])
-    return environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")) == "1"
+    task = slurm_task(environ)
+    return task is None or task.nodes == 1
 
 
 def endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -115,7 +117,8 @@ def endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
     Raises MtcliError where that is no port.
     """
     job = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000  # a port for each job
-    host = environ.get("MASTER_ADDR", environ.get("SLURM_LAUNCH_NODE_IPADDR", LOOPBACK))
+    task = slurm_task(environ)
+    host = environ.get("MASTER_ADDR") or (task and task.first_host) or LOOPBACK
     port = environ.get("MASTER_PORT", str(job))
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise wrong(f"MASTER_PORT is {port!r}", "a port from 1 to 65535")

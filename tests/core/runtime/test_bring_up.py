@@ -13,7 +13,9 @@ from mtcli.core.runtime.launch import StopSignal, bring_up, cores, environment_w
 from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+JOB = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
+STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"}
+SLURM = JOB | STEP | {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,8 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
         ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
         (SLURM, 8),
         (SLURM | TORCHRUN | {"WORLD_SIZE": "4"}, 4),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),  # a plain process in an allocation
+        (JOB, None),  # a batch script, in which nobody has started ranks
+        (JOB | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation
         ({"RANK": "0"}, None),
     ],
 )
@@ -35,7 +38,9 @@ def test_the_world_is_what_the_launcher_says(environ, world):
 def test_torchrun_and_slurm_name_local_ranks_in_their_own_ways():
     assert bringing_up._ranks(TORCHRUN) == (3, 8, 1, 2)
     assert bringing_up._ranks(SLURM) == (5, 8, 1, 8)
-    assert bringing_up._ranks(SLURM | {"SLURM_NTASKS_PER_NODE": "4"}) == (5, 8, 1, 4)
+    per_node = {"SLURM_STEP_TASKS_PER_NODE": "5,3"}
+    assert bringing_up._ranks(SLURM | per_node) == (5, 8, 1, 3)
+    assert bringing_up._ranks(SLURM | per_node | {"SLURM_NODEID": "0"}) == (5, 8, 1, 5)
     assert bringing_up._ranks({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2, 1, 2)
 
 

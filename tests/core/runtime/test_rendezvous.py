@@ -49,6 +49,12 @@ def test_an_attempt_does_not_find_the_ranks_of_the_one_before():
         _await_all(attempt_store(store, 1), 0, 2, 0.2)
 
 
+STEP = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07,12]",
+}
 ONE, ALL = {"LOCAL_WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}
 
 
@@ -60,18 +66,20 @@ ONE, ALL = {"LOCAL_WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}
         (ONE | {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, False),
         (ALL | {"MASTER_ADDR": "localhost"}, True),
         (ALL | {"MASTER_ADDR": "192.0.2.1"}, False),
-        ({"SLURM_NNODES": "1"}, True),
-        ({"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"}, True),  # a step on one node of two
-        ({"SLURM_NNODES": "2"}, False),
+        ({"SLURM_NNODES": "2"}, True),  # a batch script
+        (STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2"}, True),  # on one node of two
+        (STEP, False),
     ],
 )
 def test_a_launcher_tells_whether_all_ranks_are_on_one_machine(environ, here):
     assert on_one_machine(environ) is here
 
 
-def test_slurms_job_gives_the_port_and_its_first_node_the_address():
-    job = {"SLURM_JOB_ID": "1234567", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}
-    assert endpoint(job) == ("192.0.2.1", 34567)
+def test_slurms_job_gives_the_port_and_the_step_s_first_node_the_address():
+    login = {"SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}  # where srun runs, and rank 0 does not
+    job = STEP | login | {"SLURM_JOB_ID": "1234567"}
+    assert endpoint(job) == ("gpu07", 34567)
+    assert endpoint(login | {"SLURM_JOB_ID": "1234567"})[0] == "127.0.0.1"
     assert endpoint(job | {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}) == ("node7", 29500)
     for port in ("70000", "0", "http", "-1"):
         with pytest.raises(MtcliError) as caught:

@@ -1,0 +1,50 @@
+"""Reads which task of a Slurm step this process is, from what srun says.
+
+A batch script has its job's variables without a step's, and SLURM_PROCID 0: there nobody has
+started ranks, and `--nproc` does. So a step's own variables count alone.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class SlurmTask(NamedTuple):
+    """A task of a step that srun has started."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int  # tasks of its node
+    first_host: str  # of the step's nodes, where its task 0 is; empty where nothing says
+    nodes: int
+
+
+def slurm_task(environ: Mapping[str, str]) -> SlurmTask | None:
+    """The task that this process is, or None outside of steps of several tasks."""
+    world = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if world == 1 or "SLURM_PROCID" not in environ:
+        return None
+    node = int(environ.get("SLURM_NODEID", "0"))
+    per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(world)))
+    return SlurmTask(
+        rank=int(environ["SLURM_PROCID"]),
+        world=world,
+        local_rank=int(environ.get("SLURM_LOCALID", "0")),
+        local_world=per_node[min(node, len(per_node) - 1)],
+        first_host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        nodes=int(environ.get("SLURM_STEP_NUM_NODES", "1")),
+    )
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """The tasks of each node of a list like 4(x2),3: 4, 4 and 3."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list like rack[1-2]n[07,09-11],gpu5: rack1n07."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first, nodes  # it matches nothing too
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
