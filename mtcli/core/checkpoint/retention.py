@@ -7,14 +7,14 @@ Whoever opens a checkpoint takes a shared lock on its manifest, which is release
 import fcntl
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from mtcli.core.checkpoint.folder import step_folders, step_of
 from mtcli.core.checkpoint.manifest import NAME
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import open_untrusted
+from mtcli.core.config.untrusted import open_to_lock, open_untrusted
 from mtcli.core.runtime.atomic_writes import PARTIAL
 
 
@@ -60,21 +60,41 @@ def steps_to_remove(steps: list[int], keep: int, every: int) -> list[int]:
     return [step for step in old if not every or step % every]
 
 
-def prune(root: Path, keep: int, every: int, newest: Path) -> None:
+def prune(
+    root: Path, keep: int, every: int, newest: Path, warn: Callable[[str], None] = lambda text: None
+) -> None:
     """Removes all checkpoints but the newest `keep`, multiples of `every`, and `newest`.
 
-    One that cannot be removed, or is being read, stays until the next save.
+    One that is being read stays until the next save, and one that cannot be removed; `warn` is told
+    of that, and where a file system without locks does not say who reads.
     """
     folders = {step_of(folder): folder for folder in step_folders(root)}
     for step in steps_to_remove(list(folders), keep, every):
-        if folders[step] != newest:
-            with suppress(OSError):
-                _remove(folders[step])
+        if folders[step] == newest:
+            continue
+        try:
+            _remove(folders[step], warn)
+        except BlockingIOError:
+            pass  # it is being read
+        except OSError as error:
+            warn(f"old checkpoints in {root} stay, and it fills: {error.strerror}")
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path, warn: Callable[[str], None]) -> None:
+    try:
+        file = open_to_lock(folder / NAME)
+    except FileNotFoundError:
+        return  # another process removes it
     partial = folder.with_name(folder.name + PARTIAL)
-    with suppress(FileNotFoundError), open_untrusted(folder / NAME) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            warn(
+                f"{folder.parent} is on a file system without locks ({error.strerror}): train.keep "
+                "removes old checkpoints whether they are being read or not"
+            )
         folder.rename(partial)  # never half of one under its name
-        shutil.rmtree(partial)
+    shutil.rmtree(partial)  # once no file of it is open here, which NFS would keep

@@ -75,6 +75,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     keep: int,
     keep_every: int = 0,
     replicas: int = 1,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
@@ -82,7 +83,8 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     called as the save goes on. `extra` is JSON. Then the newest `keep` checkpoints stay (0: all),
     and those of multiples of `keep_every`. `attached` are further files to copy, by their names in
     the folder. Tensors whose shards name a replica are to be given for
-    each of `replicas`.
+    each of `replicas`. `warn` is told of what cannot be removed.
+
     Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
     there remain.
     """
@@ -90,7 +92,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 
     def prepare() -> None:
         for stale in root.glob(f"step-*{PARTIAL}"):  # of runs that were killed
-            shutil.rmtree(stale)
+            shutil.rmtree(stale, ignore_errors=True)
         make_partial(partial, needed)
 
     def write() -> dict[str, Any]:
@@ -120,7 +122,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if rank == 0:
-        prune(root, keep, keep_every, final)
+        prune(root, keep, keep_every, final, warn)
     gather(None)
     return final
 

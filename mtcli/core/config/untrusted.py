@@ -46,6 +46,11 @@ def open_untrusted(path: str | Path, buffering: int = -1) -> IO[bytes]:
     return open(path, "rb", buffering, opener=_open_regular)
 
 
+def open_to_lock(path: str | Path) -> IO[bytes]:
+    """As `open_untrusted`, also to be written: NFS and Lustre grant no exclusive lock without."""
+    return open(path, "r+b", opener=_open_regular)
+
+
 def read_untrusted(path: str | Path, most: int = MAX_BYTES) -> bytes:
     """Reads a regular file. Raises OSError for any other, and for more than `most` bytes."""
     with open_untrusted(path) as file:

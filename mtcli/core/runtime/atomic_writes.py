@@ -2,6 +2,7 @@
 half-written has the final name. Outputs that a user names are checked before the work.
 """
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -134,10 +135,15 @@ def make_partial(partial: Path, needed_bytes: int) -> None:
 def replace_folder(partial: Path, final: Path) -> None:
     """Renames a finished folder to its name, over one that may be there.
 
-    Raises OSError where it cannot have the name; what had it before then has it still.
+    Where the system can swap two names there is always a folder of that name. Raises OSError where
+    it cannot have the name; what had it before then has it still.
     """
     for folder in (path for path in (partial, *partial.iterdir()) if path.is_dir()):
         sync_folder(folder)
+    if final.exists() and _swap(partial, final):
+        sync_folder(final.parent)
+        shutil.rmtree(partial, ignore_errors=True)
+        return
     old = final.with_name(final.name + ".old" + PARTIAL)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed
@@ -150,6 +156,15 @@ def replace_folder(partial: Path, final: Path) -> None:
         raise
     sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Swaps the names of two folders at once; False where the system or its disk cannot."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "renameat2"):  # glibc 2.28 and Linux have it
+        return False
+    here, swaps = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swaps) == 0
 
 
 def make_folder(folder: Path) -> None:

@@ -198,7 +198,7 @@ class RunLog:
 
     def _warn_of_overflow(self, step: Any) -> None:
         message = f"step {step.step} skipped, gradients overflow at loss scale {step.loss_scale:,g}"
-        self._say(f"warning: {message}")
+        self.warn(message)
 
     def saved(self, save: SaveRecord) -> None:
         """Records a checkpoint, and how long training stood still for it."""
@@ -212,7 +212,7 @@ class RunLog:
         good = f"the last good one is {last_good}" if last_good else "there is none before it"
         event = {"step": step, "reason": reason, "last_good": last_good and str(last_good)}
         self._event("save_failed", event)
-        self._say(f"warning: step {step}: {reason}; the run goes on, {good}")
+        self.warn(f"step {step}: {reason}; the run goes on, {good}")
 
     def _event(self, name: str, facts: dict[str, Any]) -> None:
         if self.speaks:
@@ -225,8 +225,12 @@ class RunLog:
             file.flush()
         except OSError as error:
             if not self.behind:
-                self._say(f"warning: {file.name}: {error.strerror}; the run goes on")
+                self.warn(f"{file.name}: {error.strerror}; the run goes on")
             self.behind = True
+
+    def warn(self, text: str) -> None:
+        """Says what went wrong, and did not end the run."""
+        self._say(f"warning: {text}")
 
     def _say(self, text: str) -> None:
         if self.speaks:

@@ -85,6 +85,7 @@ class Saver:
         self.pending: BackgroundWrite | None = None
         self.step = 0  # of the save that is pending, or else of the last one
         self.fault = ""  # of the last save
+        self.warned: set[str] = set()
 
     def __enter__(self) -> "Saver":
         if self.config.train.async_save:
@@ -176,11 +177,17 @@ class Saver:
             keep=config.train.keep,
             keep_every=config.train.keep_every,
             replicas=self.replicas,
+            warn=self._warn_once,
         )
         mine = sum(shard.tensor.nbytes for shard in taken.shards)
         all_ranks = gather((mine, max(stall, device_seconds), perf_counter() - start))
         sizes, stalls, seconds = zip(*all_ranks, strict=True)
         return SaveSeconds(folder, sum(sizes), max(stalls), max(seconds))
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self.warned:
+            self.warned.add(text)
+            self.log.warn(text)
 
 
 def _own_axis(groups: Groups) -> Axis:

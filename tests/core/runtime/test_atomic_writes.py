@@ -1,11 +1,18 @@
 """Files of a profile: refused before the work, or whole."""
 
 import os
+import threading
 
 import pytest
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.runtime.atomic_writes import aside, require_extra, require_writable
+from mtcli.core.runtime import atomic_writes
+from mtcli.core.runtime.atomic_writes import (
+    aside,
+    atomic_folder,
+    require_extra,
+    require_writable,
+)
 
 
 def test_a_suffix_that_cannot_be_written_is_refused():
@@ -69,3 +76,31 @@ def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
 def test_a_name_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(MtcliError, match="cannot be written: File name too long"), aside("a" * 300):
         raise AssertionError("there is nothing to write to")
+
+
+def test_a_folder_is_replaced_without_a_moment_in_which_there_is_none(tmp_path):
+    final, missing, done = tmp_path / "folder", [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            missing.extend([1] if not final.exists() else [])
+
+    watcher = threading.Thread(target=watch)
+    for number in range(200):
+        with atomic_folder(final, 0) as made:
+            (made / "number").write_text(str(number))
+        if not number:
+            watcher.start()
+    done.set()
+    watcher.join()
+    assert not missing and [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert (final / "number").read_text() == "199"
+
+
+def test_where_names_cannot_be_swapped_a_folder_is_replaced_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_writes, "_swap", lambda *_: False)
+    for number in range(2):
+        with atomic_folder(tmp_path / "folder", 0) as made:
+            (made / "number").write_text(str(number))
+    assert (tmp_path / "folder" / "number").read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
