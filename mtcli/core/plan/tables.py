@@ -131,6 +131,7 @@ def layout_of(work: Workload) -> Json:
         "tp": layout.tp,
         "vpp": layout.vpp,
         "tp_mode": work.tp_mode,
+        "tp_rows": layout.tp_rows,
         "schedule": work.schedule_name,
         "zero": work.zero,
         "recompute": work.recompute,
