@@ -182,7 +182,7 @@ FAULTS = [
     Fault("wrong batch: every row of a grid reads the first one's sequences", "training/loader.py",
         "+ self.groups.tp_row.rank * self._mbs", "",
         lambda f: f.grid),
-    Fault("missing reduction: a replicated parameter's gradient of a grid's row", "mesh/sharding.py",
+    Fault("missing reduction: norm gradients not summed over a grid's rows", "mesh/sharding.py",
         "axes = self.replicated_over(layout)\n        if sequence_parallel",
         'axes = tuple(a for a in self.replicated_over(layout) if a != "tp_row")\n'
         "        if sequence_parallel",

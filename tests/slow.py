@@ -288,7 +288,7 @@ SLOW = {
             "adapters", "dropout", "interleaved", "a shared expert, folded",
             "capacity of whole sequences",
             "lamb, zero=3", "zero=3 in a pipeline", "a key head of ranks round a ring",
-            "documents round a ring on CPU", "bfloat16 in float32",
+            "documents round a ring on CPU", "bfloat16 in float32", "a grid of experts",
         ),
         "test_a_real_step_on_cpu_holds_what_the_plan_says": ("bfloat16", "a tied table", "lamb"),
     },

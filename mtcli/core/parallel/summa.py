@@ -66,7 +66,7 @@ class TensorGrid:
             if "v" in makes:
                 sums["v"].start(panel, matmul(u_XP.mT, blocks["s"]))
         if total is not None:
-            made["s"] = total.to(blocks["u"].dtype)
+            made["s"] = total = total.to(blocks["u"].dtype)
         return made | {letter: sums[letter].finish() for letter in makes if letter in sums}
 
     def _broadcast(self, x: Tensor, dim: int, axis: Axis, role: str) -> Iterator[Tensor]:
@@ -114,14 +114,18 @@ class _Sums:
             self.own.append(partial)
         if self.axis.size > 1:
             self.pending.append((start_reduce(partial, self.axis, owner), partial))
-        while len(self.pending) > 1:
-            self.pending.pop(0)[0].wait()
+        self._wait(1)
 
     def finish(self) -> Tensor:
-        """This rank's block of the sum."""
-        for pending, _ in self.pending:
-            pending.wait()
-        return self.own[0] if len(self.own) == 1 else torch.cat(self.own, self.dim)
+        """This rank's block of the sum, whose panels are freed."""
+        self._wait(0)
+        own, self.own = self.own, []
+        return own[0] if len(own) == 1 else torch.cat(own, self.dim)
+
+    def _wait(self, left: int) -> None:
+        """Waits for all sums but the last ones."""
+        while len(self.pending) > left:
+            self.pending.pop(0)[0].wait()
 
 
 def _accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -234,8 +234,8 @@ class _RowNorm(torch.autograd.Function):
         of_normed, columns = wide * weight, x_TD.shape[1] * ctx.axis.size
         sums = [(of_normed * normed).sum(1), *([of_normed.sum(1)] if ctx.centred else [])]
         means = all_reduce(torch.stack(sums), ctx.axis).div_(columns)[..., None]
-        of_x = of_normed - normed * means[0]
-        of_x = (of_x - means[1] if ctx.centred else of_x) * ctx.scale
+        of_x = of_normed.addcmul_(normed, means[0], value=-1)
+        of_x = (of_x.sub_(means[1]) if ctx.centred else of_x).mul_(ctx.scale)
         of_bias = wide.sum(0).to(weight.dtype) if ctx.has_bias else None
         of_weight = (wide * normed).sum(0).to(weight.dtype)
         return of_x.to(x_TD.dtype), of_weight, of_bias, None, None, None
