@@ -343,6 +343,8 @@ SLOW = {
         "test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters": (),
         "test_the_same_layout_goes_on_bit_for_bit": (),
         "test_saving_without_a_step_between_changes_no_bit": ("gpt-(4*",),
+        "test_a_grid_s_run_goes_on_on_any_layout_and_there_bit_for_bit": ("llama-(4, *",),
+        "test_a_grid_in_bfloat16_has_float32_s_curve_to_rounding_and_goes_on_bit_for_bit": (),
         "test_a_wider_precision_between_loses_nothing_of_a_narrow_run": (
             "(2, {'zero': 3}, {})-fp16",
         ),
