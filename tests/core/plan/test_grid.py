@@ -1,10 +1,15 @@
 """The bytes of a grid of tp ranks are those that a step sends, layer by layer."""
 
 import pytest
+import torch
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.parallel.engines import layer_factory
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.health.traffic import Traffic
+from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.plan.grid import grid_bytes_per_step, grid_traffic
 from mtcli.core.plan.predict import predict
 from mtcli.core.plan.workload import Workload
@@ -90,6 +95,15 @@ def test_two_dimensions_move_less_than_one_from_some_multiple_of_h_tokens_on(q, 
         two = sum(sum(way) for way in grid_traffic(work))
         one = 8 * (ranks - 1) / ranks * work.stream_bytes
         assert (two < one) is less
+
+
+def test_one_row_is_one_dimension_in_the_plan_and_in_the_engine():
+    row = load_config("tiny", ["parallel.tp=4", "parallel.tp_mode=2d", "parallel.tp_rows=1"])
+    plain = load_config("tiny", ["parallel.tp=4"])
+    assert Workload.of(row, 4) == Workload.of(plain, 4)
+    groups = make_groups(ParallelLayout(1), 0, "cpu", recorder=FlightRecorder())
+    made = [layer_factory(c, groups, torch.float32, torch.device("cpu")) for c in (row, plain)]
+    assert [type(engine) for engine in made] == [TensorParallelLayers] * 2
 
 
 def test_a_plan_of_a_grid_has_its_time_and_its_state():
