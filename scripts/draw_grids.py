@@ -19,7 +19,7 @@ from mtcli.core.plan.predict import predict
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "grids.png"
 RANKS = (4, 16, 64)
 SEQUENCES = (8, 16, 32, 64, 128)
-SEQ_LEN, LAYERS, BYTES = 2048, 12, 2**30
+SEQ_LEN, LAYERS, BYTES = 2048, 5, 2**30  # as many layers as 4 GPUs of 80 GiB hold
 
 
 def main() -> None:

@@ -280,7 +280,7 @@ SLOW = {
             "adapters", "dropout", "interleaved", "a shared expert, folded",
             "capacity of whole sequences",
             "lamb, zero=3", "zero=3 in a pipeline", "a key head of ranks round a ring",
-            "documents round a ring on CPU", "bfloat16 in float32",
+            "documents round a ring on CPU", "bfloat16 in float32", "a grid of experts",
         ),
         "test_a_real_step_on_cpu_holds_what_the_plan_says": ("bfloat16", "a tied table", "lamb"),
     },
@@ -336,6 +336,8 @@ SLOW = {
         "test_bf16_goes_on_from_its_float32_masters_and_fp32_weights_become_masters": (),
         "test_the_same_layout_goes_on_bit_for_bit": (),
         "test_saving_without_a_step_between_changes_no_bit": ("gpt-(4*",),
+        "test_a_grid_s_run_goes_on_on_any_layout_and_there_bit_for_bit": ("llama-(4, *",),
+        "test_a_grid_in_bfloat16_has_float32_s_curve_to_rounding_and_goes_on_bit_for_bit": (),
         "test_a_wider_precision_between_loses_nothing_of_a_narrow_run": (
             "(2, {'zero': 3}, {})-fp16",
         ),

@@ -39,7 +39,7 @@ Layout = Annotated[
     str | None,
     typer.Option(
         metavar="tp=2,pp=2",
-        help="shard for tp, cp, pp, vpp, ep, etp, dp, zero; default: one rank",
+        help="shard for tp, tp_rows, cp, pp, vpp, ep, etp, dp, zero; default: one rank",
     ),
 ]
 Dtype = Annotated[

@@ -151,6 +151,8 @@ LAYOUTS = {
     "pp=2": (2, ["parallel.pp=2"]),
     "dp=2": (2, []),
     "tp=2 pp=2": (4, ["parallel.tp=2", "parallel.pp=2"]),
+    "grid of 2 x 2": (4, ["parallel.tp=4", "parallel.tp_mode=2d"]),
+    "rows of 2 and dp=2": (4, ["parallel.tp=2", "parallel.tp_mode=2d", "parallel.tp_rows=2"]),
 }
 
 

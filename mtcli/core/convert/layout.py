@@ -14,7 +14,7 @@ from mtcli.core.config.untrusted import shown
 if TYPE_CHECKING:  # it imports torch, and a layout that is none is refused without
     from mtcli.core.checkpoint.reader import Checkpoint
 
-LAYOUT_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
+LAYOUT_AXES = ("tp", "tp_rows", "cp", "pp", "vpp", "ep", "etp", "dp", "zero")
 ZEROS = (0, 1, 3)
 MAX_RANKS = 1 << 16
 MAX_DIGITS = 9  # of a size: a larger one is none of a config either
@@ -42,8 +42,9 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
         raise wrong(f"zero={sizes['zero']} is no way to share", "zero 0, 1 or 3", "--layout")
     dp = sizes.pop("dp", 1)
     schedule = "interleaved" if sizes.get("vpp", 1) > 1 else "1f1b"
+    mode = "2d" if "tp_rows" in sizes else "1d"
     try:
-        parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule})
+        parallel = ParallelConfig.model_validate(sizes | {"schedule": schedule, "tp_mode": mode})
     except ValidationError as error:
         refused = (refused_value(ParallelConfig, detail) for detail in error.errors())
         raise MtcliError(
@@ -64,7 +65,7 @@ def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) ->
     base = source.config or RunConfig.model_validate(
         {"model": source.model, "batch": {"seq_len": min(1024, source.model.max_seq_len)}}
     )
-    changes = parallel.model_dump(include={*LAYOUT_AXES, "schedule"})
+    changes = parallel.model_dump(include={*LAYOUT_AXES, "tp_mode", "schedule"})
     if "zero" not in parallel.model_fields_set:
         changes["zero"] = base.parallel.zero
     changes |= {"stage_layers": ()}
@@ -91,6 +92,6 @@ def _words(config: RunConfig, near: Near, dp: int) -> str:
     inner = sizes["tp"] * sizes["cp"]
     fits = inner * dp % (sizes["ep"] * sizes["etp"]) == 0
     sizes["dp"] = dp if fits else near.world // (inner * sizes["pp"])
-    sizes["zero"] = config.parallel.zero
+    sizes |= {"tp_rows": config.parallel.tp_rows, "zero": config.parallel.zero}
     said = {axis: sizes[axis] for axis in LAYOUT_AXES if sizes[axis] > (axis != "zero")}
     return ",".join(f"{axis}={size}" for axis, size in said.items()) or "tp=1"

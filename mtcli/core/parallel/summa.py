@@ -16,8 +16,9 @@ V [P/r, Y/c].
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import repeat
 from math import lcm, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +27,6 @@ from mtcli.core.parallel.collectives import Pending, start_broadcast, start_redu
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.gemm import add_matmul_, matmul
-
-
-class Blocks(NamedTuple):
-    """What a sweep has made: this rank's blocks; None where they were not asked for."""
-
-    s: Tensor | None
-    u: Tensor | None
-    v: Tensor | None
 
 
 class TensorGrid:
@@ -51,34 +44,30 @@ class TensorGrid:
         """Panels of a sweep: as few as give each rank of a row, and of a column, whole ones."""
         return lcm(self.along.size, self.down.size)
 
-    def sweep(self, makes: str, *, s: Any = None, u: Any = None, v: Any = None) -> Blocks:
-        """Makes "s", "u" or "v", or two of them, from this rank's blocks of the others.
+    def sweep(self, makes: str, blocks: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Makes "s", "u" or "v", or two of them, from this rank's blocks of the others, by letter.
 
-        s += u v, u = s v^T and v = u^T s, each from what was given. Collective over the grid. Sums
-        of u and v over ranks are in their own dtype; s is accumulated in float32 at least.
+        Collective over the grid. Sums of u and v over ranks are in their own dtype; s is
+        accumulated in float32 at least.
         """
         count = self.panels
-        us = (
-            self._broadcast(u, 1, self.along, "u")
-            if "s" in makes or "v" in makes
-            else [None] * count
-        )
-        vs = (
-            self._broadcast(v, 0, self.down, "v")
-            if "s" in makes or "u" in makes
-            else [None] * count
-        )
-        of_u, of_v = _Sums(1, self.along, count), _Sums(0, self.down, count)
-        made = None
+        us = vs = repeat(None, count)
+        if makes != "u":
+            us = self._broadcast(blocks["u"], 1, self.along, "u")
+        if makes != "v":
+            vs = self._broadcast(blocks["v"], 0, self.down, "v")
+        made, sums = {}, {"u": _Sums(1, self.along, count), "v": _Sums(0, self.down, count)}
+        total = None
         for panel, (u_XP, v_PY) in enumerate(zip(us, vs, strict=True)):
             if "s" in makes:
-                made = _accumulated(made, u_XP, v_PY)
+                total = _accumulated(total, u_XP, v_PY)
             if "u" in makes:
-                of_u.start(panel, matmul(s, v_PY.mT))
+                sums["u"].start(panel, matmul(blocks["s"], v_PY.mT))
             if "v" in makes:
-                of_v.start(panel, matmul(u_XP.mT, s))
-        made = made.to(u.dtype) if made is not None else None
-        return Blocks(made, of_u.finish(), of_v.finish())
+                sums["v"].start(panel, matmul(u_XP.mT, blocks["s"]))
+        if total is not None:
+            made["s"] = total = total.to(blocks["u"].dtype)
+        return made | {letter: sums[letter].finish() for letter in makes if letter in sums}
 
     def _broadcast(self, x: Tensor, dim: int, axis: Axis, role: str) -> Iterator[Tensor]:
         """The panels of a matrix whose `dim` an axis cuts, the next one on its way meanwhile."""
@@ -125,16 +114,18 @@ class _Sums:
             self.own.append(partial)
         if self.axis.size > 1:
             self.pending.append((start_reduce(partial, self.axis, owner), partial))
-        while len(self.pending) > 1:
-            self.pending.pop(0)[0].wait()
+        self._wait(1)
 
-    def finish(self) -> Tensor | None:
-        """This rank's block of the sum; None where nothing was sent."""
-        for pending, _ in self.pending:
-            pending.wait()
-        if not self.own:
-            return None
-        return self.own[0] if len(self.own) == 1 else torch.cat(self.own, self.dim)
+    def finish(self) -> Tensor:
+        """This rank's block of the sum, whose panels are freed."""
+        self._wait(0)
+        own, self.own = self.own, []
+        return own[0] if len(own) == 1 else torch.cat(own, self.dim)
+
+    def _wait(self, left: int) -> None:
+        """Waits for all sums but the last ones."""
+        while len(self.pending) > left:
+            self.pending.pop(0)[0].wait()
 
 
 def _accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -150,70 +141,46 @@ def gemm(u: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = N
 
     `passes` may leave the gradient of B for later.
     """
-    return _Gemm.apply(u, v, grid, passes)
+    return _Gemm.apply("s", "uv", u, v, grid, passes)
 
 
 def gemm_transposed(
     s: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = None
 ) -> Tensor:
     """A B^T: blocks of A [X, Y] and B [P, Y] -> A B^T [X, P]. A does not move."""
-    return _GemmTransposed.apply(s, v, grid, passes)
+    return _Gemm.apply("u", "sv", s, v, grid, passes)
 
 
 def transposed_gemm(u: Tensor, s: Tensor, grid: TensorGrid) -> Tensor:
     """A^T B: blocks of A [X, P] and B [X, Y] -> A^T B [P, Y]. B does not move."""
-    return _TransposedGemm.apply(u, s, grid)
+    return _Gemm.apply("v", "us", u, s, grid, None)
 
 
 class _Gemm(torch.autograd.Function):
+    """Makes one of S, U and V of the other two, in whose gradients its own takes its place."""
+
     @staticmethod
-    def forward(
-        ctx: Any, u: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None
-    ) -> Tensor | None:
-        ctx.save_for_backward(u, v)
-        ctx.grid, ctx.passes = grid, passes
-        return grid.sweep("s", u=u, v=v).s
+    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+        ctx: Any,
+        makes: str,
+        of: str,
+        a: Tensor,
+        b: Tensor,
+        grid: TensorGrid,
+        passes: WeightPasses | None,
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.makes, ctx.of, ctx.grid, ctx.passes = makes, of, grid, passes
+        return grid.sweep(makes, dict(zip(of, (a, b), strict=True)))[makes]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (u, v), grid, grad = ctx.saved_tensors, ctx.grid, grad.contiguous()
+        (a, b), of, sweep = ctx.saved_tensors, ctx.of, ctx.grid.sweep
+        # what is left for later holds no graph
+        blocks = {of[0]: a.detach(), of[1]: b.detach(), ctx.makes: grad.contiguous()}
         if ctx.passes is None or ctx.passes.pending is None:
-            _, of_u, of_v = grid.sweep("uv", s=grad, u=u, v=v)
-            return of_u, of_v, None, None
-        u_alone = u.detach()
-        ctx.passes.leave(v, lambda: grid.sweep("v", s=grad, u=u_alone).v)
-        return grid.sweep("u", s=grad, v=v).u, None, None, None
-
-
-class _GemmTransposed(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, s: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None
-    ) -> Tensor | None:
-        ctx.save_for_backward(s, v)
-        ctx.grid, ctx.passes = grid, passes
-        return grid.sweep("u", s=s, v=v).u
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (s, v), grid, grad = ctx.saved_tensors, ctx.grid, grad.contiguous()
-        if ctx.passes is None or ctx.passes.pending is None:
-            of_s, _, of_v = grid.sweep("sv", s=s, u=grad, v=v)
-            return of_s, of_v, None, None
-        s_alone = s.detach()
-        ctx.passes.leave(v, lambda: grid.sweep("v", s=s_alone, u=grad).v)
-        return grid.sweep("s", u=grad, v=v).s, None, None, None
-
-
-class _TransposedGemm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, s: Tensor, grid: TensorGrid) -> Tensor | None:
-        ctx.save_for_backward(u, s)
-        ctx.grid = grid
-        return grid.sweep("v", s=s, u=u).v
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        u, s = ctx.saved_tensors
-        of_s, of_u, _ = ctx.grid.sweep("su", s=s, u=u, v=grad.contiguous())
-        return of_u, of_s, None
+            made = sweep(of, blocks)
+            return None, None, made[of[0]], made[of[1]], None, None
+        rest = {letter: block for letter, block in blocks.items() if letter != of[1]}
+        ctx.passes.leave(b, lambda: sweep(of[1], rest)[of[1]])
+        return None, None, sweep(of[0], blocks)[of[0]], None, None, None

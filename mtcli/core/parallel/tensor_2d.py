@@ -14,7 +14,6 @@ Three choices differ from the paper's (section 3.2), and cost less:
 With one row all this is Megatron-LM's layout, and `engines.py` takes that engine.
 """
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -61,20 +60,20 @@ class GridLayers(TensorParallelLayers):
         """Nothing: the GEMM itself exchanges."""
         return _as_it_is
 
-    @property
-    def column_gemm(self) -> Callable[..., Tensor]:
+    def column_gemm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(x [T, D/c], weight [F/c, D/r], bias [F/c]) -> x weight^T + bias [T, F/c]."""
-        return self._column_gemm
+        y_TF = gemm(x_TD, weight.mT, self.grid, self.weight_passes)
+        return y_TF if bias is None else y_TF + bias
 
-    @property
-    def row_gemm(self) -> Callable[..., Tensor]:
+    def row_gemm(self, x_TF: Tensor, weight: Tensor) -> Tensor:
         """(x [T, F/c], weight [D/r, F/c]) -> x weight^T [T, D/c]."""
-        return self._row_gemm
+        return gemm_transposed(x_TF, weight, self.grid, self.weight_passes)
 
-    @property
-    def activated_row_gemm(self) -> Callable[..., Tensor]:
+    def activated_row_gemm(
+        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
+    ) -> Tensor:
         """(activation, x, inner bias, weight) -> the `row_gemm` of activation(x + bias)."""
-        return self._activated_row_gemm
+        return self.row_gemm(activation.forward(x, bias), weight)
 
     def embedding(self, name: str) -> "GridEmbedding":
         """A token table whose rows are sharded over tp and columns over tp_row."""
@@ -114,18 +113,6 @@ class GridLayers(TensorParallelLayers):
         """x weight^T [T, 1] of x [T, D/c] and weight [1, D/c], for this rank's columns of y."""
         tp = self.groups.tp
         return copy_in(sum_out(super().gate(x_TD, weight), tp), tp)
-
-    def _column_gemm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y_TF = gemm(x_TD, weight.mT, self.grid, self.weight_passes)
-        return y_TF if bias is None else y_TF + bias
-
-    def _row_gemm(self, x_TF: Tensor, weight: Tensor) -> Tensor:
-        return gemm_transposed(x_TF, weight, self.grid, self.weight_passes)
-
-    def _activated_row_gemm(
-        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
-    ) -> Tensor:
-        return self._row_gemm(activation.forward(x, bias), weight)
 
 
 class GridNorm(Norm):
@@ -234,8 +221,8 @@ class _RowNorm(torch.autograd.Function):
         of_normed, columns = wide * weight, x_TD.shape[1] * ctx.axis.size
         sums = [(of_normed * normed).sum(1), *([of_normed.sum(1)] if ctx.centred else [])]
         means = all_reduce(torch.stack(sums), ctx.axis).div_(columns)[..., None]
-        of_x = of_normed - normed * means[0]
-        of_x = (of_x - means[1] if ctx.centred else of_x) * ctx.scale
+        of_x = of_normed.addcmul_(normed, means[0], value=-1)
+        of_x = (of_x.sub_(means[1]) if ctx.centred else of_x).mul_(ctx.scale)
         of_bias = wide.sum(0).to(weight.dtype) if ctx.has_bias else None
         of_weight = (wide * normed).sum(0).to(weight.dtype)
         return of_x.to(x_TD.dtype), of_weight, of_bias, None, None, None

@@ -51,6 +51,15 @@ def grid_traffic(work: Workload) -> GridTraffic:
     return GridTraffic(forward, backward)
 
 
+def grid_bytes_per_step(work: Workload) -> GridBytes:
+    """Bytes that a rank's blocks send in a step, in the mean; of the pipeline rank with most."""
+    forward, backward = grid_traffic(work)
+    passes = 2 if work.recompute == "full" else 1
+    blocks = work.num_micro_batches * max(map(work.layers_of_rank, range(work.layout.pp)))
+    along, down = (blocks * (passes * forward[way] + backward[way]) for way in (0, 1))
+    return GridBytes(along, down)
+
+
 def _numbers_of_norms(work: Workload) -> tuple[float, float]:
     """Numbers of a token that a ring of c ranks carries (c - 1)/c of, for a norm each way.
 

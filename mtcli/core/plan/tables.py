@@ -13,6 +13,7 @@ from mtcli.core.mesh.layout import Grid, ParallelLayout
 from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.answer import PlanAnswer
 from mtcli.core.plan.elements import rank_elements
+from mtcli.core.plan.grid import grid_bytes_per_step
 from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
@@ -109,6 +110,9 @@ def figures(p: Prediction) -> Json:
         "hfu": p.hfu,
         "bubble_fraction": p.bubble_fraction,
         "communication_seconds": p.communication_seconds,
+        "grid_bytes_per_step": grid_bytes_per_step(p.work)._asdict()
+        if p.work.tp_mode == "2d"
+        else None,
         "sync_bytes_per_step": round(sync_bytes_per_step(p.work)),
         "sync": {"method": p.work.sync.method, "replicas": p.work.layout.replicas, **_graph(p)},
         "device": p.device.name,
@@ -131,6 +135,7 @@ def layout_of(work: Workload) -> Json:
         "tp": layout.tp,
         "vpp": layout.vpp,
         "tp_mode": work.tp_mode,
+        "tp_rows": layout.tp_rows,
         "schedule": work.schedule_name,
         "zero": work.zero,
         "recompute": work.recompute,
@@ -198,9 +203,18 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         ("counted otherwise", ", ".join(f"{r / 1e12:.4g} ({n})" for n, r in rates.items())),
         ("pipeline bubble", f"{p.bubble_fraction:.1%} of the ideal time"),
         ("communication", ", ".join(sent) or "none"),
+        ("grid of tp", _grid(p)),
         ("data parallelism", _sync(p)),
     ]
     return [row for row in rows if row[1]]
+
+
+def _grid(p: Prediction) -> str:
+    """What the blocks of a rank of a grid send."""
+    if p.work.tp_mode == "1d":
+        return ""
+    along, down = grid_bytes_per_step(p.work)
+    return f"{gib(along)} along rows and {gib(down)} down columns, sent per step by a rank"
 
 
 def _sync(p: Prediction) -> str:

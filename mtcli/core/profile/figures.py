@@ -31,12 +31,12 @@ UNITS |= {"memory": "bytes", "communication": "s"}
 
 # Plan's axes of communication, and the groups of ranks that carry each.
 CARRIERS = {
-    "tp": ("tp", "sequence"),
+    "tp": ("tp", "tp_row", "tp_grid", "sequence", "micro_batch"),
     "cp": ("cp",),
     "ep": ("ep", "etp", "experts"),
     "pp": ("pp_forward", "pp_backward"),
-    "dp": ("data", "edp", "tokens", "ends"),
-    "world": ("world",),
+    "dp": ("data", "samples", "edp", "tokens", "ends", "replicas"),
+    "world": ("world", "replica"),
 }
 
 

@@ -171,7 +171,7 @@ def test_the_optimizer_is_left_out_of_a_hugging_face_folder(tmp_path):
 def test_a_layout_that_cannot_be_read_is_refused(text, message):
     with pytest.raises(MtcliError, match=message) as error:
         parse_layout(text)
-    assert "tp, cp, pp, vpp, ep, etp, dp, zero" in str(error.value)
+    assert "tp, tp_rows, cp, pp, vpp, ep, etp, dp, zero" in str(error.value)
 
 
 @pytest.mark.parametrize(

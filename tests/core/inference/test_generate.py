@@ -78,7 +78,11 @@ def test_greedy_tokens_are_transformers(model):
     assert tokens(ALONE, folder) == without_end(theirs)
 
 
-@pytest.mark.parametrize("axes", [["tp=2"], ["pp=2"], ["tp=2", "pp=2"], ["tp=4"], []], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [["tp=2"], ["pp=2"], ["tp=2", "pp=2"], ["tp=4"], ["tp=4", "tp_mode=2d"], []],
+    ids=str,
+)
 def test_every_rank_of_any_layout_says_the_same(model, axes):
     theirs, folder = model
     world = 4 if axes == ["tp=4"] else 2 ** max(1, len(axes))

@@ -51,6 +51,7 @@ EIGHT = {**GPT, "num_layers": 8}
 SIDED = {"causal": False}
 MASKED = {"data": {"document_mask": True}}
 LAMB = {"optimizer": {"name": "lamb"}}
+GRID = {"tp": 4, "tp_mode": "2d"}
 ADAPTERS = {"lora": {"rank": 8}}
 FEW_ADAPTERS = {"lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}
 SLIM = {"ffn_hidden_size": 128, "max_seq_len": 4096, "vocab_size": 100}
@@ -140,6 +141,14 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "dropped in float64": (1, LLAMA | DRAWN, AGAIN_ONCE, "fp64", None),
     "a ring in float64": (2, GPT | SIDED, {"cp": 2}, "fp64", None),
     "documents in float64": (1, LLAMA | UNGROUPED, {}, "fp64", None, MASKED),
+    "a grid": (4, GPT, GRID, "bf16", None),
+    "a grid whose last rank drops": (4, GPT | DROPPING, GRID, "fp16", LAST),
+    "a grid, full recompute": (4, LLAMA, GRID | {"recompute": "full"}, "bf16", None),
+    "a grid of two rows and four columns": (8, LLAMA, GRID | {"tp": 8, "tp_rows": 2}, "bf16", None),
+    "a grid of one column": (2, GPT, GRID | {"tp": 2, "tp_rows": 2}, "fp32", None),
+    "a grid's split backward": (8, DEEP, GRID | SPLIT, "bf16", None),
+    "a grid, zero=3": (8, LLAMA, GRID | {"zero": 3}, "bf16", None),
+    "a grid of experts": (4, MOE, GRID | {"ep": 2, "etp": 2}, "bf16", None),
 }
 CPU_ROWS = {
     "a key head of two ranks on CPU": (2, ONE_KEY, {"tp": 2}, "fp32", None),
@@ -156,6 +165,8 @@ CPU_ROWS = {
     "a long ring in float32 on CPU": (2, LLAMA | SLIM, AGAIN, "fp16", None, LONG),
     "documents round a ring on CPU": (4, LLAMA | SLIM | ONE, RING, "bf16", None, MASKED),
     "blocks of heads on CPU": (1, LLAMA | SLIM | ONE, {"recompute": "full"}, "fp32", None),
+    "a grid on CPU": (4, LLAMA, GRID, "fp32", None),
+    "a grid on CPU in 16 bits": (4, GPT, GRID | {"recompute": "selective"}, "bf16", None),
     "documents on CPU": (1, LLAMA | UNGROUPED, {}, "fp32", None, MASKED),
     "wide copies of inputs on CPU": (1, LLAMA | SLIM | DEEPER, AGAIN_ONCE, "bf16", None),
     "long documents on CPU": (1, LLAMA | SLIM | UNGROUPED, {}, "fp32", None, MASKED | LONG),

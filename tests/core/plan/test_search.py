@@ -230,3 +230,15 @@ def test_squares_of_ranks_are_searched_beside_one_dimension():
     assert square.prediction.step_seconds == pytest.approx(exact, rel=0.05)
     pinned = search(config, 64, gpu, 1, frozenset({"parallel.tp_mode"}))
     assert {work.tp_mode for work in pinned.works} == {"1d"}
+
+
+def test_a_grid_is_the_answer_where_it_is_quicker_and_the_config_has_it():
+    """On 16 ranks of 4 nodes, of PCIe and 56 Gb/s, one dimension would send 8 bsh by network."""
+    fields = ["train.precision=fp16", "parallel.tp=16", "parallel.pp=1"]
+    config = load_config("megatron-8.3b", [*fields, "batch.global_batch_size=2048"])
+    pinned = frozenset({"parallel.tp", "parallel.pp"})
+    (best,) = search(config, 512, GPUS["rtx-5000"], 1, pinned).best
+    chosen = best.config.parallel
+    assert (chosen.tp_mode, chosen.grid_rows, problems(best.config, 512)) == ("2d", 4, [])
+    one = search(config, 512, GPUS["rtx-5000"], 1, pinned | {"parallel.tp_mode"}).best[0]
+    assert best.prediction.step_seconds < 0.8 * one.prediction.step_seconds

@@ -10,9 +10,10 @@ from handmade import config_table, record_of
 
 from mtcli.commands.profile import _show_profile
 from mtcli.core.config.loading import config_of
+from mtcli.core.parallel.groups import AXES
 from mtcli.core.plan.hardware import HERE
 from mtcli.core.plan.memory import memory_by_stage
-from mtcli.core.profile.figures import Profile
+from mtcli.core.profile.figures import CARRIERS, Profile
 from mtcli.core.profile.records import WaitSeconds
 from mtcli.core.profile.render.text import (
     planned_memory_rows,
@@ -26,6 +27,11 @@ CALIBRATION = Path(__file__).parents[2] / "calibration.json"
 # head's 64 * 16; attention 4 * 8 * 16 a layer and token.
 FORWARD = 2 * (2 * 12 * 16 * 16 + 64 * 16) + 2 * 4 * 8 * 16
 TOKENS = 16
+
+
+def test_every_group_of_ranks_counts_for_one_axis_of_the_plan():
+    counted = [group for groups in CARRIERS.values() for group in groups]
+    assert sorted(counted) == sorted([*AXES, "ends", "world"])
 
 
 def test_model_flops_are_three_forward_passes_with_full_attention(profile):

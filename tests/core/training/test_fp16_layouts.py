@@ -26,6 +26,7 @@ NO_SP = {"sequence_parallel": False}
 ROWS = [
     ("gpt", 2, {"tp": 2}, TALL),
     ("llama", 4, {"tp": 2, "pp": 2, "recompute": "full"} | NO_SP, TALL),
+    ("gpt", 4, {"tp": 4, "tp_mode": "2d"}, TALL),
     ("gpt", 2, {"pp": 2, "schedule": "zero_bubble"}, {}),
     ("gpt", 2, {"pp": 2, "vpp": 2, "schedule": "interleaved"}, {}),
     ("gpt", 2, {"zero": 1}, {}),

@@ -22,7 +22,9 @@ TALL = {"micro_batch_size": 2}
 STEPS, STOP = 8, 4
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 FROM = (2, {"tp": 2}, TALL)
+GRID = (4, {"tp": 4, "tp_mode": "2d"}, TALL)
 TO = [
+    GRID,
     (1, {}, {}),
     (2, {"tp": 2}, TALL),
     (2, {"pp": 2}, {}),
@@ -94,6 +96,25 @@ def test_ranks_that_shared_heads_go_on_without_and_with_the_same_curve(run, tmp_
     begun = run_ranks(4, train, shared, tmp_path, 0, STOP)[0]
     after = run_ranks(2, train, config_of(model, FROM), tmp_path, STOP, STEPS)[0]
     assert begun + after == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [(1, {}, {}), FROM, GRID], ids=str)
+def test_a_grid_s_run_goes_on_on_any_layout_and_there_bit_for_bit(run, layout, tmp_path):
+    model, _, losses, _ = run
+    whole = run_ranks(4, train, config_of(model, GRID), None, 0, STEPS)[0]
+    run_ranks(4, train, config_of(model, GRID), tmp_path, 0, STOP)
+    again = run_ranks(layout[0], train, config_of(model, layout), tmp_path, STOP, STEPS)[0]
+    assert again == pytest.approx(losses[STOP:], rel=1e-5)
+    assert layout != GRID or again == whole[STOP:]
+
+
+def test_a_grid_in_bfloat16_has_float32_s_curve_to_rounding_and_goes_on_bit_for_bit(tmp_path):
+    config = config_of(LLAMA, GRID, "bf16")
+    whole = run_ranks(4, train, config, None, 0, STEPS)[0]
+    run_ranks(4, train, config, tmp_path, 0, STOP)
+    assert run_ranks(4, train, config, tmp_path, STOP, STEPS)[0] == whole[STOP:]
+    exact = run_ranks(1, train, config_of(LLAMA, (1, {}, {})), None, 0, STEPS)[0]
+    assert whole == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", TO, ids=str)
@@ -298,13 +319,17 @@ def test_updates_are_those_the_checkpoint_counts_or_its_steps(run):
         (BIASED, 4, "cp=2,dp=2,ep=2,etp=2,zero=1"),
         (BIASED, 4, "dp=4,ep=2,zero=3"),
         (BIASED, 2, "dp=2,zero=0"),
+        (LLAMA, 8, "tp=4,tp_rows=2,dp=2,zero=1"),
+        (MOE, 4, "tp=4,tp_rows=4"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_conversion_cuts_as_a_run_of_that_layout_does(tmp_path, model, world, text):
     sizes = {axis: int(size) for axis, size in (item.split("=") for item in text.split(","))}
-    sizes.pop("dp")
-    config = config_of(model, (world, sizes, TALL | {"global_batch_size": 8}))
+    sizes.pop("dp", None)
+    sizes |= {"tp_mode": "2d"} if "tp_rows" in sizes else {}
+    batch = {"micro_batch_size": sizes.get("tp_rows", 2), "global_batch_size": 8}
+    config = config_of(model, (world, sizes, batch))
     run_ranks(world, train, config, tmp_path, 0, 0)
     saved = checkpoint_of(tmp_path, 0)
     to_mtcli(saved, tmp_path / "whole", *parse_layout("zero=0"), WriteOptions())
@@ -313,7 +338,9 @@ def test_a_conversion_cuts_as_a_run_of_that_layout_does(tmp_path, model, world, 
     )
     cut = open_checkpoint(tmp_path / "cut")
     assert regions(cut) == regions(saved)
-    assert any(len(found) > 1 for found in regions(cut).values()) == (sizes["zero"] > 0)
+    assert any(len(found) > 1 for found in regions(cut).values()) == (
+        sizes.get("zero", 0) > 0 or sizes.get("tp_rows", 1) > 1
+    )
 
 
 def regions(checkpoint):

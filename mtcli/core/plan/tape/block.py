@@ -473,9 +473,15 @@ def _exchanged(kit: Kit, x: Value, size: float) -> Value:
 
 def mixture(kit: Kit, x: Value) -> Value:
     """Runs a mixture of experts, with the shared expert."""
-    m = kit.work.model
-    x, weights = _routed(kit, x)
-    y = then(kit, weights, dispatched(kit, x, weights))
+    m, on_grid = kit.work.model, kit.work.layout.tp_rows > 1
+    own = replace(kit, of_experts=True)
+    entered = moved(kit, x, x.size, x.size, x.size) if on_grid else x
+    routed, weights = _routed(own, entered)
+    y = then(kit, weights, dispatched(own, routed, weights))
+    if on_grid:
+        kit.tape.free(routed, entered)
+        y = then(kit, y, moved(kit, y, x.size, x.size, x.size))
+    x = reused(kit, x) if on_grid else routed
     if m.shared_expert_ffn_hidden_size:
         width = m.shared_expert_ffn_hidden_size / kit.work.columns
         shared = mlp(kit, x, width, "mlp.shared_expert")

@@ -190,11 +190,16 @@ class Kit:
     kernels: Kernels
     gathering: Gathering | None = None  # of weights that zero=3 shards
     groups: tuple[Group, ...] = ()  # a block, its experts, the ends
+    of_experts: bool = False  # what they take: all columns of this rank's own tokens
 
     @cached_property
     def t(self) -> Shapes:
         """Sizes of one micro-batch on one rank."""
-        return Shapes.of(self.work)
+        work, sizes = self.work, Shapes.of(self.work)
+        if not self.of_experts:
+            return sizes
+        rows = work.tokens / work.sequence_shards
+        return sizes._replace(rows=rows, hidden=work.model.hidden_size)
 
     @property
     def cpu(self) -> bool:
@@ -410,25 +415,76 @@ def row_linear(
     return y
 
 
+class Panels(NamedTuple):
+    """A block of a grid's matrix, this rank's `own` panels of all in a row or column: its bytes."""
+
+    block: float
+    own: int
+    all: int
+
+    @property
+    def panel(self) -> float:
+        """Bytes of a panel."""
+        return self.block / self.own
+
+    @property
+    def copied(self) -> float:
+        """Bytes of a panel's copy that is broadcast, where it is not contiguous in its block."""
+        return self.panel * (self.own > 1)
+
+    @property
+    def leaving(self) -> float:
+        """Bytes of a partial panel that is summed elsewhere while the next one is computed."""
+        return self.panel * (self.own < self.all)
+
+    @property
+    def next_leaving(self) -> float:
+        """Bytes of the next one, where that leaves too."""
+        return self.panel * (self.own + 1 < self.all)
+
+    @property
+    def joined(self) -> float:
+        """Bytes while sums of several panels are copied into one block."""
+        return self.block * (1 + (self.own > 1))
+
+    @property
+    def summed(self) -> float:
+        """Peak of making the block of partial panels."""
+        return max(self.block + self.leaving + self.next_leaving, self.joined)
+
+
+def _panels(work: Workload, u: float, v: float) -> tuple[Panels, Panels]:
+    """The panels of a block whose columns the ranks of a row share, and of one of whose rows those
+    of a column do."""
+    count = work.panels
+    return Panels(u, count // work.columns, count), Panels(v, count // work.layout.tp_rows, count)
+
+
+def _both_summed(u: Panels, v: Panels) -> float:
+    """Peak of making both blocks in one sweep."""
+    leaving = u.leaving + v.leaving + max(u.next_leaving, v.next_leaving)
+    return max(u.block + v.block + leaving, u.joined + v.block + v.leaving, u.block + v.joined)
+
+
 def grid_gemm(kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None) -> Value:
     """Runs x W^T [T, F] on a grid, whose panels come in buffers of `panel_buffers`: W is [F, D]."""
     (width, inner), t = shape, kit.t
     out, weight_bytes = t.tokens * width * t.size, width * inner * t.size
-    of_u, of_v = _panel_sizes(kit.work, x.size, weight_bytes)
+    u, v = _panels(kit.work, x.size, weight_bytes)
     wide = (out / t.size * t.wide) * (t.size < 4)
-    kit.tape.moment((wide or out) + out * bool(wide))
+    copied = u.copied + v.copied
+    kit.tape.moment(wide + out + copied)
     table = leaf(width) if weight is None else weight
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        found = tape.new(x.size)
         if tape.splits and weight is None:
             waits = [named_again(x.storage), named_again(grads[0])]
-            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, 2 * of_v))
-            tape.moment(2 * of_u)
-            return [found, None]
-        of_weight = tape.new(weight_bytes)
-        tape.moment(2 * (of_u + of_v))
-        return [found, of_weight]
+            half = v.summed + u.copied
+            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, half))
+            tape.moment(u.summed + v.copied)
+            return [tape.new(x.size), None]
+        tape.moment(_both_summed(u, v) + copied)
+        return [tape.new(x.size), tape.new(weight_bytes)]
 
     return kit.tape.op([x, table], [out], back, saved=[x])[0]
 
@@ -439,32 +495,29 @@ def _row_gemm(kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply
     if multiply is activated_linear:
         active = saved_by(kit, x, x.size / gates(kit))
     out, weight_bytes = t.stream, t.inner * shape[1] * t.size
-    of_u, of_v = _panel_sizes(kit.work, out, weight_bytes)
+    u, v = _panels(kit.work, out, weight_bytes)  # rows of W are contiguous, and are not copied
     table = leaf(t.inner)
     wide = (active.size / t.size * t.wide) * (t.size < 4)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         if tape.splits:
             waits = [named_again(active.storage), named_again(grads[0])]
-            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, 2 * of_v))
-            tape.moment(wide + active.size)
+            half = v.summed + u.copied
+            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, half))
+            tape.moment(wide + active.size + u.copied)
             return [tape.new(active.size), None]
-        of_weight = tape.new(weight_bytes)
-        tape.moment(wide + active.size + 2 * of_v)
-        return [tape.new(active.size), of_weight]
+        summing = (wide or active.size) + v.block + v.leaving + v.next_leaving
+        rounding = wide + active.size + v.block + v.leaving
+        tape.moment(max(summing, rounding, active.size + v.joined) + u.copied)
+        return [tape.new(active.size), tape.new(weight_bytes)]
 
-    kit.tape.moment(out + 2 * of_u)
+    kit.tape.moment(u.summed)
     y = kit.tape.op([active, table], [out], back, saved=[active])[0]
     if active is not x:
         kit.tape.free(active)
     if kit.work.model.bias:
         y = then(kit, y, resized(kit, y, y.size))
     return y
-
-
-def _panel_sizes(work: Workload, u: float, v: float) -> tuple[float, float]:
-    """Bytes of a panel of a matrix that rows of a grid cut, and of one that its columns cut."""
-    return u * work.columns / work.panels, v * work.layout.tp_rows / work.panels
 
 
 def panel_buffers(work: Workload, last: bool) -> float:
@@ -533,7 +586,7 @@ def _row_norm(kit: Kit, x: Value) -> Value:
     cast = wide * (t.size < 4)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(cast + 4 * wide + cast / t.wide * t.size)
+        tape.moment(cast + 3 * wide)
         return [tape.new(x.size)]
 
     kit.tape.moment(cast + 2 * wide + x.size * bool(cast))

@@ -31,7 +31,7 @@ NEAR = 2.0  # times the process: a limit beyond that is told in words, not drawn
 MIB = 2**20
 STATE = ("weights", "gradients", "optimizer")
 KINDS = (*STATE, "activations")
-INNER = {"attention": ("dp", "cp", "tp"), "experts": ("edp", "ep", "etp")}
+INNER = {"attention": ("dp", "cp", "tp_row", "tp"), "experts": ("edp", "ep", "etp")}
 HEAT = ((0.0, "rgba(128, 128, 128, 0.12)"), (1e-9, "#fde8a9"), (0.5, "#e6862a"), (1.0, "#7a1f10"))
 PLACES = ((0.0, "#cfe1f2"), (1.0, "#7fb0db"))  # dark text is read on all of them
 
@@ -243,15 +243,15 @@ def grid_map(ranks: Sequence[ChartRow], grid: str) -> go.Figure:
     rows: dict[int, list[ChartRow]] = {}
     for one in ranks:
         rows.setdefault(one[grid]["pp"], []).append(one)
-    outer = INNER[grid][0]
+    axes = [axis for axis in INNER[grid] if axis in ranks[0][grid]]
 
     def place(one: ChartRow) -> str:
-        places = " ".join(f"{axis}{one[grid][axis]}" for axis in INNER[grid])
+        places = " ".join(f"{axis}{one[grid][axis]}" for axis in axes)
         return f"rank {one['rank']}<br>{places}"
 
     figure = go.Figure()
     figure.add_heatmap(
-        z=[[one[grid][outer] for one in row] for row in rows.values()],
+        z=[[one[grid][axes[0]] for one in row] for row in rows.values()],
         text=[[place(one) for one in row] for row in rows.values()],
         customdata=[[layers_of(one) for one in row] for row in rows.values()],
         texttemplate="%{text}" if len(ranks) <= MOST_LABELLED else None,
@@ -263,7 +263,7 @@ def grid_map(ranks: Sequence[ChartRow], grid: str) -> go.Figure:
         colorscale=PLACES,
         showscale=False,
     )
-    sizes = " ".join(f"{axis}={1 + max(r[grid][axis] for r in ranks)}" for axis in INNER[grid])
+    sizes = " ".join(f"{axis}={1 + max(r[grid][axis] for r in ranks)}" for axis in axes)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_xaxes(showticklabels=False, ticks="", showgrid=False, title=sizes)
     return figure.update_layout(height=110 + 56 * len(rows))
