@@ -36,8 +36,7 @@ class MultiheadAttention(FusedOperator):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query,) if one_input else (query, key, value)
         q, k, v = (
-            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for x in self._projected(*inputs)
+            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._projected(*inputs)
         )
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else _float_mask(attn_mask, key_padding_mask, q)

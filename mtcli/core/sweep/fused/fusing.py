@@ -17,8 +17,14 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.sweep.fused import operators
 from mtcli.core.sweep.fused.array import Array
 from mtcli.core.sweep.fused.attention import MultiheadAttention
-from mtcli.core.sweep.fused.checks import STATE, differences, refusals
-from mtcli.core.sweep.fused.model import FusedModels, Kept, OwnParameters
+from mtcli.core.sweep.fused.checks import (
+    STATE,
+    attribute_differences,
+    refusals,
+    structural_differences,
+    unequal_buffers,
+)
+from mtcli.core.sweep.fused.model import FusedModels, KeptModules, OwnParameters
 from mtcli.core.sweep.fused.table import OF_CHANNELS, operator_of
 
 Modules = Sequence[nn.Module]
@@ -86,7 +92,7 @@ class _Walk:
             for module in modules:
                 for parameter in module.parameters():
                     self._claim(path, (id(parameter),))
-            return Kept([copy.deepcopy(module) for module in modules], self.array, dim)
+            return KeptModules([copy.deepcopy(module) for module in modules], self.array, dim)
         first, count = modules[0], len(self.problems)
         self._check(path, modules)
         if len(self.problems) > count:
@@ -95,14 +101,16 @@ class _Walk:
         fused = copy.copy(first)
         fused.__dict__["unfused"] = (type(first), _restored(modules))
         fused._parameters = {
-            name: self._stack(f"{path}.{name}", [m._parameters[name] for m in modules], first)
+            name: self._stack(
+                f"{path}.{name}".lstrip("."), [m._parameters[name] for m in modules], first
+            )
             for name in first._parameters
         }
         if operator:
             fused.__class__ = operator
             self._finish(fused, path, modules, dim)
         else:
-            self._own(fused, path, modules)
+            self._own(fused, modules)
         # attention turns its rows first before its projections
         dim = 0 if isinstance(first, nn.MultiheadAttention) else _batch_dim(first, dim)
         fused._modules = {
@@ -125,30 +133,18 @@ class _Walk:
             fused.without_batch = any(self._is(path, name) for name in self.positions or ())
             fused.declared = self.positions is not None or not path
 
-    def _own(self, fused: nn.Module, path: str, modules: Modules) -> None:
+    def _own(self, fused: nn.Module, modules: Modules) -> None:
         """Parameters and buffers of a module without a fused form of its own."""
         stacked = {name for name, p in fused._parameters.items() if p is not None}
-        fused._buffers = {}
-        for name, buffer in modules[0]._buffers.items():
-            if buffer is None:
-                fused._buffers[name] = None
-            elif all(torch.equal(buffer, m._buffers[name]) for m in modules):
-                fused._buffers[name] = buffer.clone()
-            else:
-                fused._buffers[name] = torch.stack([m._buffers[name] for m in modules])
-                stacked.add(name)
-        for name in sorted(stacked):
-            shape = list((fused._parameters.get(name, fused._buffers.get(name))).shape[1:])
-            if len(shape) < 3 or shape[0] != 1:
-                self._problem(
-                    f"{path}.{name}",
-                    f"{type(modules[0]).__name__} has {name} {shape} of its own, and no fused form",
-                    f"keep=({path!r},) leaves it as {len(modules)} modules; a tensor [1, ..., ...] "
-                    "that broadcasts over the batch is fused",
-                )
-        for name, value in NO_FAST_PATHS.items():
-            if name in vars(fused):
-                fused.__dict__[name] = value
+        stacked |= (unequal := unequal_buffers(modules))
+        fused._buffers = {
+            name: torch.stack([m._buffers[name] for m in modules])
+            if name in unequal
+            else copy.deepcopy(buffer)
+            for name, buffer in modules[0]._buffers.items()
+        }
+        for name in NO_FAST_PATHS.keys() & vars(fused).keys():
+            fused.__dict__[name] = NO_FAST_PATHS[name]
         if stacked:
             fused.__class__ = type(type(fused).__name__, (OwnParameters, type(fused)), {})
             fused.array = self.array
@@ -170,22 +166,27 @@ class _Walk:
         """Notes whose a parameter is. Ties must be those of all models, and of fused modules."""
         for one in key:
             if self.owners.setdefault(one, key) != key:
-                hint = "tie the same parameters in all of them, and keep= both modules or none"
-                self._problem(path, "a parameter that not all models share in the same way", hint)
+                what = "a parameter that not all models share in the same way"
+                self._problem(
+                    path, what, "the same ties in all models, among kept modules or others"
+                )
                 return
 
     def _check(self, path: str, modules: Modules) -> None:
         """Problems of B modules themselves, without those of their children."""
-        first, problems = modules[0], []
-        for b, module in enumerate(modules[1:], 1):
-            problems = [f"{x} in model 0, {y} in model {b}" for x, y in differences(first, module)]
-            for problem in problems:
-                hint = f"fuse models of one structure, or keep=({path!r},)"
-                self._problem(path, problem, hint)
-            if problems:
+        first, count = modules[0], len(self.problems)
+        for compare in (structural_differences, attribute_differences):
+            for b, module in enumerate(modules[1:], 1):
+                for x, y in compare(first, module):
+                    self._problem(
+                        path, f"{x} in model 0, {y} in model {b}", "one structure for all"
+                    )
+                if len(self.problems) > count:
+                    return
+            for why in refusals(modules):
+                self._problem(path, why)
+            if len(self.problems) > count:
                 return
-        for why in refusals(first):
-            self._problem(path, why, f"keep=({path!r},) leaves it as {len(modules)} modules")
 
     def _is(self, path: str, pattern: str) -> bool:
         if not fnmatchcase(path, pattern):
@@ -193,8 +194,10 @@ class _Walk:
         self.named[pattern] = True
         return True
 
-    def _problem(self, path: str, message: str, hint: str) -> None:
-        self.problems.append(Problem(message, hint, path.lstrip(".") or "the model"))
+    def _problem(self, path: str, message: str, hint: str = "") -> None:
+        keep = f"keep=({path!r},) leaves it as {self.array.size} modules" if path else ""
+        hints = ", or ".join(filter(None, (hint, keep))) or "fuse other parts of it"
+        self.problems.append(Problem(message, hints, path or "the model"))
 
     def raise_problems(self, model: nn.Module) -> None:
         """Raises MtcliError with all of them, and with names that no module has."""
@@ -202,7 +205,7 @@ class _Walk:
         for name, found in self.named.items():
             if not found and not self.problems:
                 near = ", ".join(get_close_matches(name, paths)) or "names of model.named_modules()"
-                self._problem(name, "no module of the models has this name", near)
+                self.problems.append(Problem("no module of the models has this name", near, name))
         if self.problems:
             raise MtcliError(*self.problems)
 
@@ -221,7 +224,7 @@ class _Unfusing:
         return self.done[id(fused)]
 
     def _module(self, fused: nn.Module) -> nn.Module:
-        if isinstance(fused, Kept):
+        if isinstance(fused, KeptModules):
             return copy.deepcopy(fused.models[self.b])
         own, (cls, restored) = vars(fused), fused.unfused
         ours = {*STATE, "unfused", "array", "batch_dim", "values", "stacked", "without_batch"}
@@ -267,7 +270,8 @@ def _stacked(parameters: Sequence[nn.Parameter], transposed: bool) -> nn.Paramet
 
 def _restored(modules: Modules) -> list[dict[str, Any]]:
     """Attributes that the fused module has other values of, for each model."""
-    varied = getattr(operator_of(modules[0]), "varied", ())
+    operator = operator_of(modules[0])
+    varied = operator.varied if operator else ()
     names = [name for name in (*NO_FAST_PATHS, *varied) if name in vars(modules[0])]
     return [{name: getattr(m, name) for name in names} for m in modules]
 

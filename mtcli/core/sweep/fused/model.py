@@ -57,7 +57,7 @@ class FusedModels(nn.Module):
         """The model that the module at a path belongs to, where it was left unfused."""
         parts = path.split(".")
         for i in range(1, len(parts)):
-            if isinstance(self.get_submodule(".".join(parts[:i])), Kept):
+            if isinstance(self.get_submodule(".".join(parts[:i])), KeptModules):
                 return int(parts[i + 1]) if len(parts) > i + 1 else None
         return None
 
@@ -96,7 +96,7 @@ class FusedModels(nn.Module):
         return tree_map(lambda y: self.array.unfold(y, dim) if isinstance(y, Tensor) else y, value)
 
 
-class Kept(nn.Module):
+class KeptModules(nn.Module):
     """A block that is left as B modules, one after another on their models' samples."""
 
     def __init__(self, models: Sequence[nn.Module], array: Array, batch_dim: int) -> None:

@@ -80,7 +80,7 @@ class Convolution(FusedOperator):
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
         if self._is_pointwise():
-            return self._product(x)
+            return self._batched_gemm(x)
         convolve = CONVOLUTIONS[x.dim() - 2, False]
         rest = (self.stride, padding, self.dilation)
         return in_groups(self, x, lambda x, w, b, groups: convolve(x, w, b, *rest, groups))
@@ -89,7 +89,7 @@ class Convolution(FusedOperator):
         ones = (*self.kernel_size, *self.stride, self.groups)
         return set(ones) == {1} and self.padding in ("same", "valid", (0,) * len(self.padding))
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _batched_gemm(self, x: Tensor) -> Tensor:
         """W_b x_bn for every sample: weight [B, C_o, C_i] times [.., C_i, L]."""
         array = self.array
         weight = array.spread(self.weight.flatten(2), 3)
@@ -236,7 +236,7 @@ class Embedding(FusedOperator):
         return torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
 
 
-class Dropout(FusedOperator):
+class DropoutPerModel(FusedOperator):
     """Dropout with a rate for each model; `spans` are the dimensions that a mask has of its own."""
 
     varied = ("p",)

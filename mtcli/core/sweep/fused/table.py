@@ -15,7 +15,7 @@ OPERATORS = {
     operators.GroupNorm: (nn.GroupNorm,),
     operators.PReLU: (nn.PReLU,),
     operators.Embedding: (nn.Embedding,),
-    operators.Dropout: (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    operators.DropoutPerModel: (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     MultiheadAttention: (nn.MultiheadAttention,),
 }
 # torch's class -> ours, which is torch's but for its forward
