@@ -3,10 +3,10 @@
 Every contender trains the same B models on the same batches with AdamW, in one process, in turns;
 a row is the fastest of its steps. Told are samples or tokens a second of all models together, and
 memory: state and the peak of a step above it. The first losses of every model must be those of
-the models alone. Widths are small; `--paper` has the paper's, for a GPU.
+the models alone. Models are small on a CPU, and of the paper's sizes on a GPU.
 
-    python benchmarks/bench_fused_models.py --output FOLDER --plot docs/images/fused.png
-    python benchmarks/bench_fused_models.py --device cuda --paper
+    python benchmarks/bench_fused_models.py --plot docs/images/fused.png
+    python benchmarks/bench_fused_models.py --device cuda
 """
 
 import argparse
@@ -33,13 +33,12 @@ from mtcli.core.sweep import fused
 RESULTS = Path(__file__).parent / "results"
 LR, STEPS = 1e-3, 3  # steps whose losses are compared, and which warm up
 GAP = 2e-3  # of losses of contenders: Adam's first steps make signs of rounding errors
-COMPILED_AT = 8  # models of which compiled contenders are measured unless --compiled says more
 
 
 class Contender:
     """B models that train: `step` returns the losses [B] of one step on a batch."""
 
-    def __init__(self, case: Case, models: list[nn.Module], compiled: bool) -> None:
+    def __init__(self, case: Case, models: list[nn.Module], compiled: bool, device: str) -> None:
         raise NotImplementedError
 
     def state(self) -> list[Tensor]:
@@ -50,10 +49,10 @@ class Contender:
 class Serial(Contender):
     """Each model by itself, one after another."""
 
-    def __init__(self, case: Case, models: list[nn.Module], compiled: bool) -> None:
-        self.case, self.models = case, models
-        self.optimizers = [adamw(model.parameters()) for model in models]
-        self.calls = [torch.compile(self._loss(m)) if compiled else self._loss(m) for m in models]
+    def __init__(self, case: Case, models: list[nn.Module], compiled: bool, device: str) -> None:
+        self.case, self.models = case, [model.to(device) for model in models]
+        self.optimizers = [adamw(model.parameters()) for model in self.models]
+        self.calls = [self._loss(model) for model in self.models]
 
     def _loss(self, model: nn.Module) -> Callable[..., Tensor]:
         return lambda inputs, targets: self.case.loss(model(*inputs), targets)
@@ -75,8 +74,8 @@ class Serial(Contender):
 class Vmap(Contender):
     """torch.func: parameters stacked, one model's code under vmap."""
 
-    def __init__(self, case: Case, models: list[nn.Module], compiled: bool) -> None:
-        parameters, buffers = stack_module_state(models)
+    def __init__(self, case: Case, models: list[nn.Module], compiled: bool, device: str) -> None:
+        parameters, buffers = stack_module_state([model.to(device) for model in models])
         self.parameters = {k: p.detach().requires_grad_() for k, p in parameters.items()}
         self.buffers = buffers
         base = copy.deepcopy(models[0]).to("meta")
@@ -103,8 +102,8 @@ class Vmap(Contender):
 class Fused(Contender):
     """Ours, with a learning rate for each model."""
 
-    def __init__(self, case: Case, models: list[nn.Module], compiled: bool) -> None:
-        self.model = fused.fuse(models, positions=case.positions)
+    def __init__(self, case: Case, models: list[nn.Module], compiled: bool, device: str) -> None:
+        self.model = fused.fuse(models, positions=case.positions).to(device)
         self.optimizer = fused.AdamW(self.model, lr=[LR] * len(models))
         own = case.loss is torch.nn.functional.cross_entropy
 
@@ -150,16 +149,16 @@ def of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def main() -> None:
     args = parse()
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: torch sees no GPU here", file=sys.stderr)
+        print("error: torch sees no GPU here; try --device cpu", file=sys.stderr)
         sys.exit(2)
     if args.threads:
         torch.set_num_threads(args.threads)
-    cases = TINY if args.tiny else PAPER if args.paper else SMALL
+    kind = "tiny" if args.tiny else "paper" if args.device == "cuda" else "small"
+    cases = {"tiny": TINY, "paper": PAPER, "small": SMALL}[kind]
     runs = [(name, size) for name in args.only or cases for size in args.sizes]
     args.output.mkdir(parents=True, exist_ok=True)
     record = {"device": device_name(args.device), "date": date.today().isoformat()}
     record |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": []}
-    kind = "tiny" if args.tiny else "paper" if args.paper else "small"
     path = args.output / f"fused-{kind}-{record['device'].replace(' ', '-')}.json"
     print(f"{'':24}{'per second':>22}{'ms':>9}{'MiB':>8}{'of serial':>11}{'of vmap':>9}")
     end = monotonic() + args.budget
@@ -179,80 +178,93 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--tiny", action="store_true", help="a rehearsal")
-    sizes.add_argument("--paper", action="store_true", help="the paper's sizes")
+    parser.add_argument("--tiny", action="store_true", help="small models: a rehearsal")
     parser.add_argument("--only", nargs="*", choices=list(SMALL))
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 2, 4, 8, 16], metavar="B")
-    parser.add_argument("--compiled", type=int, nargs="*", metavar="B",
-                        help=f"the B at which torch.compile is measured too: {COMPILED_AT}, all of "
-                        "them with --device cuda")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compiled", type=int, nargs="*", default=[8], metavar="B",
+                        help="the B at which torch.compile is measured too")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--budget", type=float, default=1e9, help="begin nothing after so many s")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--plot")
-    args = parser.parse_args()
-    if args.compiled is None:
-        args.compiled = args.sizes if args.device == "cuda" else [COMPILED_AT]
-    return args
+    return parser.parse_args()
 
 
 def measure(name: str, case: Case, size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all contenders for B models of a case."""
+    """The rows of all contenders for B models of a case.
+
+    On a CPU all take turns, as its speed changes; a GPU has room for one at a time.
+    """
     torch.manual_seed(0)
-    models = [case.model().to(args.device) for _ in range(size)]
-    batches = []
-    for _ in range(STEPS):
-        ours = [case.batch() for _ in range(size)]
-        stacked = tree_map(lambda *xs: torch.stack(xs).to(args.device), *ours)
-        batches.append(stacked)
-    running, rows = {}, []
-    for contender, (cls, compiled) in CONTENDERS.items():
-        if compiled and size not in args.compiled:
-            continue
-        torch.compiler.reset()
-        started = perf_counter()
-        try:
-            one = cls(case, copy.deepcopy(models), compiled)
-            losses = torch.stack([one.step(*batch) for batch in batches])
-        except Exception as error:  # torch.func and torch.compile refuse some models
-            say(f"{name} B={size} {contender}: fails: {str(error).splitlines()[0][:120]}")
-            rows.append({"case": name, "B": size, "contender": contender, "failed": str(error)})
-            continue
-        running[contender] = one
-        row = {"case": name, "B": size, "contender": contender, "unit": case.unit}
-        row |= {"losses": losses.tolist(), "warmup_s": perf_counter() - started}
-        rows.append(row)
-    seconds = in_turns(running, batches[0], args.repeats, args.device)
-    alone = torch.tensor(next(row["losses"] for row in rows if row["contender"] == "serial"))
-    for row in rows:
-        if row["contender"] not in running:
-            continue
-        best = seconds[row["contender"]]
-        row["seconds"] = best
-        row["per_s"] = size * case.counts / best
-        row["peak_mib"] = peak_mib(running[row["contender"]], batches[0], args.device)
-        row["of_serial"] = seconds["serial"] / best
-        against = "vmap compiled" if "compiled" in row["contender"] else "vmap"
-        row["of_vmap"] = seconds[against] / best if against in seconds else None
-        gap = (torch.tensor(row["losses"]) / alone - 1.0).abs().max().item()
-        row["gap"], row["agrees"] = gap, gap < GAP
-        say(told(row))
+    models = [case.model() for _ in range(size)]
+    ours = [[case.batch() for _ in range(size)] for _ in range(STEPS)]
+    batches = [tree_map(lambda *xs: torch.stack(xs).to(args.device), *each) for each in ours]
+    names = [n for n, (_, compiled) in CONTENDERS.items() if not compiled or size in args.compiled]
+    rows: list[dict[str, Any]] = []
+    for together in [names] if args.device == "cpu" else [[n] for n in names]:
+        running: dict[str, Contender] = {}
+        for contender in together:
+            row = {"case": name, "B": size, "contender": contender, "unit": case.unit}
+            rows.append(row | begun(contender, (case, models, batches), running, args.device))
+        seconds = in_turns(running, batches[0], args)
+        for row in rows:
+            if row["contender"] in running:
+                row["seconds"] = seconds[row["contender"]]
+                row["peak_mib"] = peak_mib(running[row["contender"]], batches[0], args.device)
+    compare(rows, size * case.counts)
     return rows
 
 
+def begun(contender: str, job: tuple, running: dict[str, Contender], device: str) -> dict[str, Any]:
+    """Trains the first steps; what is running is put there. Of one that cannot run, why."""
+    case, models, batches = job
+    cls, compiled = CONTENDERS[contender]
+    torch.compiler.reset()
+    started = perf_counter()
+    try:
+        one = cls(case, copy.deepcopy(models), compiled, device)
+        losses = torch.stack([one.step(*batch) for batch in batches]).tolist()
+    except Exception as error:  # torch.func and torch.compile refuse some models, memory others
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    running[contender] = one
+    return {"losses": losses, "first_steps_s": perf_counter() - started}
+
+
+def compare(rows: list[dict[str, Any]], count: int) -> None:
+    """Adds rates and ratios, says each row, and whether its losses are those of models alone."""
+    seconds = {row["contender"]: row["seconds"] for row in rows if "seconds" in row}
+    alone = next(
+        (row["losses"] for row in rows if row["contender"] == "serial" and "losses" in row), None
+    )
+    for row in rows:
+        if "failed" in row:
+            say(
+                f"{row['case']:<12}{row['B']:3} {row['contender']:<15}{row['failed'].splitlines()[0]}"
+            )
+            continue
+        row["per_s"] = count / row["seconds"]
+        row["of_serial"] = seconds["serial"] / row["seconds"] if "serial" in seconds else None
+        other = "vmap compiled" if "compiled" in row["contender"] else "vmap"
+        row["of_vmap"] = seconds[other] / row["seconds"] if other in seconds else None
+        if alone is not None:
+            gap = torch.tensor(row["losses"]) / torch.tensor(alone) - 1.0
+            row["gap"] = gap.abs().max().item()
+            row["agrees"] = row["gap"] < GAP
+        say(told(row))
+
+
 def in_turns(
-    running: dict[str, Contender], batch: tuple, repeats: int, device: str
+    running: dict[str, Contender], batch: tuple, args: argparse.Namespace
 ) -> dict[str, float]:
     """The fastest step of each, all taking turns."""
     best = dict.fromkeys(running, float("inf"))
-    for _ in range(repeats):
+    for _ in range(args.repeats):
         for name, one in running.items():
             for _ in range(3):
                 started = perf_counter()
                 one.step(*batch)
-                if device == "cuda":
+                if args.device == "cuda":
                     torch.cuda.synchronize()
                 best[name] = min(best[name], perf_counter() - started)
     return best
@@ -285,12 +297,12 @@ def device_name(device: str) -> str:
 
 
 def told(row: dict[str, Any]) -> str:
-    of_vmap = f"{row['of_vmap']:8.2f}x" if row["of_vmap"] else ""
-    wrong = "" if row["agrees"] else f"  losses are {row['gap']:.1e} off"
+    of_serial, of_vmap = (f"{x:.2f}x" if x else "" for x in (row["of_serial"], row["of_vmap"]))
+    wrong = "" if row.get("agrees", True) else f"  losses are {row['gap']:.1e} off"
     return (
         f"{row['case']:<12}{row['B']:3} {row['contender']:<15}"
         f"{row['per_s']:11,.0f} {row['unit']:<8}{1e3 * row['seconds']:9.2f}{row['peak_mib']:8.1f}"
-        f"{row['of_serial']:10.2f}x{of_vmap}{wrong}"
+        f"{of_serial:>11}{of_vmap:>9}{wrong}"
     )
 
 

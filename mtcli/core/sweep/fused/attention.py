@@ -19,7 +19,7 @@ class MultiheadAttention(FusedOperator):
 
     varied = ("dropout",)
 
-    def forward(
+    def forward(  # noqa: PLR0913 - as torch's
         self,
         query: Tensor,
         key: Tensor,

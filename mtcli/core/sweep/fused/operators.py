@@ -251,7 +251,7 @@ class DropoutPerModel(FusedOperator):
 
 
 def keep_mask(array: Array, x: Tensor, rates: Sequence[float], dims: tuple[int, int]) -> Tensor:
-    """Random factors 0 or 1 / (1 - p_b); `dims` are the batch's, and how many a mask has its own in."""
+    """Factors 0 or 1 / (1 - p_b); `dims`: the batch's, and how many masks do not broadcast over."""
     dim, own = dims
     keep = 1.0 - torch.tensor(rates, dtype=x.dtype, device=x.device)
     keep = array.spread(keep, x.dim(), dim)

@@ -194,7 +194,7 @@ class LAMB(FusedOptimizer):
         only: Callable[[str], bool] = lambda name: True,
         **values: Any,
     ) -> None:
-        """`values`: betas (0.9, 0.999), eps (1e-6), weight_decay (0.01), trust_bounds (0.01, 10)."""
+        """`values`: betas, eps (1e-6), weight_decay (0.01), trust_bounds (0.01, 10)."""
         defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2}
         defaults |= {"trust_bounds": (0.01, 10.0)}
         super().__init__(model, {"lr": lr} | _known(defaults, values), only)

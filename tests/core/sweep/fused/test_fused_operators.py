@@ -1,4 +1,4 @@
-"""Each fused operator against B plain torch modules: values, every gradient and buffers, float64."""
+"""Each fused operator against B plain torch modules: values, gradients and buffers, float64."""
 
 import pytest
 import torch

@@ -21,9 +21,9 @@ LRS = [0.3, 0.01, 0.05]
 
 
 def make():
-    """Weights of all kinds; none has a gradient of 0 but for rounding, as a bias before a norm."""
+    """Weights of all kinds; none has a gradient of only rounding, as a bias before a norm has."""
     return nn.Sequential(
-        nn.Conv1d(3, 8, 3, bias=False), nn.BatchNorm1d(8), nn.PReLU(), nn.Flatten(), nn.Linear(16, 5),
+    """Weights of all kinds, none with gradients of mere rounding, as biases before norms have."""
         nn.LayerNorm(5), nn.Linear(5, 4, bias=False),
     )  # fmt: skip
 
@@ -52,7 +52,7 @@ DECAYS = [0.0, 0.5, 0.01]
 OPTIMIZERS = {  # ours, torch's, and hyper-parameters of one model each, or of all
     "sgd": (fused.SGD, torch.optim.SGD, {}),
     "momentum": (fused.SGD, torch.optim.SGD,
-                 {"momentum": [0.0, 0.9, 0.5], "weight_decay": DECAYS, "dampening": [0.0, 0.3, 0.1]}),
+                 {"momentum": [0, 0.9, 0.5], "weight_decay": DECAYS, "dampening": [0, 0.3, 0.1]}),
     "nesterov": (fused.SGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": [True, False, True]}),
     "adam": (fused.Adam, torch.optim.Adam, {"betas": BETAS, "weight_decay": DECAYS}),
     "adam of one kind": (fused.Adam, torch.optim.Adam, {"betas": (0.8, 0.9), "eps": 1e-3}),
