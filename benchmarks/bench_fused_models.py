@@ -239,9 +239,8 @@ def compare(rows: list[dict[str, Any]], count: int) -> None:
     )
     for row in rows:
         if "failed" in row:
-            say(
-                f"{row['case']:<12}{row['B']:3} {row['contender']:<15}{row['failed'].splitlines()[0]}"
-            )
+            why = row["failed"].splitlines()[0]
+            say(f"{row['case']:<12}{row['B']:3} {row['contender']:<15}{why}")
             continue
         row["per_s"] = count / row["seconds"]
         row["of_serial"] = seconds["serial"] / row["seconds"] if "serial" in seconds else None
