@@ -23,7 +23,8 @@ LRS = [0.3, 0.01, 0.05]
 def make():
     """Weights of all kinds; none has a gradient of only rounding, as a bias before a norm has."""
     return nn.Sequential(
-    """Weights of all kinds, none with gradients of mere rounding, as biases before norms have."""
+        nn.Conv1d(3, 8, 3, bias=False), nn.BatchNorm1d(8), nn.PReLU(), nn.Flatten(),
+        nn.Linear(16, 5),
         nn.LayerNorm(5), nn.Linear(5, 4, bias=False),
     )  # fmt: skip
 
