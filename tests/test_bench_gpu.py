@@ -262,9 +262,10 @@ def test_the_whole_benchmark_begins_with_the_small_steps_and_shares_its_time(scr
     run.main()
     small = ["--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"]
     assert [command[:2] for command in commands] == [
-        ("bench_step.py", small), ("bench_kernels.py", ["--tune"]), ("bench_step.py", [])
+        ("bench_step.py", small), ("bench_kernels.py", ["--tune"]), ("bench_step.py", []),
+        ("bench_fused_models.py", []),
     ]  # fmt: skip
-    assert [budget for *_, budget in commands] == pytest.approx([180, 270, 540], abs=2)
+    assert [budget for *_, budget in commands] == pytest.approx([180, 270, 360, 540], abs=2)
 
 
 def test_a_script_that_takes_too_long_may_end_what_it_started(scripts, monkeypatch, tmp_path):

@@ -2,12 +2,13 @@
 
     python benchmarks/gpu/run.py                       # all of it
     python benchmarks/gpu/run.py --budget 540          # what fits; the next run goes on
-    python benchmarks/gpu/run.py --only step           # `gpt2`, `kernels` or `step` alone
+    python benchmarks/gpu/run.py --only step           # `gpt2`, `kernels`, `step` or `fused` alone
     python benchmarks/gpu/run.py --ship                # on any machine: choices.json from the files
     python benchmarks/gpu/run.py --device cpu --tiny --output FOLDER   # all of it, rehearsed
 
 What matters most comes first: the step of the two small GPT-2 beside transformers, then attention,
-experts, optimizers and the other kernels, each at its best configuration, then every other step.
+experts, optimizers and the other kernels, each at its best configuration, then every other step,
+and last arrays of fused models.
 `--ship` has everybody's kernels take those configurations. Needs no make and no environment of its
 own: any Python with torch, triton and mtcli's dependencies will do. What else is missing is left
 out with a line that says so.
@@ -31,8 +32,13 @@ PARTS = {
     "gpt2": ["bench_step.py", "--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"],
     "kernels": ["bench_kernels.py", "--tune"],
     "step": ["bench_step.py"],
+    "fused": ["../bench_fused_models.py"],
 }
-SHARES = {"gpt2": 1 / 3, "kernels": 1 / 2}  # of the time that is left; the last part has all of it
+SHARES = {
+    "gpt2": 1 / 3,
+    "kernels": 1 / 2,
+    "step": 2 / 3,
+}  # of the time that is left; the last part has all of it
 
 
 def main() -> None:

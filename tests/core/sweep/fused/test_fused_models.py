@@ -1,0 +1,90 @@
+"""The paper's kinds of model end to end, and the benchmark that measures them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from alone import assert_same_gradients, assert_same_state, made
+from torch.func import vmap
+from torch.utils._pytree import tree_map
+
+from mtcli.core.sweep import fused
+
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+B, STEPS = 3, 4
+LRS = [0.1, 0.02, 0.05]
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from fused_cases import TINY
+
+    return TINY
+
+
+def batches(case):
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        stacked = tree_map(lambda *xs: torch.stack(xs), *[case.batch() for _ in range(B)])
+        yield tree_map(lambda x: x.double() if x.is_floating_point() else x, stacked)
+
+
+@pytest.mark.parametrize("name", ["pointnet", "dcgan", "resnet", "transformer", "bert"])
+def test_a_model_of_the_paper_trains_and_evaluates_as_it_does_alone(cases, name):
+    case = cases[name]
+    models = made(case.model)
+    array = fused.fuse(models, positions=case.positions)
+    optimizer = fused.SGD(array, lr=LRS, momentum=0.9)
+    losses = []
+    for inputs, targets in batches(case):
+        optimizer.zero_grad()
+        each = vmap(case.loss)(array(*inputs), targets)
+        each.sum().backward()
+        fused.clip_grad_norm_(array, 1.0)
+        optimizer.step()
+        losses.append(each.detach())
+    outputs = array.eval()(*inputs)
+    for b, model in enumerate(models):
+        alone = torch.optim.SGD(model.parameters(), lr=LRS[b], momentum=0.9)
+        for step, (inputs, targets) in enumerate(batches(case)):
+            alone.zero_grad()
+            loss = case.loss(model(*(x[b] for x in inputs)), targets[b])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            alone.step()
+            torch.testing.assert_close(losses[step][b], loss.detach(), rtol=1e-9, atol=1e-9)
+        expected = model.eval()(*(x[b] for x in inputs))
+        found = tree_map(lambda y, b=b: y[b], outputs)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    assert_same_gradients(array, models, rtol=1e-8, atol=1e-8)
+    for one, model in zip(fused.unfuse(array.train()), models, strict=True):
+        assert_same_state(one, model.train())
+
+
+def test_the_benchmark_runs_on_a_cpu_and_the_losses_of_all_contenders_agree(tmp_path):
+    """As `make bench-gpu` starts it, and then with torch.compile and a picture."""
+    script, picture = BENCHMARKS / "bench_fused_models.py", tmp_path / "fused.png"
+    small = ["--device", "cpu", "--tiny", "--output", str(tmp_path)]
+    compiled = [str(script), "--only", "bert", "--sizes", "2", "--compiled", "2", "--repeats", "1"]
+    commands = [
+        (
+            [str(BENCHMARKS / "gpu" / "run.py"), "--only", "fused", "--budget", "300"],
+            5 * (5 * 3 + 2),
+        ),
+        ([*compiled, "--plot", str(picture)], 5),
+    ]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    for words, count in commands:
+        command = [sys.executable, *words, *small]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = json.loads((tmp_path / "fused-tiny-cpu.json").read_text())["rows"]
+        assert len(rows) == count
+        for row in rows:
+            assert row["agrees"] and row["per_s"] > 0 and row["peak_mib"] >= 0
+    assert picture.stat().st_size > 10_000
