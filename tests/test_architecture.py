@@ -41,7 +41,8 @@ ARROWS = {
     "convert": STEP | {"inference"},
     "plan": STEP | {"training"},
     "profile": STEP | {"training", "plan"},
-    "commands": STEP | {"training", "inference", "evaluate", "convert", "plan", "profile"},
+    "sweep": STEP | {"training", "plan", "profile"},
+    "commands": STEP | {"training", "inference", "evaluate", "convert", "plan", "profile", "sweep"},
     "cli": {"commands", "config"},
 }
 TORCH_FREE = ("config", "mesh", "schedule")
