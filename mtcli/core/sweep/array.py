@@ -96,7 +96,7 @@ class ModelArray:
         gradients = self.rows.views(self.memory.gradients)
         for name in self.fresh:
             gradients[name].zero_()
-        all_reduce(self.memory.gradients, self.groups.world)
+        all_reduce(self.memory.gradients, self.groups.axes["samples"])
         return total_B, batch.weights
 
     @torch.no_grad()
