@@ -49,7 +49,7 @@ class Sweep:
         )
 
     def run(self) -> bool:
-        """Trains all trials to their ends; returns False where it was told to stop and has saved."""
+        """Trains all trials to their ends; returns False where it was told to stop, and saved."""
         self._clear_stop_file()
         with self.board:
             for note in partition_notes(self.plan):
