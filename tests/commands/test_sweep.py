@@ -11,8 +11,8 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
 
 
-def sweep(config, *words, **options):
-    return mtcli("sweep", config, *words, "--output", config.parent / "out", **options)
+def sweep(config, *words, out="out", **options):
+    return mtcli("sweep", config, *words, "--output", config.parent / out, **options)
 
 
 def metrics(folder):
@@ -71,25 +71,20 @@ def test_a_trial_s_folder_goes_on_with_train_and_is_exported(tmp_path):
 
 
 def test_a_sweep_that_was_told_to_stop_saves_all_and_goes_on_bit_for_bit(tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for folder in (whole, cut):
-        folder.mkdir()
     words = ("--vary", "optimizer.lr=1e-3,3e-3,1e6", "--max-fused", "2")
-    settings = {"train": {"steps": 60, "precision": "fp32"}}
-    assert sweep(write_run(whole, **settings), *words).returncode == 0
-    config = write_run(cut, **settings)
-    (cut / "out").mkdir()
-    done = sweep(config, *words, fault=stop_after_two_steps)
+    config = write_run(tmp_path, train={"steps": 8, "precision": "fp32"})
+    assert sweep(config, *words, out="whole").returncode == 0
+    done = sweep(config, *words, out="cut", fault=stop_after_two_steps)
     assert done.returncode == 130, done.stderr
-    first = json.loads((cut / "out" / "sweep.json").read_text())["trials"]
+    first = json.loads((tmp_path / "cut" / "sweep.json").read_text())["trials"]
     assert {t["steps"] for t in first} == {2, 0} and {t["status"] for t in first} == {"waiting"}
-    refused = sweep(config, *words)
+    refused = sweep(config, *words, out="cut")
     assert refused.returncode == 2
     assert "2 of 3 trials have run folders" in refused.stderr and "--resume" in refused.stderr
-    done = sweep(config, *words, "--resume")
+    done = sweep(config, *words, "--resume", out="cut")
     assert done.returncode == 0, done.stderr
     for name in ("lr=0.001", "lr=0.003"):
-        assert_same_run(cut / "out" / name, whole / "out" / name, tolerance=0.0)
+        assert_same_run(tmp_path / "cut" / name, tmp_path / "whole" / name, tolerance=0.0)
 
 
 def stop_after_two_steps(rank):
