@@ -156,6 +156,7 @@ COMMANDS: dict[str, Target] = {
         ("preprocess", "Turn text into token files"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
         ("train", "Train or fine-tune a model from a config"),
+        ("sweep", "Train many models of one shape as one array"),
         ("eval", "Evaluate a checkpoint on WikiText-103, LAMBADA, RACE"),
         ("generate", "Sample text from a checkpoint"),
         ("profile", "Run a few steps of a config with timers"),

@@ -6,24 +6,55 @@ column` decides about an element, so no layout changes a mask, and the backward 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import kernel, runs_triton, tile_configs, tile_grid
-from mtcli.kernels.random import keep_mask, keeps
+from mtcli.kernels.random import keep_mask, keeps, stream_key
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-def dropout_reference(y: Tensor, numbers: Tensor, key: int, drop: float) -> Tensor:
+class DropoutStream(NamedTuple):
+    """The random numbers of a site and the probability of dropping there.
+
+    In an array of B models both are tensors of B, [B, 1, 1] int64 and float64, whose rows are as
+    many for each model.
+    """
+
+    key: int | Tensor
+    drop: float | Tensor
+    active: bool  # whether anything may be dropped
+
+    def per_sequence(self, count: int) -> tuple[int | Tensor, float | Tensor]:
+        """The key and the probability; of an array's, each of `count` sequences has its model's,
+        [count, 1, 1, 1]."""
+        if not isinstance(self.key, Tensor):
+            return self.key, self.drop
+        assert isinstance(self.drop, Tensor), "keys and probabilities are of the same models"
+        each = count // len(self.key)
+        key, drop = (x.repeat_interleave(each, 0)[..., None] for x in (self.key, self.drop))
+        return key, drop
+
+
+def dropout_stream(site: str, drop: float, seed: int) -> DropoutStream:
+    """The stream of one model's site, a function of its seed."""
+    return DropoutStream(stream_key(seed, "dropout", site), drop, drop > 0.0)
+
+
+def dropout_reference(
+    y: Tensor, numbers: Tensor, key: int | Tensor, drop: float | Tensor
+) -> Tensor:
     """Zeroes elements of y [N, D] with probability `drop`; divides the rest by 1 - drop."""
     columns = y.shape[-1]
     index = numbers[:, None] * columns + torch.arange(columns, device=numbers.device)
-    return y * keep_mask(key, index, drop).to(y.dtype).div_(1.0 - drop)
+    if isinstance(key, Tensor):
+        index = index.view(len(key), -1, columns)
+    return y * keep_mask(key, index, drop).to(y.dtype).div_(1.0 - drop).view(y.shape)
 
 
 # fmt: off
@@ -46,13 +77,17 @@ def _dropout(
 
 
 def dropout(
-    y: Tensor, numbers: Tensor, key: int, drop: float, onto: Tensor | None = None
+    y: Tensor,
+    numbers: Tensor,
+    key: int | Tensor,
+    drop: float | Tensor,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """`dropout_reference` [N, D], added to `onto` [N, D] where given; rounded once on a GPU.
 
     Bytes moved: 2 * N * D * itemsize forward, 3 with `onto`; 2 backward.
     """
-    if runs_triton(y):
+    if runs_triton(y) and not isinstance(key, Tensor):
         return _dropout_op(y, onto, numbers, key, drop)
     dropped = dropout_reference(y, numbers, key, drop)
     return dropped if onto is None else onto + dropped

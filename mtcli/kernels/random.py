@@ -75,7 +75,7 @@ def stream_key(seed: int, *names: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
-def random_bits(key: int, index: Tensor) -> Tensor:
+def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits for each int64 index; same shape, int64.
 
     At its peak `limits.RANDOM_BITS_PEAK` numbers per index are alive, with the indices.
@@ -86,9 +86,14 @@ def random_bits(key: int, index: Tensor) -> Tensor:
     return x.bitwise_xor_(_shift(x, 31))
 
 
-def keep_mask(key: int, index: Tensor, drop: float) -> Tensor:
-    """A bool per index that is False with probability `drop` (to 2**-32)."""
-    return _shift(random_bits(key, index), 32) >= round(drop * 2**32)
+def keep_mask(key: int | Tensor, index: Tensor, drop: float | Tensor) -> Tensor:
+    """A bool per index that is False with probability `drop` (to 2**-32).
+
+    Tensors of keys (int64) and of probabilities (float64) are broadcast to the indices.
+    """
+    scaled = drop * 2**32
+    threshold = scaled.round().long() if isinstance(scaled, Tensor) else round(scaled)
+    return _shift(random_bits(key, index), 32) >= threshold
 
 
 def normal_reference(

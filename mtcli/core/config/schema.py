@@ -150,6 +150,8 @@ class DataConfig(Section):
     """conversations: prompts, too, go through the chat template where there is one"""
     skip_bad: bool = False
     """leave bad examples and too long ones out, and count them"""
+    seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] | None = None
+    """key of the order of the data, and of what is masked in it [seed]"""
 
 
 class LoraConfig(Section):
@@ -225,7 +227,7 @@ class RunConfig(Section):
     """Everything that decides a run. The same config and seed give the same curve on any layout."""
 
     seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] = 1234
-    """key of initialisation, dropout and data order"""
+    """key of initialisation, dropout and, where data.seed is not set, data order"""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig = BatchConfig()
@@ -234,6 +236,11 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
+
+    @property
+    def data_seed(self) -> int:
+        """The key of the order of the data."""
+        return self.seed if self.data.seed is None else self.data.seed
 
     def num_replicas(self, world: int) -> int:
         """Copies of the model that may differ on `world` ranks."""

@@ -30,7 +30,7 @@ def encoder_batches(
     special = partial(special_tokens, tokenizer := encoder_tokenizer(config, paths))
     if model.head == "mlm":
         order = model.sentence_order
-        where = (paths, split, which, num_samples, batch.seq_len, config.seed)
+        where = (paths, split, which, num_samples, batch.seq_len, config.data_seed)
         return MaskedRows(*where, special(), order)
     words, weights = read_blend(paths, "data.train")
     if weights:
@@ -38,7 +38,7 @@ def encoder_batches(
     read = partial(_read, config, tokenizer, which)
     *sources, known = collect_errors(*(partial(read, word) for word in words), special)
     shares = [(word, share_of(one, split, which)) for word, one in zip(words, sources, strict=True)]
-    return ExampleRows(shares, num_samples, batch.seq_len, config.seed, known)
+    return ExampleRows(shares, num_samples, batch.seq_len, config.data_seed, known)
 
 
 def encoder_tokenizer(config: RunConfig, paths: Sequence[str] = ()) -> Tokenizer:

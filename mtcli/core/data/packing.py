@@ -80,7 +80,7 @@ class PackedConversations:
     ) -> None:
         """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none."""
         self.seq_len, self.global_batch_size = config.batch.seq_len, config.batch.global_batch_size
-        self.seed, self.weights = config.seed, None
+        self.seed, self.weights = config.data_seed, None
         self.prefixes = read_blend(paths, field)[0]
         self.examples = read_all(self.prefixes, encoder, field)
         split = config.data.split

@@ -13,7 +13,6 @@ from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
-from mtcli.kernels.random import stream_key
 
 
 class Attention(nn.Module):
@@ -29,8 +28,7 @@ class Attention(nn.Module):
         # of more ranks than key-value heads each has one, with fewer of its query heads
         self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
         self.num_heads = model.num_heads
-        self.drop = model.attention_dropout
-        self.drop_key = stream_key(seed, "dropout", f"{name}.probabilities")
+        self.stream = build.dropout(f"{name}.probabilities", model.attention_dropout, seed)
         self.tp_rank, self.cp = tp.rank, build.groups.cp
         self.attend = attention_over(build.cp_mode)
 
@@ -54,7 +52,7 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).reshape(b * s, -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        if self.drop > 0.0 and inputs.numbers is not None:
+        if self.stream.active and inputs.numbers is not None:
             return self._attend_with_dropout(q, k, v, inputs)
         if inputs.mask is None and q.shape[2] == k.shape[2]:
             return self.attend(q, k, v, self.cp, inputs.attention_mask)
@@ -80,5 +78,6 @@ class Attention(nn.Module):
         mask = inputs.attention_mask.mask(mine, keys)
         q = q * self.head_dim**-0.5  # first, for float16
         first_head = self.tp_rank * q.shape[1]
-        dropout = ScoreDropout(inputs.numbers, self.num_heads, first_head, self.drop_key, self.drop)
+        stream = self.stream.per_sequence(len(q))
+        dropout = ScoreDropout(inputs.numbers, self.num_heads, first_head, *stream)
         return matmul(masked_softmax(matmul(q, k.transpose(-1, -2)), mask, dropout), v)

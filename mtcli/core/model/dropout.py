@@ -2,17 +2,20 @@
 
 from torch import Tensor, nn
 
-from mtcli.kernels.dropout import dropout
-from mtcli.kernels.random import stream_key
+from mtcli.kernels.dropout import DropoutStream, dropout
 
 
 class Dropout(nn.Module):
     """Dropout whose mask depends on (seed, site, token number, column), never on the layout."""
 
-    def __init__(self, site: str, drop: float, seed: int) -> None:
+    def __init__(self, stream: DropoutStream) -> None:
         super().__init__()
-        self.drop = drop
-        self.key = stream_key(seed, "dropout", site)
+        self.stream = stream
+
+    @property
+    def active(self) -> bool:
+        """Whether anything may be zeroed."""
+        return self.stream.active
 
     def forward(
         self, x_TD: Tensor, numbers_T: Tensor | None, onto_TD: Tensor | None = None
@@ -21,6 +24,6 @@ class Dropout(nn.Module):
 
         Nothing is zeroed where numbers are None.
         """
-        if self.drop > 0.0 and numbers_T is not None:
-            return dropout(x_TD, numbers_T, self.key, self.drop, onto_TD)
+        if self.active and numbers_T is not None:
+            return dropout(x_TD, numbers_T, self.stream.key, self.stream.drop, onto_TD)
         return x_TD if onto_TD is None else onto_TD + x_TD

@@ -103,7 +103,7 @@ class SentenceClasses(nn.Module):
         super().__init__()
         self.pooler = build.dense("head.pooler")
         self.classifier = build.dense("head.classifier")
-        drop = Dropout("head.pooled", model.dropout, seed)
+        drop = Dropout(build.dropout("head.pooled", model.dropout, seed))
         self.first_tokens = FirstTokens(self.pooler, self.classifier, build, drop)
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.rope import RotaryTable, rotary_table
 from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.parallel.factory import Scale
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Inputs:
     sentences: Sentences | None = None
     rotation: RotaryTable | None = None
     cache: Cache | None = None
-    aux_scale: float = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
+    aux_scale: Scale = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 
     @property
     def shape(self) -> tuple[int, int]:

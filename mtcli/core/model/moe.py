@@ -40,18 +40,18 @@ class ExpertArray(nn.Module):
 
         One expert after another on CPU, all at once on a GPU.
         """
+        build, activation = self.build, self.activation
         up_EFD, down_EDF = (
-            holder.weight.unflatten(0, (self.count, -1))
+            build.expert_weights(holder.weight, self.count)
             for holder in (self.get_submodule(self.up_name), self.down)
         )
-        build, activation = self.build, self.activation
         if runs_triton(x_ND):
             inner_NF = grouped_linear(x_ND, up_EFD, counts_E)
             return build.activated_experts(activation, inner_NF, down_EDF, counts_E)
         parts = [
             build.activated_linear(activation, build.linear(x, up), None, down)
             for x, up, down in zip(
-                split_rows(x_ND, counts_E, self.count),
+                split_rows(x_ND, counts_E, len(up_EFD)),
                 up_EFD.unbind(0),
                 down_EDF.unbind(0),
                 strict=True,

@@ -18,7 +18,7 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.context import in_sequence, zigzag
 from mtcli.core.parallel.expert import Routing
-from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.factory import LayerFactory, Scale
 from mtcli.kernels.top_k import TopKRouting, route
 
 
@@ -42,15 +42,16 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing]:
         """(x_TD with the auxiliary losses' gradients attached, where its tokens go)."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.build.replicated_linear(x_TD.to(wide), self.weight.to(wide))
         scores_TE, weights, experts = route(logits_TE, self.bias, self.choice)
         kept = self._kept(scores_TE.detach(), experts, inputs)
-        if inputs.aux_scale:
+        if isinstance(inputs.aux_scale, Tensor) or inputs.aux_scale:
             losses = self._losses(logits_TE, scores_TE, experts, inputs)
             x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)
             if self.bias is not None:
                 x_TD = _Counted.apply(x_TD, experts, self.load_E)
-        return x_TD, Routing(weights, experts, kept, self.model.num_experts)
+        numbers, count = self.build.experts_of_all(experts, self.model.num_experts)
+        return x_TD, Routing(weights, numbers, kept, count)
 
     def capacity(self, inputs: Inputs) -> int:
         """Rows of an expert of this rank where all are padded to capacity; else 0."""
@@ -74,7 +75,9 @@ class Router(nn.Module):
             return None
         chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
         if self.model.drop_scope == "sub_sequence":
-            keeps = self._within_capacity((scores_TE * chosen)[None], chosen[None])[0]
+            shape = (self.build.num_models, -1, chosen.shape[1])
+            sets = (scores_TE * chosen).view(shape), chosen.view(shape)
+            keeps = self._within_capacity(*sets).flatten(0, 1)
         else:
             full = [self._full_sequences(x, inputs) for x in (scores_TE * chosen, chosen)]
             keeps = self._my_part(self._within_capacity(*full))
@@ -107,18 +110,20 @@ class Router(nn.Module):
     def _losses(
         self, logits_TE: Tensor, scores_TE: Tensor, experts: Tensor, inputs: Inputs
     ) -> Tensor:
-        """This rank's part of the auxiliary losses, each weighted by the tokens it is a mean of."""
-        m = self.model
-        total = logits_TE.new_zeros(())
+        """This rank's part of the auxiliary losses [models], each weighted by the tokens it is a
+        mean of."""
+        m, models = self.model, self.build.num_models
+        total = logits_TE.new_zeros(models)
         if m.z_loss_coeff:
-            total = total + m.z_loss_coeff * logits_TE.logsumexp(-1).square().sum()
+            squares_T = logits_TE.logsumexp(-1).square()
+            total = total + m.z_loss_coeff * squares_T.view(models, -1).sum(1)
         if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
             if not self.choice.softmax:
                 scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
             chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
             each = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
             if m.aux_loss_coeff:
-                batch = [x.sum(0, keepdim=True) for x in each]
+                batch = [x.view(models, -1, x.shape[1]).sum(1) for x in each]
                 total = total + m.aux_loss_coeff * self._balance(*batch, "micro_batch", inputs)
             if m.sequence_aux_loss_coeff:
                 loss = self._balance(*each, "sequence", inputs)
@@ -134,7 +139,7 @@ class Router(nn.Module):
         return x_TE.view(b, n, -1).sum(1)
 
     def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, scope: str, inputs: Inputs) -> Tensor:
-        """Switch's E * sum_e f_e P_e times its tokens (arXiv:2101.03961, section 2.2).
+        """Switch's E * sum_e f_e P_e times its tokens (arXiv:2101.03961, section 2.2) [models].
 
         Over each of b sets of tokens, a sequence or the micro-batch, of which these are sums.
         f counts tokens of all ranks that share a set; P is this rank's part of the mean.
@@ -144,20 +149,22 @@ class Router(nn.Module):
         ranks = groups.cp.size * (groups.tp_row.size if scope == "micro_batch" else 1)
         tokens = inputs.tokens.numel() * ranks / len(chosen_bE)
         shares = all_reduce(chosen_bE, axis) / (tokens * self.model.top_k)
-        return self.model.num_experts * (shares * scores_bE).sum()
+        products = (shares * scores_bE).view(self.build.num_models, -1)
+        return self.model.num_experts * products.sum(1)
 
 
 class _WithLoss(torch.autograd.Function):
-    """x, with a loss whose gradient joins the backward pass at this point."""
+    """x, with a loss [models] whose gradient joins the backward pass at this point."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype = scale, loss.dtype
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Scale) -> Tensor:
+        ctx.scale, ctx.of_loss = scale, (loss.shape, loss.dtype)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad.new_full((), ctx.scale, dtype=ctx.dtype), None
+        shape, dtype = ctx.of_loss
+        return grad, grad.new_ones(shape, dtype=dtype) * ctx.scale, None
 
 
 class _Counted(torch.autograd.Function):

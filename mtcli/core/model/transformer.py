@@ -18,7 +18,7 @@ from mtcli.core.model.heads import HEADS
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
-from mtcli.core.parallel.factory import LayerFactory, TokenLoss
+from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
 
 
 class Block(nn.Module):
@@ -39,8 +39,8 @@ class Block(nn.Module):
         self.attention = Attention(layer, model, build, seed)
         self.mlp_norm = build.add_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
-        self.attention_dropout = Dropout(f"{name}.attention", model.dropout, seed)
-        self.mlp_dropout = Dropout(f"{name}.mlp", model.dropout, seed)
+        self.attention_dropout = Dropout(build.dropout(f"{name}.attention", model.dropout, seed))
+        self.mlp_dropout = Dropout(build.dropout(f"{name}.mlp", model.dropout, seed))
         self.recompute, self.is_post = recompute, is_post
 
     def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
@@ -56,7 +56,7 @@ class Block(nn.Module):
             y_TD = self.mlp(x_TD, inputs)
             return self._added(self.mlp_norm, self.mlp_dropout, (x_TD, y_TD), numbers_T)
         y_TD = self._attention(self.attention_norm(x_TD), inputs)
-        if self.attention_dropout.drop > 0.0:
+        if self.attention_dropout.active:
             x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
         x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # frees attention's output
         return self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD)
@@ -70,7 +70,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """norm(x + dropout(y)) of the summands x and y."""
         x_TD, y_TD = summands
-        if drop.drop > 0.0:
+        if drop.active:
             return cast(Tensor, norm(drop(y_TD, numbers_T, x_TD))[1])
         return cast(Tensor, norm(x_TD, y_TD)[1])
 
@@ -111,7 +111,7 @@ class Stage(nn.Module):
             self.token_type_embedding.weight = build.parameter(TOKEN_TYPES)
         if self.is_first and model.norm_order == "post":
             self.embedding_norm = build.norm("embedding_norm", model)
-        self.embedding_dropout = Dropout("embedding", model.dropout, seed)
+        self.embedding_dropout = Dropout(build.dropout("embedding", model.dropout, seed))
         self.blocks = nn.ModuleDict(
             {str(i): Block(i, model, build, seed, recompute) for i in layers}
         )
@@ -148,8 +148,11 @@ class Stage(nn.Module):
         losses_T = self.output.losses(x_TD, inputs.labels.flatten())
         return losses_T if inputs.weights is None else losses_T * inputs.weights.flatten()
 
-    def loss(self, x_TD: Tensor, inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-        """(the sum of `losses`, scale times it, from which the backward starts) (last stage)."""
+    def loss(self, x_TD: Tensor, inputs: Inputs, scale: Scale) -> tuple[Tensor, Tensor]:
+        """(the sum of `losses`, scale times it, from which the backward starts) (last stage).
+
+        In an array of models the sum and the scale are tensors, a row for each.
+        """
         if self.model.head != "lm":
             return self.head.loss(x_TD, inputs, scale, self._table_output)
         assert inputs.labels is not None, "losses need labels"
@@ -164,7 +167,7 @@ class Stage(nn.Module):
         x_TD = self.embedding(inputs.tokens.flatten())
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
-            x_TD = x_TD + nn.functional.embedding(positions_T, self.position_embedding.weight)
+            x_TD = x_TD + self.build.lookup(positions_T, self.position_embedding.weight)
         if self.model.token_types:
             types = inputs.token_types
             types = torch.zeros_like(inputs.tokens) if types is None else types
@@ -172,7 +175,7 @@ class Stage(nn.Module):
                 self.build.my_tokens(types.flatten()),
                 self.token_type_embedding.weight,
             )
-            x_TD = x_TD + nn.functional.embedding(types_T, weight)
+            x_TD = x_TD + self.build.lookup(types_T, weight)
         return self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD
 
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -21,11 +22,14 @@ from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import Activation
+from mtcli.kernels.dropout import DropoutStream, dropout_stream
 from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
 from mtcli.kernels.gemm import linear as plain_linear
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.random import stream_key
+
+Scale = float | Tensor  # on a loss; in an array of models a tensor, a number for each
 
 
 class TokenLoss(Protocol):
@@ -35,7 +39,7 @@ class TokenLoss(Protocol):
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
 
     def loss(
-        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
+        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Any
     ) -> tuple[Tensor, Tensor]:
         """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
 
@@ -68,6 +72,7 @@ class LayerFactory(ABC):
     recompute_activations: bool = True  # in the backward; a recomputed block has them by then
     device: torch.device | None = None  # of new parameters; None is the rank's
     adapters: AdapterSettings | None = None  # where adapters are trained
+    num_models: int = 1  # whose activations follow each other in those of all: [models * T, D]
 
     @abstractmethod
     def column_linear(self, name: str) -> Any:
@@ -175,6 +180,27 @@ class LayerFactory(ABC):
     def gate(self, x_TD: Tensor, weight: Tensor) -> Tensor:
         """x_TD weight^T [T, 1] of a weight [1, D] that tp ranks replicate, or shard like x_TD."""
         return plain_linear(x_TD, weight)
+
+    def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
+        """x_TD weight^T of a weight that tp ranks replicate, in the dtype of both."""
+        return F.linear(x_TD, weight)
+
+    def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
+        """The rows of a table that tp ranks replicate, of each id."""
+        return F.embedding(ids_T, weight)
+
+    def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
+        """The random numbers of a site of dropout, and the probability there."""
+        return dropout_stream(site, drop, seed)
+
+    def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
+        """The matrices [experts, F, D] of a parameter of this rank's experts."""
+        return weight.unflatten(0, (experts, -1))
+
+    def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
+        """(which of all models' experts are chosen [T, k], how many there are), of those of each
+        token's own model."""
+        return experts, count
 
     @property
     def linear(self) -> Callable[..., Tensor]:

@@ -85,12 +85,12 @@ def _keep_collectives(module: nn.Module) -> None:
 def _left_out(module: nn.Module, asks_lengths: bool) -> Iterator[str]:
     """The functions of a module that are not compiled."""
     match module:
-        case Dropout() if module.drop > 0.0:
+        case Dropout() if module.active:
             yield "forward"
         case MixtureOfExperts():
             yield "forward"
         case Attention():
-            if module.drop > 0.0:
+            if module.stream.active:
                 yield "_attend_with_dropout"
             if module.cp.size > 1 or asks_lengths:
                 yield "attend"

@@ -272,7 +272,7 @@ def open_loader(
     if config.model.head != "lm":
         encoded = encoder_batches(config, paths, split, which, samples)
         return MicroBatchLoader(encoded, config, groups)
-    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.seed, planned)
+    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.data_seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     loader = MicroBatchLoader(batches, config, groups)
     loader.alone = config.sync.asynchronous and not validation

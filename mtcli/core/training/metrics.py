@@ -6,7 +6,7 @@ Experiment trackers through accelerate's; one that is missing or offline never s
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -97,18 +97,92 @@ class StepFacts(NamedTuple):
     replica_distance: float | None  # root mean square, from the average; None where all are equal
 
 
+class RunRecords:
+    """The files of records in a run folder, and its trackers; on other ranks than the first none.
+
+    `say` is told of what could not be written.
+    """
+
+    def __init__(self, config: RunConfig, writes: bool, say: Callable[[str], None]) -> None:
+        self.config, self.writes, self.say = config, writes, say
+        self.folder = Path(config.train.output)
+        self.trackers: list[Any] = []
+        self.behind = False  # records that could not be written
+
+    def open(self, world: int, step: int) -> None:
+        """Writes the config, and opens the records without the steps that will be run again."""
+        if not self.writes:
+            return
+        with folder_of("train.output", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / "config.toml", dump_toml(self.config))
+            write_text(self.folder / FACTS, json.dumps({"world": world}) + "\n")
+            self.metrics = _truncated(self.folder / METRICS, step)
+            self.events = _truncated(self.folder / EVENTS, step)
+        if step:
+            self.event("resumed", {"step": step, "world": world})
+        self.trackers = open_trackers(self.config)
+
+    def step(self, step: Any, told: StepFacts, peak: float) -> dict[str, Any]:
+        """Records a step, and returns its row; `peak` are the FLOP/s of all ranks' devices."""
+        row = _row(self.config, step, told, peak)
+        if not self.writes:
+            return row
+        finite = {k: None if _is_no_number(v) else v for k, v in row.items()}  # JSON has no NaN
+        self._append(self.metrics, finite)
+        if step.step % self.config.train.log_every == 0:
+            values = {k: v for k, v in row.items() if k not in ("step", "replica_steps")}
+            for tracker in self.trackers:
+                tracker.log(values, step=step.step)
+        return row
+
+    def event(self, name: str, facts: dict[str, Any]) -> None:
+        """Records what happens besides steps."""
+        if self.writes:
+            self._append(self.events, {"event": name} | facts)
+
+    def saved(self, save: SaveRecord) -> None:
+        """Records a checkpoint."""
+        self.event("saved", save._asdict() | {"folder": str(save.folder)})
+
+    def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:
+        """Records and warns of a checkpoint that was not written."""
+        good = f"the last good one is {last_good}" if last_good else "there is none before it"
+        facts = {"step": step, "reason": reason, "last_good": last_good and str(last_good)}
+        self.event("save_failed", facts)
+        self.say(f"warning: step {step}: {reason}; the run goes on, {good}")
+
+    def close(self) -> None:
+        """Closes the files and the trackers."""
+        if not self.writes:
+            return
+        for file in (self.metrics, self.events):
+            with suppress(OSError):  # a full disk, which has been said
+                file.close()
+        for tracker in self.trackers:
+            tracker.finish()
+
+    def _append(self, file: Any, row: dict[str, Any]) -> None:
+        """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""
+        try:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+        except OSError as error:
+            if not self.behind:
+                self.say(f"warning: {file.name}: {error.strerror}; the run goes on")
+            self.behind = True
+
+
 class RunLog:
-    """Rank 0's records; the same calls on other ranks say nothing."""
+    """Rank 0's records and what it says; the same calls on other ranks say nothing."""
 
     def __init__(self, config: RunConfig, speaks: bool, step: int, peak_flops: float) -> None:
         self.config, self.speaks, self.first_step = config, speaks, step
         self.peak = peak_flops
-        self.folder = Path(config.train.output)
+        self.records = RunRecords(config, speaks, self._say)
         self.bar: Any = None
         self.last_saved: Path | None = None
-        self.trackers: list[Any] = []
         self.loss_scale = 1.0  # that was last shown
-        self.behind = False  # records that could not be written
 
     def begin(
         self, world: int, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
@@ -119,15 +193,7 @@ class RunLog:
         if not self.speaks:
             return
         config, batch = self.config, self.config.batch
-        with folder_of("train.output", self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / "config.toml", dump_toml(config))
-            write_text(self.folder / FACTS, json.dumps({"world": world}) + "\n")
-            self.metrics = _truncated(self.folder / METRICS, self.first_step)
-            self.events = _truncated(self.folder / EVENTS, self.first_step)
-        if self.first_step:
-            self._event("resumed", {"step": self.first_step, "world": world})
-        self.trackers = open_trackers(config)
+        self.records.open(world, self.first_step)
         tokens = batch.global_batch_size * batch.seq_len
         rows = {
             "model": _model(config),
@@ -136,7 +202,7 @@ class RunLog:
             "sync": _sync(config, world),
             "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
             "from": resumed_from,
-            "output": str(self.folder),
+            "output": config.train.output,
         }
         for name, text in (rows | dict(data)).items():
             typer.echo(f"{name:<7}{text}")
@@ -148,43 +214,11 @@ class RunLog:
         """Records a step."""
         if not self.speaks:
             return
-        batch = self.config.batch
-        tokens = batch.global_batch_size * batch.seq_len
-        if step.replica_steps:  # a round
-            tokens *= sum(step.replica_steps) // len(step.replica_steps)
-        flops = 3.0 * forward_flops(self.config.model, batch.seq_len) * tokens
-        row = {
-            "step": step.step,
-            "consumed_samples": told.consumed_samples,
-            "loss": step.loss,
-            "lr": step.lr,
-            "grad_norm": step.grad_norm,
-            "loss_scale": step.loss_scale,
-            "skipped": step.outcome != "updated",
-            "step_seconds": step.seconds,
-            "tokens_per_second": tokens / step.seconds,
-            "mfu": flops / step.seconds / self.flops_per_second,
-            "sync_bytes": told.sync_bytes,
-        }
-        if step.replica_steps:
-            row["replica_steps"] = step.replica_steps
-        if told.replica_distance is not None:
-            row["replica_distance"] = told.replica_distance
-        if told.valid_loss is not None:
-            row["valid_loss"] = told.valid_loss
-        if step.expert_load is not None:
-            row["expert_load_max_over_mean"] = step.expert_load
-        finite = {k: None if _is_no_number(v) else v for k, v in row.items()}  # JSON has no NaN
-        self._append(self.metrics, finite)
+        row = self.records.step(step, told, self.flops_per_second)
         if step.outcome == "overflow":
             self._warn_of_overflow(step)
         if step.step % self.config.train.log_every == 0:
             self.bar.set_postfix_str(self._line(row), refresh=False)
-            for tracker in self.trackers:
-                tracker.log(
-                    {k: v for k, v in row.items() if k not in ("step", "replica_steps")},
-                    step=step.step,
-                )
         self.bar.update(step.step - self.bar.n)  # draws the line, so it comes last
 
     def _line(self, row: dict[str, Any]) -> str:
@@ -203,30 +237,13 @@ class RunLog:
     def saved(self, save: SaveRecord) -> None:
         """Records a checkpoint, and how long training stood still for it."""
         self.last_saved = save.folder
-        self._event("saved", save._asdict() | {"folder": str(save.folder)})
+        self.records.saved(save)
         text = f"saved {save.folder}: {save.bytes:,} bytes, training stood still "
         self._say(f"{text}{save.stall_seconds:.3f} s, written in {save.write_seconds:.3f} s")
 
     def save_failed(self, step: int, reason: str, last_good: Path | None) -> None:
         """Records and warns of a checkpoint that was not written."""
-        good = f"the last good one is {last_good}" if last_good else "there is none before it"
-        event = {"step": step, "reason": reason, "last_good": last_good and str(last_good)}
-        self._event("save_failed", event)
-        self.warn(f"step {step}: {reason}; the run goes on, {good}")
-
-    def _event(self, name: str, facts: dict[str, Any]) -> None:
-        if self.speaks:
-            self._append(self.events, {"event": name} | facts)
-
-    def _append(self, file: Any, row: dict[str, Any]) -> None:
-        """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""
-        try:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-        except OSError as error:
-            if not self.behind:
-                self.warn(f"{file.name}: {error.strerror}; the run goes on")
-            self.behind = True
+        self.records.save_failed(step, reason, last_good)
 
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
@@ -241,16 +258,43 @@ class RunLog:
         if not self.speaks:
             return
         self.bar.close()
-        for file in (self.metrics, self.events):
-            with suppress(OSError):  # a full disk, which has been said
-                file.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        self.records.close()
 
     def end(self) -> None:
         """Names what was written last."""
         if self.speaks:
-            typer.echo(f"wrote {self.last_saved or self.folder}")
+            typer.echo(f"wrote {self.last_saved or self.config.train.output}")
+
+
+def _row(config: RunConfig, step: Any, told: StepFacts, peak: float) -> dict[str, Any]:
+    """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
+    batch = config.batch
+    tokens = batch.global_batch_size * batch.seq_len
+    if step.replica_steps:  # a round
+        tokens *= sum(step.replica_steps) // len(step.replica_steps)
+    flops = 3.0 * forward_flops(config.model, batch.seq_len) * tokens
+    row = {
+        "step": step.step,
+        "consumed_samples": told.consumed_samples,
+        "loss": step.loss,
+        "lr": step.lr,
+        "grad_norm": step.grad_norm,
+        "loss_scale": step.loss_scale,
+        "skipped": step.outcome != "updated",
+        "step_seconds": step.seconds,
+        "tokens_per_second": tokens / step.seconds,
+        "mfu": flops / step.seconds / peak,
+        "sync_bytes": told.sync_bytes,
+    }
+    if step.replica_steps:
+        row["replica_steps"] = step.replica_steps
+    if told.replica_distance is not None:
+        row["replica_distance"] = told.replica_distance
+    if told.valid_loss is not None:
+        row["valid_loss"] = told.valid_loss
+    if step.expert_load is not None:
+        row["expert_load_max_over_mean"] = step.expert_load
+    return row
 
 
 def _is_no_number(value: object) -> bool:

@@ -31,9 +31,8 @@ from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.health.flight_recorder import SAVING
-from mtcli.core.training.metrics import RunLog, SaveRecord
-from mtcli.core.training.state import saved_replicas, shards
-from mtcli.core.training.step import Trainer
+from mtcli.core.training.metrics import RunLog, RunRecords, SaveRecord
+from mtcli.core.training.state import RunState, saved_replicas, shards
 
 
 class SaveSeconds(NamedTuple):
@@ -75,10 +74,17 @@ class BackgroundWrite:
 class Saver:
     """The saves of a run. Every rank makes the same calls."""
 
-    def __init__(self, trainer: Trainer, log: RunLog, last_good: Path | None) -> None:
+    def __init__(
+        self,
+        trainer: RunState,
+        log: RunLog | RunRecords,
+        last_good: Path | None,
+        axis: Axis | None = None,
+    ) -> None:
+        """Of several that save in turn, each takes one `axis` of `saving_axis`."""
         self.trainer, self.log, self.last_good = trainer, log, last_good
         self.config: RunConfig = trainer.config
-        self.axis = _own_axis(trainer.groups)
+        self.axis = saving_axis(trainer.groups) if axis is None else axis
         self.note_progress = trainer.groups.world.recorder.note_progress
         self.snapshot = Snapshot(trainer.groups.device)
         self.replicas = saved_replicas(trainer)
@@ -190,7 +196,7 @@ class Saver:
             self.log.warn(text)
 
 
-def _own_axis(groups: Groups) -> Axis:
+def saving_axis(groups: Groups) -> Axis:
     """All ranks, through a gloo group that nothing else uses.
 
     gloo's own timeout would end a save that only takes long; the watchdog ends one that hangs.

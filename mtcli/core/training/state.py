@@ -5,9 +5,10 @@ and consumed samples go into the manifest's `extra`. Any layout restores what an
 """
 
 import sys
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,17 +23,42 @@ from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model import init
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.optim.loss_scale import LossScale
+from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
+from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.training.consumed_samples import ConsumedSamples
-from mtcli.core.training.step import Trainer
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
-FIXED = ("seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
+FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("lora.rank", "lora.alpha", "lora.targets")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
+
+
+class RunState(Protocol):
+    """What checkpoints capture and restore: a Trainer, or one model of an array."""
+
+    config: RunConfig
+    groups: Groups
+    dtype: torch.dtype
+    table: Mapping[str, Parameter]
+    strategy: Any  # a Strategy
+    optimizer: Any  # an Optimizer
+    exchange: ReplicaExchange
+    loss_scale: LossScale
+    step: int
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The layout of its ranks."""
+
+    @property
+    def consumed_samples(self) -> int:
+        """Sequences trained on so far."""
 
 
 class StartingPoint(NamedTuple):
@@ -113,7 +139,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def progress(
-    trainer: Trainer, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
+    trainer: RunState, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
 ) -> RunProgress:
     """How far a run has come, and with which data and base of adapters where these are recorded."""
     return RunProgress(
@@ -127,7 +153,7 @@ def progress(
     )
 
 
-def shards(trainer: Trainer) -> list[Shard]:
+def shards(trainer: RunState) -> list[Shard]:
     """The shards that this rank writes of weights and state, on its device, unpadded; of a run that
     trains adapters those alone.
 
@@ -151,7 +177,7 @@ def shards(trainer: Trainer) -> list[Shard]:
     return found
 
 
-def saved_replicas(trainer: Trainer) -> int:
+def saved_replicas(trainer: RunState) -> int:
     """The number of replicas that a checkpoint holds: 1 where all of its tensors are equal."""
     kinds = {key.partition("/")[0] for key, _, _ in _owned_state(trainer)}
     differ = trainer.exchange.weights_differ or any(map(trainer.exchange.differs, kinds))
@@ -159,7 +185,7 @@ def saved_replicas(trainer: Trainer) -> int:
 
 
 def _boxes(
-    trainer: Trainer, stored: str, name: str, shard: OwnedShard, differs: bool
+    trainer: RunState, stored: str, name: str, shard: OwnedShard, differs: bool
 ) -> list[Shard]:
     """The boxes of a parameter's shard, or of its state's, under the name it is `stored` by."""
     described, replica = trainer.table[name], trainer.groups.replicas.rank if differs else None
@@ -169,7 +195,7 @@ def _boxes(
     ]
 
 
-def _owned_state(trainer: Trainer) -> list[tuple[str, str, OwnedShard]]:
+def _owned_state(trainer: RunState) -> list[tuple[str, str, OwnedShard]]:
     """(`<kind>/<parameter>`, parameter, shard) of the optimizer's and the exchange's state."""
     found = []
     for key, tensor in (trainer.optimizer.state() | trainer.exchange.state()).items():
@@ -179,7 +205,7 @@ def _owned_state(trainer: Trainer) -> list[tuple[str, str, OwnedShard]]:
     return found
 
 
-def initialise(trainer: Trainer) -> None:
+def initialise(trainer: RunState) -> None:
     """Fills the weights from the config's seed."""
     config = trainer.config
     where = trainer.strategy.shards, config.model, trainer.groups
@@ -188,7 +214,7 @@ def initialise(trainer: Trainer) -> None:
     trainer.exchange.begin()
 
 
-def load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Takes the weights of any checkpoint of this model and starts at step 0; a head that the
     checkpoint has not begins from the seed.
 
@@ -212,7 +238,7 @@ def load_weights(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.exchange.begin()
 
 
-def _load_frozen(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Fills the weights that adapters are trained for."""
     shards, table = trainer.strategy.shards, trainer.table
     frozen = {name: shard for name, shard in shards.items() if not table[name].of_adapter}
@@ -220,7 +246,7 @@ def _load_frozen(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def _load_adapters(trainer: Trainer, own: Checkpoint, from_masters: bool = False) -> None:
+def _load_adapters(trainer: RunState, own: Checkpoint, from_masters: bool = False) -> None:
     """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
     require_adapters(own, trainer.config.model, trainer.config.lora)
     stored = set(own.names())
@@ -231,13 +257,13 @@ def _load_adapters(trainer: Trainer, own: Checkpoint, from_masters: bool = False
             view.copy_(own.read(master if wider else name, box))
 
 
-def _adapter_shards(trainer: Trainer) -> dict[str, OwnedShard]:
+def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:
     shards, table = trainer.strategy.shards, trainer.table
     return {name: shard for name, shard in shards.items() if table[name].of_adapter}
 
 
 @torch.no_grad()
-def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Restores a run's checkpoint but its consumed samples, whatever layout and precision wrote it.
 
     Master weights are lost in no precision; one that a checkpoint of fp32 lacks is the weight
@@ -278,7 +304,7 @@ def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
         sys.stderr.write(f"note: the checkpoint has {count} replicas: {each} from {start}\n")
 
 
-def base_record(trainer: Trainer, start: StartingPoint) -> BaseRecord | None:
+def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
     """The weights that a run's adapters are for; None of a run that trains all."""
     if not trainer.config.lora.rank or start.checkpoint is None:
         return None
@@ -286,7 +312,7 @@ def base_record(trainer: Trainer, start: StartingPoint) -> BaseRecord | None:
     return BaseRecord(path=str(base.folder.absolute()), hash=weights_hash(base))
 
 
-def averages(trainer: Trainer, start: StartingPoint) -> Checkpoint | None:
+def averages(trainer: RunState, start: StartingPoint) -> Checkpoint | None:
     """The checkpoint that a run starts from, where that is the average of its replicas."""
     checkpoint, replicas = start.checkpoint, trainer.groups.replicas.size
     if checkpoint is None or checkpoint.replicas == 1:
@@ -294,7 +320,7 @@ def averages(trainer: Trainer, start: StartingPoint) -> Checkpoint | None:
     return None if start.is_own and checkpoint.replicas == replicas else checkpoint
 
 
-def restore(trainer: Trainer, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
+def restore(trainer: RunState, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
     """Fills the state of a run from where it starts; returns its own checkpoint, if that is one."""
     checkpoint = start.checkpoint
     if checkpoint is None:

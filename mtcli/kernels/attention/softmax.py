@@ -25,14 +25,15 @@ MAX_KEYS = 16384  # of a row that one program holds in registers
 class ScoreDropout(NamedTuple):
     """Dropout by (query token, head, key), a function of the key of its stream (see random.py).
 
-    Random number (token * heads + head) * m + key decides, so no layout changes the mask.
+    Random number (token * heads + head) * m + key decides, so no layout changes the mask. Tensors
+    of keys and probabilities, [b, 1, 1, 1] int64 and float64, are of each sequence's model.
     """
 
     numbers: Tensor  # the query tokens' global indices [b, n]
     heads: int  # of the whole model
     first_head: int  # of this rank
-    key: int
-    drop: float
+    key: int | Tensor
+    drop: float | Tensor
 
     def factors(self, scores: Tensor) -> Tensor:
         """0 with probability `drop`, else 1 / (1 - drop), in the shape and dtype of scores."""
@@ -131,7 +132,8 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, dropout: ScoreDropout) -
     Bytes moved: 2 * b * h * n * m * itemsize and the mask forward, 3 and the mask backward.
     """
     keys = scores.shape[-1]
-    if not prefers_kernel("masked_softmax", scores, keys) or keys > MAX_KEYS:
+    of_many = isinstance(dropout.key, Tensor)
+    if of_many or not prefers_kernel("masked_softmax", scores, keys) or keys > MAX_KEYS:
         return masked_softmax_reference(scores, mask, dropout)
     return _masked_softmax(scores, mask, *dropout)[0]
 

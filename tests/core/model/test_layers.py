@@ -20,6 +20,7 @@ from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
 from mtcli.core.parallel.tensor import TensorParallelLayers
+from mtcli.kernels.dropout import dropout_stream
 from mtcli.kernels.random import keep_mask, stream_key
 
 B, S = 2, 8
@@ -30,7 +31,8 @@ def alone():
 
 
 def test_any_rows_of_a_dropout_mask_are_those_of_the_whole():
-    layer, x, numbers = Dropout("site", 0.3, seed=7), torch.ones(40, 24), torch.arange(100, 140)
+    layer = Dropout(dropout_stream("site", 0.3, 7))
+    x, numbers = torch.ones(40, 24), torch.arange(100, 140)
     unsharded = layer(x, numbers)
     for rows in (slice(0, 10), slice(10, 40), slice(39, 40), slice(3, 37, 2)):
         assert torch.equal(layer(x[rows], numbers[rows]), unsharded[rows])
@@ -38,7 +40,7 @@ def test_any_rows_of_a_dropout_mask_are_those_of_the_whole():
 
 def test_dropout_zeroes_its_share_and_keeps_the_mean():
     drop, shape = 0.25, (500, 200)
-    y = Dropout("site", drop, seed=7)(torch.ones(shape), torch.arange(500))
+    y = Dropout(dropout_stream("site", drop, 7))(torch.ones(shape), torch.arange(500))
     assert sorted(y.unique().tolist()) == pytest.approx([0.0, 1.0 / (1.0 - drop)])
     width = math.sqrt(drop / (1.0 - drop) / y.numel())  # of the mean of n elements
     assert abs(y.double().mean().item() - 1.0) < 4.0 * width
@@ -47,10 +49,10 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean():
 def test_dropout_differs_by_site_seed_and_token():
     x, numbers = torch.ones(20, 50), torch.arange(20)
     masks = [
-        Dropout("a", 0.5, 7)(x, numbers),
-        Dropout("b", 0.5, 7)(x, numbers),
-        Dropout("a", 0.5, 8)(x, numbers),
-        Dropout("a", 0.5, 7)(x, numbers + 20),
+        Dropout(dropout_stream("a", 0.5, 7))(x, numbers),
+        Dropout(dropout_stream("b", 0.5, 7))(x, numbers),
+        Dropout(dropout_stream("a", 0.5, 8))(x, numbers),
+        Dropout(dropout_stream("a", 0.5, 7))(x, numbers + 20),
     ]
     for i, mask in enumerate(masks):
         for other in masks[:i]:
@@ -59,8 +61,8 @@ def test_dropout_differs_by_site_seed_and_token():
 
 def test_no_numbers_or_no_probability_is_no_dropout():
     x = torch.randn(4, 6)
-    assert Dropout("site", 0.5, 7)(x, None) is x
-    assert Dropout("site", 0.0, 7)(x, torch.arange(4)) is x
+    assert Dropout(dropout_stream("site", 0.5, 7))(x, None) is x
+    assert Dropout(dropout_stream("site", 0.0, 7))(x, torch.arange(4)) is x
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["rows", "documents"])
@@ -149,7 +151,7 @@ def test_a_masked_row_on_a_gpu_is_given_to_the_kernel_that_takes_masks(monkeypat
         is_cuda = True
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    layer = SimpleNamespace(drop=0.0, queries_per_group=4 // groups)
+    layer = SimpleNamespace(stream=dropout_stream("a", 0.0, 7), queries_per_group=4 // groups)
     inputs = SimpleNamespace(numbers=None, mask=torch.ones(2, 8, 8, dtype=torch.bool))
     q, k = (torch.empty(2, heads, 8, 16) for heads in (4, groups))
     Attention._attend(layer, q.as_subclass(OnGpu), k, k, inputs)

@@ -1,0 +1,136 @@
+"""`mtcli sweep`: many models of one shape, trained as arrays on one device or over dp ranks."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtcli.commands.options import ConfigFile, JsonOut, Nproc, Overrides
+from mtcli.commands.output import answer, answering, say_wrote
+from mtcli.commands.ranks import num_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from mtcli.core.runtime.launch import Runtime
+    from mtcli.core.sweep.run import Sweep
+
+Output = Annotated[
+    str, typer.Option("--output", metavar="DIR", help="where each trial has a run folder")
+]
+Vary = Annotated[
+    list[str],
+    typer.Option(
+        "--vary",
+        metavar="SECTION.FIELD=A,B,..",
+        default_factory=list,
+        show_default=False,
+        help="values of a field, or a range LOW..HIGH to draw from; any number of times",
+    ),
+]
+Random = Annotated[
+    int | None,
+    typer.Option("--random", metavar="N", min=1, max=10_000, help="draw N trials, not all"),
+]
+Seeds = Annotated[
+    int | None,
+    typer.Option("--seeds", metavar="K", min=1, max=1000, help="train every trial with K seeds"),
+]
+HyperbandRule = Annotated[
+    str | None,
+    typer.Option(
+        "--hyperband",
+        metavar="R,ETA",
+        help="a run is R units; of a rung 1 in ETA trials goes on to ETA times as many",
+    ),
+]
+Median = Annotated[
+    int | None,
+    typer.Option(
+        "--median",
+        metavar="N",
+        min=1,
+        max=10**9,
+        help="every N steps stop trials that are worse than the median",
+    ),
+]
+MaxFused = Annotated[
+    int | None,
+    typer.Option(
+        "--max-fused", metavar="B", min=1, max=10_000, help="models of an array at most [memory]"
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="go on from the newest checkpoint of each trial")
+]
+SharedBatches = Annotated[
+    bool, typer.Option("--shared-batches", help="all seeds read the same data, once")
+]
+
+
+@answering
+def sweep(
+    config: ConfigFile,
+    output: Output,
+    overrides: Overrides,
+    vary: Vary,
+    random: Random = None,
+    hyperband: HyperbandRule = None,
+    median: Median = None,
+    seeds: Seeds = None,
+    shared_batches: SharedBatches = False,
+    max_fused: MaxFused = None,
+    resume: Resume = False,
+    nproc: Nproc = 1,
+    json_out: JsonOut = None,
+) -> None:
+    """Train many models that differ in learning rates, decays, dropout or seeds as one array."""
+    from mtcli.core.runtime.launch import environment_world
+    from mtcli.core.sweep.record import require_new
+    from mtcli.core.sweep.run_plan import sweep_plan
+
+    asked = {
+        "vary": vary, "random": random, "seeds": seeds, "shared_batches": shared_batches,
+        "hyperband": hyperband, "median": median, "max_fused": max_fused, "resume": resume,
+    }  # fmt: skip
+    plan = sweep_plan(config, overrides, Path(output), num_ranks(nproc), asked)
+    if environment_world() is None and not resume:
+        require_new(plan.trials, plan.output)
+
+    def work(runtime: "Runtime") -> bool:
+        from mtcli.core.profile.measure import peak_flops
+        from mtcli.core.sweep.run import Sweep
+
+        sweep = Sweep(plan, runtime, peak_flops(plan.trials[0].config, runtime))
+        whole = sweep.run()
+        if runtime.rank == 0:
+            _report(sweep, json_out)
+        return whole
+
+    if run_ranks(nproc, plan.trials[0].config.train, work) is False:  # it was told to stop
+        raise KeyboardInterrupt
+
+
+def _report(sweep: "Sweep", json_out: str | None) -> None:
+    """Prints the table, draws the picture, and names what was written."""
+    from mtcli.core.runtime.console import print_table
+    from mtcli.core.sweep import board, record
+
+    found = sweep.write()
+    picture = _draw(sweep)
+    if answer({**found, "picture": picture}, json_out):
+        columns = ("trial", "loss", "valid", "steps", "status")
+        print_table("", columns, board.rows(sweep.records))
+    say_wrote(picture, str(sweep.plan.output / record.NAME))
+
+
+def _draw(sweep: "Sweep") -> str | None:
+    """The picture's path; None where matplotlib is not installed, which is said."""
+    from importlib.util import find_spec
+
+    from mtcli.core.sweep import picture
+
+    if find_spec("matplotlib") is None:
+        typer.echo("note: no picture without matplotlib: pip install 'mtcli[report]'", err=True)
+        return None
+    target = sweep.plan.output / picture.NAME
+    picture.save_picture(target, sweep.records, sweep.plan.fields)
+    return str(target)

@@ -1,0 +1,170 @@
+"""One training step of an array of B models: forward and backward of all at once, and then each
+model's own norm, clipping, loss scale and update.
+
+Every model's step is the one that it would make alone: what the models share is the launches. A
+loss or gradient that is not finite stays in its own rows.
+"""
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.model.build import DTYPES
+from mtcli.core.model.transformer import Stage
+from mtcli.core.optim.grad_norm import clip_factor
+from mtcli.core.optim.lr_schedule import learning_rate
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Groups, make_groups
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.sweep.batches import ArrayLoader
+from mtcli.core.sweep.layers import ArrayLayers
+from mtcli.core.sweep.member import Member
+from mtcli.core.sweep.memory import ArrayMemory, RowLayout
+from mtcli.core.training.compile import compile_blocks, compiler_errors
+from mtcli.core.training.step import Step
+
+
+class ModelArray:
+    """Models of one shape that train in step on this rank; over dp ranks each has other samples."""
+
+    def __init__(self, configs: Sequence[RunConfig], groups: Groups) -> None:
+        """`configs` differ in what is fusible alone."""
+        first = configs[0]
+        self.groups, self.shape = groups, first
+        self.dtype = DTYPES[first.train.precision]
+        self.rows = RowLayout(run_parameters(first.model, first.lora), groups.layout)
+        like = torch.empty(0, dtype=self.dtype, device=groups.device)
+        self.memory = ArrayMemory(self.rows, len(configs), first.optimizer, like)
+        self.members = [Member(config, groups, self.rows, self.dtype) for config in configs]
+        batch = first.batch
+        self.micro_batches = batch.global_batch_size // (
+            batch.micro_batch_size * groups.layout.batch_shards
+        )
+        self._bind()
+
+    @property
+    def step(self) -> int:
+        """The step that all models have made."""
+        return self.members[0].step
+
+    def compact(self, keep: Sequence[int]) -> None:
+        """Goes on with some of the models; the memory of the others is freed."""
+        self.memory.compact(keep)
+        self.members = [self.members[index] for index in keep]
+        self._bind()
+
+    def train_step(self, loader: ArrayLoader) -> list[Step]:
+        """One optimizer step of each model on its next global batch; where a model's loss or
+        gradient is not finite its weights stay as they were, and its outcome says so."""
+        start = perf_counter()
+        self.groups.world.recorder.step = self.step + 1
+        loss_sums, weights = self.forward_backward(loader)
+        norms = torch.linalg.vector_norm(self.memory.gradients, dim=1, dtype=torch.float64)
+        losses = all_reduce(loss_sums, self.groups.world)
+        made = [
+            self._update(member, loss / (weight or 1.0), norm)
+            for member, loss, weight, norm in zip(
+                self.members, losses.tolist(), weights, norms.tolist(), strict=True
+            )
+        ]
+        seconds = perf_counter() - start
+        return [step._replace(seconds=seconds) for step in made]
+
+    def forward_backward(self, loader: ArrayLoader) -> tuple[Tensor, list[float]]:
+        """(each model's sum of this rank's weighted losses [B], the weights of the global batches),
+        with the gradients reduced."""
+        scales = [member.loss_scale.scale for member in self.members]
+        batch = loader.step(self.step, scales)
+        device = self.groups.device
+        factors = [s / (weight or 1.0) for s, weight in zip(scales, batch.weights, strict=True)]
+        factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
+        total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
+        self.fresh = set(self.rows.slots)
+        with compiler_errors(self.shape.train.compile):
+            for number in range(self.micro_batches):
+                inputs = batch.load(number)
+                x_TD = self.stage(None, inputs)
+                sums_B, scaled = self.stage.loss(x_TD, inputs, factor_B)
+                scaled.backward()
+                total_B += sums_B
+        gradients = self.rows.views(self.memory.gradients)
+        for name in self.fresh:
+            gradients[name].zero_()
+        all_reduce(self.memory.gradients, self.groups.axes["samples"])
+        return total_B, batch.weights
+
+    @torch.no_grad()
+    def evaluate(self, loader: ArrayLoader) -> list[float]:
+        """Each model's weighted mean loss over train.eval_batches global batches."""
+        total_B = torch.zeros(len(self.members), dtype=torch.float64, device=self.groups.device)
+        weights = [0.0] * len(self.members)
+        for step in range(self.shape.train.eval_batches):
+            batch = loader.step(step, None)
+            for number in range(self.micro_batches):
+                inputs = batch.load(number)
+                losses_T = self.stage.losses(self.stage(None, inputs), inputs)
+                total_B += losses_T.double().view(len(self.members), -1).sum(1)
+            weights = [a + b for a, b in zip(weights, batch.weights, strict=True)]
+        sums = all_reduce(total_B, self.groups.world).tolist()
+        return [total / weight for total, weight in zip(sums, weights, strict=True)]
+
+    def _update(self, member: Member, loss: float, scaled_norm: float) -> Step:
+        """Updates one model; see `Trainer.train_step`, whose steps these are."""
+        config, scale, step = member.config, member.loss_scale.scale, member.step + 1
+        norm, lr = scaled_norm / scale, learning_rate(config.optimizer, step, config.train.steps)
+        outcome = "updated"
+        if not math.isfinite(loss + norm):
+            is_overflow = math.isfinite(loss) and member.loss_scale.can_fall
+            outcome = "overflow" if is_overflow else "fault"
+        member.step = step
+        if outcome != "fault":
+            member.loss_scale.update(outcome == "overflow")
+        if outcome == "updated":
+            member.exchange.update(lr, clip_factor(norm, config.optimizer.clip) / scale)
+        return Step(step, loss, lr, norm, 0.0, scale, outcome)
+
+    def _bind(self) -> None:
+        """Builds the stage over the memory, as it is now."""
+        first, groups = self.shape, self.groups
+        for index, member in enumerate(self.members):
+            member.bind(self.memory.model(index))
+        build = ArrayLayers(
+            table=self.rows.table,
+            groups=groups,
+            dtype=self.dtype,
+            recompute_activations=first.parallel.recompute != "full",
+            num_models=len(self.members),
+            memory=self.rows.views(self.memory.weights),
+            configs=tuple(member.config for member in self.members),
+        )
+        layers = range(first.model.num_layers)
+        self.stage = Stage(first.model, build, 0, layers, recompute=first.parallel.recompute)
+        if first.train.compile:
+            compile_blocks([self.stage], first.data.document_mask)
+        gradients = self.rows.views(self.memory.gradients)
+        for name, parameter in self.stage.named_parameters():
+            parameter.register_post_accumulate_grad_hook(self._collector(name, gradients[name]))
+
+    def _collector(self, name: str, into: Tensor):  # type: ignore[no-untyped-def]
+        """Adds a micro-batch's gradient; the first of a step replaces what was there."""
+
+        def collect(parameter: Tensor) -> None:
+            assert parameter.grad is not None, f"{name} has a gradient"
+            (into.copy_ if name in self.fresh else into.add_)(parameter.grad)
+            self.fresh.discard(name)
+            parameter.grad = None
+
+        return collect
+
+
+def array_groups(config: RunConfig, runtime: Runtime) -> Groups:
+    """The process groups of arrays of such models. Collective."""
+    layout = ParallelLayout.of_run(config, runtime.world)
+    train = config.train
+    return make_groups(layout, runtime.rank, runtime.device, train.timeout, runtime.recorder)

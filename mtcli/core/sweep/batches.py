@@ -1,0 +1,81 @@
+"""The micro-batches of an array: each model's own, one after another, and shared ones read once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.rope import RotaryTable
+from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.training.loader import MicroBatchLoader, StepBatch
+
+
+class ArrayBatch(NamedTuple):
+    """This rank's part of every model's global batch."""
+
+    load: Callable[[int], Inputs]  # gives micro-batch m of all models
+    weights: list[float]  # sums of the loss weights of each model's global batch
+
+
+class ArrayLoader:
+    """The loaders of an array's models; models of the same order of data have one together."""
+
+    def __init__(self, loaders: Sequence[MicroBatchLoader]) -> None:
+        self.loaders = list(loaders)
+
+    def step(self, step: int, scales: Sequence[float] | None) -> ArrayBatch:
+        """The micro-batches of step 0, 1, ...; `scales` are those of the models' losses, or None
+        where there is no backward."""
+        batches: dict[int, StepBatch] = {}
+        for loader in self.loaders:
+            if id(loader) not in batches:
+                batches[id(loader)] = loader.step(step, 1.0 if scales else 0.0)
+        each = [batches[id(loader)] for loader in self.loaders]
+
+        def load(m: int) -> Inputs:
+            read = {key: batch.load(m) for key, batch in batches.items()}
+            inputs = stacked([read[id(loader)] for loader in self.loaders])
+            if scales is None:
+                return inputs
+            factors = torch.tensor(scales, dtype=torch.float64, device=inputs.tokens.device)
+            return replace(inputs, aux_scale=factors * inputs.aux_scale)
+
+        return ArrayBatch(load, [batch.weight for batch in each])
+
+    def compact(self, keep: Sequence[int]) -> None:
+        """Keeps the loaders of some models."""
+        kept = [self.loaders[i] for i in keep]
+        gone = {id(loader): loader for loader in self.loaders if loader not in kept}
+        for loader in gone.values():
+            loader.close()
+        self.loaders = kept
+
+    def close(self) -> None:
+        """Ends the readers."""
+        for loader in self.loaders:
+            loader.close()
+
+
+def stacked(parts: Sequence[Inputs]) -> Inputs:
+    """The micro-batches of B models as one, of the sequences of each in turn."""
+    first = parts[0]
+
+    def joined(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    documents = [part.attention_mask.documents for part in parts]
+    mask = first.attention_mask
+    if documents[0] is not None:
+        mask = AttentionMask(mask.causal, torch.cat([x for x in documents if x is not None]))
+    rotation = first.rotation
+    if rotation is not None:
+        tables = [part.rotation for part in parts if part.rotation is not None]
+        rotation = RotaryTable(*(torch.cat(xs) for xs in zip(*tables, strict=True)))
+    fields = ("tokens", "positions", "labels", "weights", "numbers")
+    return replace(
+        first, **{name: joined(name) for name in fields}, attention_mask=mask, rotation=rotation
+    )

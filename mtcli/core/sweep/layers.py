@@ -1,0 +1,244 @@
+"""The layers of an array of B models of one shape, which answer the model's factory (HFTA,
+arXiv:2102.02344, section 3).
+
+T tokens of each model's micro-batch; activations x are [B * T, D], one model's tokens after
+another's, so that what goes token by token or sequence by sequence needs no other code: residuals,
+activations, attention. Parameters are [B, ...].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
+from mtcli.kernels.activation import Activation
+from mtcli.kernels.dropout import DropoutStream, dropout_stream
+from mtcli.kernels.gemm import matmul, runs_in_float32
+from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayLayers(LayerFactory):
+    """The layers of an array; `memory` has its parameters [B, ...] by name."""
+
+    memory: Mapping[str, Tensor]
+    configs: tuple[RunConfig, ...]  # of the models
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of all models [B, ...], a view of their memory."""
+        return nn.Parameter(self.memory[name], requires_grad=self.table[name].trained)
+
+    def column_linear(self, name: str) -> "ArrayLinear":
+        """A linear layer."""
+        return ArrayLinear(name, self)
+
+    def heads_linear(self, name: str) -> "ArrayLinear":
+        """The fused projection to query, key and value."""
+        return ArrayLinear(name, self)
+
+    def row_linear(self, name: str) -> "ArrayLinear":
+        """A linear layer."""
+        return ArrayLinear(name, self)
+
+    def embedding(self, name: str) -> "ArrayEmbedding":
+        """A token table of each model."""
+        return ArrayEmbedding(name, self)
+
+    def norm(self, name: str, model: ModelConfig) -> "ArrayNorm":
+        """A norm."""
+        return ArrayNorm(name, model, self)
+
+    def add_norm(self, name: str, model: ModelConfig) -> "ArrayAddNorm":
+        """A norm of a sum."""
+        return ArrayAddNorm(name, model, self)
+
+    def loss(self, table: "ArrayEmbedding", bias: nn.Parameter | None = None) -> "ArrayLoss":
+        """Cross entropy of each model."""
+        assert bias is None, "heads that have a bias are not fused"
+        return ArrayLoss(table, self)
+
+    def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
+        """The GEMM of each model."""
+        return array_linear(x_TD, weight)
+
+    def gate(self, x_TD: Tensor, weight: Tensor) -> Tensor:
+        """The GEMM of each model, with a weight [1, D]."""
+        return array_linear(x_TD, weight)
+
+    def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
+        """The rows of each model's table."""
+        return _Lookup.apply(ids_T, weight)
+
+    def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
+        """The streams of all models, of their own seeds and probabilities."""
+        of_scores = site.endswith(".probabilities")
+        streams = [
+            dropout_stream(
+                site, c.model.attention_dropout if of_scores else c.model.dropout, c.seed
+            )
+            for c in self.configs
+        ]
+        keys, drops, active = zip(*streams, strict=True)
+        device, shape = self.groups.device, (self.num_models, 1, 1)
+        key = torch.tensor(keys, dtype=torch.int64, device=device).view(shape)
+        probability = torch.tensor(drops, dtype=torch.float64, device=device).view(shape)
+        return DropoutStream(key, probability, any(active))
+
+    def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
+        """The matrices of all models' experts [B * experts, F, D]: a copy."""
+        return weight.unflatten(1, (experts, -1)).flatten(0, 1)
+
+    def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
+        """Model b's experts are numbers b * count and so on."""
+        first = torch.arange(self.num_models, device=experts.device) * count
+        of_model = experts.view(self.num_models, -1) + first[:, None]
+        return of_model.view(experts.shape), self.num_models * count
+
+
+class ArrayLinear(nn.Module):
+    """y = x W^T + b of each model, one batched GEMM: x [B * T, D] -> [B * T, F]."""
+
+    flat_bias = None  # no other function adds it
+
+    def __init__(self, name: str, build: ArrayLayers) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+
+    def forward(
+        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+    ) -> Tensor:
+        """x W^T + b, always with the bias."""
+        return array_linear(x_TD, self.weight, self.bias)
+
+    def of_activated(
+        self,
+        activation: Activation,
+        x: Tensor,
+        inner_bias: Tensor | None = None,
+        numbers: Tensor | None = None,
+    ) -> Tensor:
+        """activation(x) W^T + b."""
+        assert inner_bias is None, "the layer before has added it"
+        return array_linear(activation.forward(x, None), self.weight, self.bias)
+
+
+class ArrayEmbedding(nn.Module):
+    """A token table of each model; ids of other rows than their own model's are out of reach."""
+
+    def __init__(self, name: str, build: ArrayLayers) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """ids [B * T] -> x [B * T, D]."""
+        return _Lookup.apply(tokens_T, self.weight)
+
+
+class ArrayNorm(nn.Module):
+    """LayerNorm or RMSNorm with each model's scale and shift."""
+
+    def __init__(self, name: str, model: ModelConfig, build: ArrayLayers) -> None:
+        super().__init__()
+        self.weight = build.parameter(f"{name}.weight")
+        self.bias = build.optional(f"{name}.bias")
+        self.is_layer_norm = model.norm == "layernorm"
+        self.eps = model.norm_eps
+        width = self.weight.shape[-1]
+        ones = torch.ones(width, dtype=self.weight.dtype, device=self.weight.device)
+        self.ones = ones
+        self.zeros = torch.zeros_like(ones)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """x normalised and scaled; same shape."""
+        if self.is_layer_norm:
+            return self._scaled(layer_norm(x_TD, self.ones, self.zeros, self.eps))
+        return self._scaled(rms_norm(x_TD, self.ones, self.eps))
+
+    def _scaled(self, x_TD: Tensor) -> Tensor:
+        x_BTD = by_model(x_TD, self.weight)
+        if self.bias is None:
+            return (x_BTD * self.weight[:, None]).flatten(0, 1)
+        return torch.addcmul(self.bias[:, None], x_BTD, self.weight[:, None]).flatten(0, 1)
+
+
+class ArrayAddNorm(ArrayNorm):
+    """A norm of a sum, which becomes the residual stream."""
+
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + y, the sum normalised and scaled); no y is nothing to add."""
+        if y_TD is None:
+            return x_TD, super().forward(x_TD)
+        if self.is_layer_norm:
+            added, normal = add_layer_norm(x_TD, y_TD, self.ones, self.zeros, self.eps)
+        else:
+            added, normal = add_rms_norm(x_TD, y_TD, self.ones, self.eps)
+        return added, self._scaled(normal)
+
+
+class ArrayLoss:
+    """Cross entropy of each model's logits, over its token table."""
+
+    def __init__(self, table: ArrayEmbedding, build: ArrayLayers) -> None:
+        described = build.table["embedding.weight"]
+        self.table = table
+        self.shard = VocabShard(0, described.shape[0], build.groups.tp)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """x -> logits [B * T, V], padding columns included."""
+        return array_linear(x_TD, self.table.weight)
+
+    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
+        """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""
+        return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+
+    def loss(
+        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(each model's sum of weight times cross entropy [B], the sum of scale [B] times these)"""
+        losses_T = self.losses(x_TD, labels_T)
+        if weights_T is not None:
+            losses_T = losses_T * weights_T
+        sums_B = losses_T.view(len(scale), -1).sum(1)
+        return sums_B.detach(), (sums_B * scale).sum()
+
+
+def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:
+    """[B * T, D] -> [B, T, D], where `weight` is [B, ...]."""
+    return x_TD.view(len(weight), -1, x_TD.shape[-1])
+
+
+def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]."""
+    x_BTD, w_BDF = by_model(x_TD, weight_BFD), weight_BFD.mT
+    if bias is None:
+        return matmul(x_BTD, w_BDF).flatten(0, 1)
+    bias_B1F = bias.flatten(1)[:, None]
+    if runs_in_float32(x_TD):
+        return (matmul(x_BTD, w_BDF) + bias_B1F).flatten(0, 1)
+    return torch.baddbmm(bias_B1F, x_BTD, w_BDF).flatten(0, 1)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of each model's table: ids [B * T] or [T], weight [B, V, D] -> [B * T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, ids_T: Tensor, weight_BVD: Tensor) -> Tensor:
+        models, rows = weight_BVD.shape[:2]
+        ids_BT = ids_T.view(models, -1)
+        of_model = torch.arange(models, device=ids_T.device)[:, None]
+        ctx.save_for_backward((ids_BT + of_model * rows).flatten())
+        ctx.rows = models, rows
+        return weight_BVD[of_model, ids_BT].flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor]:
+        (ids_T,), (models, rows) = ctx.saved_tensors, ctx.rows
+        grad = torch.ops.aten.embedding_dense_backward(grad_TD, ids_T, models * rows, -1, False)
+        return None, grad.view(models, rows, -1)

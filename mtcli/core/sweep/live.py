@@ -1,0 +1,267 @@
+"""An array under way: its models' run folders, records and checkpoints, from their start to a step.
+
+A model that ends before the others, because it diverged or was stopped, leaves the array, and the
+memory that it had is freed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from mtcli.core.checkpoint.opening import require_alike, together
+from mtcli.core.checkpoint.progress import planned_samples
+from mtcli.core.config.errors import collect_errors
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.sweep.array import ModelArray, array_groups
+from mtcli.core.sweep.batches import ArrayLoader
+from mtcli.core.sweep.member import Member
+from mtcli.core.sweep.record import ArrayRecord, Status, TrialRecord
+from mtcli.core.training.consumed_samples import ConsumedSamples
+from mtcli.core.training.loader import MicroBatchLoader, open_loader
+from mtcli.core.training.metrics import RunRecords, StepFacts
+from mtcli.core.training.run_lock import held
+from mtcli.core.training.save import Saver, saving_axis
+from mtcli.core.training.state import StartingPoint, progress, restore, starting_point
+from mtcli.core.training.step import Step
+
+DIVERGED = 10.0  # times the loss of a uniform guess, ln(vocab_size), from which no run comes back
+
+
+class Seat(NamedTuple):
+    """A model's place in an array: its run, its records and its saves."""
+
+    record: TrialRecord
+    member: Member
+    samples: ConsumedSamples
+    records: RunRecords
+    saver: Saver
+
+
+class Watcher(NamedTuple):
+    """What a sweep is told while an array trains."""
+
+    say: Callable[[str], None]
+    stepped: Callable[[Sequence[TrialRecord], float], None]  # each step, and tokens per second
+    ended: Callable[[TrialRecord], None]
+    stops: Callable[[], bool]  # whether this rank was told to stop
+
+
+class LiveArray:
+    """Some trials' models, from the seed or their newest checkpoints on. Use it as a context."""
+
+    def __init__(
+        self, trials: Sequence[TrialRecord], runtime: Runtime, peak: float, watcher: Watcher
+    ) -> None:
+        """All trials have made as many steps; `peak` are the FLOP/s of a device."""
+        configs = [record.trial.config for record in trials]
+        self.watcher, self.runtime, self.shape = watcher, runtime, configs[0]
+        self.peak = peak * runtime.world
+        self.groups = array_groups(self.shape, runtime)
+        world = self.groups.world
+        self.traffic = SyncTraffic(REDUCED)
+        world.recorder.sync_traffic = self.traffic
+        self.stack, self.locks = ExitStack(), {}
+        together(world, lambda: self._lock(configs, world))
+        starts = [starting_point(config, world) for config in configs]
+        self.array = ModelArray(configs, self.groups)
+        self.loader, self.valid = together(world, lambda: self._loaders(configs, starts))
+        axis = saving_axis(self.groups)
+        pairs = zip(trials, self.array.members, starts, self.loader.loaders, strict=True)
+        self.seats = [self._seat(*pair, axis) for pair in pairs]
+        self.first_step, self.seconds, self.tokens = self.array.step, 0.0, 0
+        self.names = [record.name for record in trials]
+
+    def __enter__(self) -> "LiveArray":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.loader.close()
+        if self.valid:
+            self.valid.close()
+        for seat in self.seats:
+            seat.records.close()
+        self.stack.close()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of this rank's weights, gradients and optimizer state."""
+        return self.array.memory.bytes
+
+    def train(self, until: int) -> bool:
+        """Trains to a step, or until no model is left; returns False where a rank was told to stop.
+
+        Models are saved as a run alone would be: every train.save_every steps, at their last step,
+        and when they are told to stop.
+        """
+        stopped = False
+        while self.seats and self.array.step < until and not stopped:
+            start = perf_counter()
+            steps = self.array.train_step(self.loader)
+            stopped, sent = self._agreed()
+            gone = self._record(steps, sent // len(steps))
+            train = self.shape.train
+            due = train.save_every and self.array.step % train.save_every == 0
+            if stopped or self.array.step == train.steps or due:
+                self.save()
+            if gone:
+                self._leave(gone)
+            batch = self.shape.batch
+            tokens = len(steps) * batch.global_batch_size * batch.seq_len
+            self.seconds, self.tokens = self.seconds + perf_counter() - start, self.tokens + tokens
+            self.watcher.stepped([seat.record for seat in self.seats], tokens / steps[0].seconds)
+            for seat in self.seats:
+                seat.saver.poll()
+        self.finish_saves()
+        return not stopped
+
+    def stop(self, names: Sequence[str], reason: str) -> None:
+        """Ends some trials, which are saved as they are."""
+        gone = [i for i, seat in enumerate(self.seats) if seat.record.name in names]
+        for index in gone:
+            seat = self.seats[index]
+            seat.saver.save(progress(seat.member, seat.samples))
+            self._end(seat, "stopped", reason)
+        self._leave(gone)
+
+    def save(self) -> None:
+        """Begins to save every model whose run goes on."""
+        for seat in self.seats:
+            if seat.record.status != "diverged":
+                seat.saver.save(progress(seat.member, seat.samples))
+
+    def finish_saves(self) -> None:
+        """Waits for saves. Raises MtcliError with those that failed."""
+        collect_errors(*(seat.saver.finish for seat in self.seats))
+
+    def facts(self) -> ArrayRecord:
+        """What was trained."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        where = self.first_step, self.first_step
+        if self.seats:
+            where = self.first_step, self.array.step
+        return ArrayRecord(self.names, *where, self.seconds, rate, self.state_bytes)
+
+    def _record(self, steps: Sequence[Step], sent: int) -> list[int]:
+        """Records a step of each model, for which so many bytes were sent; returns which models it
+        ended."""
+        valid: list[float | None] = [None] * len(steps)
+        gone, every = [], self.shape.train.eval_every
+        if self.valid and self.array.step % every == 0:
+            valid = [*self.array.evaluate(self.valid)]
+        for index, (seat, step) in enumerate(zip(self.seats, steps, strict=True)):
+            if step.outcome == "fault" and seat.member.config.train.on_nonfinite == "stop":
+                message = f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
+                self._end(seat, "diverged", message)
+                gone.append(index)
+                continue
+            if step.outcome != "updated":
+                seat.samples.skip(step.step, step.outcome)
+            seat.records.step(
+                step, StepFacts(seat.member.consumed_samples, valid[index], sent, None), self.peak
+            )
+            seat.record.losses.append(step.loss)
+            seat.record.lr = step.lr
+            if valid[index] is not None:
+                seat.record.valid_loss = valid[index]
+            highest = DIVERGED * math.log(self.shape.model.vocab_size)
+            if step.loss > highest:
+                message = f"step {step.step}: loss {step.loss:g} is above {highest:.1f}, "
+                message += f"{DIVERGED:g} times that of a uniform guess"
+                self._end(seat, "diverged", message)
+                gone.append(index)
+        return gone
+
+    def _end(self, seat: Seat, status: Status, reason: str) -> None:
+        seat.record.end(status, reason)
+        self.watcher.say(f"{seat.record.name}: {status}, {reason}")
+        self.watcher.ended(seat.record)
+
+    def _leave(self, gone: Sequence[int]) -> None:
+        """Goes on without some models, once their saves have ended."""
+        for index in gone:
+            self.seats[index].saver.finish()
+            self.seats[index].records.close()
+            self.locks[self.seats[index].record.name].close()
+        keep = [i for i in range(len(self.seats)) if i not in gone]
+        self.seats = [self.seats[i] for i in keep]
+        self.loader.compact(keep)
+        if self.valid:
+            self.valid.compact(keep)
+        if keep:
+            self.array.compact(keep)
+
+    def _agreed(self) -> tuple[bool, int]:
+        """Whether any rank was told to stop, and the bytes that all sent for gradients."""
+        own = [float(self.watcher.stops()), float(self.traffic.taken())]
+        sums = torch.tensor(own, dtype=torch.float64).to(self.groups.device)
+        stops, sent = all_reduce(sums, self.groups.world).tolist()
+        return stops > 0.0, round(sent)
+
+    def _seat(
+        self,
+        record: TrialRecord,
+        member: Member,
+        start: StartingPoint,
+        loader: MicroBatchLoader,
+        axis: Axis,
+    ) -> Seat:
+        samples = ConsumedSamples(member.config, loader.batches)
+        require_alike(self.groups.world, samples.hashes, "reads data with the hashes", "data.train")
+        last_good = restore(member, samples, start)
+        records = RunRecords(member.config, self.runtime.rank == 0, self.watcher.say)
+        records.open(self.runtime.world, member.step)
+        saver = self.stack.enter_context(Saver(member, records, last_good, axis))
+        record.status = "running"
+        return Seat(record, member, samples, records, saver)
+
+    def _lock(self, configs: Sequence[RunConfig], world: Axis) -> None:
+        if world.rank:
+            return
+
+        def take(config: RunConfig) -> None:
+            stack = self.stack.enter_context(ExitStack())
+            notice = stack.enter_context(held(Path(config.train.output), resume=True))
+            self.locks[Path(config.train.output).name] = stack
+            if notice:
+                self.watcher.say(f"note: {notice}")
+
+        collect_errors(*(partial(take, config) for config in configs))
+
+    def _loaders(
+        self, configs: Sequence[RunConfig], starts: Sequence[StartingPoint]
+    ) -> tuple[ArrayLoader, ArrayLoader | None]:
+        """The data to train on, of each order once, and to validate on where that is asked for."""
+        dropping = max(configs, key=lambda c: max(c.model.dropout, c.model.attention_dropout))
+        train: dict[tuple[int, int | None], MicroBatchLoader] = {}
+        each = []
+        for config, start in zip(configs, starts, strict=True):
+            planned = planned_samples(start.checkpoint) if start.step and start.checkpoint else None
+            key = config.data_seed, planned
+            if key not in train:
+                train[key] = self._open(config, dropping, planned)
+            each.append(train[key])
+        if not self.shape.train.eval_every:
+            return ArrayLoader(each), None
+        seeds = {config.data_seed: config for config in configs}
+        valid = {
+            seed: open_loader(config, self.groups, validation=True)
+            for seed, config in seeds.items()
+        }
+        return ArrayLoader(each), ArrayLoader([valid[config.data_seed] for config in configs])
+
+    def _open(
+        self, config: RunConfig, dropping: RunConfig, planned: int | None
+    ) -> MicroBatchLoader:
+        """A loader of one model's data, which numbers tokens where any model drops some."""
+        model = dropping.model
+        return open_loader(config.model_copy(update={"model": model}), self.groups, planned=planned)

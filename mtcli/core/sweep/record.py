@@ -1,0 +1,164 @@
+"""What a sweep knows of its trials, and `sweep.json`, which keeps it. Imports no torch."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders, step_of
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.runtime.atomic_writes import write_text
+from mtcli.core.sweep.trials import Trial
+from mtcli.core.training.metrics import METRICS
+
+NAME = "sweep.json"
+AVERAGED = 10  # last steps over which the loss that sorts trials is a mean
+
+Status = Literal["waiting", "running", "finished", "stopped", "diverged"]
+
+
+class TrialRecord:
+    """A trial, its losses by step, and how it ended."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.losses: list[float] = []  # of steps 1, 2, ...; NaN where there was none
+        self.valid_loss: float | None = None
+        self.status: Status = "waiting"
+        self.reason = ""  # why it was stopped or diverged
+        self.lr = 0.0  # of the last step
+
+    @property
+    def name(self) -> str:
+        """The trial's name."""
+        return self.trial.name
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is not to be trained on."""
+        return self.status in ("finished", "stopped", "diverged")
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the last steps; infinite where there is none."""
+        last = self.losses[-AVERAGED:]
+        mean = math.fsum(last) / len(last) if last else math.inf
+        return mean if math.isfinite(mean) else math.inf
+
+    @property
+    def order(self) -> tuple[bool, float, str]:
+        """Sorts trials: those that are whole or were stopped by their loss, and then diverged."""
+        return self.status == "diverged", self.score, self.name
+
+    @property
+    def score(self) -> float:
+        """What trials are compared by: the validation loss where there is one, else the loss."""
+        return self.loss if self.valid_loss is None else self.valid_loss
+
+    def end(self, status: Status, reason: str = "") -> None:
+        """Notes how it ended."""
+        self.status, self.reason = status, reason
+
+    def read_losses(self, step: int) -> None:
+        """Takes the losses of a run folder's steps up to one."""
+        path = Path(self.trial.config.train.output) / METRICS
+        rows: dict[int, Any] = {}
+        if path.is_file():
+            for line in read_untrusted(path).decode(errors="replace").splitlines():
+                try:
+                    row = parse_json(line)
+                    rows[row["step"]] = row
+                except (ValueError, KeyError, TypeError):
+                    continue  # the last line of a killed run
+        self.losses = []
+        for number in range(1, step + 1):
+            loss = rows.get(number, {}).get("loss")
+            self.losses.append(math.nan if loss is None else float(loss))
+            self.valid_loss = rows.get(number, {}).get("valid_loss", self.valid_loss)
+
+    def as_json(self) -> dict[str, Any]:
+        """The trial as sweep.json has it."""
+        return {
+            "name": self.name,
+            "folder": self.trial.config.train.output,
+            "values": dict(self.trial.values),
+            "status": self.status,
+            "reason": self.reason,
+            "steps": len(self.losses),
+            "loss": self.loss,
+            "last_loss": self.losses[-1] if self.losses else None,
+            "valid_loss": self.valid_loss,
+        }
+
+
+class ArrayRecord(NamedTuple):
+    """An array that was trained: its models, steps, seconds and tokens per second of all."""
+
+    models: list[str]
+    first_step: int
+    last_step: int
+    seconds: float  # of its steps
+    tokens_per_second: float
+    state_bytes: int
+
+
+def saved_step(trial: Trial) -> int:
+    """The step of a trial's newest checkpoint; 0 where it has none."""
+    folders = step_folders(Path(trial.config.train.output) / CHECKPOINTS)
+    return step_of(folders[-1]) if folders else 0
+
+
+def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list[TrialRecord]:
+    """The records of trials as the run folders and sweep.json of an earlier start have them.
+
+    Unless it `keeps_stopped`, what a rule has stopped is decided again, from the same losses.
+    """
+    known: dict[str, Any] = {}
+    path = output / NAME
+    if path.is_file():
+        told = parse_json(read_untrusted(path))
+        rows = told.get("trials", []) if isinstance(told, dict) else []
+        known = {row.get("name"): row for row in rows if isinstance(row, dict)}
+    records = [TrialRecord(trial) for trial in trials]
+    for record in records:
+        before, step = known.get(record.name, {}), saved_step(record.trial)
+        record.read_losses(step)
+        if step >= record.trial.config.train.steps:
+            record.end("finished")
+        elif before.get("status") == "diverged":
+            record.read_losses(int(before.get("steps", step)))
+            record.end("diverged", str(before.get("reason", "")))
+        elif keeps_stopped and before.get("status") == "stopped":
+            record.end("stopped", str(before.get("reason", "")))
+    return records
+
+
+def require_new(trials: Sequence[Trial], output: Path) -> None:
+    """Raises MtcliError where trials have run folders, which only a sweep that resumes takes."""
+    there = [trial.name for trial in trials if _holds_run(Path(trial.config.train.output))]
+    if there:
+        shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        message = f"{len(there)} of {len(trials)} trials have run folders in {output}: {shown}"
+        raise wrong(message, "--resume goes on with them; or name another folder", "--output")
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / METRICS).exists() or bool(step_folders(folder / CHECKPOINTS))
+
+
+def write(output: Path, about: dict[str, Any], records: Sequence[TrialRecord]) -> dict[str, Any]:
+    """Writes sweep.json, the best trial first, and returns what it holds."""
+    rows = [record.as_json() for record in sorted(records, key=lambda r: r.order)]
+    found = about | {"trials": rows}
+    write_text(output / NAME, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
+    return found
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,47 @@
+"""What an array of models does not train, each with its reason. Imports no torch."""
+
+from collections.abc import Iterator
+
+from mtcli.core.config.errors import Problem
+from mtcli.core.config.schema import RunConfig
+
+SHARDED = {
+    "tp": "shards layers over ranks, and an array's layers are batched on one",
+    "cp": "shards sequences over ranks, and an array's models are small enough without",
+    "pp": "shards blocks over ranks, whose idle time an array has no use for",
+    "ep": "shards experts over ranks, and an array's experts are batched on one",
+    "etp": "shards experts over ranks, and an array's experts are batched on one",
+    "vpp": "cuts a pipeline finer, and an array has none",
+}
+
+
+def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
+    """What keeps a config's models out of an array on `world` ranks."""
+    p, train = config.parallel, config.train
+    for axis, reason in SHARDED.items():
+        size = getattr(p, axis)
+        if size > 1:
+            hint = f"set parallel.{axis}=1; --nproc N are dp ranks of the array"
+            yield Problem(f"{axis}={size} {reason}", hint, f"parallel.{axis}")
+    if p.zero and world > 1:
+        message = f"zero={p.zero} shards one model's state, and ranks replicate an array's"
+        yield Problem(message, "set parallel.zero=0", "parallel.zero")
+    if config.sync.method != "all_reduce":
+        message = f"sync.method={config.sync.method!r} exchanges replicas of one model"
+        yield Problem(message, "all_reduce", "sync.method")
+    if config.model.head != "lm":
+        message = f"head={config.model.head!r} is not fused: an array predicts next tokens"
+        yield Problem(message, "mtcli train takes it, one model at a time", "model.head")
+    if config.model.router_bias_update_rate:
+        message = "biases of routers are moved by one model's loads"
+        yield Problem(
+            message, "model.aux_loss_coeff balances experts", "model.router_bias_update_rate"
+        )
+    if config.lora.rank:
+        message = f"lora.rank={config.lora.rank}: adapters are not fused"
+        yield Problem(message, "mtcli train takes it, one model at a time", "lora.rank")
+    if train.precision == "fp8":
+        yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
+    if train.cuda_graphs:
+        message = "CUDA graphs replay one model's micro-batches"
+        yield Problem(message, "set train.cuda_graphs=false", "train.cuda_graphs")

@@ -1,0 +1,238 @@
+"""`mtcli sweep`: the trials, as arrays one after another, from their first step to their last.
+
+The trials that one array can train are packed into as few arrays as memory allows. With Hyperband a
+rung's trials are packed anew from those that are left, unless they are all in one array: that goes
+on with the rows that are left.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mtcli.core.checkpoint.opening import together
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.parallel.groups import world_axis
+from mtcli.core.plan.hardware import GPUS, HERE, Device, shared
+from mtcli.core.plan.memory import memory
+from mtcli.core.plan.workload import Workload
+from mtcli.core.runtime.launch import Runtime, StopSignal
+from mtcli.core.sweep import record as records_of
+from mtcli.core.sweep.board import Board
+from mtcli.core.sweep.live import LiveArray, Watcher
+from mtcli.core.sweep.record import ArrayRecord, TrialRecord
+from mtcli.core.sweep.run_plan import SweepPlan, partition_notes
+from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
+from mtcli.core.sweep.trials import partitions
+
+STOP_FILE = "stop"  # in the sweep's folder: it is told to stop where there is one
+
+
+class Sweep:
+    """A sweep under way on this rank."""
+
+    def __init__(self, plan: SweepPlan, runtime: Runtime, peak: float) -> None:
+        self.plan, self.runtime, self.peak = plan, runtime, peak
+        self.world = world_axis(runtime.rank, runtime.world, runtime.recorder)
+        self.signal = StopSignal()
+        self.records = self._records()
+        self.by_name = {record.name: record for record in self.records}
+        self.arrays: list[ArrayRecord] = []
+        self.interrupted = False
+        self.board = Board(self.records, plan.output, speaks=runtime.rank == 0)
+        self.watcher = Watcher(
+            self.board.say, self.board.stepped, lambda _: self.write(), self._stops
+        )
+
+    def run(self) -> bool:
+        """Trains all trials to their ends; returns False where it was told to stop, and saved."""
+        self._clear_stop_file()
+        with self.board:
+            for note in partition_notes(self.plan):
+                self.board.say(note)
+            for group in self._partitions():
+                if self.plan.hyperband:
+                    self._hyperband(group, self.plan.hyperband)
+                else:
+                    self._train_all(group)
+        self.write()
+        self._clear_stop_file()
+        return not self.interrupted
+
+    def write(self) -> dict[str, Any]:
+        """Writes sweep.json; returns what it holds."""
+        about = {"output": str(self.plan.output), **self.plan.asked}
+        about |= {"arrays": [array._asdict() for array in self.arrays]}
+        if self.runtime.rank:
+            return about
+        return records_of.write(self.plan.output, about, self.records)
+
+    def _records(self) -> list[TrialRecord]:
+        """The records of all trials, as rank 0 finds them."""
+        plan = self.plan
+        if not plan.resume:
+            new = partial(records_of.require_new, plan.trials, plan.output)
+            together(self.world, new if self.world.rank == 0 else bool)
+            return [TrialRecord(trial) for trial in plan.trials]
+        keeps = plan.hyperband is None
+        return together(self.world, lambda: records_of.restored(plan.trials, plan.output, keeps))
+
+    def _partitions(self) -> list[list[TrialRecord]]:
+        return [
+            [self.by_name[trial.name] for trial in group] for group in partitions(self.plan.trials)
+        ]
+
+    def _train_all(self, group: Sequence[TrialRecord]) -> None:
+        """Trains a partition's trials, one array after another."""
+        for array in self._packed([record for record in group if not record.ended]):
+            if self.interrupted:
+                return
+            with self._opened(array) as live:
+                self._to_the_end(live)
+
+    def _to_the_end(self, live: LiveArray) -> None:
+        """Trains to the end of the run, with the median rule at its steps."""
+        steps, every = live.shape.train.steps, self.plan.median
+        while live.seats and not self.interrupted:
+            until = min(steps, (live.array.step // every + 1) * every) if every else steps
+            self.interrupted = not live.train(until)
+            if self.interrupted or until == steps:
+                break
+            self._apply_median(live, until)
+        self._close(live)
+
+    def _apply_median(self, live: LiveArray, step: int) -> None:
+        losses = {record.name: record.losses for record in self.records}
+        here = {seat.record.name for seat in live.seats}
+        stopped = [n for n in below_median(losses, step, self.plan.median) if n in here]
+        if stopped:
+            live.stop(stopped, f"above the median of the others at step {step}")
+
+    def _hyperband(self, group: Sequence[TrialRecord], rule: Hyperband) -> None:
+        """Trains the brackets, each of trials of its own as long as there are any."""
+        left = list(group)
+        for number, rungs in enumerate(rule.brackets(group[0].trial.config.train.steps)):
+            bracket, left = left[: rungs[0].trials], left[rungs[0].trials :]
+            if bracket and not self.interrupted:
+                self._bracket(bracket, rungs, f"bracket {number + 1}")
+
+    def _bracket(self, bracket: list[TrialRecord], rungs: Sequence[Rung], name: str) -> None:
+        """Trains a bracket, rung by rung; an array that has all of a rung's trials goes on."""
+        going, done, live = bracket, 0, None
+        with ExitStack() as stack:
+            for rung, after in zip(rungs, [*rungs[1:], None], strict=True):
+                if live is None and self._fits_one(going, rung.step):
+                    live = stack.enter_context(self._opened(going))
+                if live:
+                    self.interrupted = not live.train(rung.step)
+                else:
+                    self._train_apart(going, rung.step)
+                if self.interrupted or after is None:
+                    break
+                count = max(1, len(bracket) * after.trials // rungs[0].trials)
+                reason = f"not among the best {count} of {len(going)} at step {rung.step}, {name}"
+                going = self._keep_best(going, live, (count, rung.step, done), reason)
+                done = rung.step
+            if live:
+                self._close(live)
+
+    def _fits_one(self, going: Sequence[TrialRecord], until: int) -> bool:
+        """Whether one array takes all of these trials, which have not got to a step."""
+        arrays = self._packed([r for r in going if len(r.losses) < until and not r.ended])
+        return len(arrays) == 1 and len(arrays[0]) == len(going)
+
+    def _train_apart(self, going: Sequence[TrialRecord], until: int) -> None:
+        """Trains the trials that have not got to a step in arrays of their own, and saves them."""
+        for array in self._packed([r for r in going if len(r.losses) < until and not r.ended]):
+            if self.interrupted:
+                return
+            with self._opened(array) as live:
+                self.interrupted = not live.train(until)
+                if not self.interrupted and until < live.shape.train.steps:
+                    live.save()
+                    live.finish_saves()
+                self._close(live)
+
+    def _keep_best(
+        self,
+        going: Sequence[TrialRecord],
+        live: LiveArray | None,
+        rung: tuple[int, int, int],
+        reason: str,
+    ) -> list[TrialRecord]:
+        """Stops all but the best `count` at a step, by their losses since `done`."""
+        count, step, done = rung
+        losses = {r.name: r.losses for r in going if r.status != "diverged"}
+        kept = best(losses, step, count, step - done)
+        losers = [name for name in losses if name not in kept]
+        if live:
+            live.stop(losers, reason)
+        else:
+            for name in losers:
+                self.by_name[name].end("stopped", reason)
+            self.write()
+        return [self.by_name[name] for name in kept]
+
+    def _opened(self, array: Sequence[TrialRecord]) -> LiveArray:
+        live = LiveArray(array, self.runtime, self.peak, self.watcher)
+        self.board.begin(live, self.runtime.world)
+        self.write()
+        return live
+
+    def _close(self, live: LiveArray) -> None:
+        """Notes what an array has trained, and that its models are whole where they are."""
+        for seat in live.seats:
+            record = seat.record
+            whole = len(record.losses) >= record.trial.config.train.steps
+            record.end("finished" if whole else "waiting")
+        self.arrays.append(live.facts())
+        self.write()
+
+    def _packed(self, group: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
+        """The arrays of some trials: of those at the same step as many as fit."""
+        by_step: dict[int, list[TrialRecord]] = {}
+        for record in group:
+            by_step.setdefault(records_of.saved_step(record.trial), []).append(record)
+        packed = []
+        for same in by_step.values():
+            most = self.plan.max_fused or self.capacity(same[0].trial.config)
+            number = -(-len(same) // most)
+            size = -(-len(same) // number)
+            packed += [same[first : first + size] for first in range(0, len(same), size)]
+        return packed
+
+    def capacity(self, config: RunConfig) -> int:
+        """The models of an array that the plan says a rank has memory for; at least 1."""
+        return capacity(config, self.runtime)
+
+    def _stops(self) -> bool:
+        return self.signal.received > 0 or (self.plan.output / STOP_FILE).exists()
+
+    def _clear_stop_file(self) -> None:
+        if self.runtime.rank == 0:
+            (self.plan.output / STOP_FILE).unlink(missing_ok=True)
+        gather_values(None, self.world)
+
+
+def capacity(config: RunConfig, runtime: Runtime) -> int:
+    """The models of an array that the plan says a rank has memory for; at least 1."""
+    device = _device(runtime)
+    need = memory(Workload.of(config, runtime.world), device)
+    each = need.total - device.reserved_bytes
+    return max(1, int((device.usable_bytes - device.reserved_bytes) / each))
+
+
+def _device(runtime: Runtime) -> Device:
+    """This rank's device as plans know it, with the memory that it has left."""
+    if runtime.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(runtime.device)
+        return replace(GPUS["h100"], memory_bytes=float(total), reserved_bytes=float(total - free))
+    import psutil
+
+    here = shared(HERE, runtime.local_world)
+    left = psutil.virtual_memory().available / runtime.local_world
+    return replace(here, memory_bytes=min(here.memory_bytes, left))

@@ -1,0 +1,101 @@
+"""Reads a sweep's command line into its trials, and refuses what is none. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.data.loader import require_data
+from mtcli.core.runtime.atomic_writes import folder_of, make_folder
+from mtcli.core.sweep.rules import array_problems
+from mtcli.core.sweep.stopping import Hyperband
+from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, infusible_fields, partitions
+
+
+class SweepPlan(NamedTuple):
+    """What is to be trained, and how."""
+
+    trials: list[Trial]
+    output: Path
+    max_fused: int  # models of an array; 0: as many as memory allows
+    resume: bool
+    hyperband: Hyperband | None
+    median: int  # steps between applications of the median rule; 0: none
+    fields: tuple[str, ...]  # that are varied
+    asked: Mapping[str, Any]  # by the command line, for sweep.json
+
+
+def sweep_plan(
+    source: str, overrides: Sequence[str], output: Path, world: int, asked: Mapping[str, Any]
+) -> SweepPlan:
+    """The plan of a command line; `asked` are its flags by name.
+
+    Raises MtcliError with all that is wrong: unknown fields and values, configs that no array
+    trains, and data that is not there.
+    """
+    space = SweepSpace(source, overrides, output)
+    rule, varied, *_ = collect_errors(
+        lambda: read_hyperband(asked["hyperband"]),
+        lambda: space.read(asked["vary"]),
+        lambda: _require_one_rule(asked),
+        otherwise=lambda: _require_array(space.base, world),
+    )
+    if asked["seeds"] and any(one.field == "seed" for one in varied):
+        hint = "leave out --seeds, or --vary seed"
+        raise wrong("seed is varied, and --seeds varies it too", hint, "--seeds")
+    drawn = asked["random"] or (rule.trials() if rule and any(v.range for v in varied) else 0)
+    points = space.points(varied, Budget(drawn, asked["seeds"] or 0))
+    trials = space.checked(points, asked["shared_batches"], world)
+    first = [group[0].config for group in partitions(trials)]
+    checks = [partial(_require_array, config, world) for config in first]
+    collect_errors(*checks, *(partial(require_data, config) for config in first))
+    if rule and rule.units > trials[0].config.train.steps:
+        message = f"R={rule.units} units, and train.steps={trials[0].config.train.steps}"
+        raise wrong(message, "a unit is at least one step: lower R", "--hyperband")
+    with folder_of("--output", output):
+        make_folder(output.absolute())
+    return SweepPlan(
+        trials=trials,
+        output=output,
+        max_fused=asked["max_fused"] or 0,
+        resume=asked["resume"],
+        hyperband=rule,
+        median=asked["median"] or 0,
+        fields=tuple(dict.fromkeys(field for point in points for field in point)),
+        asked=asked,
+    )
+
+
+def partition_notes(plan: SweepPlan) -> list[str]:
+    """Says which varied fields partition the trials, and into how many sets."""
+    fields, sets = infusible_fields(plan.fields), len(partitions(plan.trials))
+    if not fields:
+        return []
+    what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'} more than numbers"
+    return [f"{what}: {len(plan.trials)} trials in {sets} sets, each an array or more of its own"]
+
+
+def read_hyperband(text: str | None) -> Hyperband | None:
+    """The rule of --hyperband R,ETA."""
+    if text is None:
+        return None
+    words = text.split(",")
+    if len(words) == 2 and all(word.strip().isdecimal() for word in words):
+        units, eta = map(int, words)
+        if 1 <= units <= 10**6 and 2 <= eta <= 1000:
+            return Hyperband(units, eta)
+    hint = "R,ETA such as 81,3: R from 1 to 1000000 units of a run, ETA from 2 to 1000"
+    raise wrong(f"{text!r} is no R,ETA", hint, "--hyperband")
+
+
+def _require_one_rule(asked: Mapping[str, Any]) -> None:
+    if asked["hyperband"] and asked["median"]:
+        hint = "leave one of them out"
+        raise wrong("Hyperband and the median rule both stop trials", hint, "--median")
+
+
+def _require_array(config: Any, world: int) -> None:
+    problems: list[Problem] = list(array_problems(config, world))
+    if problems:
+        raise MtcliError(*problems)

@@ -1,0 +1,312 @@
+"""The trials of a sweep: configs that differ in the fields that are varied, and which of them one
+array can train together. Imports no torch.
+
+What is varied is fusible where it changes no shape, number of launches or order of steps: learning
+rates, decays, dropout, initialisation, seeds. All else partitions the trials (HFTA,
+arXiv:2102.02344, section 4).
+"""
+
+import hashlib
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.config.errors import MtcliError, collect_errors, wrong
+from mtcli.core.config.fields import field_kind, section_at
+from mtcli.core.config.loading import Table, all_fields, table_of, validate, with_overrides
+from mtcli.core.config.rules import require
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.synonyms import meant_fields
+
+FUSIBLE = {
+    "seed",
+    "data.seed",
+    *(f"model.{name}" for name in ("dropout", "attention_dropout", "init_std")),
+    *(f"optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip")),
+    *(f"optimizer.{name}" for name in ("schedule", "warmup_steps", "decay_steps")),
+    *(f"optimizer.{name}" for name in ("momentum", "nesterov", "trust_bounds")),
+    *(f"train.{name}" for name in ("loss_scale", "initial_loss_scale", "loss_scale_window")),
+    *(f"train.{name}" for name in ("loss_scale_hysteresis", "on_nonfinite", "output")),
+}
+MOST_TRIALS = 10_000
+LONGEST_NAME = 120  # letters of a trial's folder
+SIGNIFICANT = 4  # digits of values that are drawn
+
+
+class Range(NamedTuple):
+    """Numbers from `low` to `high`, drawn evenly by their logarithm where both are above 0 and a
+    factor of 10 apart."""
+
+    low: float
+    high: float
+    whole: bool
+
+    def draw(self, source: random.Random) -> float | int:
+        """A number of the range."""
+        return self.at(source.random())
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether logarithms are drawn evenly."""
+        return self.low > 0.0 and self.high >= 10.0 * self.low
+
+    def at(self, share: float) -> float | int:
+        """The number at a share of the way from `low` to `high`."""
+        if self.logarithmic:
+            number = math.exp(math.log(self.low) + share * math.log(self.high / self.low))
+        else:
+            number = self.low + share * (self.high - self.low)
+        number = min(max(number, self.low), self.high)
+        return round(number) if self.whole else float(f"{number:.{SIGNIFICANT}g}")
+
+
+class Varied(NamedTuple):
+    """A field and the values that it takes in turn, or the range that they are drawn from."""
+
+    field: str
+    values: tuple[Any, ...]
+    range: Range | None = None
+
+
+class Trial(NamedTuple):
+    """A config of a sweep; its name is that of its run folder."""
+
+    name: str
+    values: Mapping[str, Any]  # of the varied fields
+    config: RunConfig
+
+
+class Budget(NamedTuple):
+    """How many trials there are: all of a grid, or so many drawn; and seeds of each."""
+
+    drawn: int = 0
+    seeds: int = 0
+
+
+class SweepSpace:
+    """A base config, the fields that are varied, and where the run folders are."""
+
+    def __init__(self, source: str | Table, overrides: Sequence[str], output: Path) -> None:
+        self.output = output
+        self.table = with_overrides(
+            table_of(source, overrides), [f"train.output={json.dumps(str(output))}"]
+        )
+        base, self.problems = validate(self.table)
+        if base is None:
+            raise MtcliError(*self.problems)
+        self.base = base
+
+    def read(self, items: Sequence[str]) -> list[Varied]:
+        """The fields and values of --vary. Raises MtcliError with all that are unknown or illegal,
+        each with the nearest legal one."""
+        varied = collect_errors(*(partial(self._varied, item) for item in items))
+        names = [one.field for one in varied]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            hint = f"give its values at once: --vary {twice[0]}=A,B"
+            raise wrong(f"{', '.join(twice)} is varied twice", hint, "--vary")
+        return varied
+
+    def trials(
+        self, varied: Sequence[Varied], budget: Budget, shared: bool, world: int
+    ) -> list[Trial]:
+        """The trials, in the order of the grid or as drawn. With `shared` all have the data of the
+        base config's seed. Raises MtcliError with what is wrong with any."""
+        points = self.points(varied, budget)
+        return self.checked(points, shared, world)
+
+    def points(self, varied: Sequence[Varied], budget: Budget) -> list[dict[str, Any]]:
+        """The values of the varied fields of each trial."""
+        source = random.Random(self.base.seed)
+        grid = math.prod(len(one.values) for one in varied if one.range is None)
+        ranges = [one for one in varied if one.range]
+        if ranges and not budget.drawn:
+            hint = "--random N draws from it; or list values, as in 1e-4,1e-3"
+            raise wrong(f"{ranges[0].field} has a range, of which there is no grid", hint, "--vary")
+        count = budget.drawn or grid
+        if count * max(1, budget.seeds) > MOST_TRIALS:
+            message = f"{count * max(1, budget.seeds):,} trials, of {MOST_TRIALS:,} at most"
+            raise wrong(message, "vary fewer values, or --random N", "--vary")
+        if ranges:
+            chosen = [_drawn(varied, source) for _ in range(count)]
+        else:
+            numbers = range(grid)
+            if budget.drawn and budget.drawn < grid:
+                numbers = source.sample(numbers, budget.drawn)
+            chosen = [_grid_point(varied, number) for number in numbers]
+        if not budget.seeds:
+            return chosen
+        seeds = range(self.base.seed, self.base.seed + budget.seeds)
+        return [{**point, "seed": seed} for point in chosen for seed in seeds]
+
+    def checked(self, points: Sequence[Mapping[str, Any]], shared: bool, world: int) -> list[Trial]:
+        """The trials of these values. Raises MtcliError with what is wrong with any."""
+        fields = list(dict.fromkeys(field for point in points for field in point))
+        short = short_names(fields)
+        named = {trial_name(point, short): point for point in points}
+        makers = [partial(self._trial, name, point, shared, world) for name, point in named.items()]
+        return collect_errors(*makers)
+
+    def _trial(self, name: str, point: Mapping[str, Any], shared: bool, world: int) -> Trial:
+        table = self.table
+        if shared and self.base.data.seed is None:
+            table = with_overrides(table, [f"data.seed={self.base.seed}"])
+        values = {**point, "train.output": str(self.output / name)}
+        for field, value in values.items():
+            table = _with_value(table, field.split("."), value)
+        config, found = validate(table)
+        return Trial(name, dict(point), require(config, world, found=found))
+
+    def _varied(self, item: str) -> Varied:
+        field, equals, text = item.partition("=")
+        field = field.strip()
+        if not equals or not text.strip():
+            hint = "write --vary section.field=A,B such as --vary optimizer.lr=1e-3,3e-4"
+            raise wrong(f"--vary {item!r} names no field and values", hint, "--vary")
+        self._require_field(field)
+        words = [word for word in split_values(text) if word]
+        if len(words) == 1 and (bounds := self._range(field, words[0])):
+            return Varied(field, (), bounds)
+        values = collect_errors(*(partial(self._value, field, word) for word in words))
+        unique: list[Any] = []
+        for value in values:
+            if value not in unique:
+                unique.append(value)
+        return Varied(field, tuple(unique))
+
+    def _require_field(self, field: str) -> None:
+        fields = all_fields()
+        if field == "train.output":
+            raise wrong("each trial has a folder of its own in --output", "", "--vary train.output")
+        if field in fields:
+            return
+        section, _, name = field.rpartition(".")
+        here = [one.rpartition(".")[2] for one in fields if one.rpartition(".")[0] == section]
+        near = [n if "." in n else f"{section}.{n}" for n in meant_fields(name, here, fields)]
+        known = [one for one in near if one in fields]
+        hint = f"did you mean {known[0]}?" if known else "docs/config.md lists the fields"
+        raise wrong(f"there is no field {field!r}", hint, "--vary")
+
+    def _value(self, field: str, word: str) -> Any:
+        """The value of a word. Raises MtcliError where it is illegal, with a legal one."""
+        table = with_overrides(self.table, [f"{field}={word}"], "--vary")
+        config, problems = validate(table)
+        known = {problem.field for problem in self.problems}
+        own = [p for p in problems if p.field not in known]
+        if own:
+            raise MtcliError(*(p._replace(field=f"--vary {p.field}") for p in own))
+        if config is None:
+            raise MtcliError(*problems)
+        value: Any = config
+        for key in field.split("."):
+            value = getattr(value, key)
+        return value
+
+    def _range(self, field: str, word: str) -> Range | None:
+        found = re.fullmatch(r"([-+.\deE]+)\.\.([-+.\deE]+)", word)
+        if not found:
+            return None
+        *parents, name = field.split(".")
+        section = section_at(RunConfig, parents)
+        kind = field_kind(section.model_fields[name]).base if section else None
+        if kind not in (int, float):
+            raise wrong(
+                f"{word} is a range, and it takes no number", "list values", f"--vary {field}"
+            )
+        low, high = collect_errors(*(partial(self._value, field, end) for end in found.groups()))
+        if low >= high:
+            raise wrong(f"the range {word} is empty", f"{high}..{low}", f"--vary {field}")
+        return Range(low, high, kind is int)
+
+
+def split_values(text: str) -> list[str]:
+    """The words between the commas that stand in no brackets or quotes."""
+    words, depth, quote, word = [], 0, "", ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        depth += (letter in "[{") - (letter in "]}") if not quote else 0
+        if letter == "," and not depth and not quote:
+            words.append(word.strip())
+            word = ""
+        else:
+            word += letter
+    return [*words, word.strip()]
+
+
+def short_names(fields: Sequence[str]) -> dict[str, str]:
+    """The last word of each field's name where no other has the same, else all of it."""
+    last = [field.rpartition(".")[2] for field in fields]
+    return {f: w if last.count(w) == 1 else f for f, w in zip(fields, last, strict=True)}
+
+
+def trial_name(point: Mapping[str, Any], short: Mapping[str, str]) -> str:
+    """The name of a trial by its values, as a folder may have it: `lr=0.001_clip=1.0`."""
+    words = [f"{short[field]}={_shown(value)}" for field, value in point.items()]
+    name = re.sub(r"[^\w.=+-]", "-", "_".join(words)) or "trial"
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
+
+
+def partitions(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """The trials that one array could train, in the order of their first ones."""
+    found: dict[str, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(_infusible(trial.config), []).append(trial)
+    return list(found.values())
+
+
+def infusible_fields(varied: Sequence[str]) -> list[str]:
+    """Those of the varied fields that partition the trials."""
+    return [field for field in varied if field not in FUSIBLE]
+
+
+def _infusible(config: RunConfig) -> str:
+    """All of a config that models of one array share, as text."""
+    flat = dict(_leaves(config.model_dump(mode="json")))
+    shared = {field: value for field, value in flat.items() if field not in FUSIBLE}
+    return json.dumps([shared, config.optimizer.num_moments], sort_keys=True)
+
+
+def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and path.count(".") < 1:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _drawn(varied: Sequence[Varied], source: random.Random) -> dict[str, Any]:
+    return {
+        one.field: one.range.draw(source) if one.range else source.choice(one.values)
+        for one in varied
+    }
+
+
+def _grid_point(varied: Sequence[Varied], number: int) -> dict[str, Any]:
+    """Point `number` of the grid, whose last field goes through its values quickest."""
+    point = {}
+    for one in reversed(varied):
+        number, index = divmod(number, len(one.values))
+        point[one.field] = one.values[index]
+    return {one.field: point[one.field] for one in varied}
+
+
+def _with_value(table: Table, keys: Sequence[str], value: Any) -> Table:
+    if len(keys) > 1:
+        value = _with_value(table.get(keys[0], {}), keys[1:], value)
+    return table | {keys[0]: list(value) if isinstance(value, tuple) else value}

@@ -1,0 +1,133 @@
+"""An array's models against runs of their own: the same weights, gradients, optimizer state and
+losses after every step."""
+
+import pytest
+import torch
+from tiny import DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
+
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.sweep.array import ModelArray, array_groups
+from mtcli.core.sweep.batches import ArrayLoader
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
+from mtcli.core.training.step import Trainer
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
+RATES = (
+    {"lr": 3e-3, "weight_decay": 0.1},
+    {"lr": 1e-2, "weight_decay": 0.0, "betas": [0.8, 0.99], "clip": 0.3, "schedule": "linear"},
+    {"lr": 1e-3, "eps": 1e-6, "clip": 0.0, "warmup_steps": 0, "min_lr": 1e-4, "schedule": "wsd"},
+)
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+
+
+def configs_of(model, precision="fp64", optimizers=RATES, **sections):
+    """Configs of three models that differ in all that is fusible."""
+    plain = {"dropout": 0.0, "attention_dropout": 0.0}
+    drops = (plain, {}, {"dropout": 0.0}) if "dropout" in model else [{}] * 3
+    return [
+        run_config(
+            model | drop | {"init_std": 0.02 * (1 + index)},
+            (f"seed={7 + index}",),
+            optimizer=optimizer,
+            train={"precision": precision},
+            **sections,
+        )
+        for index, (drop, optimizer) in enumerate(zip(drops, optimizers, strict=True))
+    ]
+
+
+def alone(runtime, config, steps):
+    """The trainer of a run of its own and its steps."""
+    trainer = Trainer(config, runtime)
+    initialise(trainer)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    done = [trainer.train_step(loader) for _ in range(steps)]
+    loader.close()
+    return trainer, done
+
+
+def as_array(runtime, configs, steps):
+    """The array of these models and its steps."""
+    array = ModelArray(configs, array_groups(configs[0], runtime))
+    for member in array.members:
+        initialise(member)
+    widest = max(configs, key=lambda c: c.model.dropout + c.model.attention_dropout)
+    loaders = [MicroBatchLoader(Samples(c), widest, array.groups) for c in configs]
+    loader = ArrayLoader(loaders)
+    done = [array.train_step(loader) for _ in range(steps)]
+    loader.close()
+    return array, done
+
+
+def difference(runtime, configs, steps):
+    """The largest relative differences of losses and norms, and of each kind of tensor."""
+    array, done = as_array(runtime, configs, steps)
+    worst = dict.fromkeys(("step", "weights", "gradients", "state"), 0.0)
+    for index, (member, config) in enumerate(zip(array.members, configs, strict=True)):
+        trainer, expected = alone(runtime, config, steps)
+        for made, wanted in zip(done, expected, strict=True):
+            mine = made[index]
+            assert (mine.step, mine.lr, mine.outcome) == (wanted.step, wanted.lr, wanted.outcome)
+            assert mine.loss_scale == wanted.loss_scale
+            pairs = ((mine.loss, wanted.loss), (mine.grad_norm, wanted.grad_norm))
+            worst["step"] = max(worst["step"], *(abs(a - b) / abs(b) for a, b in pairs))
+        kinds = {
+            "weights": [
+                {n: s.tensor for n, s in x.strategy.shards.items()} for x in (member, trainer)
+            ],
+            "gradients": [x.strategy.gradients for x in (member, trainer)],
+            "state": [x.optimizer.state() for x in (member, trainer)],
+        }
+        for kind, (mine, wanted) in kinds.items():
+            assert mine.keys() == wanted.keys()
+            worst[kind] = max(worst[kind], distance(mine, wanted))
+    return worst
+
+
+def distance(mine, wanted):
+    """Relative, of all tensors together: keys' biases have gradients of rounding alone, which
+    AdamW makes as large as any."""
+    a, b = (torch.cat([x[name].double().flatten() for name in wanted]) for x in (mine, wanted))
+    return float((a - b).norm() / b.norm())
+
+
+SGD = (
+    {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    {"name": "sgd", "lr": 0.05, "momentum": 0.5, "weight_decay": 0.01},
+    {"name": "sgd", "lr": 0.2, "momentum": 0.9, "clip": 0.0},
+)
+LAMB = (
+    {"name": "lamb", "lr": 0.01},
+    {"name": "lamb", "lr": 0.02, "trust_bounds": [0.1, 1.0], "betas": [0.8, 0.9]},
+    {"name": "lamb", "lr": 0.005, "weight_decay": 0.0},
+)
+CAPPED = MOE | {"capacity_factor": 1.0, "aux_loss_coeff": 0.02, "drop_scope": "sub_sequence"}
+SHARED = MOE | {"shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True}
+CASES = {
+    "gpt fp64": (GPT, {}),
+    "gpt fp32": (GPT, {"precision": "fp32"}),
+    "llama fp64": (LLAMA, {}),
+    "llama fp32": (LLAMA, {"precision": "fp32"}),
+    "gpt bf16": (GPT, {"precision": "bf16"}),
+    "llama fp16": (LLAMA, {"precision": "fp16"}),
+    "sgd": (GPT, {"optimizers": SGD}),
+    "lamb": (LLAMA, {"optimizers": LAMB}),
+    "dropout": (GPT | DROPPING, {}),
+    "documents": (LLAMA, {"data": DOCUMENTS}),
+    "several sequences, recomputed": (
+        GPT,
+        {"batch": {"micro_batch_size": 2}, "parallel": {"recompute": "full"}},
+    ),
+    "post norm": (GPT | {"norm_order": "post"}, {}),
+    "mixture": (MOE, {}),
+    "mixture with a capacity": (CAPPED, {}),
+    "mixture with a shared expert": (SHARED | {"drop_policy": "position"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_of_an_array_are_runs_of_their_own(case):
+    model, options = CASES[case]
+    worst = difference(ALONE, configs_of(model, **options), 4)
+    assert max(worst.values()) < TOLERANCE[options.get("precision", "fp64")], worst
