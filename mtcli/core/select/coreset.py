@@ -37,7 +37,7 @@ class Chosen(NamedTuple):
     bound: float | None  # L: the sum of every candidate's distance to its nearest chosen one
 
 
-class Target(NamedTuple):
+class Quota(NamedTuple):
     """How much to choose of each group: `budgets`, or, by `cover`, as many as bring L to at most
     that part of the sum of its proxies' norms."""
 
@@ -70,7 +70,7 @@ class _Picked(NamedTuple):
     counts: list[float]  # of the part's points that are nearest to each
 
 
-def choose(proxies: Tensor, groups: Sequence[np.ndarray], target: Target, work: Work) -> Chosen:
+def choose(proxies: Tensor, groups: Sequence[np.ndarray], target: Quota, work: Work) -> Chosen:
     """Chooses the core-set of each group of candidates over their proxies [n, d].
 
     `groups` are ids, ascending; weights of a group sum to its size. The order goes round the
@@ -175,7 +175,7 @@ def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return np.array(firsts, np.int64), np.array(list(counts.values()), np.float64)
 
 
-def _deal(proxies: Tensor, group: _Part, target: Target, work: Work) -> list[_Part]:
+def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Part]:
     """Deals a group's points into parts of equal size by the seed; one where greedy sees all.
 
     Where the second round could not see what twice their shares are, parts choose their shares.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.select.facility_location import Matrix, Similarities
+from mtcli.core.select.facility_location import MatrixSimilarities, Similarities
 
 # Distances made at a time: in a CPU's cache, and enough for a GPU.
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -50,7 +50,7 @@ class Points:
         return found.sqrt_()
 
 
-class Blocks:
+class BlockSimilarities:
     """Similarities that are made when they are asked for: a few rows are in memory."""
 
     def __init__(self, points: Points, reach: float) -> None:
@@ -64,14 +64,14 @@ class Blocks:
 
 def similarities(points: Points, reach: float, in_memory: bool) -> Similarities:
     """The similarities of all points: `in_memory`, or in blocks."""
-    blocks = Blocks(points, reach)
+    blocks = BlockSimilarities(points, reach)
     if not in_memory:
         return blocks
     size, device = len(points), points.left.device
     matrix = torch.empty(size, size, dtype=points.left.dtype, device=device)
     for some in torch.arange(size, device=device).split(blocks.block):
         matrix[some] = blocks.rows(some)
-    return Matrix(matrix, blocks.block)
+    return MatrixSimilarities(matrix, blocks.block)
 
 
 class Nearest(NamedTuple):

@@ -29,7 +29,7 @@ class Similarities(Protocol):
         """Those of all points to some candidates [b, n], in memory that the caller may write."""
 
 
-class Matrix:
+class MatrixSimilarities:
     """Similarities that are all in memory, [candidates, points]."""
 
     def __init__(self, rows: Tensor, block: int = 64) -> None:

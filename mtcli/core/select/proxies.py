@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from mtcli.core.model.inputs import make_inputs
 from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.vocab_parallel import VocabLoss
 from mtcli.core.select.sketch import Sketch
-from mtcli.kernels.cross_entropy import logits_gradient_
+from mtcli.kernels.cross_entropy import row_max
 
 Proxy = Literal["gradient", "kronecker", "features"]
 WIDTH = 256  # numbers of a sketch: squared distances to 9 %, one standard deviation
@@ -159,21 +160,36 @@ def _partial(model: InferenceModel, output: _Output, kind: Proxy) -> Tensor:
     for rows in torch.arange(len(x_BSD), device=x_BSD.device).split(several):
         for some in torch.arange(length, device=x_BSD.device).split(max(1, CHUNK // columns)):
             x, labels = x_BSD[rows][:, some], labels_BS[rows][:, some]
-            errors = _errors(loss, x.flatten(0, 1), labels.flatten()).div_(length)
-            errors_BSV = errors.unflatten(0, labels.shape)
             h_BSD = _hidden(model, x) if kind == "kronecker" else None
-            found[rows] += _sketched(sketch, errors_BSV, loss.shard.first, h_BSD)
-    return found
+            found[rows] += _sketched(sketch, loss, (x, labels), h_BSD)
+    return found / length
 
 
-def _sketched(sketch: Sketch, errors_BSV: Tensor, first: int, h_BSD: Tensor | None) -> Tensor:
-    """The sketches of p - y, summed over tokens, or times hidden states: float64 [b, width]."""
-    count, device = len(errors_BSV), errors_BSV.device
-    found = torch.zeros(count, sketch.width, dtype=torch.float64, device=device)
+def _sketched(
+    sketch: Sketch, loss: VocabLoss, tokens: tuple[Tensor, Tensor], h_BSD: Tensor | None
+) -> Tensor:
+    """The sketches of p - y, times hidden states if given, summed over tokens: float64 [b, width].
+
+    Of `tokens`, activations [b, s, D] and labels [b, s], this rank's columns of the vocabulary.
+    """
+    exps_BSV, scales_BS = _probabilities(loss, *tokens)
+    local_BS, here_BS = loss.shard.owned(tokens[1])
+    local_BS, ones_BS = local_BS.where(here_BS, 0), here_BS.to(scales_BS.dtype)
     if h_BSD is None:
-        sketch.add(found, errors_BSV.sum(1), first)
+        errors_BV = (scales_BS[:, None] @ exps_BSV)[:, 0]  # one pass over the probabilities
+        errors_BV.scatter_add_(1, local_BS, -ones_BS)
+        found = errors_BV.new_zeros(len(errors_BV), sketch.width, dtype=torch.float64)
+        sketch.add(found, errors_BV[:, : loss.shard.valid], loss.shard.first)
         return found
-    hidden = h_BSD.shape[2]
+    errors_BSV = exps_BSV.mul_(scales_BS[..., None])
+    errors_BSV.scatter_add_(2, local_BS[..., None], -ones_BS[..., None])
+    return _of_weights(sketch, errors_BSV[..., : loss.shard.valid], h_BSD, loss.shard.first)
+
+
+def _of_weights(sketch: Sketch, errors_BSV: Tensor, h_BSD: Tensor, first: int) -> Tensor:
+    """The sketches of p - y times hidden states, summed over tokens: float64 [b, width]."""
+    count, hidden = len(errors_BSV), h_BSD.shape[2]
+    found = errors_BSV.new_zeros(count, sketch.width, dtype=torch.float64)
     rows, h_BSD = max(1, CHUNK // (count * hidden)), h_BSD.to(errors_BSV.dtype)
     for begin in range(0, errors_BSV.shape[2], rows):
         part = errors_BSV[:, :, begin : begin + rows].transpose(1, 2) @ h_BSD
@@ -181,14 +197,14 @@ def _sketched(sketch: Sketch, errors_BSV: Tensor, first: int, h_BSD: Tensor | No
     return found
 
 
-def _errors(loss: VocabLoss, x_ND: Tensor, labels_N: Tensor) -> Tensor:
-    """p - y of tokens over this rank's columns of the vocabulary, float32 at least [N, valid]."""
-    logits_NV, shard = loss.logits(x_ND), loss.shard
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    local_N = shard.column_or_none(labels_N)
-    lse_N, _ = shard.lse_and_target(logits_NV, local_N)
-    ones_N = torch.ones_like(lse_N)
-    return logits_gradient_(logits_NV, lse_N, local_N, ones_N, shard.valid)[:, : shard.valid]
+def _probabilities(loss: VocabLoss, x_BSD: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """(exp(logits - the largest) of this rank's columns [b, s, V], 0 in those that pad, and what
+    each token's are to be multiplied with [b, s]), float32 at least."""
+    logits_TV, shard = loss.logits(x_BSD.flatten(0, 1)), loss.shard
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    top_T = all_reduce(row_max(logits_TV[:, : shard.valid]), shard.tp, dist.ReduceOp.MAX)
+    sums_T, *_ = shard.exp_parts_(logits_TV, top_T, labels_BS.flatten())
+    return logits_TV.unflatten(0, labels_BS.shape), sums_T.reciprocal().view(labels_BS.shape)
 
 
 def _hidden(model: InferenceModel, x: Tensor) -> Tensor:

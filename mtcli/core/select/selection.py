@@ -24,7 +24,7 @@ from mtcli.core.runtime.launch import Runtime
 from mtcli.core.select.budgets import budgets_of, total_of
 from mtcli.core.select.coreset import (
     Chosen,
-    Target,
+    Quota,
     Work,
     choose,
     evenly_weighed,
@@ -153,7 +153,7 @@ def _chosen(
         return _at_random(candidates, proxies, sizes, work)
     if request.method == "craig":
         assert proxies is not None, "core-sets are chosen by proxies"
-        target = Target(sizes, request.cover)
+        target = Quota(sizes, request.cover)
         return _by_shares(choose(proxies, groups, target, work), candidates)
     raise NotImplementedError
 
