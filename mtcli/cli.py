@@ -154,6 +154,7 @@ COMMANDS: dict[str, Target] = {
     name: Target(f"mtcli.commands.{name}:{name}", purpose)
     for name, purpose in (
         ("preprocess", "Turn text into token files"),
+        ("select", "Choose a core-set of the training data"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
         ("train", "Train or fine-tune a model from a config"),
         ("sweep", "Train many models of one shape as one array"),
@@ -169,6 +170,7 @@ MEANT = {
     **dict.fromkeys(("tokenize", "prepare", "tokenise"), "preprocess"),
     **dict.fromkeys(("evaluate", "test", "validate", "lm_eval", "score"), "eval"),
     **dict.fromkeys(("sample", "infer", "inference", "chat", "predict"), "generate"),
+    **dict.fromkeys(("coreset", "core-set", "craig", "dsir", "subset", "choose"), "select"),
     **dict.fromkeys(("convert", "export", "reshard", "merge", "upcycle", "inspect"), "shard"),
     **dict.fromkeys(("search", "estimate", "presets", "config", "check"), "plan"),
     **dict.fromkeys(("bench", "benchmark", "trace", "measure"), "profile"),

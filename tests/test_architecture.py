@@ -38,11 +38,13 @@ ARROWS = {
     "training": STEP,
     "inference": STEP,
     "evaluate": {"config", "data", "inference"},
+    "select": STEP | {"inference"},
     "convert": STEP | {"inference"},
     "plan": STEP | {"training"},
     "profile": STEP | {"training", "plan"},
     "sweep": STEP | {"training", "plan", "profile"},
-    "commands": STEP | {"training", "inference", "evaluate", "convert", "plan", "profile", "sweep"},
+    "commands": STEP
+    | {"training", "inference", "evaluate", "select", "convert", "plan", "profile", "sweep"},
     "cli": {"commands", "config"},
 }
 TORCH_FREE = ("config", "mesh", "schedule")
@@ -52,12 +54,14 @@ LIGHT = (
     "convert.upcycle_recipe",
     "data.loader",
     "data.preprocess",
+    "data.subset",
     "evaluate.tasks.registry",
     "plan.answer",
     "plan.published.validate",
     "runtime.atomic_writes",
     "runtime.console",
     "runtime.launch",
+    "select.request",
     "training.run_lock",
 )
 

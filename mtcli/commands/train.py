@@ -97,6 +97,7 @@ def _require_start(source: "str | Table", overrides: list[str], resume: bool) ->
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import read_config
     from mtcli.core.data.loader import require_data
+    from mtcli.core.data.subset import require_subset
     from mtcli.core.training.run_lock import require_startable
 
     config, _ = read_config(source, overrides)
@@ -104,6 +105,7 @@ def _require_start(source: "str | Table", overrides: list[str], resume: bool) ->
         return
     steps = [
         lambda: require_data(config),
+        lambda: require_subset(config),
         lambda: require_startable(Path(config.train.output), resume),
     ]
     collect_errors(*steps, *([] if resume else [lambda: require_weights(config)]))

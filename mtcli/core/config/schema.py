@@ -140,6 +140,8 @@ class DataConfig(Section):
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
     """shares of train, valid, test where one set serves all three [all but tokens: 1,0,0]"""
+    subset: PathText | None = None
+    """a file of `mtcli select`: train on its sequences, with its weights, and on no others"""
     document_mask: bool = False
     """tokens see only their own document (--reset-attention-mask) [conversations: true]"""
     document_positions: bool = False

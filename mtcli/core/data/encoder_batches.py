@@ -27,18 +27,28 @@ def encoder_batches(
     Raises MtcliError for files that are missing or wrong, and where no tokenizer is known.
     """
     model, batch = config.model, config.batch
+    if model.head != "mlm":
+        return example_rows(config, paths, split, which, num_samples)
+    special = special_tokens(encoder_tokenizer(config, paths))
+    where = (paths, split, which, num_samples, batch.seq_len, config.data_seed)
+    return MaskedRows(*where, special, model.sentence_order)
+
+
+def example_rows(
+    config: RunConfig, paths: Sequence[str], split: str, which: Which, num_samples: int | None
+) -> ExampleRows:
+    """Opens a split of labelled examples; `num_samples` of None are those that hold each once.
+
+    Raises MtcliError for files that are missing or wrong, and where no tokenizer is known.
+    """
     special = partial(special_tokens, tokenizer := encoder_tokenizer(config, paths))
-    if model.head == "mlm":
-        order = model.sentence_order
-        where = (paths, split, which, num_samples, batch.seq_len, config.data_seed)
-        return MaskedRows(*where, special(), order)
     words, weights = read_blend(paths, "data.train")
     if weights:
         raise wrong("examples have no weights", "name their files alone", "data.train")
     read = partial(_read, config, tokenizer, which)
     *sources, known = collect_errors(*(partial(read, word) for word in words), special)
     shares = [(word, share_of(one, split, which)) for word, one in zip(words, sources, strict=True)]
-    return ExampleRows(shares, num_samples, batch.seq_len, config.data_seed, known)
+    return ExampleRows(shares, num_samples, config.batch.seq_len, config.data_seed, known)
 
 
 def encoder_tokenizer(config: RunConfig, paths: Sequence[str] = ()) -> Tokenizer:

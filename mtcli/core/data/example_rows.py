@@ -7,11 +7,12 @@ import numpy as np
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.blend import split_range
-from mtcli.core.data.encoder_rows import EncoderRows, lay_out
+from mtcli.core.data.encoder_rows import EncoderBatches, EncoderRows, lay_out
 from mtcli.core.data.examples import Example, Examples
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.packed_rows import Epoch, PackedRows, row_starts
 from mtcli.core.data.special_tokens import SpecialTokens
+from mtcli.core.data.subset import Subset, members
 
 
 class ExampleRows:
@@ -41,6 +42,7 @@ class ExampleRows:
             message = f"{count} examples have up to {most} tokens, and rows batch.seq_len={seq_len}"
             raise wrong(message, f"batch.seq_len of {most} or more", "batch.seq_len")
         self.tokens = [int(self.sizes.sum())]
+        self.weights_of = np.ones(len(self.examples), np.float32)
         self.shuffled = num_samples is not None
         self.packed = PackedRows(self._epoch, seed)
         self.num_samples = self.packed.rows_of_epoch(0) if num_samples is None else num_samples
@@ -50,11 +52,13 @@ class ExampleRows:
 
     def rows(self, start: int, count: int) -> EncoderRows:
         """Rows start .. start + count - 1."""
-        found = [self.examples_of(number) for number in range(start, start + count)]
+        items = [self.packed[number] for number in range(start, start + count)]
+        found = [[self.examples[item] for item in row] for row in items]
         sequences = [[one for example in row for one in example.sequences] for row in found]
         labels = np.array([example.label for row in found for example in row], np.int64)
         rows = lay_out(sequences, self.seq_len, self.special)
-        return rows._replace(classes=labels, class_weights=np.ones(len(labels), np.float32))
+        weights = self.weights_of[np.concatenate(items)]
+        return rows._replace(classes=labels, class_weights=weights)
 
     def examples_of(self, number: int) -> list[Example]:
         """The examples in a row, in order."""
@@ -83,6 +87,20 @@ class ExampleRows:
         items = random.permutation(count) if self.shuffled else np.arange(count)
         starts = row_starts(self.sizes[items], np.zeros(count, np.int64), self.seq_len)
         return Epoch(items, starts, np.arange(len(starts) - 1))
+
+
+def kept(examples: EncoderBatches, subset: Subset) -> ExampleRows:
+    """The members of a subset alone, whose losses have its weights.
+
+    Raises MtcliError where a member is not there.
+    """
+    assert isinstance(examples, ExampleRows), "no subset is of rows of masked tokens"
+    chosen = members(subset, [len(examples.examples)])
+    examples.examples = [examples.examples[place] for place in chosen.place.tolist()]
+    examples.sizes = examples.sizes[chosen.place]
+    examples.weights_of = chosen.weights.astype(np.float32)
+    examples.tokens = [int(examples.sizes.sum())]
+    return examples
 
 
 def share_of(source: Examples, split: str, which: Which) -> Examples:

@@ -226,3 +226,10 @@ def tokenizer_folder(prefix: str | Path) -> Path | None:
     """The folder of the tokenizer that made the data at `prefix`, where preprocess left one."""
     folder = with_suffix(prefix, ".tokenizer")
     return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def stated_hash(prefix: str | Path) -> str:
+    """The SHA-256 of the .bin at a prefix that `PREFIX.json` states; empty where there is none."""
+    hashes = (describe(prefix) or {}).get("sha256")
+    found = hashes.get("bin") if isinstance(hashes, dict) else None
+    return found if isinstance(found, str) else ""

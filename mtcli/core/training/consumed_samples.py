@@ -4,7 +4,6 @@ A checkpoint holds it, so that a resumed run continues with the same data or say
 depends on no layout: samples are numbered over the run.
 """
 
-from pathlib import Path
 from typing import Literal
 
 from mtcli.core.checkpoint.blocks import sampled_hash
@@ -12,9 +11,10 @@ from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedB
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import parse_split
-from mtcli.core.data.indexed import describe
+from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.loader import Batches
 from mtcli.core.data.packing import PackedConversations
+from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset
 
 
 class ConsumedSamples:
@@ -25,10 +25,27 @@ class ConsumedSamples:
         self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
         self.weights = batches.weights or (None,) * len(batches.prefixes)
         files = zip(batches.prefixes, batches.files, strict=True)
-        self.hashes = [(_sha256(prefix), sampled_hash(paths)) for prefix, paths in files]
+        self.hashes = [(stated_hash(prefix), sampled_hash(paths)) for prefix, paths in files]
         self.samples = [0] * len(batches.prefixes)
         self.consumed = 0
         self.skipped: list[SkippedBatch] = []
+
+    def require_data_of(self, subset: Subset | None) -> None:
+        """Raises MtcliError where the data is not what a subset was chosen from."""
+        if subset is None:
+            return
+        problems = []
+        for number, then in enumerate(subset.sources):
+            now = self._source(number)
+            for kind, new, old in _hashes(now, then):
+                message = f"{now.prefix} has the {kind} {new}, and the subset was chosen from data "
+                message += f"at {then.prefix} with the {kind} {old}"
+                problems.append(Problem(message, AGAIN, FIELD))
+            if now.weight != then.share:
+                message = f"{now.prefix} has the share {now.weight}, and the subset was chosen with"
+                problems.append(Problem(f"{message} {then.share}", AGAIN, FIELD))
+        if problems:
+            raise MtcliError(*problems)
 
     def skip(self, step: int, why: Literal["overflow", "fault"]) -> None:
         """Notes that the batch of a step made no update."""
@@ -103,17 +120,10 @@ class ConsumedSamples:
         return problems
 
 
-def _hashes(now: DatasetRecord, then: DatasetRecord) -> list[tuple[str, str, str]]:
+def _hashes(now: DatasetRecord, then: DatasetRecord | SourceRecord) -> list[tuple[str, str, str]]:
     """The first kind of hash that differs, with both: what two sources have, or none."""
     if now.sha256 and then.sha256 and now.sha256 != then.sha256:
         return [("sha256", now.sha256, then.sha256)]
     if now.sampled != then.sampled:
         return [("hash", now.sampled, then.sampled)]
     return []
-
-
-def _sha256(prefix: str) -> str:
-    """What preprocess says of the tokens at a prefix; empty where it says nothing."""
-    hashes = (describe(Path(prefix)) or {}).get("sha256")
-    found = hashes.get("bin") if isinstance(hashes, dict) else None
-    return found if isinstance(found, str) else ""

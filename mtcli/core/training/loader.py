@@ -21,6 +21,7 @@ from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.encoder_batches import encoder_batches
 from mtcli.core.data.encoder_rows import CountedRows
+from mtcli.core.data.example_rows import kept
 from mtcli.core.data.loader import (
     Batches,
     CountedTokens,
@@ -31,6 +32,7 @@ from mtcli.core.data.loader import (
     require_stated_ids,
 )
 from mtcli.core.data.packing import open_conversations
+from mtcli.core.data.subset import Subset, SubsetBatches, TokenSequences, require_subset
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -61,8 +63,12 @@ class StepBatch(NamedTuple):
 class MicroBatchLoader:
     """The micro-batches of this rank, step by step, of `Batches` or an encoder's."""
 
-    def __init__(self, batches: Any, config: RunConfig, groups: Groups) -> None:
+    def __init__(
+        self, batches: Any, config: RunConfig, groups: Groups, subset: Subset | None = None
+    ) -> None:
+        """Where the batches are of a `subset`'s members alone, that is told."""
         self.batches, self.config, self.groups = batches, config, groups
+        self.subset = subset
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
         self.positions = positions.to(groups.device)  # of this rank's part of each sequence
@@ -269,9 +275,17 @@ def open_loader(
         split = "0,1,0" if data.valid else split
     elif data.valid:
         split = "1,0,0"  # data.valid holds nothing back from data.train
+    subset = None if validation else require_subset(config)
     if config.model.head != "lm":
         encoded = encoder_batches(config, paths, split, which, samples)
-        return MicroBatchLoader(encoded, config, groups)
+        if subset is not None:
+            encoded = kept(encoded, subset)
+        return MicroBatchLoader(encoded, config, groups, subset)
+    if subset is not None:
+        sequences = TokenSequences(paths, split, config.batch.seq_len)
+        chosen = SubsetBatches(sequences, subset, samples, config.data_seed)
+        require_stated_ids(chosen.prefixes, config.model.vocab_size)
+        return MicroBatchLoader(chosen, config, groups, subset)
     batches = Batches(paths, split, which, samples, config.batch.seq_len, config.data_seed, planned)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     loader = MicroBatchLoader(batches, config, groups)

@@ -1,0 +1,344 @@
+"""Trains on a subset of the sequences of token data: which ones, and what each one's loss weighs.
+
+The candidates are the windows of seq_len + 1 tokens, neighbours sharing one, of a dataset's
+sequences laid end to end in the order of its file: they depend on no seed. A file holds those that
+were chosen, with their weights, the objective that they reach and the hashes of data and model.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
+
+from mtcli.core.config.blend import Which
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.fields import Count, Positive, Section
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import load_json
+from mtcli.core.data.blend import split_range
+from mtcli.core.data.indexed import Indexed
+from mtcli.core.data.loader import SampleId, open_blend, token_files
+from mtcli.core.runtime.atomic_writes import aside
+
+FIELD = "data.subset"
+AGAIN = "choose again: mtcli select --data PREFIX --model CHECKPOINT --fraction F --output FILE"
+Weight = Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
+
+
+class SourceRecord(Section):
+    """A dataset that sequences were chosen from."""
+
+    prefix: str
+    """where it was"""
+    sha256: str
+    """of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
+    sampled: str
+    """XXH3 (128 bits) of the sizes of its files and of 64 blocks of 64 KiB of each"""
+    candidates: Count
+    """sequences to choose from; they follow those of the sources before it"""
+    share: float | None = None
+    """its weight in the blend; None: by its sequences"""
+
+
+class ModelRecord(Section):
+    """The model whose gradients or features sequences were chosen by."""
+
+    path: str
+    hash: str
+    """of the manifest, or of blocks of the weights' files"""
+
+
+class Subset(Section):
+    """A weighted subset, as its file holds it."""
+
+    kind: Literal["mtcli subset"] = "mtcli subset"
+    version: Literal[1] = 1
+    method: str
+    """craig, dsir or random"""
+    proxy: str | None
+    """gradient, kronecker or features; None: no model was asked"""
+    seed: Count
+    seq_len: Positive
+    """tokens of a sequence, which training on the subset must use"""
+    format: str
+    """data.format: tokens, or labelled examples"""
+    num_candidates: Count
+    objective: float | None
+    """facility location of the chosen sequences over the proxies; higher is better"""
+    random_objective: float | None
+    """that of as many random ones"""
+    bound: float | None
+    """L: the sum of all candidates' distances to the chosen, which bounds the gradient's error"""
+    random_bound: float | None
+    """that of as many random ones"""
+    indices: tuple[Count, ...]
+    """the chosen candidates in the order of their picks"""
+    weights: tuple[Weight, ...]
+    """what the loss of each one weighs: how many candidates it stands for"""
+    sources: tuple[SourceRecord, ...]
+    model: ModelRecord | None
+    target: tuple[SourceRecord, ...] = ()
+    """dsir: the data that the chosen sequences are to resemble"""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "Subset":
+        if len(self.indices) != len(self.weights):
+            raise ValueError(f"{len(self.indices)} indices and {len(self.weights)} weights")
+        if len(set(self.indices)) != len(self.indices) or not self.indices:
+            raise ValueError("indices have to be distinct, and at least one")
+        if max(self.indices) >= self.num_candidates:
+            raise ValueError(f"index {max(self.indices)} of {self.num_candidates} candidates")
+        if sum(source.candidates for source in self.sources) != self.num_candidates:
+            raise ValueError("the candidates of the sources are not num_candidates")
+        return self
+
+
+class ChosenSequences(NamedTuple):
+    """The members of a subset by source."""
+
+    source: np.ndarray  # int64 [m]
+    place: np.ndarray  # int64 [m], among the source's candidates
+    weights: np.ndarray  # float64 [m], of mean 1
+
+
+def write_subset(target: str | Path, subset: Subset) -> None:
+    """Writes a subset's file. Raises MtcliError (exit 1) where the disk does not take it."""
+    with aside(target) as path:
+        path.write_text(json.dumps(subset.model_dump()) + "\n", encoding="utf-8")
+
+
+def read_subset(path: str | Path) -> Subset:
+    """Reads a subset's file. Raises MtcliError where it is none."""
+    fields = load_json(path, AGAIN, AGAIN, field=FIELD)
+    try:
+        return Subset.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"][:2]))
+        message = f"{path} is no subset: {f'{where}: ' if where else ''}{first['msg']}"
+        raise wrong(message, AGAIN, FIELD) from None
+
+
+def require_subset(config: RunConfig) -> Subset | None:
+    """The subset that a run trains on, if any.
+
+    Raises MtcliError where it is of other sequences than the run's, as far as the config tells.
+    """
+    if not config.data.subset:
+        return None
+    subset, problems = read_subset(config.data.subset), []
+    if subset.seq_len != config.batch.seq_len:
+        message = f"{config.data.subset} has sequences of seq_len={subset.seq_len} tokens, and the "
+        message += f"run batch.seq_len={config.batch.seq_len}"
+        hint = f"--set batch.seq_len={subset.seq_len}, or select with "
+        hint += f"--set batch.seq_len={config.batch.seq_len}"
+        problems.append(Problem(message, hint, FIELD))
+    if subset.format != config.data.format:
+        message = f"{config.data.subset} is of data.format={subset.format!r}, and the run has "
+        problems.append(Problem(f"{message}{config.data.format!r}", AGAIN, FIELD))
+    if problems:
+        raise MtcliError(*problems)
+    return subset
+
+
+def members(subset: Subset, available: Sequence[int]) -> ChosenSequences:
+    """The members of a subset, in ascending order, of sources that have so many candidates now.
+
+    Raises MtcliError where these are fewer sources, or a member is beyond them.
+    """
+    if len(available) != len(subset.sources):
+        message = f"the subset is of {len(subset.sources)} sources, and the run has "
+        raise wrong(f"{message}{len(available)}", "name the same data in the same order", FIELD)
+    ends = np.cumsum([source.candidates for source in subset.sources])
+    indices = np.array(subset.indices, np.int64)
+    order = np.argsort(indices)
+    indices, weights = indices[order], np.array(subset.weights)[order]
+    source = np.searchsorted(ends, indices, side="right")
+    place = indices - np.append(0, ends)[source]
+    for number, (count, record) in enumerate(zip(available, subset.sources, strict=True)):
+        last = int(place[source == number].max(initial=-1))
+        if last >= count:
+            message = f"the subset has candidate {last} of {record.prefix}, whose training part "
+            hint = "give it the data.split of the selection (`mtcli select --set data.split=...`)"
+            raise wrong(f"{message}has {count}", hint, FIELD)
+    return ChosenSequences(source, place, weights * (len(weights) / weights.sum()))
+
+
+class TokenSequences:
+    """The candidates of token data, by number: those of the first dataset, of the second, ..."""
+
+    def __init__(self, words: Sequence[str], split: str, seq_len: int, which: Which = "train"):
+        """`words` are a blend's. Raises MtcliError where files are missing, wrong or too short."""
+        blend, self.indexed = open_blend(words, "--data")
+        self.prefixes, self.shares, self.seq_len = blend.prefixes, blend.weights, seq_len
+        self.owned = [range(*split_range(split, which, len(data))) for data in self.indexed]
+        pairs = list(zip(self.indexed, self.owned, strict=True))
+        self.tokens = [_num_tokens(data, owned) for data, owned in pairs]
+        self.counts = [max(0, tokens - 1) // seq_len for tokens in self.tokens]
+        self.ends = np.cumsum(self.counts)
+        problems = [
+            Problem(
+                f"{prefix} has {tokens:,} tokens in the {which} part of split {split!r}, and a "
+                f"sequence with its labels {seq_len + 1:,}",
+                "a smaller batch.seq_len, or more data",
+                "batch.seq_len",
+            )
+            for prefix, tokens, count in zip(self.prefixes, self.tokens, self.counts, strict=True)
+            if not count
+        ]
+        if problems:
+            raise MtcliError(*problems)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+        return token_files(self.prefixes)
+
+    def groups(self) -> list[np.ndarray]:
+        """The candidates of each dataset: int64, ascending."""
+        bounds = [0, *self.ends.tolist()]
+        return [np.arange(first, end) for first, end in zip(bounds, bounds[1:], strict=False)]
+
+    def rows(self, candidates: np.ndarray) -> np.ndarray:
+        """Reads candidates: int64 [count, seq_len + 1]."""
+        found = np.empty((len(candidates), self.seq_len + 1), np.int64)
+        for row, candidate in zip(found, candidates.tolist(), strict=True):
+            source, begin = self._begin(candidate)
+            row[:] = self.indexed[source].tokens[begin : begin + self.seq_len + 1]
+        return found
+
+    def documents(self, candidates: np.ndarray) -> np.ndarray:
+        """Finds the document of each token, counted from 0 in each row: int32 [count, S + 1]."""
+        found = np.empty((len(candidates), self.seq_len + 1), np.int32)
+        for row, candidate in zip(found, candidates.tolist(), strict=True):
+            lengths = [count for _, _, count in self.spans(candidate)]
+            row[:] = np.repeat(np.arange(len(lengths)), lengths)
+        return found
+
+    def spans(self, candidate: int) -> tuple[tuple[int, int, int], ...]:
+        """Finds (sequence, offset, tokens) of each part of a candidate."""
+        source, at = self._begin(candidate)
+        data, end, spans = self.indexed[source], at + self.seq_len + 1, []
+        size = data.dtype.itemsize
+        sequence = int(np.searchsorted(data.pointers, at * size, side="right")) - 1
+        while at < end:
+            start = int(data.pointers[sequence]) // size
+            stop = min(end, start + int(data.lengths[sequence]))
+            if stop > at:
+                spans.append((sequence, at - start, stop - at))
+                at = stop
+            sequence += 1
+        return tuple(spans)
+
+    def source_of(self, candidate: int) -> int:
+        """The number of the dataset that has a candidate."""
+        return int(np.searchsorted(self.ends, candidate, side="right"))
+
+    def _begin(self, candidate: int) -> tuple[int, int]:
+        """(a candidate's dataset, its first token in the file)."""
+        source = self.source_of(candidate)
+        place = candidate - (int(self.ends[source - 1]) if source else 0)
+        data = self.indexed[source]
+        first = int(data.pointers[self.owned[source].start]) // data.dtype.itemsize
+        return source, first + place * self.seq_len
+
+
+def _num_tokens(data: Indexed, owned: range) -> int:
+    return int(data.lengths[owned.start : owned.stop].sum(dtype=np.int64))
+
+
+class SubsetBatches:
+    """The samples of a run on a subset by global id: read as `Batches` are.
+
+    Each epoch has its members once, in an order by the seed and its number.
+    """
+
+    def __init__(
+        self, sequences: TokenSequences, subset: Subset, num_samples: int, seed: int
+    ) -> None:
+        """Raises MtcliError where the data has not the members."""
+        self.sequences, self.subset = sequences, subset
+        self.num_samples = self.planned = num_samples
+        self.prefixes, self.weights = sequences.prefixes, sequences.shares
+        self.tokens, self.seed, self.first = sequences.tokens, seed, 0
+        self.adopt(subset, 0)
+
+    def adopt(self, subset: Subset, first: int) -> None:
+        """Takes another subset of the same data from sample `first` on."""
+        chosen = members(subset, self.sequences.counts)
+        starts = np.append(0, self.sequences.ends)[chosen.source]
+        self.members, self.first = starts + chosen.place, first
+        self.member_weights = chosen.weights.astype(np.float32)
+        self._epoch = (-1, np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+        return self.sequences.files
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """Reads samples start .. start + count - 1: int64 [count, seq_len + 1]."""
+        return self.sequences.rows(self.members[self._places(start, count)])
+
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """Finds the document of each token of `batch(start, count)`: int32 [count, seq_len + 1]."""
+        return self.sequences.documents(self.members[self._places(start, count)])
+
+    def loss_weights(self, start: int, count: int) -> np.ndarray:
+        """The weight of each label's loss, that of its sequence: float32 [count, seq_len]."""
+        weights = self.member_weights[self._places(start, count)]
+        return np.repeat(weights[:, None], self.sequences.seq_len, axis=1)
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Identifies the spans that `batch(start, count)` is made of."""
+        candidates = self.members[self._places(start, count)].tolist()
+        names, of = self.prefixes, self.sequences.source_of
+        return [SampleId(names[of(one)], self.sequences.spans(one)) for one in candidates]
+
+    def drawn(self, start: int, stop: int) -> list[int]:
+        """Counts how many of the samples start .. stop - 1 each dataset gives."""
+        sources = np.searchsorted(
+            self.sequences.ends, self.members[self._places(start, stop - start)], side="right"
+        )
+        return np.bincount(sources, minlength=len(self.prefixes)).tolist()
+
+    def describe(self) -> dict[str, str]:
+        """What a run says first of its subset."""
+        subset, size = self.subset, len(self.members)
+        of = f"{size:,} of {subset.num_candidates:,} sequences, chosen by {subset.method}"
+        return {"subset": of}
+
+    def _places(self, start: int, count: int) -> np.ndarray:
+        """The places among the members of samples: int64 [count]."""
+        assert self.first <= start <= start + count <= len(self), (self.first, start, count)
+        epochs, places = np.divmod(np.arange(start, start + count) - self.first, len(self.members))
+        found = np.empty(count, np.int64)
+        for epoch in np.unique(epochs).tolist():
+            of_epoch = epochs == epoch
+            found[of_epoch] = self._order(epoch)[places[of_epoch]]
+        return found
+
+    def _order(self, epoch: int) -> np.ndarray:
+        known, order = self._epoch
+        if known != epoch:
+            random = np.random.RandomState([self.seed, epoch, self.first % 2**32])
+            order = random.permutation(len(self.members))
+            self._epoch = (epoch, order)
+        return order
+
+
+def subset_facts(subset: Subset) -> dict[str, Any]:
+    """The keys of a subset that a command answers."""
+    keys = ("method", "proxy", "objective", "random_objective", "bound", "random_bound")
+    keys += ("num_candidates", "seq_len")
+    found = {key: getattr(subset, key) for key in keys}
+    return found | {"indices": list(subset.indices), "weights": list(subset.weights)}

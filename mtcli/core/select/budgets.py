@@ -1,0 +1,48 @@
+"""Divides the sequences to choose over groups: classes of labelled examples, sources of a blend."""
+
+import math
+from collections.abc import Sequence
+
+from mtcli.core.config.errors import wrong
+
+
+def total_of(fraction: float | None, size: int | None, candidates: int) -> int:
+    """How many of the candidates to choose: a share of them, at least one, or so many.
+
+    Raises MtcliError where there are fewer.
+    """
+    if size is None:
+        assert fraction is not None, "a size or a fraction"
+        return max(1, round(fraction * candidates))
+    if size > candidates:
+        message = f"{size} sequences of the {candidates} that there are"
+        raise wrong(message, f"1 to {candidates}", "--size")
+    return size
+
+
+def budgets_of(sizes: Sequence[int], shares: Sequence[float], total: int) -> list[int]:
+    """Divides `total` over groups in proportion to their shares, by largest remainders (the first
+    of equal ones); a group has at least one and at most its size.
+
+    Raises MtcliError where there are more groups.
+    """
+    if total < len(sizes):
+        message = f"{total} sequences to choose from {len(sizes)} groups (sources or classes)"
+        raise wrong(message, f"{len(sizes)} or more, so that each group has one", "--size")
+    found: dict[int, int] = {}
+    while len(found) < len(sizes):
+        left = [group for group in range(len(sizes)) if group not in found]
+        rest = total - sum(found.values())
+        scale = rest / sum(shares[group] for group in left)
+        wanted = {group: shares[group] * scale for group in left}
+        full = {group: sizes[group] for group in left if wanted[group] > sizes[group]}
+        least = {group: 1 for group in left if wanted[group] < 1.0}
+        if full or least:  # one kind at a time, as each changes what is left for the others
+            found |= full or least
+            continue
+        floors = {group: math.floor(wanted[group]) for group in left}
+        by_rest = sorted(left, key=lambda group: floors[group] - wanted[group])
+        for group in by_rest[: rest - sum(floors.values())]:
+            floors[group] += 1
+        found |= floors
+    return [found[group] for group in range(len(sizes))]

@@ -1,0 +1,227 @@
+"""Chooses a core-set of points: CRAIG (arXiv:1906.01827), within groups and in bounded memory.
+
+Points that are equal are one point that counts as many times. Up to MOST points of a group are
+chosen from at once, by lazy greedy: with all similarities in memory where these fit, else in
+blocks. More of them are dealt into random parts, which ranks share (GreeDi, arXiv:1411.0541): each
+part chooses twice its share, and the final picks are among those, each of which counts as often as
+points were nearest to it. What is chosen depends on no layout.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.parallel.groups import Axis
+from mtcli.core.select.distances import Points, nearest, similarities
+from mtcli.core.select.facility_location import Goal, lazy_greedy
+
+MOST = 1 << 16  # points that greedy sees at once
+OVERSAMPLED = 2  # times its share that a part chooses for the second round
+DENSE_BYTES = 1 << 30  # of similarities in float64 that are kept in memory
+DENSE = math.isqrt(DENSE_BYTES // 8)  # points that have so many
+
+
+class Chosen(NamedTuple):
+    """Some of n candidates in the order of their picks, and what they stand for."""
+
+    indices: np.ndarray  # int64 [r]
+    weights: np.ndarray  # float64 [r]
+    objective: float | None  # F: facility location; None where there are no proxies
+    bound: float | None  # L: the sum of every candidate's distance to its nearest chosen one
+
+
+class Quota(NamedTuple):
+    """How much to choose of each group: `budgets`, or, by `cover`, as many as bring L to at most
+    that part of the sum of its proxies' norms."""
+
+    budgets: Sequence[int]
+    cover: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Who works, where, by which seed, and whom to tell of picks."""
+
+    world: Axis
+    device: torch.device
+    seed: int
+    advance: Callable[[int], object] = lambda done: None
+
+
+class _Part(NamedTuple):
+    """Distinct points of a group that greedy sees at once."""
+
+    group: int
+    points: np.ndarray  # int64 [m], ascending ids
+    counts: np.ndarray  # float64 [m], how many points each stands for
+    size: int
+    residual: float  # L at which picks may end; below 0 they go on to the size
+
+
+class _Picked(NamedTuple):
+    points: list[int]
+    counts: list[float]  # of the part's points that are nearest to each
+
+
+def choose(proxies: Tensor, groups: Sequence[np.ndarray], target: Quota, work: Work) -> Chosen:
+    """Chooses the core-set of each group of candidates over their proxies [n, d].
+
+    `groups` are ids, ascending; weights of a group sum to its size. The order goes round the
+    groups, so that each beginning of it has some of all. Collective.
+    """
+    distinct = [_distinct(proxies, ids) for ids in groups]
+    budgets = [len(points) for points, _ in distinct]
+    if target.cover is None:
+        budgets = [min(pair) for pair in zip(target.budgets, budgets, strict=True)]
+    parts = [
+        part
+        for group, (points, counts) in enumerate(distinct)
+        for part in _deal(proxies, _Part(group, points, counts, budgets[group], -1.0), target, work)
+    ]
+    orders, again = [], []
+    picked = _shared(proxies, parts, work)
+    for group, budget in enumerate(budgets):
+        of_group = [one for part, one in zip(parts, picked, strict=True) if part.group == group]
+        orders.append(round_robin([one.points for one in of_group]))
+        if len(orders[group]) > budget:
+            pairs = sorted(p for one in of_group for p in zip(one.points, one.counts, strict=True))
+            points, counts = (np.array(column) for column in zip(*pairs, strict=True))
+            again.append(_Part(group, points, counts, budget, -1.0))
+    for part, one in zip(again, _shared(proxies, again, work), strict=True):
+        orders[part.group] = one.points
+    if target.cover is None:
+        for order, ids, budget in zip(orders, groups, target.budgets, strict=True):
+            order.extend(np.setdiff1d(ids, order)[: budget - len(order)].tolist())
+    return judge(proxies, groups, orders, work)
+
+
+def random_orders(
+    groups: Sequence[np.ndarray], budgets: Sequence[int], seed: int
+) -> list[list[int]]:
+    """Draws as many of each group by the seed."""
+    random = np.random.default_rng([seed, 1])
+    pairs = zip(groups, budgets, strict=True)
+    return [random.choice(ids, size, replace=False).tolist() for ids, size in pairs]
+
+
+def unjudged(orders: Sequence[list[int]]) -> Chosen:
+    """Candidates that no proxies judge."""
+    indices = np.array(round_robin(orders), np.int64)
+    return Chosen(indices, np.ones(len(indices)), None, None)
+
+
+def evenly_weighed(chosen: Chosen, groups: Sequence[np.ndarray]) -> Chosen:
+    """The same candidates, of which those of a group weigh the same and sum to its size."""
+    weights = np.empty(len(chosen.indices))
+    for ids in groups:
+        of_group = np.isin(chosen.indices, ids)
+        weights[of_group] = len(ids) / max(1, of_group.sum())
+    return chosen._replace(weights=weights)
+
+
+def judge(
+    proxies: Tensor, groups: Sequence[np.ndarray], orders: Sequence[list[int]], work: Work
+) -> Chosen:
+    """Weighs chosen candidates of each group: gamma_j counts those that are nearest to j, which is
+    nearest to itself; of equally near ones the lowest has them."""
+    weights: dict[int, float] = {}
+    objective = residual = 0.0
+    for ids, order in zip(groups, orders, strict=True):
+        points = _points(proxies, ids, work)
+        chosen = np.sort(np.array(order, np.int64))
+        places = torch.from_numpy(np.searchsorted(ids, chosen)).to(work.device)
+        place, distance = nearest(points, places, work.advance)
+        gamma = place.bincount(minlength=len(chosen)).double().tolist()
+        weights |= zip(chosen.tolist(), gamma, strict=True)
+        of_group = float(distance.double().sum())
+        residual += of_group
+        objective += len(ids) * points.reach - of_group
+    indices = round_robin(orders)
+    found = np.array([weights[index] for index in indices])
+    return Chosen(np.array(indices, np.int64), found, objective, residual)
+
+
+def planned_bytes(sizes: Sequence[int], width: int) -> int:
+    """Bytes that choosing takes at its peak: the proxies and, of the largest group, their copies
+    around the mean and the similarities in memory."""
+    most = min(max(sizes), MOST)
+    matrix = 2 * 8 * most**2 if most <= DENSE else 0
+    copies = 4 * 3 * (width + 2) * max(sizes)
+    return 4 * width * sum(sizes) + copies + matrix // 2 + (256 << 20)
+
+
+def _points(proxies: Tensor, ids: np.ndarray, work: Work) -> Points:
+    """Some proxies around their mean: in float64 where all their similarities fit in memory."""
+    own = proxies[torch.from_numpy(ids)].to(work.device)
+    return Points(own.double() if len(ids) <= DENSE else own)
+
+
+def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the first of each set of equal points, ascending; how many there are of it)."""
+    counts: dict[bytes, int] = {}
+    firsts = []
+    for index in ids.tolist():
+        key = xxhash.xxh3_128_digest(proxies[index].numpy())
+        if key not in counts:
+            firsts.append(index)
+        counts[key] = counts.get(key, 0) + 1
+    return np.array(firsts, np.int64), np.array(list(counts.values()), np.float64)
+
+
+def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Part]:
+    """Deals a group's points into parts of equal size by the seed; one where greedy sees all.
+
+    Where the second round could not see what twice their shares are, parts choose their shares.
+    """
+    number = -(-len(group.points) // MOST)
+    over = OVERSAMPLED if number > 1 and OVERSAMPLED * group.size <= MOST else 1
+    over = 1 if target.cover is not None else over
+    dealt = np.random.default_rng([work.seed, 0]).permutation(len(group.points))
+    parts = []
+    for index, some in enumerate(np.array_split(dealt, number)):
+        some.sort()
+        share = group.size * (index + 1) // number - group.size * index // number
+        points, residual = group.points[some], -1.0
+        if target.cover is not None:
+            norms = proxies[torch.from_numpy(points)].double().norm(dim=1).numpy()
+            residual = target.cover * float(norms @ group.counts[some])
+            share = len(some)
+        size = min(len(some), over * share)
+        parts.append(_Part(group.group, points, group.counts[some], size, residual))
+    return parts
+
+
+def _shared(proxies: Tensor, parts: Sequence[_Part], work: Work) -> list[_Picked]:
+    """The picks of all parts, which ranks share. Collective."""
+    rank, ranks = work.world.rank, work.world.size
+    own = [_pick(proxies, part, work, ranks) for part in parts[rank::ranks]]
+    found = gather_values(own, work.world)
+    return [_Picked(*found[number % ranks][number // ranks]) for number in range(len(parts))]
+
+
+def _pick(proxies: Tensor, part: _Part, work: Work, ranks: int) -> _Picked:
+    points = _points(proxies, part.points, work)
+    counts = torch.from_numpy(part.counts).to(points.left)
+    similar = similarities(points, points.reach, len(points) <= DENSE)
+    goal = Goal(part.size)
+    if part.residual >= 0.0:
+        goal = Goal(part.size, float(counts.double().sum()) * points.reach - part.residual)
+    order = lazy_greedy(similar, counts, goal, lambda done: work.advance(done * ranks)).order
+    chosen = torch.tensor(sorted(order), device=work.device)
+    place, _ = nearest(points, chosen, lambda done: None)
+    carried = place.bincount(counts.double(), len(chosen)).tolist()
+    by_point = dict(zip(chosen.tolist(), carried, strict=True))
+    return _Picked(part.points[order].tolist(), [by_point[one] for one in order])
+
+
+def round_robin(orders: Sequence[list[int]]) -> list[int]:
+    """The first of each, the second of each, and so on."""
+    longest = max(map(len, orders))
+    return [order[turn] for turn in range(longest) for order in orders if turn < len(order)]

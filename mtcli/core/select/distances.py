@@ -1,0 +1,98 @@
+"""Distances between proxies, in blocks: similarities for facility location, and who is nearest.
+
+The similarity of i and j is D - |g_i - g_j|, where D is the sum of the two largest distances from
+the mean, so that none is negative. Then F(S) = n D - L(S), where L(S) is the sum of every point's
+distance to its nearest one in S: CRAIG's objective (arXiv:1906.01827, section 3). L(S) bounds the
+error of S: |sum of g_i - sum over j in S of gamma_j g_j| <= L(S), for gamma_j points nearest to j.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtcli.core.select.facility_location import MatrixSimilarities, Similarities
+
+# Distances made at a time: in a CPU's cache, and enough for a GPU.
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
+SAME = 1e-12  # squared distances below this part of the squared norms are rounding
+
+
+class Points:
+    """Proxies around their mean [n, d], of which distances are asked in blocks of rows."""
+
+    def __init__(self, proxies: Tensor) -> None:
+        centred = proxies - proxies.mean(0, dtype=torch.float64).to(proxies.dtype)
+        squares = centred.square().sum(1, keepdim=True)
+        ones = torch.ones_like(squares)
+        # One GEMM makes squared distances: [-2 x, |x|^2, 1] [y, 1, |y|^2]^T.
+        self.left = torch.cat([-2.0 * centred, squares, ones], 1)
+        self.right = torch.cat([centred, ones, squares], 1)
+        self.squares = squares[:, 0]
+        radii = self.squares.sqrt().topk(min(2, len(proxies))).values
+        self.reach = float(radii.double().sum())
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    @property
+    def block(self) -> int:
+        """Rows of distances to all points that are made at a time."""
+        return max(1, BLOCK[self.left.device.type] // len(self))
+
+    def distances(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Those of some points [b] to others [c], or to all [n]."""
+        right = self.right if columns is None else self.right[columns]
+        found = self.left[rows] @ right.T
+        others = self.squares if columns is None else self.squares[columns]
+        found.masked_fill_(found <= SAME * (self.squares[rows][:, None] + others), 0.0)
+        return found.sqrt_()
+
+
+class BlockSimilarities:
+    """Similarities that are made when they are asked for: a few rows are in memory."""
+
+    def __init__(self, points: Points, reach: float) -> None:
+        self.points, self.reach = points, reach
+        self.size, self.block = len(points), points.block
+
+    def rows(self, candidates: Tensor) -> Tensor:
+        """Those of all points to some candidates [b, n]."""
+        return self.points.distances(candidates).neg_().add_(self.reach)
+
+
+def similarities(points: Points, reach: float, in_memory: bool) -> Similarities:
+    """The similarities of all points: `in_memory`, or in blocks."""
+    blocks = BlockSimilarities(points, reach)
+    if not in_memory:
+        return blocks
+    size, device = len(points), points.left.device
+    matrix = torch.empty(size, size, dtype=points.left.dtype, device=device)
+    for some in torch.arange(size, device=device).split(blocks.block):
+        matrix[some] = blocks.rows(some)
+    return MatrixSimilarities(matrix, blocks.block)
+
+
+class Nearest(NamedTuple):
+    """Of each point the nearest chosen one, as its place among them, and its distance."""
+
+    place: Tensor  # int64 [n]
+    distance: Tensor  # [n]
+
+
+def nearest(points: Points, chosen: Tensor, advance: Callable[[int], object]) -> Nearest:
+    """Finds the nearest of the chosen points [r] of all points; a chosen one is its own.
+
+    `advance` is told how many points are done.
+    """
+    size, device = len(points), points.left.device
+    place = torch.empty(size, dtype=torch.int64, device=device)
+    distance = torch.empty(size, dtype=points.left.dtype, device=device)
+    rows = max(1, BLOCK[device.type] // len(chosen))
+    for some in torch.arange(size, device=device).split(rows):
+        distance[some], place[some] = points.distances(some, chosen).min(1)
+        advance(len(some))
+    place[chosen] = torch.arange(len(chosen), device=device)
+    distance[chosen] = 0.0
+    return Nearest(place, distance)

@@ -1,0 +1,178 @@
+"""Maximises facility location, F(S) = sum over i of m_i max over j in S of s_ij, by greedy picks.
+
+F is monotone and submodular where similarities are not negative, so that greedy picks reach 1 - 1/e
+of the optimum (Nemhauser et al., 1978). Point i counts m_i times. Of equal gains, to the rounding
+of their sums, the lowest index is picked. n points and candidates; b of them at a time.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LOSS = 0.1  # of stochastic greedy: its expected value is 1 - 1/e - LOSS of the optimum
+TIES = 32.0  # roundings by which equal gains may differ
+FIRST_REFRESH = 8  # candidates whose gains lazy greedy computes again at once, at first
+Advance = Callable[[int], object]
+
+
+class Similarities(Protocol):
+    """Similarities s_ij >= 0 of n points i to n candidates j, made when they are asked for."""
+
+    size: int  # n
+    block: int  # candidates whose rows are in memory at once
+
+    def rows(self, candidates: Tensor) -> Tensor:
+        """Those of all points to some candidates [b, n], in memory that the caller may write."""
+
+
+class MatrixSimilarities:
+    """Similarities that are all in memory, [candidates, points]."""
+
+    def __init__(self, rows: Tensor, block: int = 64) -> None:
+        self.matrix, self.size, self.block = rows, len(rows), block
+
+    def rows(self, candidates: Tensor) -> Tensor:
+        """Copies of their rows [b, n]."""
+        return self.matrix[candidates]
+
+
+class Goal(NamedTuple):
+    """When picks end: at so many of them, or, if that is sooner, at a value of F."""
+
+    size: int
+    value: float = math.inf
+
+
+class Picks(NamedTuple):
+    """Candidates in the order in which they were picked, and what each added to F."""
+
+    order: list[int]
+    gains: list[float]
+
+    @property
+    def value(self) -> float:
+        """F of all of them."""
+        return math.fsum(self.gains)
+
+
+def lazy_greedy(
+    similarities: Similarities, counts: Tensor, goal: Goal, advance: Advance = lambda done: None
+) -> Picks:
+    """The greedy picks, by gains that are computed again only where they may be the largest.
+
+    A gain never grows, so an old one is a bound (Minoux, 1978). The largest bounds are refreshed
+    in blocks of 8, 16, ... until no other one can win or tie. `counts` are the m_i [n].
+    """
+    state = _State(similarities, counts)
+    bounds = state.gains(torch.arange(similarities.size, device=counts.device))
+    while not state.reached(goal):
+        stale, best, fresh, refresh = bounds.clone(), -math.inf, [], FIRST_REFRESH
+        while True:
+            top, candidates = stale.topk(min(refresh, len(stale)))
+            candidates = candidates[top >= state.tying(best)]
+            candidates = candidates[~state.chosen[candidates]]
+            if not len(candidates):
+                break
+            gains = state.gains(candidates)
+            bounds[candidates], stale[candidates] = gains, -math.inf
+            fresh.append(candidates)
+            best, refresh = max(best, float(gains.max())), 2 * refresh
+        winner = state.first_of_best(torch.cat(fresh), bounds)
+        state.pick(winner, float(bounds[winner]))
+        bounds[winner] = -math.inf
+        advance(1)
+    return state.picks
+
+
+def naive_greedy(
+    similarities: Similarities, counts: Tensor, goal: Goal, advance: Advance = lambda done: None
+) -> Picks:
+    """The greedy picks, by the gains of all candidates at each: n^2 similarities a pick."""
+    everyone = torch.arange(similarities.size, device=counts.device)
+
+    def others() -> Iterator[Tensor]:
+        while True:
+            yield everyone[~state.chosen]
+
+    state = _State(similarities, counts)
+    return _scan(state, others(), goal, advance)
+
+
+def stochastic_greedy(
+    similarities: Similarities,
+    counts: Tensor,
+    goal: Goal,
+    advance: Advance = lambda done: None,
+    seed: int = 0,
+) -> Picks:
+    """Picks the best of (n / size) ln(1 / LOSS) random candidates each time: n ln(1 / LOSS) gains
+    in all (Mirzasoleiman et al., 2015, "Lazier than lazy greedy")."""
+    random, n = np.random.default_rng(seed), similarities.size
+    sample = math.ceil(n / goal.size * math.log(1.0 / LOSS))
+
+    def some() -> Iterator[Tensor]:
+        while True:
+            left = (~state.chosen).nonzero().flatten()
+            drawn = random.choice(len(left), min(sample, len(left)), replace=False)
+            yield left[torch.from_numpy(np.sort(drawn)).to(left.device)]
+
+    state = _State(similarities, counts)
+    return _scan(state, some(), goal, advance)
+
+
+def _scan(state: "_State", candidates: Iterator[Tensor], goal: Goal, advance: Advance) -> Picks:
+    """Picks the best of the candidates that are looked at each time."""
+    while not state.reached(goal):
+        looked_at = next(candidates)
+        gains = state.best.new_full((len(state.chosen),), -math.inf)
+        gains[looked_at] = state.gains(looked_at)
+        winner = state.first_of_best(looked_at, gains)
+        state.pick(winner, float(gains[winner]))
+        advance(1)
+    return state.picks
+
+
+class _State:
+    """The picks so far, and each point's largest similarity to them."""
+
+    def __init__(self, similarities: Similarities, counts: Tensor) -> None:
+        self.similarities, self.counts = similarities, counts
+        self.best = torch.zeros_like(counts)  # of no pick: F of nothing is 0
+        self.chosen = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
+        self.picks = Picks([], [])
+        self.value = 0.0
+
+    def gains(self, candidates: Tensor) -> Tensor:
+        """What each of some candidates [b] would add to F."""
+        found = [
+            self.similarities.rows(block).sub_(self.best).clamp_(min=0.0) @ self.counts
+            for block in candidates.split(self.similarities.block)
+        ]
+        return torch.cat(found)
+
+    def tying(self, best: float) -> float:
+        """The least gain that is as good as the best."""
+        return best - TIES * torch.finfo(self.best.dtype).eps * abs(best)
+
+    def first_of_best(self, candidates: Tensor, gains: Tensor) -> int:
+        """The lowest of some candidates among the best; `gains` are of all [n]."""
+        of_them = gains[candidates]
+        return int(candidates[of_them >= self.tying(float(of_them.max()))].min())
+
+    def pick(self, candidate: int, gain: float) -> None:
+        """Adds a candidate that has this gain."""
+        row = self.similarities.rows(torch.tensor([candidate], device=self.best.device))[0]
+        self.best = torch.maximum(self.best, row)
+        self.chosen[candidate] = True
+        self.picks.order.append(candidate)
+        self.picks.gains.append(gain)
+        self.value += gain
+
+    def reached(self, goal: Goal) -> bool:
+        """Whether picks end here."""
+        done = len(self.picks.order)
+        return done >= min(goal.size, len(self.chosen)) or self.value >= goal.value

@@ -1,0 +1,215 @@
+"""Proxies of candidates: short vectors whose distances bound those of the loss's gradients.
+
+Of a sequence `gradient` is that of the mean loss by the last layer's logits, summed over tokens:
+the mean of p - y [V], sketched (CRAIG, arXiv:1906.01827, section 3.4); `kronecker` that by the last
+layer's weights: the mean of (p - y) h^T [V, D], sketched; `features` the mean of the last hidden
+states h [D]. Of a labelled example `gradient` is p - y [C] itself. Sequences of the same tokens
+have the same proxies, bit for bit.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from mtcli.core.config.errors import failed
+from mtcli.core.data.example_rows import ExampleRows
+from mtcli.core.data.subset import TokenSequences
+from mtcli.core.inference.encoder import head_outputs
+from mtcli.core.inference.model import InferenceModel
+from mtcli.core.model.build import DTYPES
+from mtcli.core.model.inputs import make_inputs
+from mtcli.core.parallel.collectives import all_gather, all_reduce
+from mtcli.core.parallel.vocab_parallel import VocabLoss
+from mtcli.core.select.sketch import Sketch
+from mtcli.kernels.cross_entropy import row_max
+
+Proxy = Literal["gradient", "kronecker", "features"]
+WIDTH = 256  # numbers of a sketch: squared distances to 9 %, one standard deviation
+CHUNK = 1 << 26  # elements of logits, or of gradients of weights, that are in memory at once
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a forward pass
+Advance = Callable[[int], object]
+
+
+class _Output(NamedTuple):
+    """The last stage's activations of sequences, with their labels."""
+
+    x_BSD: Tensor  # [b, s, D], of a grid of tp ranks D/c of them
+    labels_BS: Tensor
+
+
+def proxy_width(model: InferenceModel, kind: Proxy) -> int:
+    """The numbers of a sequence's proxy."""
+    return model.config.model.hidden_size if kind == "features" else _sketch(model, kind).width
+
+
+def sequence_proxies(
+    model: InferenceModel, sequences: TokenSequences, kind: Proxy, advance: Advance
+) -> Tensor:
+    """The proxies of all candidates: float32 [n, width] on the host, the same on every rank.
+
+    `advance` is told how many candidates are done. Collective. Raises MtcliError (exit 1) where
+    they are not finite.
+    """
+    distinct, place = _distinct(sequences)
+    advance(len(sequences) - len(distinct))
+    found = torch.empty(len(distinct), proxy_width(model, kind))
+    size = max(1, BATCH_TOKENS[model.groups.device.type] // sequences.seq_len)
+    size *= model.groups.layout.dp * model.groups.tp_row.size
+    for start in range(0, len(distinct), size):
+        some = distinct[start : start + size]
+        part = _of_batch(model, sequences.rows(some), kind)
+        if not part.isfinite().all():
+            first = int(some[int((~part.isfinite()).any(1).nonzero()[0])])
+            message = f"the model gives sequence {first} a proxy that is not finite"
+            raise failed(message, "check the checkpoint, or select in fp32")
+        found[start : start + len(some)] = part
+        advance(len(some))
+    return found[torch.from_numpy(place)]
+
+
+def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advance) -> Tensor:
+    """p - y of each example: float32 [n, classes or choices], the same on every rank."""
+    size = max(1, BATCH_TOKENS[model.groups.device.type] // examples.seq_len)
+    size *= model.groups.layout.dp
+    parts = []
+    for start in range(0, len(examples), size):
+        numbers = range(start, min(start + size, len(examples)))
+        batches = [examples.rows(number, 1) for number in numbers]
+        for read, found in zip(batches, head_outputs(model, batches), strict=True):
+            p_MC, labels = found.logits_MC.softmax(1), torch.from_numpy(read.classes)
+            p_MC[torch.arange(len(labels)), labels] -= 1.0
+            parts.append(p_MC.float())
+            advance(len(labels))
+    proxies = torch.cat(parts)
+    if not proxies.isfinite().all():
+        raise failed("the model gives logits that are not finite", "check the checkpoint")
+    return proxies
+
+
+def _distinct(sequences: TokenSequences) -> tuple[np.ndarray, np.ndarray]:
+    """(the first candidate of each text [u], which of them each candidate is like [n])."""
+    known: dict[bytes, int] = {}
+    firsts, place = [], np.empty(len(sequences), np.int64)
+    for start in range(0, len(sequences), 1024):
+        some = np.arange(start, min(start + 1024, len(sequences)))
+        for candidate, row in zip(some.tolist(), sequences.rows(some), strict=True):
+            key = xxhash.xxh3_128_digest(row)
+            if key not in known:
+                known[key] = len(firsts)
+                firsts.append(candidate)
+            place[candidate] = known[key]
+    return np.array(firsts, np.int64), place
+
+
+def _sketch(model: InferenceModel, kind: Proxy) -> Sketch:
+    size = model.vocab_size * (model.config.model.hidden_size if kind == "kronecker" else 1)
+    return Sketch(size, WIDTH, model.config.seed)
+
+
+@torch.no_grad()
+def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
+    """The proxies of rows [B, s + 1] on every rank, float32.
+
+    Data parallel ranks, and rows of a grid of tp ranks, have other sequences of them, all equally
+    many, since they may hold one another's weights: where they are too few, the last one again.
+    """
+    groups = model.groups
+    shares, index = groups.layout.dp * groups.tp_row.size, groups.dp_rank * groups.tp_row.size
+    share, index = -(-len(rows) // shares), index + groups.tp_row.rank
+    own = np.arange(index * share, (index + 1) * share)
+    tokens = torch.from_numpy(rows[np.minimum(own, len(rows) - 1)])
+    found = torch.zeros(len(rows), proxy_width(model, kind), dtype=torch.float64)
+    found = found.to(groups.device)
+    at = 0
+    for output in _outputs(model, tokens):
+        part = _partial(model, output, kind)
+        real = own[at : at + len(part)]
+        real = real[real < len(rows)]
+        found[torch.from_numpy(real).to(groups.device)] += part[: len(real)]
+        at += len(part)
+    return all_reduce(found, groups.world).float().cpu()
+
+
+def _outputs(model: InferenceModel, tokens: Tensor) -> Iterator[_Output]:
+    """What the last stage's ranks have of rows [b, s + 1]; other ranks have nothing."""
+    device, pp = model.groups.device, model.groups.layout.pp
+    dtype, size = DTYPES[model.config.train.precision], len(tokens)
+    size = size // pp if size % pp == 0 else size
+    some = [part.to(device) for part in tokens.split(size)]
+    outputs = model.forward([make_inputs(model.config.model, dtype, t[:, :-1]) for t in some])
+    for x_TD, part in zip(outputs, some, strict=False):  # none but on the last stage
+        yield _Output(x_TD.view(len(part), -1, x_TD.shape[1]), part[:, 1:])
+
+
+def _partial(model: InferenceModel, output: _Output, kind: Proxy) -> Tensor:
+    """This rank's summand of the proxies of some sequences: float64 [b, width]."""
+    x_BSD, labels_BS = output
+    if kind == "features":
+        counts = 1.0 if model.groups.tp.rank == 0 else 0.0  # one rank of each replica answers
+        return _hidden(model, x_BSD).double().mean(1) * counts
+    sketch = _sketch(model, kind)
+    found = torch.zeros(len(x_BSD), sketch.width, dtype=torch.float64, device=x_BSD.device)
+    loss = model.stages[model.groups.layout.num_stages - 1].output
+    columns, length = len(loss.table.weight), x_BSD.shape[1]  # the same on every rank
+    several = max(1, CHUNK // (length * columns))
+    for rows in torch.arange(len(x_BSD), device=x_BSD.device).split(several):
+        for some in torch.arange(length, device=x_BSD.device).split(max(1, CHUNK // columns)):
+            x, labels = x_BSD[rows][:, some], labels_BS[rows][:, some]
+            h_BSD = _hidden(model, x) if kind == "kronecker" else None
+            found[rows] += _sketched(sketch, loss, (x, labels), h_BSD)
+    return found / length
+
+
+def _sketched(
+    sketch: Sketch, loss: VocabLoss, tokens: tuple[Tensor, Tensor], h_BSD: Tensor | None
+) -> Tensor:
+    """The sketches of p - y, times hidden states if given, summed over tokens: float64 [b, width].
+
+    Of `tokens`, activations [b, s, D] and labels [b, s], this rank's columns of the vocabulary.
+    """
+    exps_BSV, scales_BS = _probabilities(loss, *tokens)
+    local_BS, here_BS = loss.shard.owned(tokens[1])
+    local_BS, ones_BS = local_BS.where(here_BS, 0), here_BS.to(scales_BS.dtype)
+    if h_BSD is None:
+        errors_BV = (scales_BS[:, None] @ exps_BSV)[:, 0]  # one pass over the probabilities
+        errors_BV.scatter_add_(1, local_BS, -ones_BS)
+        found = errors_BV.new_zeros(len(errors_BV), sketch.width, dtype=torch.float64)
+        sketch.add(found, errors_BV[:, : loss.shard.valid], loss.shard.first)
+        return found
+    errors_BSV = exps_BSV.mul_(scales_BS[..., None])
+    errors_BSV.scatter_add_(2, local_BS[..., None], -ones_BS[..., None])
+    return _of_weights(sketch, errors_BSV[..., : loss.shard.valid], h_BSD, loss.shard.first)
+
+
+def _of_weights(sketch: Sketch, errors_BSV: Tensor, h_BSD: Tensor, first: int) -> Tensor:
+    """The sketches of p - y times hidden states, summed over tokens: float64 [b, width]."""
+    count, hidden = len(errors_BSV), h_BSD.shape[2]
+    found = errors_BSV.new_zeros(count, sketch.width, dtype=torch.float64)
+    rows, h_BSD = max(1, CHUNK // (count * hidden)), h_BSD.to(errors_BSV.dtype)
+    for begin in range(0, errors_BSV.shape[2], rows):
+        part = errors_BSV[:, :, begin : begin + rows].transpose(1, 2) @ h_BSD
+        sketch.add(found, part.flatten(1), (first + begin) * hidden)
+    return found
+
+
+def _probabilities(loss: VocabLoss, x_BSD: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """(exp(logits - the largest) of this rank's columns [b, s, V], 0 in those that pad, and what
+    each token's are to be multiplied with [b, s]), float32 at least."""
+    logits_TV, shard = loss.logits(x_BSD.flatten(0, 1)), loss.shard
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    top_T = all_reduce(row_max(logits_TV[:, : shard.valid]), shard.tp, dist.ReduceOp.MAX)
+    sums_T, *_ = shard.exp_parts_(logits_TV, top_T, labels_BS.flatten())
+    return logits_TV.unflatten(0, labels_BS.shape), sums_T.reciprocal().view(labels_BS.shape)
+
+
+def _hidden(model: InferenceModel, x: Tensor) -> Tensor:
+    """Hidden states with all their columns [..., D], of which a grid's ranks hold some each."""
+    if x.shape[-1] == model.config.model.hidden_size:
+        return x
+    parts = all_gather(x.flatten(0, -2).T.contiguous(), model.groups.tp)
+    return parts.T.unflatten(0, x.shape[:-1])
