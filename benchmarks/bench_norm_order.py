@@ -1,4 +1,4 @@
-"""BERT's original order of norms beside Megatron-LM's, on a narrow and deep model, by learning rate.
+"""BERT's original order of norms beside Megatron-LM's, on a narrow and deep model.
 
 Megatron-LM (arXiv:1909.08053, section 5.3 and figure 7) moved the norms before attention and MLP,
 as models in the original order did not train once they were larger. Here both train on the masked
@@ -25,7 +25,8 @@ MODEL = ["num_layers=24", "hidden_size=64", "num_heads=4", f"vocab_size={VOCAB}"
 MODEL += [f"max_seq_len={ROW}", "dropout=0", "attention_dropout=0"]
 SETTINGS = [f"model.{field}" for field in MODEL]
 SETTINGS += [f"batch.seq_len={ROW}", "batch.micro_batch_size=16", "batch.global_batch_size=16"]
-SETTINGS += ["train.precision=fp32", "train.log_every=1000", "optimizer.schedule=constant"]
+SETTINGS += ["train.precision=fp32", "parallel.recompute=none", "train.log_every=1000"]
+SETTINGS += ["optimizer.schedule=constant"]
 
 
 def main() -> None:
