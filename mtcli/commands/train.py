@@ -30,7 +30,7 @@ InitFrom = Annotated[
 ]
 SkipBad = Annotated[
     bool,
-    typer.Option("--skip-bad", help="leave bad lines of conversations out, and count them"),
+    typer.Option("--skip-bad", help="leave bad examples out, and count them"),
 ]
 MaxRestarts = Annotated[
     int,
@@ -84,9 +84,9 @@ def _planned(source: "str | Table", overrides: list[str], world: int) -> "RunCon
     from mtcli.core.config.rules import load_checked
 
     run = load_checked(source, overrides, world)
-    if run.data.format != "conversations" or not run.data.train:
+    if run.data.format == "tokens" or not run.data.train:
         return run
-    from mtcli.core.data.packing import with_steps
+    from mtcli.core.data.epochs import with_steps
 
     return with_steps(run, starting_tokenizer(run))
 

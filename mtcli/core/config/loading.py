@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
-from mtcli.core.config.schema import RunConfig, TrainConfig
+from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
 
@@ -56,11 +56,13 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     """The table of a TOML file, run folder or preset with overrides on top.
 
     The warm-up ends with the run where an override makes that shorter and says nothing of it.
-    Steps that an override names count, whatever epochs the table has.
+    Steps that an override names count, whatever epochs the table has. Where one names another head
+    or format of the data, what the table says of the ones before it is left out.
     """
-    table = source if isinstance(source, dict) else read_table(source)
-    table = with_overrides(table, overrides)
+    before = source if isinstance(source, dict) else read_table(source)
+    table = with_overrides(before, overrides)
     fields = {item.partition("=")[0].strip() for item in overrides}
+    table = _of_other_data(before, table, fields)
     if "train.steps" in fields and "train.epochs" not in fields:
         table = _without(table, ["train", "epochs"])
     if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
@@ -68,6 +70,37 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
             case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:
                 return _with(table, ["optimizer", "warmup_steps"], n)
     return table
+
+
+def _of_other_data(before: Table, table: Table, fields: set[str]) -> Table:
+    """The table without what derives from the format of data, or the head, that it had before, in
+    fields that no override names."""
+
+    (head, kind), (new_head, new_kind) = _head_and_format(before), _head_and_format(table)
+    kinds = {kind, new_kind} if kind != new_kind else set()
+    heads = {head, new_head} if None not in (head, new_head) and head != new_head else set()
+    stale = []
+    if kinds:
+        stale += ["data.split", "data.document_mask", "data.document_positions"]
+    if kinds & set(HEAD_OF_FORMAT) or heads & set(HEAD_OF_FORMAT.values()):
+        stale += ["model.head", "model.tie_embeddings", "model.sentence_order", "model.num_labels"]
+        stale += ["data.format", "data.split"]
+    if "race" in kinds or "multiple_choice" in heads:
+        stale += ["batch.seq_len"]
+    for name in stale:
+        if name not in fields:
+            table = _without(table, name.split("."))
+    return table
+
+
+def _head_and_format(table: Table) -> tuple[Any, Any]:
+    """The head that a table names, and the format of its data."""
+    model, data = (
+        t if isinstance(t := table.get(name), dict) else {} for name in ("model", "data")
+    )
+    head = model.get("head")
+    of_head = next((kind for kind, one in HEAD_OF_FORMAT.items() if one == head), "tokens")
+    return head, data.get("format", of_head)
 
 
 def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:

@@ -27,7 +27,7 @@ from mtcli.core.config.layout_rules import (
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
 from mtcli.core.config.lora import lora_targets
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, ModelConfig
-from mtcli.core.config.schema import ParallelConfig, RunConfig
+from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC
 from mtcli.core.config.sync_rules import (
@@ -419,17 +419,12 @@ NEEDS = (
     _of_sync("period", *LEADERS, *PERIODIC),
     _of_sync("outer_lr outer_momentum outer_nesterov", "diloco"),
     _of_sync("fragments overlap_steps quantise top_k error_decay", *PERIODIC),
+    Need(("data.chat_template",), "data.format", ("conversations",), "which has no chats"),
     Need(
-        ("train.epochs", "data.chat_template"),
+        ("train.epochs", "data.skip_bad"),
         "data.format",
-        ("conversations",),
-        "whose length is in steps and whose tokens are there",
-    ),
-    Need(
-        ("data.skip_bad",),
-        "data.format",
-        ("conversations", "classification"),
-        "which has no lines to read",
+        ("conversations", *HEAD_OF_FORMAT),
+        "whose length is in steps and which has no lines to read",
     ),
     Need(("lora.alpha", "lora.dropout", "lora.targets"), "lora.rank", (), "which has no adapters"),
 )

@@ -14,6 +14,8 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 
 RACE_TOKENS, RACE_CHOICES = 512, 4  # at most of a choice with its article, and of a question
+# What reads labelled data, by its format; the others are read by more than one head.
+HEAD_OF_FORMAT = {"race": "multiple_choice", "classification": "classification"}
 LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM's --min-loss-scale
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
@@ -176,7 +178,7 @@ class TrainConfig(Section):
     steps: Positive = 100
     """optimizer steps"""
     epochs: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """conversations: passes over the data, which set steps [1 where no steps are set]"""
+    """all data but tokens: passes over it, which set steps [1 where no steps are set]"""
     init: PathText | None = None
     """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
     output: PathText = "runs/run"
@@ -270,10 +272,12 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fit_examples(cls, values: Any) -> Any:
-        """Holds no examples back for validation, and fills rows with a question's four choices."""
+        """Holds no examples back for validation, fills rows with a question's four choices, and
+        takes one epoch where no length is set."""
         match values:
             case {"data": {"format": "race" | "classification" as kind, **data}}:
                 values = values | {"data": {"split": "1,0,0"} | data | {"format": kind}}
+                values |= _one_epoch(values)
         match values:
             case {"data": {"format": "race"}, "model": {"max_seq_len": int(longest)}}:
                 batch = values.get("batch", {})
@@ -296,10 +300,38 @@ class RunConfig(Section):
         if data.get("format") != "conversations":
             return values
         packed = {"document_mask": True, "document_positions": True, "split": "1,0,0"}
-        values, train = values | {"data": packed | data}, values.get("train", {})
-        if isinstance(train, dict) and not {"steps", "epochs"} & set(train):
-            values |= {"train": train | {"epochs": 1.0}}
+        values = values | {"data": packed | data}
+        return values | _one_epoch(values)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_head(cls, values: Any) -> Any:
+        """Takes the head of an encoder that reads the data's format, and the format that a head
+        reads, where only one of them is set."""
+        match values:
+            case {"model": {"head": _}, "data": {"format": _}}:
+                return values
+            case {
+                "model": {"architecture": "bert", **model},
+                "data": {"format": "race" | "classification" as kind},
+            }:
+                head = {"architecture": "bert", "head": HEAD_OF_FORMAT[kind]}
+                return values | {"model": head | model}
+            case {"model": {"head": "classification" | "multiple_choice" as head}}:
+                (kind,) = (name for name, one in HEAD_OF_FORMAT.items() if one == head)
+                data = values.get("data", {})
+                return values | (
+                    {"data": {"format": kind} | data} if isinstance(data, dict) else {}
+                )
         return values
+
+
+def _one_epoch(values: dict[str, Any]) -> dict[str, Any]:
+    """The train section where it says nothing of a run's length, with an epoch."""
+    train = values.get("train", {})
+    if isinstance(train, dict) and not {"steps", "epochs"} & set(train):
+        return {"train": train | {"epochs": 1.0}}
+    return {}
 
 
 def _is_jsonl(name: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mtcli.core.config.blend import SPLITS, Which, read_blend, read_split
 from mtcli.core.config.errors import wrong
+from mtcli.core.config.schema import DataConfig
 
 # Each weighted dataset is built this much longer than its share, as Megatron's
 # mid_level_dataset_surplus: rounding may ask a few samples more of it.
@@ -58,6 +59,14 @@ def split_range(split: str, which: Which, count: int) -> tuple[int, int]:
     owner = SPLITS.index(which)
     low, high = (int(round(bounds[i] * float(count))) for i in (owner, owner + 1))
     return low, high
+
+
+def chosen(data: DataConfig, which: Which) -> tuple[Sequence[str], str]:
+    """The words of a run's data to train or to validate on, and the split of what they name."""
+    if which == "valid":
+        return (data.valid, "0,1,0") if data.valid else (data.train, data.split)
+    # data.valid holds nothing back from data.train
+    return data.train, "1,0,0" if data.valid else data.split
 
 
 def shares_of(size: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:

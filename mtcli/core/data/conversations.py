@@ -17,8 +17,9 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, collect_errors, wrong
 from mtcli.core.config.untrusted import is_text, open_untrusted, parse_json, shown
+from mtcli.core.data.bad_lines import NAMED, BadLine, refusal
 from mtcli.core.data.chat_template import ChatTemplate, TemplateFault
 from mtcli.core.data.samples import kept
 from mtcli.core.data.tokenize import Tokenizer
@@ -26,7 +27,6 @@ from mtcli.core.data.tokenize import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_LINE_BYTES = 16 << 20
 WORTH_KEEPING = 1 << 20  # bytes of a file that takes over a second to read
-NAMED = 10  # bad lines in an error or a report; the others are counted
 VERSION = 1  # of how lines become tokens
 
 
@@ -60,14 +60,6 @@ class ChatExamples(NamedTuple):
         """(how many, the first lines) that were left out, by kind of fault."""
         table = json.loads(self.skipped.tobytes())
         return {kind: (count, lines) for kind, (count, lines) in table.items()}
-
-
-class BadLine(Exception):
-    """Says what is wrong with a line; `kind` is a few words that lines are counted by."""
-
-    def __init__(self, kind: str, reason: str, hint: str = "mend it") -> None:
-        super().__init__(reason)
-        self.kind, self.reason, self.hint = kind, reason, hint
 
 
 class ExampleEncoder(NamedTuple):
@@ -180,7 +172,7 @@ def _read(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
             f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
         ) from None
     if faults and not encoder.skip_bad:
-        raise _refusal(path, faults)
+        raise refusal([(f"{path}:{line}", fault) for line, fault in faults], path)
     if not ids:
         left_out = f": all {len(faults)} lines are bad" if faults else ""
         raise wrong(f"{path} has no example{left_out}", "a line is an example", field)
@@ -201,17 +193,6 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
         yield line
-
-
-def _refusal(path: Path, faults: list[tuple[int, BadLine]]) -> MtcliError:
-    more = "; --skip-bad leaves such lines out and counts them"
-    problems = [
-        Problem(f"{path}:{line}: {fault.reason}", fault.hint + more)
-        for line, fault in faults[:NAMED]
-    ]
-    if len(faults) > NAMED:
-        problems.append(Problem(f"{path}: {len(faults) - NAMED} more lines are bad"))
-    return MtcliError(*problems)
 
 
 def _record(line: bytes) -> dict[str, Any]:

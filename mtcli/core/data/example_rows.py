@@ -6,35 +6,37 @@ import numpy as np
 
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import wrong
+from mtcli.core.data.bad_lines import shown_skipped
 from mtcli.core.data.blend import split_range
-from mtcli.core.data.encoder_rows import EncoderBatches, EncoderRows, lay_out
+from mtcli.core.data.encoder_rows import EncoderRows, lay_out
 from mtcli.core.data.examples import Example, Examples
 from mtcli.core.data.loader import SampleId
-from mtcli.core.data.packed_rows import Epoch, PackedRows, row_starts
+from mtcli.core.data.packing import EpochRows, pack
 from mtcli.core.data.special_tokens import SpecialTokens
 from mtcli.core.data.subset import Subset, members
 
 
 class ExampleRows:
-    """The rows of examples by global sample, each epoch in another order, or all once in theirs."""
+    """The packed rows of examples by global sample, each epoch in another order."""
 
     weights = None
 
     def __init__(
         self,
         sources: Sequence[tuple[str, Examples]],
-        num_samples: int | None,
         seq_len: int,
-        seed: int,
         special: SpecialTokens,
+        seed: int | None = None,
+        global_batch_size: int = 1,
     ) -> None:
-        """Each source has a name. `num_samples` of None are those that hold each example once.
+        """Each source has a name. Without a seed the rows are in order, each of them once.
 
         Raises MtcliError where an example has more tokens than a row.
         """
         self.prefixes = ("+".join(name for name, _ in sources),)
-        self.files = [[file for _, source in sources for file in source.files]]
-        self.examples = [example for _, source in sources for example in source.found]
+        self.sources = [source for _, source in sources]
+        self.files = [[file for source in self.sources for file in source.files]]
+        self.examples = [example for source in self.sources for example in source.found]
         self.seq_len, self.special, self.planned = seq_len, special, 0
         self.sizes = np.array([example.size for example in self.examples], np.int64)
         if self.sizes.max() > seq_len:
@@ -43,16 +45,33 @@ class ExampleRows:
             raise wrong(message, f"batch.seq_len of {most} or more", "batch.seq_len")
         self.tokens = [int(self.sizes.sum())]
         self.weights_of = np.ones(len(self.examples), np.float32)
-        self.shuffled = num_samples is not None
-        self.packed = PackedRows(self._epoch, seed)
-        self.num_samples = self.packed.rows_of_epoch(0) if num_samples is None else num_samples
+        self.epochs = EpochRows(pack(self.sizes, seq_len), seed, global_batch_size)
+        self.num_samples = len(self.epochs.rows)
+
+    def keep(self, subset: Subset) -> None:
+        """Keeps the members of a subset alone, whose losses get its weights.
+
+        Raises MtcliError where a member is not there.
+        """
+        chosen = members(subset, [len(self.examples)])
+        self.examples = [self.examples[place] for place in chosen.place.tolist()]
+        self.sizes = self.sizes[chosen.place]
+        self.weights_of = chosen.weights.astype(np.float32)
+        self.tokens = [int(self.sizes.sum())]
+        self.epochs = self.epochs.of(pack(self.sizes, self.seq_len))
+        self.num_samples = len(self.epochs.rows)
 
     def __len__(self) -> int:
         return self.num_samples
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches of an epoch, the last one filled up."""
+        return self.epochs.steps_per_epoch
+
     def rows(self, start: int, count: int) -> EncoderRows:
         """Rows start .. start + count - 1."""
-        items = [self.packed[number] for number in range(start, start + count)]
+        items = [self.epochs.items(number) for number in range(start, start + count)]
         found = [[self.examples[item] for item in row] for row in items]
         sequences = [[one for example in row for one in example.sequences] for row in found]
         labels = np.array([example.label for row in found for example in row], np.int64)
@@ -62,45 +81,33 @@ class ExampleRows:
 
     def examples_of(self, number: int) -> list[Example]:
         """The examples in a row, in order."""
-        return [self.examples[item] for item in self.packed[number]]
+        return [self.examples[item] for item in self.epochs.items(number)]
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the examples in rows: (number of the example, 0, its tokens)."""
         return [
             SampleId(
                 self.prefixes[0],
-                tuple((int(i), 0, int(self.sizes[i])) for i in self.packed[number]),
+                tuple((int(i), 0, int(self.sizes[i])) for i in self.epochs.items(number)),
             )
             for number in range(start, start + count)
         ]
 
     def describe(self) -> dict[str, str]:
-        """Returns no lines: what the data holds is told where it is read."""
-        return {}
+        """Words the data in numbers: what is trained on, what of RACE was cut, and left out."""
+        lines = {
+            "data": f"{len(self.examples):,} examples, {self.tokens[0]:,} tokens",
+            "packed": self.epochs.words(self.sizes, self.seq_len),
+        }
+        articles, questions = map(sum, zip(*(source.ended for source in self.sources), strict=True))
+        if articles or questions:
+            lines["cut"] = f"the article of {articles:,} questions, and of {questions:,} a choice"
+        skipped = [words for one in self.sources if (words := shown_skipped(one.skipped))]
+        return lines | ({"bad": "; ".join(skipped)} if skipped else {})
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """How many of the rows start .. stop - 1 the one dataset gives."""
         return [stop - start]
-
-    def _epoch(self, random: np.random.RandomState) -> Epoch:
-        count = len(self.examples)
-        items = random.permutation(count) if self.shuffled else np.arange(count)
-        starts = row_starts(self.sizes[items], np.zeros(count, np.int64), self.seq_len)
-        return Epoch(items, starts, np.arange(len(starts) - 1))
-
-
-def kept(examples: EncoderBatches, subset: Subset) -> ExampleRows:
-    """The members of a subset alone, whose losses have its weights.
-
-    Raises MtcliError where a member is not there.
-    """
-    assert isinstance(examples, ExampleRows), "no subset is of rows of masked tokens"
-    chosen = members(subset, [len(examples.examples)])
-    examples.examples = [examples.examples[place] for place in chosen.place.tolist()]
-    examples.sizes = examples.sizes[chosen.place]
-    examples.weights_of = chosen.weights.astype(np.float32)
-    examples.tokens = [int(examples.sizes.sum())]
-    return examples
 
 
 def share_of(source: Examples, split: str, which: Which) -> Examples:

@@ -2,24 +2,23 @@
 
 An example is one sequence with a class, or the choices of a question with the number of the right
 one. RACE is laid out as Megatron-LM does (arXiv:1909.08053, section 5.3): a sequence is question
-and choice, then the article, at most 128 and 512 tokens, or 1/4 and all of a shorter context.
+and choice, then the article, at most 128 and 512 tokens, or 1/4 and all of a shorter context. What
+is longer ends there, which is counted.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.schema import RACE_CHOICES, RACE_TOKENS
+from mtcli.core.config.errors import Problem, wrong
+from mtcli.core.config.schema import RACE_TOKENS
 from mtcli.core.config.untrusted import is_text, open_untrusted, parse_json, shown
+from mtcli.core.data.bad_lines import BadLine, refusal
 from mtcli.core.data.encoder_rows import Segments
-from mtcli.core.data.race import read_race
+from mtcli.core.data.race import Article, read_race_files
 from mtcli.core.data.tokenize import Tokenizer
 
-NAMED = 10  # bad examples in an error; the others are counted
 QUESTION = 4  # a question and its choice have at most 1/4 of a sequence
 BLANK = "_"  # of a question that a choice fills in
 LINE = 'a line is {"text": ..., "label": 0}, and may have a "text_pair"'
@@ -39,50 +38,92 @@ class Example(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """The examples of a source, how many were left out by kind of fault, and its files."""
+    """The examples of a source, where those are that were left out, by kind of fault, its files,
+    and how many (articles, questions with their choice) end at the most tokens there may be."""
 
     found: list[Example]
-    skipped: dict[str, int]
+    skipped: dict[str, list[str]]
     files: list[Path]
+    ended: tuple[int, int] = (0, 0)
 
 
-def race_limit(max_seq_len: int, row: int) -> int:
-    """Tokens of a sequence: 512, or what the context or a quarter of a row has."""
-    return min(RACE_TOKENS, max_seq_len, row // RACE_CHOICES)
+class Room(NamedTuple):
+    """The most tokens of a sequence and of a row, and whether what needs more is left out."""
+
+    sequence: int
+    row: int
+    skip_bad: bool = False
+
+
+def race_limit(max_seq_len: int) -> int:
+    """Tokens of a sequence: 512, or what the context has."""
+    return min(RACE_TOKENS, max_seq_len)
 
 
 def read_race_examples(
-    path: Path, part: str, tokenizer: Tokenizer, limit: int, field: str
+    path: Path, part: str, tokenizer: Tokenizer, room: Room, field: str
 ) -> Examples:
-    """Reads RACE's questions, high school's first, of at most `limit` tokens for each choice.
+    """Reads RACE's questions, high school's first, with at most `room` for each choice.
 
-    Raises MtcliError, whose `field` named the folder, for a bad article by its file.
+    Raises MtcliError, whose `field` named the folder, with the first bad articles by their files,
+    and the first questions that no row has room for, unless they are skipped.
     """
-    found, files = [], []
-    for level, articles in read_race(path, part, field).items():
+    levels, bad = read_race_files(path, part, field)
+    faults = [_fault_of(file, problem) for file, problem in bad]
+    found, files, ended = [], [], [0, 0]
+    for level, articles in levels.items():
         for file, article in articles:
             files.append(file)
             context = _ids(tokenizer, article.text)
-            questions = zip(article.questions, article.options, article.answers, strict=True)
-            for question, options, answer in questions:
-                sequences = []
-                for option in options:
-                    text = f"{question} {option}"
-                    if BLANK in question:
-                        text = question.replace(BLANK, option)
-                    first = _ids(tokenizer, text)[: max(1, limit // QUESTION)]
-                    sequences.append(Segments(first, context[: max(0, limit - len(first) - 3)]))
-                found.append(Example(tuple(sequences), answer, level))
-    return Examples(found, {}, files)
+            for number, label in enumerate(article.answers):
+                asked, cut = _choices(article, number, context, tokenizer, room)
+                example = Example(asked, label, level)
+                if example.size > room.row:
+                    reason = f"question {number + 1} and its choices have {example.size} tokens, "
+                    reason += f"and batch.seq_len={room.row} is the context"
+                    hint = f"batch.seq_len of {example.size} or more"
+                    faults.append((f"{file}:1", BadLine("longer than the context", reason, hint)))
+                    continue
+                found.append(example)
+                ended = [a + b for a, b in zip(ended, cut, strict=True)]
+    if faults and not room.skip_bad:
+        raise refusal(faults, path, field)
+    if not found:
+        raise wrong(f"{path} has no question: all {len(faults)} are bad", "mend them", field)
+    return Examples(found, _by_kind(faults), files, (ended[0], ended[1]))
+
+
+def _fault_of(file: Path, problem: Problem) -> tuple[str, BadLine]:
+    """(FILE:LINE, what is wrong) of a file that is no article."""
+    line, _, why = problem.message.removeprefix(f"{file}, line ").partition(": ")
+    where, why = (f"{file}:{line}", why) if line.isdecimal() else (str(file), problem.message)
+    return where, BadLine("bad articles", why, problem.hint)
+
+
+def _choices(
+    article: Article, number: int, context: np.ndarray, tokenizer: Tokenizer, room: Room
+) -> tuple[tuple[Segments, ...], tuple[bool, bool]]:
+    """A question's sequences, and whether (the article, a question with its choice) ends early."""
+    question, sequences, cut = article.questions[number], [], [False, False]
+    for option in article.options[number]:
+        text = f"{question} {option}"
+        if BLANK in question:
+            text = question.replace(BLANK, option)
+        asked = _ids(tokenizer, text)
+        first = asked[: max(1, room.sequence // QUESTION)]
+        left = max(0, room.sequence - len(first) - 3)
+        sequences.append(Segments(first, context[:left]))
+        cut = [cut[0] or len(context) > left, cut[1] or len(asked) > len(first)]
+    return tuple(sequences), (cut[0], cut[1])
 
 
 def read_classes(
-    path: Path, tokenizer: Tokenizer, limit: int, num_labels: int, skip_bad: bool, field: str
+    path: Path, tokenizer: Tokenizer, room: Room, num_labels: int, field: str
 ) -> Examples:
     """Reads JSONL of `text`, `label` and maybe `text_pair`.
 
     Raises MtcliError with the first bad lines by file and number, unless they are skipped: what is
-    no such object, a label out of range, an example of more than `limit` tokens.
+    no such object, a label out of range, an example with no `room`.
     """
 
     def example(line: bytes) -> Example:
@@ -90,17 +131,18 @@ def read_classes(
         label = record["label"]
         if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_labels:
             hint = f"a whole number from 0 to {num_labels - 1}, or another model.num_labels"
-            raise _BadLine("label", f"label {shown(label)} of num_labels={num_labels}", hint)
+            raise BadLine("label", f"label {shown(label)} of num_labels={num_labels}", hint)
         pair = record.get("text_pair")
         second = None if pair is None else _ids(tokenizer, pair)
         segments = Segments(_ids(tokenizer, record["text"]), second)
-        if segments.size > limit:
+        if segments.size > room.sequence:
             hint = f"shorten it, or take a model and batch.seq_len of {segments.size} or more"
-            reason = f"it has {segments.size} tokens, and {limit} fit"
-            raise _BadLine("longer than the context", reason, hint)
+            reason = f"it has {segments.size} tokens, and {room.sequence} fit"
+            raise BadLine("longer than the context", reason, hint)
         return Example((segments,), label, "")
 
-    found, faults = [], []
+    found: list[Example] = []
+    faults: list[tuple[str, BadLine]] = []
     try:
         with open_untrusted(path) as file:
             for number, line in enumerate(file, start=1):
@@ -108,54 +150,42 @@ def read_classes(
                     continue
                 try:
                     found.append(example(line))
-                except _BadLine as fault:
-                    faults.append((number, fault))
+                except BadLine as fault:
+                    faults.append((f"{path}:{number}", fault))
     except OSError as error:
         raise wrong(
             f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
         ) from None
-    if faults and not skip_bad:
-        raise _refusal(path, faults, field)
+    if faults and not room.skip_bad:
+        raise refusal(faults, path, field)
     if not found:
         raise wrong(f"{path} has no example: {len(faults)} lines are bad", LINE, field)
-    return Examples(found, dict(Counter(fault.kind for _, fault in faults)), [path])
+    return Examples(found, _by_kind(faults), [path])
 
 
-class _BadLine(Exception):
-    """What is wrong with a line; `kind` is a few words that lines are counted by."""
-
-    def __init__(self, kind: str, reason: str, hint: str) -> None:
-        super().__init__(reason)
-        self.kind, self.reason, self.hint = kind, reason, hint
+def _by_kind(faults: list[tuple[str, BadLine]]) -> dict[str, list[str]]:
+    kinds: dict[str, list[str]] = {}
+    for where, fault in faults:
+        kinds.setdefault(fault.kind, []).append(where)
+    return kinds
 
 
 def _record(line: bytes) -> dict[str, Any]:
     try:
         record = parse_json(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise _BadLine("no JSON", f"it is not JSON: {error}", LINE) from None
+        raise BadLine("no JSON", f"it is not JSON: {error}", LINE) from None
     if not isinstance(record, dict):
-        raise _BadLine("no object", "it is no JSON object", LINE)
+        raise BadLine("no object", "it is no JSON object", LINE)
     for name in ("text", "label"):
         if name not in record:
-            raise _BadLine(f"no {name}", f"it has no {name}", LINE)
+            raise BadLine(f"no {name}", f"it has no {name}", LINE)
     for name in ("text", "text_pair"):
         if record.get(name) is not None and not is_text(record[name]):
-            raise _BadLine(f"no {name}", f"its {name} is {shown(record[name])}, no text", LINE)
+            raise BadLine(f"no {name}", f"its {name} is {shown(record[name])}, no text", LINE)
     if not is_text(record["text"]):
-        raise _BadLine("no text", f"its text is {shown(record['text'])}, no text", LINE)
+        raise BadLine("no text", f"its text is {shown(record['text'])}, no text", LINE)
     return record
-
-
-def _refusal(path: Path, faults: Sequence[tuple[int, _BadLine]], field: str) -> MtcliError:
-    hint = "; data.skip_bad=true leaves such lines out and counts them"
-    problems = [
-        Problem(f"{path}, line {line}: {fault.reason}", fault.hint + hint, field)
-        for line, fault in faults[:NAMED]
-    ]
-    if len(faults) > NAMED:
-        problems.append(Problem(f"{path}: {len(faults) - NAMED} more lines are bad", "", field))
-    return MtcliError(*problems)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:

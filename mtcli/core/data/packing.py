@@ -9,18 +9,16 @@ losses have no weight. So each example is met once per epoch, and where an epoch
 no layout.
 """
 
-import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from mtcli.core.config.blend import Which, read_blend
-from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.blend import split_range
+from mtcli.core.data.blend import chosen, split_range
 from mtcli.core.data.chat_template import load_chat_template
 from mtcli.core.data.conversations import ChatExamples, ExampleEncoder, read_all
 from mtcli.core.data.loader import SampleId
@@ -67,6 +65,49 @@ def pack(lengths: np.ndarray, room: int) -> Rows:
     return Rows(by_row, np.searchsorted(row_of[by_row], np.arange(count + 1)))
 
 
+class EpochRows:
+    """Packed rows by global sample: each epoch in another order by (seed, its number), its last
+    global batch filled up with rows of padding; without a seed in their own order."""
+
+    def __init__(self, rows: Rows, seed: int | None, global_batch_size: int) -> None:
+        self.rows, self._seed, self._batch = rows, seed, global_batch_size
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+
+    def of(self, rows: Rows) -> "EpochRows":
+        """The epochs of other rows, by the same seed and global batch."""
+        return EpochRows(rows, self._seed, self._batch)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches of an epoch, the last one filled up."""
+        return -(-len(self.rows) // self._batch)
+
+    def number(self, sample: int) -> int:
+        """The row that is a sample; -1 for the padding that ends an epoch."""
+        epoch, at = divmod(sample, self.steps_per_epoch * self._batch)
+        if at >= len(self.rows):
+            return -1
+        if self._order[0] != epoch:
+            order = np.arange(len(self.rows))
+            if self._seed is not None:
+                order = np.random.RandomState([self._seed, epoch]).permutation(order)
+            self._order = (epoch, order)
+        return int(self._order[1][at])
+
+    def items(self, sample: int) -> np.ndarray:
+        """The examples of a sample."""
+        row = self.number(sample)
+        if row < 0:
+            return np.empty(0, np.int64)
+        return self.rows.order[self.rows.bounds[row] : self.rows.bounds[row + 1]]
+
+    def words(self, lengths: np.ndarray, size: int, more: int = 0) -> str:
+        """Words how full rows of `size` tokens, and `more`, are of examples of these lengths."""
+        full = int(lengths.sum()) / (len(self.rows) * (size + more))
+        words = f"in {len(self.rows):,} rows of {size:,}, {full:.0%} full: "
+        return words + f"{self.steps_per_epoch:,} steps an epoch"
+
+
 class PackedConversations:
     """The rows of conversations, by global id in consumption order; read as `Batches` are."""
 
@@ -79,13 +120,10 @@ class PackedConversations:
         field: str,
     ) -> None:
         """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none."""
-        self.seq_len, self.global_batch_size = config.batch.seq_len, config.batch.global_batch_size
-        self.seed, self.weights = config.data_seed, None
+        self.seq_len, self.weights = config.batch.seq_len, None
         self.prefixes = read_blend(paths, field)[0]
         self.examples = read_all(self.prefixes, encoder, field)
-        split = config.data.split
-        if config.data.valid:  # which holds nothing back from data.train
-            split = "0,1,0" if which == "valid" else "1,0,0"
+        split = chosen(config.data, which)[1]
         owned = [range(*split_range(split, which, len(found))) for found in self.examples]
         self.source = np.repeat(np.arange(len(owned)), [len(mine) for mine in owned])
         self.number = np.concatenate([np.arange(mine.start, mine.stop) for mine in owned])
@@ -102,7 +140,7 @@ class PackedConversations:
         self.tokens = [max(1, int(count) * self.seq_len) for count in counts]
         self.pad_id = encoder.tokenizer.eod_id or 0
         self.num_samples = self.planned = 0
-        self.epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self.epochs = EpochRows(self.rows, config.data_seed, config.batch.global_batch_size)
 
     def _with(self, owned: list[range]) -> list[tuple[ChatExamples, range]]:
         return list(zip(self.examples, owned, strict=True))
@@ -113,7 +151,7 @@ class PackedConversations:
     @property
     def steps_per_epoch(self) -> int:
         """Global batches of an epoch, the last one filled up."""
-        return -(-len(self.rows) // self.global_batch_size)
+        return self.epochs.steps_per_epoch
 
     @property
     def files(self) -> list[list[Path]]:
@@ -157,17 +195,15 @@ class PackedConversations:
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """Counts how many of the rows start .. stop - 1 each file gives, padding aside."""
-        rows = [row for number in range(start, stop) if (row := self._row_number(number)) >= 0]
+        rows = [row for number in range(start, stop) if (row := self.epochs.number(number)) >= 0]
         return np.bincount(self.row_source[rows], minlength=len(self.prefixes)).tolist()
 
     def describe(self) -> dict[str, str]:
         """Words the data in numbers: what is trained on, and what was left out of each file."""
-        tokens, room = int(self.lengths.sum()), len(self.rows) * (self.seq_len + 1)
         lines = {
-            "data": f"{len(self.number):,} examples, {tokens:,} tokens, "
+            "data": f"{len(self.number):,} examples, {int(self.lengths.sum()):,} tokens, "
             f"{self._tokens_with_loss():,} of them with a loss",
-            "packed": f"in {len(self.rows):,} rows of {self.seq_len:,}, {tokens / room:.0%} full: "
-            f"{self.steps_per_epoch:,} steps an epoch",
+            "packed": self.epochs.words(self.lengths, self.seq_len, 1),
         }
         left_out = [
             f"{count} {kind}, {name}:{', '.join(map(str, named))}{', ...' * (count > len(named))}"
@@ -183,22 +219,9 @@ class PackedConversations:
         )
         return sum(int(c[self.number[self.source == i]].sum()) for i, c in enumerate(counts))
 
-    def _row_number(self, number: int) -> int:
-        """The row that is sample `number`; -1 for the padding that ends an epoch."""
-        epoch, at = divmod(number, self.steps_per_epoch * self.global_batch_size)
-        if at >= len(self.rows):
-            return -1
-        if self.epoch_order[0] != epoch:
-            order = np.random.RandomState([self.seed, epoch]).permutation(len(self.rows))
-            self.epoch_order = (epoch, order)
-        return int(self.epoch_order[1][at])
-
     def _row(self, number: int) -> np.ndarray:
         """The examples of sample `number`."""
-        row = self._row_number(number)
-        if row < 0:
-            return np.empty(0, np.int64)
-        return self.rows.order[self.rows.bounds[row] : self.rows.bounds[row + 1]]
+        return self.epochs.items(number)
 
     def _placed(self, start: int, count: int) -> list[tuple[int, slice, int, slice]]:
         """(row of the batch, its columns, source, tokens of the source) of each example."""
@@ -234,22 +257,3 @@ def open_conversations(
     if which == "valid" and data.valid:
         paths, field = data.valid, "data.valid"
     return PackedConversations(paths, config, encoder, which, field)
-
-
-def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
-    """The config with the steps of its epochs, where it has any, once its data is read.
-
-    Raises MtcliError where the data is wrong, or the warm-up is longer.
-    """
-    which: list[Which] = ["train", "valid"] if config.train.eval_every else ["train"]
-    opened = (partial(open_conversations, config, tokenizer, name) for name in which)
-    per_epoch = collect_errors(*opened)[0].steps_per_epoch
-    if not config.train.epochs:
-        return config
-    steps = max(1, math.ceil(config.train.epochs * per_epoch))
-    if config.optimizer.warmup_steps > steps:
-        message = f"warmup_steps={config.optimizer.warmup_steps} is above the {steps} steps of "
-        message += f"{config.train.epochs:g} epochs"
-        raise wrong(message, f"0 to {steps}", "optimizer.warmup_steps")
-    train = config.train.model_copy(update={"steps": steps})
-    return config.model_copy(update={"train": train})

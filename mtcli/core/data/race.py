@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.untrusted import is_text, parse_json, shown
+from mtcli.core.data.bad_lines import NAMED
 from mtcli.core.data.text_files import bad_line, read_text
 
 LEVELS = ("high", "middle")
@@ -22,27 +23,47 @@ class Article(NamedTuple):
     answers: tuple[int, ...]
 
 
+class RaceFiles(NamedTuple):
+    """Articles by level, each with its file, and what is wrong with the other files."""
+
+    levels: dict[str, list[tuple[Path, Article]]]
+    bad: list[tuple[Path, Problem]]
+
+
 def read_race(
     path: Path, part: str, field: str = "--task"
 ) -> dict[str, list[tuple[Path, Article]]]:
+    """Reads the articles of a folder by level, as `read_race_files`.
+
+    Raises MtcliError, whose `field` named the folder, with the first bad articles by their files.
+    """
+    found = read_race_files(path, part, field)
+    if found.bad:
+        raise MtcliError(*(problem for _, problem in found.bad[:NAMED]))
+    return found.levels
+
+
+def read_race_files(path: Path, part: str, field: str) -> RaceFiles:
     """Reads the articles of a folder with high/ and middle/ by level, in the order of numbers, each
     with its file; of the folder above, those of its `part`: train, dev or test.
 
-    Raises MtcliError, whose `field` named the folder, where neither level is there, and for the
-    first bad article by its file.
+    Raises MtcliError, whose `field` named the folder, where neither level is there.
     """
     if not any((path / level).is_dir() for level in LEVELS) and (path / part).is_dir():
         path = path / part
-    found = {level: sorted((path / level).glob("*.txt"), key=_number) for level in LEVELS}
-    if not any(found.values()):
+    files = {level: sorted((path / level).glob("*.txt"), key=_number) for level in LEVELS}
+    if not any(files.values()):
         message = f"{path} holds 0 RACE articles"
         hint = "give the folder with high/ and middle/, each with RACE's own .txt files"
         raise wrong(message, hint, field)
-    return {
-        level: [(file, _article(file, field)) for file in files]
-        for level, files in found.items()
-        if files
-    }
+    levels: dict[str, list[tuple[Path, Article]]] = {}
+    bad = []
+    for level, file in ((name, file) for name in LEVELS for file in files[name]):
+        try:
+            levels.setdefault(level, []).append((file, _article(file, field)))
+        except MtcliError as error:
+            bad.append((file, error.problems[0]))
+    return RaceFiles({level: found for level, found in levels.items() if found}, bad)
 
 
 def _number(file: Path) -> tuple[int, str]:

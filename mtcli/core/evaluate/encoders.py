@@ -13,10 +13,10 @@ import numpy as np
 
 from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import RACE_CHOICES, RACE_TOKENS
+from mtcli.core.config.schema import RACE_CHOICES
 from mtcli.core.data.encoder_rows import EncoderBatches
 from mtcli.core.data.example_rows import ExampleRows
-from mtcli.core.data.examples import race_limit, read_classes, read_race_examples
+from mtcli.core.data.examples import Room, race_limit, read_classes, read_race_examples
 from mtcli.core.data.indexed import with_suffix
 from mtcli.core.data.masked_rows import MaskedRows
 from mtcli.core.data.preprocess import PreprocessRequest, preprocess
@@ -75,17 +75,16 @@ def _rows(
     if name == "mlm":
         return _masked(path, model, tokenizer, limit)
     if name == "race":
-        size = RACE_CHOICES * min(RACE_TOKENS, size)
-        found = read_race_examples(
-            path, "test", tokenizer, race_limit(model.max_seq_len, size), "--task"
-        )
+        limit = race_limit(size)
+        size = RACE_CHOICES * limit
+        found = read_race_examples(path, "test", tokenizer, Room(limit, size), "--task")
     else:
-        found = read_classes(path, tokenizer, size, model.num_labels, False, "--task")
+        found = read_classes(path, tokenizer, Room(size, size), model.num_labels, "--task")
     if limit is not None:
         groups = dict.fromkeys(example.group for example in found.found)
         kept = [[e for e in found.found if e.group == group][:limit] for group in groups]
         found = found._replace(found=[example for part in kept for example in part])
-    return ExampleRows([(str(path), found)], None, size, SEED, special)
+    return ExampleRows([(str(path), found)], size, special)
 
 
 def _masked(path: Path, model: ModelConfig, tokenizer: Tokenizer, limit: int | None) -> MaskedRows:

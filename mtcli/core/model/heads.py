@@ -152,7 +152,9 @@ class FirstTokens:
         logits_NC = self.classifier(pooled_ND)
         wide = torch.promote_types(logits_NC.dtype, torch.float32)
         logits_NC = sum_out(logits_NC.to(wide) * is_mine_N[:, None], self.sharers)
-        return logits_NC.reshape(len(sentences.labels), -1)
+        # A row that fills an epoch up has no sequence.
+        questions = max(1, len(sentences.labels))
+        return logits_NC.view(len(sentences.labels), logits_NC.numel() // questions or 1)
 
     def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """The weighted cross entropy of each label [M], on the first of the cp ranks alone."""

@@ -14,7 +14,7 @@ from mtcli.core.checkpoint.folder import CheckpointFolder
 from mtcli.core.checkpoint.opening import together
 from mtcli.core.config.model import CLASSIFIERS
 from mtcli.core.config.schema import RACE_CHOICES, RunConfig
-from mtcli.core.data.encoder_batches import example_rows
+from mtcli.core.data.encoder_batches import open_examples
 from mtcli.core.data.example_rows import ExampleRows
 from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.subset import ModelRecord, SourceRecord, Subset, TokenSequences
@@ -62,8 +62,7 @@ def open_candidates(config: RunConfig) -> Candidates:
     """
     data, size = config.data, config.batch.seq_len
     if config.model.head in CLASSIFIERS:
-        split = "1,0,0" if data.valid else data.split
-        rows = example_rows(config, data.train, split, "train", None)
+        rows = open_examples(config, None)
         labels = np.array([example.label for example in rows.examples])
         groups = [np.flatnonzero(labels == label) for label in np.unique(labels)]
         shares = [float(len(group)) for group in groups]

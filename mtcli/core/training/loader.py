@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
+from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.blend import chosen
 from mtcli.core.data.encoder_batches import encoder_batches
 from mtcli.core.data.encoder_rows import CountedRows
-from mtcli.core.data.example_rows import kept
 from mtcli.core.data.loader import (
     Batches,
     CountedTokens,
@@ -258,35 +259,26 @@ def open_loader(
 
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
-    data, steps = config.data, config.train.steps
+    data, steps, which = config.data, config.train.steps, cast(Which, "train")
     require_named(data)
     if validation:
-        steps = config.train.eval_batches
+        steps, which = config.train.eval_batches, "valid"
     samples = steps * config.batch.global_batch_size
     if data.format == "conversations":
-        conversations = open_conversations(
-            config, starting_tokenizer(config), "valid" if validation else "train"
-        )
+        conversations = open_conversations(config, starting_tokenizer(config), which)
         conversations.num_samples, conversations.planned = samples, planned or samples
         return MicroBatchLoader(conversations, config, groups)
-    paths, which, split = data.train, "train", data.split
-    if validation:
-        paths, which = data.valid or data.train, "valid"
-        split = "0,1,0" if data.valid else split
-    elif data.valid:
-        split = "1,0,0"  # data.valid holds nothing back from data.train
     subset = None if validation else require_subset(config)
     if config.model.head != "lm":
-        encoded = encoder_batches(config, paths, split, which, samples)
-        if subset is not None:
-            encoded = kept(encoded, subset)
-        return MicroBatchLoader(encoded, config, groups, subset)
+        return MicroBatchLoader(encoder_batches(config, which, samples), config, groups, subset)
+    paths, split = chosen(data, which)
     if subset is not None:
         sequences = TokenSequences(paths, split, config.batch.seq_len)
-        chosen = SubsetBatches(sequences, subset, samples, config.data_seed)
-        require_stated_ids(chosen.prefixes, config.model.vocab_size)
-        return MicroBatchLoader(chosen, config, groups, subset)
-    batches = Batches(paths, split, which, samples, config.batch.seq_len, config.data_seed, planned)
+        of_subset = SubsetBatches(sequences, subset, samples, config.data_seed)
+        require_stated_ids(of_subset.prefixes, config.model.vocab_size)
+        return MicroBatchLoader(of_subset, config, groups, subset)
+    where = (paths, split, which, samples, config.batch.seq_len, config.data_seed, planned)
+    batches = Batches(*where)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     loader = MicroBatchLoader(batches, config, groups)
     loader.alone = config.sync.asynchronous and not validation

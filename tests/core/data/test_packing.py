@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tiny import LLAMA, run_config
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.packing import open_conversations, pack, with_steps
+from mtcli.core.data.epochs import with_steps
+from mtcli.core.data.packing import open_conversations, pack
 from mtcli.core.data.tokenize import load_tokenizer
 
 

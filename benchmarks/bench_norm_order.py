@@ -1,0 +1,116 @@
+"""BERT's original order of norms beside Megatron-LM's, on a narrow and deep model.
+
+Megatron-LM (arXiv:1909.08053, section 5.3 and figure 7) moved the norms before attention and MLP,
+as models in the original order did not train once they were larger. Here both train on the masked
+words of WikiText (MTCLI_TEST_DATA), or of the standard library, from the command line, with the
+same seed, batches and initial weights. Writes JSON, and a plot for the docs.
+
+    python benchmarks/bench_norm_order.py
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+from progress import each, say
+
+RATES = (1e-4, 1e-3)  # the first is the paper's
+VOCAB, ROW, LAST = 2000, 64, 20
+MODEL = ["num_layers=24", "hidden_size=64", "num_heads=4", f"vocab_size={VOCAB}"]
+MODEL += [f"max_seq_len={ROW}", "dropout=0", "attention_dropout=0"]
+SETTINGS = [f"model.{field}" for field in MODEL]
+SETTINGS += [f"batch.seq_len={ROW}", "batch.micro_batch_size=16", "batch.global_batch_size=16"]
+SETTINGS += ["train.precision=fp32", "parallel.recompute=none", "train.log_every=1000"]
+SETTINGS += ["optimizer.schedule=constant"]
+
+
+def main() -> None:
+    args = parse()
+    rows = json.loads(Path(args.read).read_text()) if args.read else {}
+    if not rows:
+        with tempfile.TemporaryDirectory() as folder:
+            data = preprocessed(Path(folder))
+            cases = [(order, rate) for rate in args.rates for order in ("pre", "post")]
+            for order, rate in each(cases, lambda case: f"{case[0]}, {case[1]:g}"):
+                name = f"{order}, lr {rate:g}"
+                rows[name] = run(order, rate, [f'data.train=["{data}"]', *args.set], args.steps)
+                say(f"{name:16} {mean(rows[name][-LAST:]):.3f}")
+    show(rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows) + "\n")
+    if args.plot:
+        draw(rows, Path(args.plot))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rates", type=lambda x: [float(r) for r in x.split(",")], default=RATES)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--json", help="write the losses to this file")
+    parser.add_argument("--plot", help="draw the losses into this file")
+    parser.add_argument("--read", help="losses that were measured")
+    return parser.parse_args()
+
+
+def preprocessed(folder: Path) -> Path:
+    """The prefix of sentences of real text: WikiText where that is, else the standard library."""
+    sources, given = ["stdlib"], os.environ.get("MTCLI_TEST_DATA")
+    if given:
+        at = Path(given) / "wikitext-103"
+        sources = [str(at / name) for name in ("wiki.test.tokens", "wiki.valid.tokens")]
+    command = ["preprocess", *sources, "--output", str(folder / "text"), "--sentences"]
+    command += ["--split-on", "blank"] if given else []
+    mtcli(*command, "--tokenizer", f"train:{VOCAB}")
+    return folder / "text"
+
+
+def run(order: str, rate: float, settings: list[str], steps: int) -> list[float]:
+    """The training loss of each step; infinite after one that is none."""
+    with tempfile.TemporaryDirectory() as output:
+        given = [*SETTINGS, f"model.norm_order={order}", f"optimizer.lr={rate:g}"]
+        given += [f"train.steps={steps}", f"optimizer.warmup_steps={steps // 100}"]
+        given += [f"train.output={output}", *settings]
+        mtcli("train", "bert-110m", *(part for one in given for part in ("--set", one)))
+        lines = Path(output, "metrics.jsonl").read_text().splitlines()
+    return [round(json.loads(line)["loss"], 4) for line in lines]
+
+
+def mtcli(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "mtcli", *words], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+def show(rows: dict[str, list[float]]) -> None:
+    """Prints each run's first loss, and the mean of its last ones."""
+    print(f"{'':18}{'first loss':>11}{'last losses':>12}")
+    for name, losses in rows.items():
+        print(f"{name:18}{losses[0]:11.3f}{mean(losses[-LAST:]):12.3f}")
+
+
+def draw(rows: dict[str, list[float]], path: Path) -> None:
+    """Draws training losses by step, a panel for each learning rate."""
+    import matplotlib.pyplot as plt
+
+    rates = list(dict.fromkeys(name.split(", ")[1] for name in rows))
+    figure, panels = plt.subplots(
+        1, len(rates), figsize=(5 * len(rates), 4), sharey=True, layout="constrained", squeeze=False
+    )
+    for panel, rate in zip(panels[0], rates, strict=True):
+        for order, label in (("post", "(a) original"), ("pre", "(b) rearranged")):
+            losses = rows[f"{order}, {rate}"]
+            smooth = [mean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+            panel.plot(range(1, len(smooth) + 1), smooth, label=label, lw=1.2)
+        panel.set(xlabel="step", title=rate)
+    panels[0][0].set(ylabel="training loss: masked words and order")
+    panels[0][0].legend()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""How many steps the epochs of a run are, for data that is read example by example."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+from mtcli.core.config.blend import Which
+from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.encoder_batches import open_examples
+from mtcli.core.data.packing import open_conversations
+
+
+def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
+    """The config with the steps of its epochs, where it has any, once its data is read;
+    `tokenizer` is that of the weights it starts from.
+
+    Raises MtcliError where the data is wrong, or the warm-up is longer.
+    """
+    which: list[Which] = ["train", "valid"] if config.train.eval_every else ["train"]
+    read = open_conversations if config.data.format == "conversations" else open_examples
+    opened = (partial(read, config, tokenizer, name) for name in which)
+    per_epoch = collect_errors(*opened)[0].steps_per_epoch
+    if not config.train.epochs:
+        return config
+    steps = max(1, math.ceil(config.train.epochs * per_epoch))
+    if config.optimizer.warmup_steps > steps:
+        message = f"warmup_steps={config.optimizer.warmup_steps} is above the {steps} steps of "
+        message += f"{config.train.epochs:g} epochs"
+        raise wrong(message, f"0 to {steps}", "optimizer.warmup_steps")
+    train = config.train.model_copy(update={"steps": steps})
+    return config.model_copy(update={"train": train})

@@ -1,0 +1,108 @@
+"""BERT from the command line: pre-trained, fine-tuned on RACE and evaluated, on any layout."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from chats import write_lines
+from command_line import mtcli
+
+VOCAB, CONTEXT = 600, 96
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": VOCAB}
+MODEL |= {"max_seq_len": CONTEXT, "dropout": 0.0, "attention_dropout": 0.0}
+SETTINGS = {f"model.{name}": value for name, value in MODEL.items()}
+SETTINGS |= {"batch.seq_len": CONTEXT, "batch.micro_batch_size": 2, "batch.global_batch_size": 8}
+SETTINGS |= {"train.steps": 5, "train.precision": "fp32", "data.train": "text", "data.split": "1,0"}
+SETTINGS |= {"optimizer.lr": 1e-3, "optimizer.warmup_steps": 1, "parallel.recompute": "none"}
+ARTICLES = 5  # of each level
+
+
+def run(home, *words, code=0, **settings):
+    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
+    done = mtcli(*words, *sets, folder=home)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with some of RACE's articles, their sentences, and an encoder of those."""
+    if "MTCLI_TEST_DATA" not in os.environ:
+        pytest.skip("MTCLI_TEST_DATA names no folder with wikitext-103, lambada, race, gpt2-bpe")
+    data, folder = Path(os.environ["MTCLI_TEST_DATA"]), tmp_path_factory.mktemp("bert")
+    texts = []
+    for level in ("high", "middle"):
+        (folder / "race" / level).mkdir(parents=True)
+        for file in sorted((data / "race" / "test" / level).glob("*.txt"))[:ARTICLES]:
+            shutil.copy(file, folder / "race" / level)
+            texts.append({"text": json.loads(file.read_text())["article"]})
+    write_lines(folder / "text.jsonl", texts)
+    words = ("preprocess", "text.jsonl", "--sentences", "--tokenizer", f"train:{VOCAB}")
+    run(folder, *words, "--output", "text")
+    run(folder, "train", "bert-110m", **SETTINGS, **{"train.output": "one"})
+    return folder
+
+
+def test_four_processes_pre_train_with_the_losses_of_one(home):
+    settings = SETTINGS | {"parallel.tp": 2, "train.output": "four"}
+    done = run(home, "train", "bert-110m", "--nproc", 4, **settings)
+    assert "layout 4 ranks: tp=2 pp=1 dp=2" in done.stdout
+    alone = losses(home / "one")
+    assert len(alone) == 5 and alone[-1] < alone[0]
+    assert losses(home / "four") == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout(home):
+    settings = {"data.format": "race", "data.train": "race", "train.epochs": 30}
+    settings |= {"batch.micro_batch_size": 1, "batch.global_batch_size": 4, "parallel.tp": 2}
+    settings |= {"train.output": "race-run"}
+    words = ("train", "bert-110m", "--init", "one", "--nproc", 4)
+    model = {name: value for name, value in SETTINGS.items() if name.startswith(("model", "opt"))}
+    done = run(home, *words, **model, **settings, **{"parallel.recompute": "none"})
+    assert "head.classifier" in done.stderr and "embedding" not in done.stderr
+    assert f"data   {2 * ARTICLES} examples, " in done.stdout
+    assert f"packed in {2 * ARTICLES} rows of {4 * CONTEXT}, " in done.stdout
+    assert "cut    the article of " in done.stdout
+    assert len(losses(home / "race-run")) == 30 * 3, "three global batches hold the ten rows"
+    words = ("eval", "race-run", "--task", "race=race", "--json", "-")
+    alone = json.loads(run(home, *words).stdout)["tasks"]
+    assert alone["race"]["total"] == 2 * ARTICLES
+    # by chance 2.5; 7 or more come up once in 300 times
+    assert alone["race"]["correct"] >= 7
+    words += ("--nproc", 4, "--set", "parallel.tp=2")
+    assert json.loads(run(home, *words).stdout)["tasks"] == alone
+
+
+def test_a_head_that_the_weights_have_not_begins_from_the_seed_and_is_named(home):
+    lines = [{"text": text, "label": label} for text, label in (("a cat", 0), ("dogs", 1)) * 4]
+    write_lines(home / "labels.jsonl", lines)
+    labels = {"data.format": "classification", "data.train": "labels.jsonl", "train.epochs": 1}
+    done = run(home, "train", "one", "--init", "one", **labels, **{"train.output": "labels"})
+    fresh = "head.classifier.bias, head.classifier.weight"
+    assert done.stderr.count("begin from the seed") == 1 and f"note: {fresh}" in done.stderr
+    words = ("--init", "labels", "--set", "data.train=labels.jsonl")
+    done = run(home, "train", *words, **{"train.output": "again", "train.epochs": 1})
+    assert "begin from the seed" not in done.stderr, "the head is there"
+
+
+def test_an_ensemble_is_of_classifiers_of_one_kind(home):
+    lines = [{"text": "a cat", "label": n % 3} for n in range(6)]
+    write_lines(home / "three.jsonl", lines)
+    shared = {"train.epochs": 1, "model.head": "classification"}
+    two = shared | {"data.train": "labels.jsonl", "train.output": "two", "seed": 1}
+    run(home, "train", "one", "--init", "one", **two)
+    words = ("eval", "two", "--task", "classification=labels.jsonl", "--ensemble")
+    done = run(home, *words, "one", code=2)
+    assert "two has classification, one has mlm" in done.stderr
+    done = run(home, *words, "nowhere", code=2)
+    assert "there is no folder nowhere" in done.stderr
+    three = shared | {"data.train": "three.jsonl", "train.output": "three", "model.num_labels": 3}
+    run(home, "train", "one", "--init", "one", **three)
+    done = run(home, *words, "three", code=2)
+    assert "two has 2 labels, three has 3" in done.stderr
