@@ -37,11 +37,13 @@ ARROWS = {
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP,
     "inference": STEP,
+    "curate": {"config", "data", "runtime"},
     "evaluate": {"config", "data", "inference"},
     "convert": STEP | {"inference"},
     "plan": STEP | {"training"},
     "profile": STEP | {"training", "plan"},
-    "commands": STEP | {"training", "inference", "evaluate", "convert", "plan", "profile"},
+    "commands": STEP
+    | {"training", "inference", "evaluate", "convert", "curate", "plan", "profile"},
     "cli": {"commands", "config"},
 }
 TORCH_FREE = ("config", "mesh", "schedule")
@@ -49,6 +51,8 @@ TORCH_FREE = ("config", "mesh", "schedule")
 LIGHT = (
     "checkpoint.folder",
     "convert.upcycle_recipe",
+    "curate.config",
+    "curate.pipeline",
     "data.loader",
     "data.preprocess",
     "evaluate.tasks.registry",

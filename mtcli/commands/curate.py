@@ -1,0 +1,131 @@
+"""`mtcli curate`: clean, filter, deduplicate and decontaminate a corpus."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from mtcli.commands.options import JsonOut, Overrides
+from mtcli.commands.output import answer, answering
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...",
+        help="Files, folders and globs of .warc .jsonl .txt (also under .gz .zst .xz .bz2) and "
+        ".parquet.",
+    ),
+]
+Output = Annotated[
+    Path, typer.Option(metavar="DIR", help="Write shards, removed.jsonl.zst and the report here.")
+]
+ConfigPath = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="A TOML file of stages and their settings."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, max=1024, help="Processes.", show_default="one per core"),
+]
+Against = Annotated[
+    list[str],
+    typer.Option(
+        metavar="DIR",
+        default_factory=list,
+        show_default=False,
+        help="An older corpus: what it has is removed from the new one, and it stays as it is.",
+    ),
+]
+TextKey = Annotated[
+    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
+]
+SplitOn = Annotated[
+    Literal["blank"] | None,
+    typer.Option(help="blank: plain text holds a document per block between blank lines."),
+]
+Format = Annotated[
+    Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"] | None,
+    typer.Option("--format", help="What all inputs are.", show_default="by their endings"),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print documents, bytes, memory and disk; do nothing.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
+
+
+@answering
+def curate(
+    inputs: Inputs,
+    output: Output,
+    overrides: Overrides,
+    against: Against,
+    config: ConfigPath = None,
+    workers: Workers = None,
+    text_key: TextKey = "text",
+    split_on: SplitOn = None,
+    format: Format = None,
+    skip_bad: SkipBad = False,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    force: Force = False,
+    json_out: JsonOut = None,
+) -> None:
+    """Clean, filter, deduplicate and decontaminate a corpus."""
+    from time import perf_counter
+
+    from mtcli.core.curate.config import load_config
+    from mtcli.core.curate.pipeline import CurateRequest
+    from mtcli.core.curate.pipeline import curate as run
+    from mtcli.core.runtime.launch import cores
+
+    request = CurateRequest(
+        inputs=tuple(inputs),
+        output=output,
+        config=load_config(config, overrides),
+        workers=cores() if workers is None else workers,
+        against=tuple(against),
+        text_key=text_key,
+        split_on_blank=split_on == "blank",
+        skip_bad=skip_bad,
+        resume=resume,
+        force=force,
+        format=format,
+    )
+    began = perf_counter()
+    report = run(request, lambda line: typer.echo(line, err=True))
+    timing = {"seconds": perf_counter() - began, "workers": request.workers}
+    if answer(report | timing | {"output": str(output)}, json_out):
+        _show(report | timing, output)
+
+
+def _show(report: dict[str, Any], output: Path) -> None:
+    """Prints a table of stages; last the name of what was written."""
+    from mtcli.core.runtime.console import print_table
+
+    rows = []
+    for stage in report["stages"]:
+        lost = stage["documents_in"] - stage["documents_out"]
+        reasons = sorted(stage["reasons"].items(), key=lambda item: (-item[1], item[0]))
+        rows.append(
+            [
+                stage["stage"],
+                f"{stage['documents_in']:,}",
+                f"{stage['documents_out']:,}",
+                f"{lost:,}",
+                f"{stage['bytes_out'] / 1e6:,.2f}",
+                ", ".join(f"{reason} {count:,}" for reason, count in reasons[:4]),
+            ]
+        )
+    print_table("", ("stage", "documents", "left", "removed", "MB left", "why"), rows)
+    bad = report["bad_lines"]
+    if bad["count"]:
+        typer.echo(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")
+    typer.echo(
+        f"{report['documents']:,} documents in {len(report['shards'])} shards, "
+        f"{report['seconds']:.1f} s"
+    )
+    typer.echo(str(output))
