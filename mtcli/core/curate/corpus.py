@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mtcli.core.curate.config import Stage
 from mtcli.core.curate.hashing import Array
 from mtcli.core.curate.parts import Part, save_arrays
 
@@ -34,6 +35,20 @@ class Removals(NamedTuple):
         save_arrays(path, **self._asdict())
 
 
+CORPUS_REASONS: dict[str, tuple[str, ...]] = {
+    "exact": ("same text",),
+    "fuzzy": ("near duplicate",),
+    "decontaminate": ("cut too often", "nothing left"),
+}
+
+
+class ChangedLines(NamedTuple):
+    """Documents of a part whose lines have changed: their rows, and the folder of the new ones."""
+
+    rows: Array
+    folder: Path
+
+
 class Corpus:
     """Parts, of which those of an older corpus come last and stay as they are."""
 
@@ -48,6 +63,10 @@ class Corpus:
     def size(self) -> int:
         """Documents, alive or not."""
         return int(self.bounds[-1])
+
+    def alive_of(self, index: int) -> Array:
+        """Which documents of a part are left."""
+        return self.alive[self.bounds[index] : self.bounds[index + 1]]
 
     def column(self, name: str, index: int | None = None) -> Array:
         """An array of all documents [size, ...], or one row of an array that is by column."""
@@ -125,3 +144,12 @@ class Corpus:
         table = np.array(removed, np.int64).reshape(-1, 3)
         ones = np.ones(len(table))
         return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
+
+
+class PassResult(NamedTuple):
+    """What a pass left: the corpus, what corpus stages removed, and what they cut, by part."""
+
+    corpus: Corpus
+    removals: dict[Stage, Removals]
+    changed: dict[int, ChangedLines]
+    entered: dict[Stage, Array]  # who was alive before each corpus stage

@@ -6,11 +6,10 @@ where it is longer than 200 characters. N-grams that the corpus has ten times ar
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,6 @@ from mtcli.core.data.text_files import bad_line, read_text
 FIELD = "decontaminate.tasks"
 PUNCTUATION = ".!?"
 FILTER_BITS = 22  # of a hash, that tell most n-grams of a document apart from all of the tasks
-TOO_MANY, NOTHING = "cut too often", "nothing left"
-REASONS = (TOO_MANY, NOTHING)
 
 
 class Match(NamedTuple):
@@ -64,7 +61,7 @@ class TaskNgrams:
             tasks.append(task_of[words.owners[starts[places]]])
             count += once.size
         self._first_words, self._lengths = np.concatenate(first_words), np.concatenate(lengths)
-        self.task_of, self.count = np.concatenate(tasks), count
+        self._task_of = np.concatenate(tasks)
         if not count:
             said = f"{len(texts)} task texts, none with {config.min_ngram} words"
             raise wrong(said, "are these the right files?", FIELD)
@@ -74,8 +71,14 @@ class TaskNgrams:
         """An n-gram's words, in lower case."""
         first, size = int(self._first_words[ngram]), int(self._lengths[ngram])
         words, (data, _) = self._batch.words, self._batch.lowered
-        spans = zip(words.starts[first : first + size], words.stops[first : first + size])
+        spans = zip(
+            words.starts[first : first + size], words.stops[first : first + size], strict=True
+        )
         return " ".join(data[start:stop].decode() for start, stop in spans)
+
+    def tasks_of(self, ngrams: Sequence[int]) -> list[str]:
+        """The tasks that some n-grams are from."""
+        return sorted({self.names[self._task_of[ngram]] for ngram in ngrams})
 
     def find(self, batch: Batch) -> tuple[Array, Array, Array]:
         """(document, n-gram, first word) of every match in a batch, and so sorted."""

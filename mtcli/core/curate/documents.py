@@ -46,7 +46,7 @@ class Document:
     html: bytes | None = None
 
 
-class BadLine(NamedTuple):
+class BadRecord(NamedTuple):
     """A record that cannot be read: where, and why."""
 
     file: str
@@ -57,7 +57,7 @@ class BadLine(NamedTuple):
         return f"{self.file}:{self.line}: {self.reason}"
 
 
-class Inputs(NamedTuple):
+class CorpusFiles(NamedTuple):
     """The files of a corpus, sorted by their names, which are relative to what holds them all."""
 
     sources: tuple[SourceFile, ...]
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
         return sum(source.size for source in self.sources)
 
 
-def find_inputs(inputs: Sequence[str], kind: FileKind | None = None) -> Inputs:
+def find_files(inputs: Sequence[str], kind: FileKind | None = None) -> CorpusFiles:
     """Finds the files that `inputs` name, each once. Raises MtcliError for what is not there."""
     if not inputs:
         raise wrong("no input", "give files, folders or globs of WARC, JSON lines, text, Parquet")
@@ -82,10 +82,10 @@ def find_inputs(inputs: Sequence[str], kind: FileKind | None = None) -> Inputs:
         for path, source in once.items()
     )
     sources = tuple(source for _, source in named)
-    return Inputs(sources, {source.path: name for name, source in named}, found.left_out)
+    return CorpusFiles(sources, {source.path: name for name, source in named}, found.left_out)
 
 
-def blocks_of(inputs: Inputs, blank: bool) -> list[TextBlock]:
+def blocks_of(inputs: CorpusFiles, blank: bool) -> list[TextBlock]:
     """Divides a corpus into blocks of work; where, depends on names and sizes alone."""
     return list(cut(inputs.sources, blank, BLOCK_BYTES))
 
@@ -108,7 +108,7 @@ class Reader(NamedTuple):
     names: Mapping[str, str]
     lines_before: Mapping[tuple[str, int], int]
 
-    def read(self, piece: FileRange, progress: Progress) -> Iterator[Document | BadLine]:
+    def read(self, piece: FileRange, progress: Progress) -> Iterator[Document | BadRecord]:
         """Yields the documents of a file range, in order."""
         path = piece.source.path
         name, before = self.names[path], self.lines_before.get((path, piece.start), 0)
@@ -120,21 +120,21 @@ class Reader(NamedTuple):
             return
         for item in read_documents(piece, self.reading, progress):
             if isinstance(item, Bad):
-                yield BadLine(name, before + item.line, item.reason)
+                yield BadRecord(name, before + item.line, item.reason)
             else:
                 yield self._document(item, name, before + item.line)
 
-    def _document(self, item: Text, name: str, line: int) -> Document | BadLine:
+    def _document(self, item: Text, name: str, line: int) -> Document | BadRecord:
         fields = dict(item.fields or {})
         fields.pop(self.reading.text_key, None)
         identity, source = fields.pop("id", None), fields.pop("source", None)
         key = made_key(name, line) if identity is None else key_of(identity)
         if key is None:
-            return BadLine(name, line, '"id" is neither text nor a whole number')
+            return BadRecord(name, line, '"id" is neither text nor a whole number')
         if source is None:
             source = stem(name)
         elif not isinstance(source, str):
-            return BadLine(name, line, '"source" is no text')
+            return BadRecord(name, line, '"source" is no text')
         return Document(key, source, item.text, item.size, fields)
 
 

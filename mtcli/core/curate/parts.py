@@ -34,8 +34,8 @@ class PartWriter:
         self._aside = folder.with_name(folder.name + ".tmp")
         shutil.rmtree(self._aside, ignore_errors=True)
         self._aside.mkdir(parents=True)
-        self._lines = open(self._aside / LINES, "wb")
-        self._removed = open(self._aside / REMOVED, "wb")
+        self._lines = (self._aside / LINES).open("wb")
+        self._removed = (self._aside / REMOVED).open("wb")
         self._keys: list[bytes] = []
         self._ends: list[int] = []
         self._sizes: list[int] = []
@@ -162,6 +162,11 @@ def json_line(record: Mapping[str, object]) -> bytes:
         return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair, in another key than the text
         return json.dumps(record, default=str).encode() + b"\n"
+
+
+def part_folder(folder: Path, number: int) -> Path:
+    """Where a pass keeps a part."""
+    return folder / f"{number:06d}"
 
 
 def save_arrays(path: Path, **arrays: Array) -> None:

@@ -6,33 +6,31 @@ It holds no time, path or number of workers: it is a function of the input and t
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mtcli.core.curate.config import Stage, as_dict
-from mtcli.core.curate.corpus import Corpus, Removals
-from mtcli.core.curate.documents import Inputs, id_of
+from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
+from mtcli.core.curate.documents import CorpusFiles, id_of
 from mtcli.core.curate.parts import json_line
+from mtcli.core.curate.request import Corpora, CurateRequest
 from mtcli.core.curate.stages import BAD_TOLD, SAMPLE_CHARACTERS, SAMPLES, StageCount
-
-if TYPE_CHECKING:
-    from mtcli.core.curate.pipeline import Corpora, CurateRequest, PassResult
 
 CLUSTERS_TOLD = 1000  # in report.json; removed.jsonl.zst has them all
 CONTAMINATED_TOLD = 1000
 
 
-def described(request: "CurateRequest", corpora: "Corpora") -> dict[str, Any]:
+def described(request: CurateRequest, corpora: Corpora) -> dict[str, Any]:
     """The configuration and the inputs, as a report has them."""
     inputs = {"files": _files(corpora.new), "against": corpora.old and _files(corpora.old)}
     return {"config": as_dict(request.config), "inputs": inputs}
 
 
 def build_report(
-    request: "CurateRequest",
-    corpora: "Corpora",
-    results: list["PassResult"],
+    request: CurateRequest,
+    corpora: Corpora,
+    results: list[PassResult],
     shards: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Builds report.json."""
@@ -75,10 +73,8 @@ def build_report(
     }
 
 
-def removed_lines(results: list["PassResult"]) -> Iterator[bytes]:
+def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
     """Yields the lines of removed.jsonl.zst, by stage and then in the order of the input."""
-    from mtcli.core.curate.pipeline import CORPUS_REASONS
-
     for result in results:
         for part in result.corpus.parts:
             if not part.against:
@@ -117,10 +113,8 @@ def _ids(corpus: Corpus, numbers: np.ndarray) -> list[str | int | None]:
 
 
 def _corpus_count(
-    stage: Stage, result: "PassResult", removals: Removals, cuts: dict[int, dict[str, Any]]
+    stage: Stage, result: PassResult, removals: Removals, cuts: dict[int, dict[str, Any]]
 ) -> StageCount:
-    from mtcli.core.curate.pipeline import CORPUS_REASONS
-
     corpus = result.corpus
     entered = result.entered[stage][: corpus.num_new]
     sizes = corpus.column("sizes")[: corpus.num_new]
@@ -183,7 +177,7 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
     }
 
 
-def _cuts(result: "PassResult") -> dict[int, dict[str, Any]]:
+def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
     """What was cut of each document that had an n-gram of a task, by number."""
     found = {}
     for index, (rows, folder) in sorted(result.changed.items()):
@@ -220,7 +214,7 @@ def _sources(corpus: Corpus) -> dict[str, Any]:
     for index, part in enumerate(corpus.parts):
         if part.against:
             continue
-        alive = corpus.alive[corpus.bounds[index] : corpus.bounds[index + 1]]
+        alive = corpus.alive_of(index)
         names, of = part.summary["sources"], part.array("sources")[alive]
         sizes = np.bincount(of, part.array("sizes")[alive], len(names))
         for name, count, size in zip(
@@ -231,5 +225,5 @@ def _sources(corpus: Corpus) -> dict[str, Any]:
     return {name: {"documents": found[name][0], "bytes": found[name][1]} for name in sorted(found)}
 
 
-def _files(inputs: Inputs) -> list[dict[str, Any]]:
+def _files(inputs: CorpusFiles) -> list[dict[str, Any]]:
     return [{"name": inputs.names[s.path], "bytes": s.size} for s in inputs.sources]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtcli.core.curate.corpus import Corpus
+from mtcli.core.curate.corpus import ChangedLines, Corpus
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import Lines
+from mtcli.core.curate.parts import LINES, Lines
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.process_pool import Progress
 
@@ -95,7 +95,7 @@ def route_part(
 ) -> Array:
     """The shard of each document of a part, -1 for those that were left out [documents]."""
     keys = sort_keys(corpus, index, plan.by_source)
-    alive = corpus.alive[corpus.bounds[index] : corpus.bounds[index + 1]]
+    alive = corpus.alive_of(index)
     shards = [
         bisect_right(plan.splitters, key) if left else -1
         for key, left in zip(keys, alive, strict=True)
@@ -120,7 +120,7 @@ class ShardJob(NamedTuple):
     plan: ShardPlan
     routes: Routes
     folder: Path
-    changed: Mapping[int, tuple[Array, Path]]
+    changed: Mapping[int, ChangedLines]
 
 
 def write_shard(job: ShardJob, number: int, progress: Progress = lambda _: None) -> dict[str, Any]:
@@ -156,12 +156,12 @@ def _lines_of(job: ShardJob, number: int) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def changed_lines(changed: tuple[Array, Path] | None) -> dict[int, bytes]:
+def changed_lines(changed: ChangedLines | None) -> dict[int, bytes]:
     """The lines of documents that were cut, by row."""
     if changed is None:
         return {}
     rows, folder = changed
-    lines = Lines(folder / "documents.jsonl", np.load(folder / "line_ends.npy"))
+    lines = Lines(folder / LINES, np.load(folder / "line_ends.npy"))
     return {row: lines[place] for place, row in enumerate(rows.tolist())}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from mtcli.core.config.errors import wrong
 from mtcli.core.curate.batch import BATCH_BYTES, Batch
 from mtcli.core.curate.config import CORPUS_STAGES, CurateConfig, Stage
-from mtcli.core.curate.documents import BadLine, Document, id_of
+from mtcli.core.curate.documents import BadRecord, Document, id_of
 from mtcli.core.curate.hashing import Array
 from mtcli.core.curate.parts import PartWriter
 
@@ -24,28 +24,28 @@ StageFunction = Callable[[Batch], None]
 Feature = Callable[[list[Document], Batch], dict[str, Array]]
 
 
-class Group(NamedTuple):
+class StageGroup(NamedTuple):
     """Stages of one pass: per-document ones, then corpus stages that need what it gathers."""
 
     documents: tuple[Stage, ...]
     corpus: tuple[Stage, ...]
 
 
-def groups_of(stages: tuple[Stage, ...]) -> list[Group]:
+def passes_of(stages: tuple[Stage, ...]) -> list[StageGroup]:
     """Divides the stages into passes over the documents; there is one at least.
 
     Corpus stages share a pass until one changes texts, which `decontaminate` alone does.
     """
-    groups = [Group((), ())]
+    groups = [StageGroup((), ())]
     for stage in stages:
         last = groups[-1]
         if stage in CORPUS_STAGES:
             if "decontaminate" in last.corpus:
-                groups.append(last := Group((), ()))
+                groups.append(last := StageGroup((), ()))
             groups[-1] = last._replace(corpus=(*last.corpus, stage))
         else:
             if last.corpus:
-                groups.append(last := Group((), ()))
+                groups.append(last := StageGroup((), ()))
             groups[-1] = last._replace(documents=(*last.documents, stage))
     return groups
 
@@ -129,12 +129,12 @@ class StageCount:
 class BlockWork:
     """Runs a pass's stages over documents and writes a part."""
 
-    def __init__(self, group: Group, config: CurateConfig, skip_bad: bool) -> None:
+    def __init__(self, group: StageGroup, config: CurateConfig, skip_bad: bool) -> None:
         self._stages = [(stage, make_stage(stage, config)) for stage in group.documents]
         self._features = [make_feature(stage, config) for stage in group.corpus]
         self._skip_bad = skip_bad
 
-    def run(self, items: Iterable[Document | BadLine], writer: PartWriter) -> None:
+    def run(self, items: Iterable[Document | BadRecord], writer: PartWriter) -> None:
         """Runs over a block's documents. Raises MtcliError for a bad line that is not skipped."""
         counts = {stage: StageCount() for stage, _ in self._stages}
         bad: list[str] = []
@@ -160,7 +160,7 @@ class BlockWork:
             }
         )
 
-    def _good(self, items: Iterable[Document | BadLine], bad: list[str]) -> Iterator[Document]:
+    def _good(self, items: Iterable[Document | BadRecord], bad: list[str]) -> Iterator[Document]:
         for item in items:
             if isinstance(item, Document):
                 yield item
