@@ -6,18 +6,24 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mtcli.commands.options import JsonOut, Overrides
-from mtcli.commands.output import answer, answering
+from mtcli.commands.output import answer, answering, print_facts
+
+TRAIN = "train-quality"  # in the place of an input
 
 Inputs = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
         help="Files, folders and globs of .warc .jsonl .txt (also under .gz .zst .xz .bz2) and "
-        ".parquet.",
+        ".parquet; or train-quality, with --good and --bad, to train a quality classifier.",
     ),
 ]
 Output = Annotated[
-    Path, typer.Option(metavar="DIR", help="Write shards, removed.jsonl.zst and the report here.")
+    Path,
+    typer.Option(
+        metavar="DIR",
+        help="Write shards, removed.jsonl.zst and the report here; of train-quality, a file.",
+    ),
 ]
 ConfigPath = Annotated[
     str | None,
@@ -53,6 +59,24 @@ SkipBad = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print documents, bytes, memory and disk; do nothing.")
 ]
+Good = Annotated[
+    list[str],
+    typer.Option(
+        metavar="INPUT",
+        default_factory=list,
+        show_default=False,
+        help="curate train-quality: curated text, such as Wikipedia; any number of times.",
+    ),
+]
+Bad = Annotated[
+    list[str],
+    typer.Option(
+        metavar="INPUT",
+        default_factory=list,
+        show_default=False,
+        help="curate train-quality: crawled text; any number of times.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 
@@ -63,6 +87,8 @@ def curate(
     output: Output,
     overrides: Overrides,
     against: Against,
+    good: Good,
+    bad: Bad,
     config: ConfigPath = None,
     workers: Workers = None,
     text_key: TextKey = "text",
@@ -75,6 +101,9 @@ def curate(
     json_out: JsonOut = None,
 ) -> None:
     """Clean, filter, deduplicate and decontaminate a corpus."""
+    if inputs[0] == TRAIN or good or bad:
+        _train_quality(inputs, good, bad, output, text_key, json_out)
+        return
     from time import perf_counter
 
     from mtcli.core.curate.config import load_config
@@ -100,6 +129,34 @@ def curate(
     timing = {"seconds": perf_counter() - began, "workers": request.workers}
     if answer(report | timing | {"output": str(output)}, json_out):
         _show(report | timing, output)
+
+
+def _train_quality(
+    inputs: list[str],
+    good: list[str],
+    bad: list[str],
+    output: Path,
+    text_key: str,
+    json_out: str | None,
+) -> None:
+    """Trains a quality classifier."""
+    from mtcli.core.config.errors import wrong
+    from mtcli.core.curate.quality import train_quality
+    from mtcli.core.runtime.atomic_writes import require_writable
+
+    if inputs != [TRAIN]:
+        first = next(word for word in inputs if word != TRAIN) if len(inputs) > 1 else inputs[0]
+        hint = "mtcli curate train-quality --good A --good B --bad C --output q.bin"
+        raise wrong(
+            f"--good and --bad are of train-quality, and {first!r} is a word too many", hint
+        )
+    missing = [flag for flag, given in (("--good", good), ("--bad", bad)) if not given]
+    if missing:
+        raise wrong("no input", "name files, folders or globs", missing[0])
+    require_writable(str(output), "--output")
+    facts = train_quality(good, bad, output, text_key)
+    if answer(facts, json_out):
+        print_facts({name: str(value) for name, value in facts.items()})
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
