@@ -63,7 +63,7 @@ def _ends(file: IO[bytes], last: int, source: SourceFile) -> bool:
 
 
 def _document(record: Any, name: str, number: int) -> Document | BadRecord | None:
-    if record.record_type.name not in RECORDS:
+    if record.headers.get("WARC-Type") not in RECORDS:
         return None
     headers = record.headers
     status, kind = 200, headers.get("Content-Type") or ""
