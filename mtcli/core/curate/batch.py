@@ -5,7 +5,6 @@ bytes inside of words; other characters that are not ASCII become blanks, so tha
 says which bytes belong to words.
 """
 
-import re
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import Array, token_hashes, unaligned
 
 BATCH_BYTES = 1 << 19  # of text: its arrays fit in a core's cache
-NOT_WORD = re.compile(r"[^\w\x00-\x7f]")
+ASCII = bytes(range(128))
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 IN_WORD = np.zeros(256, bool)
 IN_WORD[list(LETTERS + b"0123456789_")] = True
@@ -117,4 +116,15 @@ def lower(text: str) -> bytes:
     lowered = text.lower()
     if len(lowered) != len(text):  # a letter whose small form is two
         lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
-    return NOT_WORD.sub(" ", lowered).encode("utf-8", "surrogatepass")
+    for character in set(not_ascii(lowered)):
+        if not character.isalnum():
+            lowered = lowered.replace(character, " ")
+    return lowered.encode("utf-8", "surrogatepass")
+
+
+def not_ascii(text: str) -> str:
+    """The characters of a text that are not ASCII, in order."""
+    if text.isascii():
+        return ""
+    data = text.encode("utf-8", "surrogatepass")
+    return data.translate(None, ASCII).decode("utf-8", "surrogatepass")

@@ -105,7 +105,7 @@ def band_candidates(
             if size > ALL_PAIRS:
                 parts.append(_large_bucket(corpus, numbers[order[start : start + size]], least))
         merged = Pairs(*map(np.concatenate, zip(*parts, strict=True)))
-        save_arrays(path, **merged._asdict())
+        save_arrays(path, durable=False, **merged._asdict())
     progress(1)
     return band
 

@@ -169,13 +169,15 @@ def part_folder(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}"
 
 
-def save_arrays(path: Path, **arrays: Array) -> None:
-    """Writes arrays into one file that appears whole or not at all."""
+def save_arrays(path: Path, durable: bool = True, **arrays: Array) -> None:
+    """Writes arrays into one file that appears whole or not at all, after a crash of the machine
+    too where it is `durable`."""
     aside = path.with_name(path.name + ".tmp")
     with open(aside, "wb") as file:
         np.savez(file, **arrays)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     aside.replace(path)
 
 
