@@ -124,10 +124,22 @@ def curate(
         force=force,
         format=format,
     )
+    if dry_run:
+        from mtcli.core.curate.estimate import estimate
+
+        found = estimate(request)
+        if answer(found, json_out):
+            print_facts({name: _told(name, value) for name, value in found.items()})
+        return
     began = perf_counter()
     report = run(request, lambda line: typer.echo(line, err=True))
     timing = {"seconds": perf_counter() - began, "workers": request.workers}
-    if answer(report | timing | {"output": str(output)}, json_out):
+    timing |= {"output": str(output)}
+    if report["blend"]:
+        from mtcli.core.curate.blend import commands_of
+
+        timing |= commands_of(report["blend"], output)
+    if answer(report | timing, json_out):
         _show(report | timing, output)
 
 
@@ -159,6 +171,12 @@ def _train_quality(
         print_facts({name: str(value) for name, value in facts.items()})
 
 
+def _told(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return f"{value / 1e6:,.1f} MB"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def _show(report: dict[str, Any], output: Path) -> None:
     """Prints a table of stages; last the name of what was written."""
     from mtcli.core.runtime.console import print_table
@@ -185,4 +203,10 @@ def _show(report: dict[str, Any], output: Path) -> None:
         f"{report['documents']:,} documents in {len(report['shards'])} shards, "
         f"{report['seconds']:.1f} s"
     )
+    for line in report.get("preprocess", ()):
+        typer.echo(line)
+    if report["blend"]:
+        for source, facts in report["blend"]["sources"].items():
+            typer.echo(f"{source}: weight {facts['weight']:.5f}, {facts['epochs']:.2f} epochs")
+        typer.echo(f"data.train = {report['data.train']}")
     typer.echo(str(output))

@@ -115,8 +115,7 @@ class Reader(NamedTuple):
         if piece.source.kind == "warc":
             from mtcli.core.curate.warc import read_warc  # needs an extra
 
-            yield from read_warc(piece.source, name)
-            progress(piece.source.size)
+            yield from read_warc(piece.source, name, progress)
             return
         for item in read_documents(piece, self.reading, progress):
             if isinstance(item, Bad):

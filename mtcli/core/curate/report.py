@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mtcli.core.curate.blend import blend_of
 from mtcli.core.curate.config import Stage, as_dict
 from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
 from mtcli.core.curate.documents import CorpusFiles, id_of
@@ -59,14 +60,15 @@ def build_report(
                 clusters[stage] = _clusters(result.corpus, removals)
     bad["examples"] = bad["examples"][:BAD_TOLD]
     order = [stage for stage in request.config.ordered if stage in stages]
-    last = results[-1]
+    sources = _sources(results[-1].corpus)
     return {
         **described(request, corpora),
         "bad_lines": bad,
         "stages": [{"stage": stage} | stages[stage].dump() for stage in order],
-        "sources": _sources(last.corpus),
+        "sources": sources,
         "clusters": clusters,
         "contamination": contamination,
+        "blend": blend_of(request.config.blend, sources),
         "histograms": {"bytes_log2": histograms.tolist()},
         "documents": sum(shard["documents"] for shard in shards),
         "shards": shards,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from mtcli.core.curate.corpus import ChangedLines, Corpus
 from mtcli.core.curate.hashing import Array
@@ -55,12 +56,14 @@ def plan_shards(corpus: Corpus, shard_bytes: int, by_source: bool) -> ShardPlan:
     sources = sorted({key.partition(b"\0")[0] for key, _ in sampled}) if by_source else [b""]
     splitters: list[bytes] = []
     names: list[str] = []
+    if not sampled:
+        return ShardPlan((), (), by_source)
     for source in sources:
         mine = [one for one in sampled if not by_source or one[0].startswith(source + b"\0")]
         inner = _splitters(mine, shard_bytes)
         splitters += [source + b"\0", *inner] if by_source else inner
         stem = source.decode() if by_source else NAME
-        names += [f"{_file_name(stem)}-{number:05d}.jsonl.zst" for number in range(len(inner) + 1)]
+        names += [f"{file_stem(stem)}-{number:05d}.jsonl.zst" for number in range(len(inner) + 1)]
     return ShardPlan(tuple(splitters[1:] if by_source else splitters), tuple(names), by_source)
 
 
@@ -74,10 +77,10 @@ def _splitters(sampled: Iterable[tuple[bytes, int]], shard_bytes: int) -> list[b
     return found
 
 
-def _file_name(source: str) -> str:
-    """A source's name as part of a file's."""
-    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source)
-    return safe.lstrip(".") or "_"
+def file_stem(source: str) -> str:
+    """A source's name as part of a file's; its hash tells apart those that look alike then."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source).lstrip(".") or "_"
+    return safe if safe == source else f"{safe}-{xxhash.xxh32_hexdigest(source.encode())}"
 
 
 def sort_keys(corpus: Corpus, index: int, by_source: bool) -> list[bytes]:

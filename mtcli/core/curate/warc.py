@@ -16,6 +16,7 @@ from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, s
 from mtcli.core.curate.extras import require
 from mtcli.core.data.documents import HELD_BYTES, WINDOW
 from mtcli.core.data.sources import SourceFile
+from mtcli.core.runtime.process_pool import Progress
 
 HTML = ("text/html", "application/xhtml+xml")
 RECORDS = ("response", "resource")
@@ -23,7 +24,7 @@ END = b"\r\n\r\n"
 Extract = Callable[[bytes], str]
 
 
-def read_warc(source: SourceFile, name: str) -> Iterator[Document | BadRecord]:
+def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Document | BadRecord]:
     """Yields the HTML pages of a WARC file, compressed or not, that were answered with 200.
 
     A record of more than HELD_BYTES is bad; so is what a damaged file ends in.
@@ -38,6 +39,7 @@ def read_warc(source: SourceFile, name: str) -> Iterator[Document | BadRecord]:
                 record = next(records, None)
                 if record is None:
                     break
+                progress(record.stream_pos - last)
                 last = record.stream_pos
                 document = _document(record, name, number)
             except Exception as error:  # a library's own, of many kinds, for a damaged record
@@ -45,6 +47,7 @@ def read_warc(source: SourceFile, name: str) -> Iterator[Document | BadRecord]:
                 return
             if document:
                 yield document
+        progress(source.size - last)
         if number == 1 or not _ends(file, last, source):
             # The library takes what is left of a record for the end of the file.
             yield BadRecord(name, number, "the file ends inside a WARC record")

@@ -173,7 +173,7 @@ def _ending(path: Path) -> str:
 
 def _matches(pattern: str, kind_of: KindOf) -> list[SourceFile]:
     paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
-    files = [path for path in paths if path.is_file()]
+    files = [path for path in paths if path.is_file() and not _is_of_curate(path)]
     if not files:
         message = f"no input {pattern or repr(pattern)}"
         raise wrong(message, "inputs are files, folders, globs, - for standard input, or stdlib")

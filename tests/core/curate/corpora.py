@@ -12,11 +12,17 @@ from mtcli.core.config.errors import MtcliError
 def warc_bytes(pages):
     """A WARC file, each record under gzip by itself, as Common Crawl's are."""
     out = io.BytesIO()
-    out.write(gzip.compress(_record("warcinfo", None, b"software: test\r\n", "application/warc-fields")))
+    out.write(
+        gzip.compress(_record("warcinfo", None, b"software: test\r\n", "application/warc-fields"))
+    )
     for url, kind, status, body in pages:
-        head = f"HTTP/1.1 {status} OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         payload = head.encode() + body
-        out.write(gzip.compress(_record("response", url, payload, "application/http; msgtype=response")))
+        out.write(
+            gzip.compress(_record("response", url, payload, "application/http; msgtype=response"))
+        )
     return out.getvalue()
 
 
@@ -50,7 +56,9 @@ def removed(folder):
 
 def tree(folder):
     """Every file below a folder, by name."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def refusal(call, *arguments):
