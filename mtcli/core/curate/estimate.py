@@ -8,8 +8,9 @@ from itertools import islice
 from typing import Any
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.curate.documents import BadRecord, CorpusFiles, Reader, blocks_of
+from mtcli.core.curate.documents import BadRecord, CorpusFiles, blocks_of
 from mtcli.core.curate.minhash import bands_of
+from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.request import CurateRequest, find_corpora
 from mtcli.core.data.documents import Reading
 

@@ -18,7 +18,7 @@ from mtcli.core.config.errors import failed
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.contamination import cut_corpus, cut_removals
 from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals
-from mtcli.core.curate.documents import CorpusFiles, Document, Reader, blocks_of, count_lines
+from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, count_lines
 from mtcli.core.curate.exact import same_texts
 from mtcli.core.curate.fuzzy import find_near
 from mtcli.core.curate.html import report_html
@@ -32,6 +32,7 @@ from mtcli.core.curate.output import (
     require_free,
 )
 from mtcli.core.curate.parts import Part, PartWriter, document_of, part_folder
+from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.report import build_report, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
 from mtcli.core.curate.shards import (

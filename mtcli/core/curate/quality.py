@@ -18,9 +18,10 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.curate.batch import BATCH_BYTES, Batch
 from mtcli.core.curate.config import QualityConfig
-from mtcli.core.curate.documents import BadRecord, Document, Reader, blocks_of, find_files
+from mtcli.core.curate.documents import BadRecord, Document, blocks_of, find_files
 from mtcli.core.curate.extras import require
 from mtcli.core.curate.hashing import SECOND, Array, mix
+from mtcli.core.curate.reading import Reader
 from mtcli.core.data.documents import Reading
 from mtcli.core.runtime.atomic_writes import aside
 
