@@ -153,6 +153,7 @@ class Target(NamedTuple):
 COMMANDS: dict[str, Target] = {
     name: Target(f"mtcli.commands.{name}:{name}", purpose)
     for name, purpose in (
+        ("curate", "Clean, filter, deduplicate and decontaminate a corpus"),
         ("preprocess", "Turn text into token files"),
         ("select", "Choose a core-set of the training data"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
@@ -167,6 +168,7 @@ COMMANDS: dict[str, Target] = {
 # What other tools call a command.
 MEANT = {
     **dict.fromkeys(("finetune", "fine-tune", "pretrain", "sft", "fit", "resume"), "train"),
+    **dict.fromkeys(("clean", "dedup", "deduplicate", "filter", "decontaminate"), "curate"),
     **dict.fromkeys(("tokenize", "prepare", "tokenise"), "preprocess"),
     **dict.fromkeys(("evaluate", "test", "validate", "lm_eval", "score"), "eval"),
     **dict.fromkeys(("sample", "infer", "inference", "chat", "predict"), "generate"),

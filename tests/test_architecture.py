@@ -37,6 +37,7 @@ ARROWS = {
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP,
     "inference": STEP,
+    "curate": {"config", "data", "runtime"},
     "evaluate": {"config", "data", "inference"},
     "select": STEP | {"inference"},
     "convert": STEP | {"inference"},
@@ -44,7 +45,8 @@ ARROWS = {
     "profile": STEP | {"training", "plan"},
     "sweep": STEP | {"training", "plan", "profile"},
     "commands": STEP
-    | {"training", "inference", "evaluate", "select", "convert", "plan", "profile", "sweep"},
+    | {"training", "inference", "evaluate", "select", "convert", "curate"}
+    | {"plan", "profile", "sweep"},
     "cli": {"commands", "config"},
 }
 TORCH_FREE = ("config", "mesh", "schedule")
@@ -52,6 +54,8 @@ TORCH_FREE = ("config", "mesh", "schedule")
 LIGHT = (
     "checkpoint.folder",
     "convert.upcycle_recipe",
+    "curate.config",
+    "curate.pipeline",
     "data.loader",
     "data.preprocess",
     "data.subset",

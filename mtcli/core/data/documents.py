@@ -44,13 +44,15 @@ NEAR_END = 1 << 10  # letters in which most texts have such a place
 
 class Reading(NamedTuple):
     """Options of reading: JSON's key, whether blank lines divide texts, whether long ones may be
-    split, and the most bytes of UTF-8 that a document may have (None: HELD_BYTES, but for plain
-    text that is split, of which only a part is in memory)."""
+    split, the most bytes of UTF-8 that a document may have (None: HELD_BYTES, but for plain text
+    that is split, of which only a part is in memory), and whether each Text carries all keys of its
+    record and its line."""
 
     text_key: str
     blank: bool
     cuttable: bool
     max_bytes: int | None = None
+    whole: bool = False
 
     @property
     def most(self) -> int:
@@ -69,6 +71,8 @@ class Text(NamedTuple):
     text: str
     size: int  # bytes of UTF-8
     ends: bool = True
+    line: int = 0  # or row, from 1, of its file range: where `Reading.whole`
+    fields: dict[str, Any] | None = None  # its record, where `Reading.whole` and it has one
 
 
 class Bad(NamedTuple):
@@ -257,7 +261,7 @@ def _record(line: str, number: int, reading: Reading) -> Text | Bad:
     if key not in record:
         known = listed([shown(name) for name in record]) or "none"
         return Bad(number, "missing key", f'no key "{key}": keys are {known}')
-    return _text(record[key], number, reading)
+    return _text(record[key], number, reading, record)
 
 
 def _json_type(value: object) -> str:
@@ -265,7 +269,7 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a string" if isinstance(value, str) else "a number")
 
 
-def _text(value: object, number: int, reading: Reading) -> Text | Bad:
+def _text(value: object, number: int, reading: Reading, fields: dict[str, Any]) -> Text | Bad:
     key = reading.text_key
     if not isinstance(value, str):
         return Bad(number, "not text", f'"{key}" is {_json_type(value)}, not a string')
@@ -273,7 +277,9 @@ def _text(value: object, number: int, reading: Reading) -> Text | Bad:
         size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError:
         return Bad(number, "bad UTF-8", f'"{key}" holds half of a surrogate pair')
-    return Text(value, size) if size <= reading.most else _too_large(number, reading.most)
+    if size > reading.most:
+        return _too_large(number, reading.most)
+    return Text(value, size, True, number, fields if reading.whole else None)
 
 
 def _blank_separated(chunk: bytes, first_line: int, reading: Reading) -> Iterator[Text | Bad]:
@@ -282,7 +288,8 @@ def _blank_separated(chunk: bytes, first_line: int, reading: Reading) -> Iterato
     except UnicodeDecodeError:
         found = None
     texts = [Text(part, len(part.encode())) for part in found or () if part]
-    if found is not None and all(text.size <= reading.most for text in texts):
+    is_quick = found is not None and not reading.whole
+    if is_quick and all(text.size <= reading.most for text in texts):
         yield from texts
     else:
         yield from _blank_separated_bytes(chunk, first_line, reading.most)
@@ -303,7 +310,7 @@ def _blank_separated_bytes(chunk: bytes, first_line: int, most: int) -> Iterator
                 yield _bad_byte(document, error.start, start)
                 continue
             size = len(text.encode())
-            yield Text(text, size) if size <= most else _too_large(start, most)
+            yield Text(text, size, line=start) if size <= most else _too_large(start, most)
 
 
 def _bad_byte(data: bytes, at: int, line: int) -> Bad:
@@ -360,7 +367,7 @@ def _held(piece: FileRange, reading: Reading, progress: Progress) -> Text | Bad:
                 return _too_large(1, reading.most)
     data = b"".join(windows).removeprefix(BOM)
     try:
-        return Text(data.decode(), len(data))
+        return Text(data.decode(), len(data), line=1)
     except UnicodeDecodeError as error:
         return _bad_byte(data, error.start, 1)
 
@@ -420,7 +427,7 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
                 why = f"{len(row)} fields, and the header has {len(header)}"
                 yield Bad(number, f"bad {kind}", why)
             elif row:
-                item = _text(row[column], number, reading)
+                item = _text(row[column], number, reading, dict(zip(header, row, strict=True)))
                 is_utf8 = isinstance(item, Text) or item.kind != "bad UTF-8"
                 yield item if is_utf8 else item._replace(reason=f'"{key}" is not UTF-8')
     except csv.Error as error:
@@ -497,10 +504,11 @@ def _rows(
         stored = (one for one in columns if one.path_in_schema.split(".")[0] == key)
         _require_ratio(source, sum(one.total_uncompressed_size for one in stored))
     row, total = 0, 0
-    for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[key]):
-        for value in batch.column(0):
+    columns = None if reading.whole else [key]
+    for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+        for fields in batch.to_pylist():
             row += 1
-            item = _text(value.as_py(), row, reading)
+            item = _text(fields[key], row, reading, fields)
             total += item.size if isinstance(item, Text) else 0
             yield item
         _require_ratio(source, total)  # one entry of a dictionary may be every row's

@@ -10,7 +10,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS
 
-FileKind = Literal["text", "jsonl", "csv", "tsv", "parquet"]
+FileKind = Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"]
 # By the ending of a name, under that of a compression; a file of another needs its kind named.
 KINDS: dict[str, FileKind] = {
     ".txt": "text",
@@ -33,11 +33,14 @@ KINDS: dict[str, FileKind] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+Kinds = Mapping[str, FileKind]
+KindOf = Callable[..., FileKind | None]  # of a path: `_kind` of the kinds that are known
 # Often beside a corpus, to describe it: of a folder they are read only where a kind is named.
 BESIDE = {".md", ".csv", ".tsv"}
 ACCEPTED = f"files end in {', '.join(KINDS)}, all but the last also {' '.join(COMPRESSIONS)}; "
 ACCEPTED += f"or --format {'|'.join(dict.fromkeys(KINDS.values()))}"
 STDLIB, STDIN = "stdlib", "-"
+REPORT, REMOVED = "report.json", "removed.jsonl.zst"  # of `mtcli curate`, beside its shards
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 BLOCK_BYTES = 4 << 20
 # Where documents may end.
@@ -85,14 +88,17 @@ class SourceList(NamedTuple):
     left_out: dict[str, int]
 
 
-def find_sources(inputs: Sequence[str], kind: FileKind | None = None) -> SourceList:
+def find_sources(
+    inputs: Sequence[str], kind: FileKind | None = None, known: Kinds = KINDS
+) -> SourceList:
     """The files that `inputs` name, in order; folders and globs give theirs sorted by path.
 
-    Each is read as its ending says, or as `kind`. Raises MtcliError for an input that is not there,
-    holds nothing readable or has another ending.
+    Each is read as its ending says in `known`, or as `kind`. Raises MtcliError for an input that is
+    not there, holds nothing readable or has another ending.
     """
     left_out: Counter[str] = Counter()
-    found = collect_errors(*(partial(_named, name, kind, left_out) for name in inputs))
+    kind_of = partial(_kind, known=known, kind=kind)
+    found = collect_errors(*(partial(_named, name, kind_of, left_out) for name in inputs))
     return SourceList(list(chain(*found)), dict(sorted(left_out.items())))
 
 
@@ -114,12 +120,12 @@ def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> 
         yield TextBlock(number, tuple(pieces))
 
 
-def _named(name: str, kind: FileKind | None, left_out: Counter[str]) -> list[SourceFile]:
+def _named(name: str, kind_of: KindOf, left_out: Counter[str]) -> list[SourceFile]:
     if name == STDLIB:
         return _stdlib()
     if os.path.isdir(name):
-        return _folder(Path(name), kind, left_out)
-    return [_source(Path(name), kind)] if os.path.exists(name) else _matches(name, kind)
+        return _folder(Path(name), kind_of, left_out)
+    return [_source(Path(name), kind_of)] if os.path.exists(name) else _matches(name, kind_of)
 
 
 def _stdlib() -> list[SourceFile]:
@@ -133,19 +139,24 @@ def _stdlib() -> list[SourceFile]:
     return [SourceFile(str(path), "text", "", path.stat().st_size) for path in sorted(files)]
 
 
-def _folder(folder: Path, kind: FileKind | None, left_out: Counter[str]) -> list[SourceFile]:
+def _folder(folder: Path, kind_of: KindOf, left_out: Counter[str]) -> list[SourceFile]:
     files = []
     for path in sorted(folder.rglob("*")):
-        if path.is_dir() or path.name.startswith("."):
+        if path.is_dir() or path.name.startswith(".") or _is_of_curate(path):
             continue
-        if path.is_file() and (kind or (_kind(path) and _inner(path).suffix not in BESIDE)):
+        if path.is_file() and kind_of(path, within_folder=True):
             files.append(path)
         else:
             left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
         others = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
         raise wrong(f"{folder} holds no file to read{others}", ACCEPTED)
-    return [_source(path, kind) for path in files]
+    return [_source(path, kind_of) for path in files]
+
+
+def _is_of_curate(path: Path) -> bool:
+    """Whether a file says what `mtcli curate` removed: it lies beside the shards."""
+    return path.name == REMOVED and (path.parent / REPORT).exists()
 
 
 def told(left_out: Mapping[str, int]) -> str:
@@ -160,17 +171,17 @@ def _ending(path: Path) -> str:
     return inner.suffix + path.suffix * (inner is not path) or "without an ending"
 
 
-def _matches(pattern: str, kind: FileKind | None) -> list[SourceFile]:
+def _matches(pattern: str, kind_of: KindOf) -> list[SourceFile]:
     paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
-    files = [path for path in paths if path.is_file()]
+    files = [path for path in paths if path.is_file() and not _is_of_curate(path)]
     if not files:
         message = f"no input {pattern or repr(pattern)}"
         raise wrong(message, "inputs are files, folders, globs, - for standard input, or stdlib")
-    return [_source(path, kind) for path in files]
+    return [_source(path, kind_of) for path in files]
 
 
-def _source(path: Path, kind: FileKind | None) -> SourceFile:
-    kind = kind or _kind(path)
+def _source(path: Path, kind_of: KindOf) -> SourceFile:
+    kind = kind_of(path)
     if kind is None:
         raise wrong(f"{path} is of no kind that is known by its name", ACCEPTED)
     try:
@@ -183,11 +194,15 @@ def _source(path: Path, kind: FileKind | None) -> SourceFile:
     return SourceFile(str(path), kind, compression, size)
 
 
-def _kind(path: Path) -> FileKind | None:
+def _kind(
+    path: Path, known: Kinds, kind: FileKind | None, within_folder: bool = False
+) -> FileKind | None:
     """The format by a name's suffix, under the compression's; None where it is not ours."""
     inner = _inner(path)
-    kind = KINDS.get(inner.suffix)
-    return None if kind == "parquet" and inner is not path else kind
+    if kind or (within_folder and inner.suffix in BESIDE):
+        return kind
+    found = known.get(inner.suffix)
+    return None if found == "parquet" and inner is not path else found
 
 
 def _inner(path: Path) -> Path:

@@ -1,0 +1,212 @@
+"""`mtcli curate`: clean, filter, deduplicate and decontaminate a corpus."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from mtcli.commands.options import JsonOut, Overrides
+from mtcli.commands.output import answer, answering, print_facts
+
+TRAIN = "train-quality"  # in the place of an input
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...",
+        help="Files, folders and globs of .warc .jsonl .txt (also under .gz .zst .xz .bz2) and "
+        ".parquet; or train-quality, with --good and --bad, to train a quality classifier.",
+    ),
+]
+Output = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR",
+        help="Write shards, removed.jsonl.zst and the report here; of train-quality, a file.",
+    ),
+]
+ConfigPath = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="A TOML file of stages and their settings."),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, max=1024, help="Processes.", show_default="one per core"),
+]
+Against = Annotated[
+    list[str],
+    typer.Option(
+        metavar="DIR",
+        default_factory=list,
+        show_default=False,
+        help="An older corpus: what it has is removed from the new one, and it stays as it is.",
+    ),
+]
+TextKey = Annotated[
+    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
+]
+SplitOn = Annotated[
+    Literal["blank"] | None,
+    typer.Option(help="blank: plain text holds a document per block between blank lines."),
+]
+Format = Annotated[
+    Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"] | None,
+    typer.Option("--format", help="What all inputs are.", show_default="by their endings"),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print documents, bytes, memory and disk; do nothing.")
+]
+Good = Annotated[
+    list[str],
+    typer.Option(
+        metavar="INPUT",
+        default_factory=list,
+        show_default=False,
+        help="curate train-quality: curated text, such as Wikipedia; any number of times.",
+    ),
+]
+Bad = Annotated[
+    list[str],
+    typer.Option(
+        metavar="INPUT",
+        default_factory=list,
+        show_default=False,
+        help="curate train-quality: crawled text; any number of times.",
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
+
+
+@answering
+def curate(
+    inputs: Inputs,
+    output: Output,
+    overrides: Overrides,
+    against: Against,
+    good: Good,
+    bad: Bad,
+    config: ConfigPath = None,
+    workers: Workers = None,
+    text_key: TextKey = "text",
+    split_on: SplitOn = None,
+    format: Format = None,
+    skip_bad: SkipBad = False,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    force: Force = False,
+    json_out: JsonOut = None,
+) -> None:
+    """Clean, filter, deduplicate and decontaminate a corpus."""
+    if inputs[0] == TRAIN or good or bad:
+        _train_quality(inputs, good, bad, output, text_key, json_out)
+        return
+    from time import perf_counter
+
+    from mtcli.core.curate.config import load_config
+    from mtcli.core.curate.pipeline import curate as run
+    from mtcli.core.curate.request import CurateRequest
+    from mtcli.core.runtime.launch import cores
+
+    request = CurateRequest(
+        inputs=tuple(inputs),
+        output=output,
+        config=load_config(config, overrides),
+        workers=cores() if workers is None else workers,
+        against=tuple(against),
+        text_key=text_key,
+        split_on_blank=split_on == "blank",
+        skip_bad=skip_bad,
+        resume=resume,
+        force=force,
+        format=format,
+    )
+    if dry_run:
+        from mtcli.core.curate.estimate import estimate
+
+        found = estimate(request)
+        if answer(found, json_out):
+            print_facts({name: _told(name, value) for name, value in found.items()})
+        return
+    began = perf_counter()
+    report = run(request, lambda line: typer.echo(line, err=True))
+    timing = {"seconds": perf_counter() - began, "workers": request.workers}
+    timing |= {"output": str(output)}
+    if report["blend"]:
+        from mtcli.core.curate.blend import commands_of
+
+        timing |= commands_of(report["blend"], output)
+    if answer(report | timing, json_out):
+        _show(report | timing, output)
+
+
+def _train_quality(
+    inputs: list[str],
+    good: list[str],
+    bad: list[str],
+    output: Path,
+    text_key: str,
+    json_out: str | None,
+) -> None:
+    """Trains a quality classifier."""
+    from mtcli.core.config.errors import wrong
+    from mtcli.core.curate.quality import train_quality
+    from mtcli.core.runtime.atomic_writes import require_writable
+
+    if inputs != [TRAIN]:
+        first = next(word for word in inputs if word != TRAIN) if len(inputs) > 1 else inputs[0]
+        hint = "mtcli curate train-quality --good A --good B --bad C --output q.bin"
+        raise wrong(
+            f"--good and --bad are of train-quality, and {first!r} is a word too many", hint
+        )
+    missing = [flag for flag, given in (("--good", good), ("--bad", bad)) if not given]
+    if missing:
+        raise wrong("no input", "name files, folders or globs", missing[0])
+    require_writable(str(output), "--output")
+    facts = train_quality(good, bad, output, text_key)
+    if answer(facts, json_out):
+        print_facts({name: str(value) for name, value in facts.items()})
+
+
+def _told(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return f"{value / 1e6:,.1f} MB"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _show(report: dict[str, Any], output: Path) -> None:
+    """Prints a table of stages; last the name of what was written."""
+    from mtcli.core.runtime.console import print_table
+
+    rows = []
+    for stage in report["stages"]:
+        lost = stage["documents_in"] - stage["documents_out"]
+        reasons = sorted(stage["reasons"].items(), key=lambda item: (-item[1], item[0]))
+        rows.append(
+            [
+                stage["stage"],
+                f"{stage['documents_in']:,}",
+                f"{stage['documents_out']:,}",
+                f"{lost:,}",
+                f"{stage['bytes_out'] / 1e6:,.2f}",
+                ", ".join(f"{reason} {count:,}" for reason, count in reasons[:4]),
+            ]
+        )
+    print_table("", ("stage", "documents", "left", "removed", "MB left", "why"), rows)
+    bad = report["bad_lines"]
+    if bad["count"]:
+        typer.echo(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")
+    typer.echo(
+        f"{report['documents']:,} documents in {len(report['shards'])} shards, "
+        f"{report['seconds']:.1f} s"
+    )
+    for line in report.get("preprocess", ()):
+        typer.echo(line)
+    if report["blend"]:
+        for source, facts in report["blend"]["sources"].items():
+            typer.echo(f"{source}: weight {facts['weight']:.5f}, {facts['epochs']:.2f} epochs")
+        typer.echo(f"data.train = {report['data.train']}")
+    typer.echo(str(output))

@@ -1,0 +1,1 @@
+"""Cleans, filters, deduplicates and decontaminates a corpus, as Megatron-Turing NLG did."""

@@ -1,0 +1,130 @@
+"""A batch of documents, which the stages of a worker read together.
+
+Their lower-case text is looked at as one array of bytes. Letters that are not ASCII keep all their
+bytes inside of words; other characters that are not ASCII become blanks, so that a table of 256
+says which bytes belong to words.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from mtcli.core.curate.documents import Document
+from mtcli.core.curate.hashing import Array, token_hashes, unaligned
+
+BATCH_BYTES = 1 << 19  # of text: its arrays fit in a core's cache
+ASCII = bytes(range(128))
+LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+IN_WORD = np.zeros(256, bool)
+IN_WORD[list(LETTERS + b"0123456789_")] = True
+IN_WORD[128:] = True
+IN_TOKEN = np.ones(256, bool)  # of what blanks divide
+IN_TOKEN[list(b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\0")] = False
+
+
+class Drop(NamedTuple):
+    """Why a document is left out, with what more there is to say of it."""
+
+    stage: str
+    reason: str
+    detail: dict[str, object]
+
+
+class Tokens(NamedTuple):
+    """Runs of bytes in `Batch.lowered`, in order: [tokens] each."""
+
+    starts: Array
+    stops: Array
+    owners: Array  # the document of each
+    bounds: Array  # [documents + 1]: those of document i are bounds[i] .. bounds[i + 1]
+
+    @property
+    def counts(self) -> Array:
+        """How many a document has [documents]."""
+        return np.diff(self.bounds)
+
+
+class Batch:
+    """Documents, and those of them that a stage has dropped, by index."""
+
+    def __init__(self, documents: list[Document]) -> None:
+        self.documents = documents
+        self.drops: dict[int, Drop] = {}
+
+    def drop(self, index: int, stage: str, reason: str, **detail: object) -> None:
+        """Leaves a document out; the first reason counts."""
+        self.drops.setdefault(int(index), Drop(stage, reason, detail))
+
+    def alive(self) -> list[int]:
+        """The indices of those that are left."""
+        return [index for index in range(len(self.documents)) if index not in self.drops]
+
+    def changed(self) -> None:
+        """Forgets what was computed of texts that have changed."""
+        for name in ("lowered", "words", "tokens", "word_hashes"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def lowered(self) -> tuple[bytes, Array]:
+        """The texts in lower case, a blank before each and after the last, and where they begin
+        [documents + 1]."""
+        parts = [lower(document.text) for document in self.documents]
+        offsets = np.ones(len(parts) + 1, np.int64)
+        np.cumsum([len(part) + 1 for part in parts], out=offsets[1:])
+        offsets[1:] += 1
+        return b" " + b" ".join(parts) + bytes(64), offsets
+
+    @cached_property
+    def words(self) -> Tokens:
+        """Runs of letters, digits and underscores, as \\w+ finds them in the lower-case text."""
+        return self._runs(IN_WORD)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """What blanks divide."""
+        return self._runs(IN_TOKEN)
+
+    @cached_property
+    def word_hashes(self) -> Array:
+        """The hash of each of `words` [words]."""
+        return self.hashes_of(self.words)
+
+    def hashes_of(self, tokens: Tokens) -> Array:
+        """The hash of each token [tokens]."""
+        data, offsets = self.lowered
+        view = unaligned(data, len(data) - 8)
+        return token_hashes(view, tokens.starts, tokens.stops - tokens.starts)
+
+    def _runs(self, table: Array) -> Tokens:
+        data, offsets = self.lowered
+        inside = table[np.frombuffer(data, np.uint8)]
+        edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
+        starts, stops = edges[::2], edges[1::2]
+        bounds = np.searchsorted(starts, offsets)
+        owners = np.repeat(np.arange(len(self.documents)), np.diff(bounds))
+        return Tokens(starts, stops, owners, bounds)
+
+
+def lower(text: str) -> bytes:
+    """The lower-case text in UTF-8, all but letters of what is not ASCII replaced by blanks.
+
+    It has as many characters as the text.
+    """
+    if text.isascii():
+        return text.lower().encode()
+    lowered = text.lower()
+    if len(lowered) != len(text):  # a letter whose small form is two
+        lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+    for character in set(not_ascii(lowered)):
+        if not character.isalnum():
+            lowered = lowered.replace(character, " ")
+    return lowered.encode("utf-8", "surrogatepass")
+
+
+def not_ascii(text: str) -> str:
+    """The characters of a text that are not ASCII, in order."""
+    if text.isascii():
+        return ""
+    data = text.encode("utf-8", "surrogatepass")
+    return data.translate(None, ASCII).decode("utf-8", "surrogatepass")

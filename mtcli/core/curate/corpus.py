@@ -1,0 +1,155 @@
+"""All parts of a pass as one corpus: documents by number, and which of them are left.
+
+Number 0 is the first document of the first part. Which number a document has follows from the
+names and sizes of the files alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mtcli.core.curate.config import Stage
+from mtcli.core.curate.hashing import Array
+from mtcli.core.curate.parts import Part, save_arrays
+
+
+class Removals(NamedTuple):
+    """What a corpus stage left out: numbers of documents [removed] each, ascending in the first."""
+
+    removed: Array  # int64
+    kept: Array  # int64: the one that stays instead, or -1
+    root: Array  # int64: the member of their cluster with the smallest id, or -1
+    jaccard: Array  # float64: of the removed and the kept; NaN where there is none
+    reason: Array  # int64: an index of the stage's reasons
+
+    @staticmethod
+    def load(path: Path) -> "Removals":
+        """Reads what `save` wrote."""
+        with np.load(path) as arrays:
+            return Removals(*(arrays[name] for name in Removals._fields))
+
+    def save(self, path: Path) -> None:
+        """Writes a file that appears whole or not at all."""
+        save_arrays(path, **self._asdict())
+
+
+CORPUS_REASONS: dict[str, tuple[str, ...]] = {
+    "exact": ("same text",),
+    "fuzzy": ("near duplicate",),
+    "decontaminate": ("cut too often", "nothing left"),
+}
+
+
+class ChangedLines(NamedTuple):
+    """Documents of a part whose lines have changed: their rows, and the folder of the new ones."""
+
+    rows: Array
+    folder: Path
+
+
+class Corpus:
+    """Parts, of which those of an older corpus come last and stay as they are."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = list(parts)
+        counts = [part.count for part in self.parts]
+        self.bounds = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.alive = np.ones(self.size, bool)
+        self.num_new = int(sum(part.count for part in self.parts if not part.against))
+
+    @property
+    def size(self) -> int:
+        """Documents, alive or not."""
+        return int(self.bounds[-1])
+
+    def alive_of(self, index: int) -> Array:
+        """Which documents of a part are left."""
+        return self.alive[self.bounds[index] : self.bounds[index + 1]]
+
+    def column(self, name: str, index: int | None = None) -> Array:
+        """An array of all documents [size, ...], or one row of an array that is by column."""
+        arrays = (part.array(name) for part in self.parts)
+        found = [array if index is None else array[index] for array in arrays]
+        return np.concatenate(found) if found else np.zeros(0, np.uint64)
+
+    def take(self, name: str, numbers: Array) -> Array:
+        """The rows of an array for some documents, in their order."""
+        owners = self.owners(numbers)
+        order = np.argsort(owners, kind="stable")
+        bounds = np.searchsorted(owners[order], np.arange(len(self.parts) + 1))
+        found: Array | None = None
+        for index in np.unique(owners):
+            mine = order[bounds[index] : bounds[index + 1]]
+            rows = self.parts[index].array(name)[numbers[mine] - self.bounds[index]]
+            if found is None:
+                found = np.empty((len(numbers), *rows.shape[1:]), rows.dtype)
+            found[mine] = rows
+        return np.zeros(0) if found is None else found
+
+    def owners(self, numbers: Array) -> Array:
+        """The part that each document is in."""
+        return np.searchsorted(self.bounds, numbers, side="right") - 1
+
+    def located(self, numbers: Array) -> Iterator[tuple[int, Part, int]]:
+        """Yields (place in `numbers`, part, row) part by part."""
+        owners = self.owners(numbers)
+        for place in np.argsort(owners, kind="stable"):
+            index = owners[place]
+            yield int(place), self.parts[index], int(numbers[place] - self.bounds[index])
+
+    def keys(self, numbers: Array) -> list[bytes]:
+        """The keys of some documents."""
+        found, keys, last = [b""] * len(numbers), [], None
+        for place, part, row in self.located(numbers):
+            if part is not last:
+                keys, last = part.keys(), part
+            found[place] = keys[row]
+        return found
+
+    def sources(self, numbers: Array) -> list[str]:
+        """The sources of some documents."""
+        found, of, last = [""] * len(numbers), np.zeros(0), None
+        for place, part, row in self.located(numbers):
+            if part is not last:
+                of, last = part.array("sources"), part
+            found[place] = part.summary["sources"][of[row]]
+        return found
+
+    def text(self, number: int) -> str:
+        """A document's text."""
+        index = int(self.owners(np.array([number]))[0])
+        return self.parts[index].lines.text(int(number - self.bounds[index]))
+
+    def removals(self, clusters: Sequence[Array], priority: Sequence[str]) -> Removals:
+        """Decides who stays of each cluster: one of the older corpus, else of the best source, else
+        the smallest id. Jaccards are left at 1."""
+        members = np.concatenate([np.zeros(0, np.int64), *clusters])
+        ranks = {source: rank for rank, source in enumerate(priority)}
+        keys, sources = self.keys(members), self.sources(members)
+        removed: list[tuple[int, int, int]] = []
+        start = 0
+        for cluster in clusters:
+            stop = start + len(cluster)
+            named = sorted(
+                zip(keys[start:stop], sources[start:stop], cluster.tolist(), strict=True)
+            )
+            root = named[0][2]
+            best = min(named, key=lambda m: (m[2] < self.num_new, ranks.get(m[1], len(ranks))))[2]
+            new = (number for number in cluster.tolist() if number < self.num_new)
+            removed += [(number, best, root) for number in new if number != best]
+            start = stop
+        removed.sort()
+        table = np.array(removed, np.int64).reshape(-1, 3)
+        ones = np.ones(len(table))
+        return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
+
+
+class PassResult(NamedTuple):
+    """What a pass left: the corpus, what corpus stages removed, and what they cut, by part."""
+
+    corpus: Corpus
+    removals: dict[Stage, Removals]
+    changed: dict[int, ChangedLines]
+    entered: dict[Stage, Array]  # who was alive before each corpus stage

@@ -1,0 +1,216 @@
+"""Cuts out of documents what stands in evaluation tasks, as MT-NLG's public tools do.
+
+Words are runs of \\w in lower case. An n-gram of a task that a document holds is cut out with 200
+characters on both sides and on to the end of the sentence there; what is left between cuts is kept
+where it is longer than 200 characters. N-grams that the corpus has ten times are common phrases.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.untrusted import is_text, listed, parse_json, shown
+from mtcli.core.curate.batch import Batch
+from mtcli.core.curate.config import DecontaminateConfig
+from mtcli.core.curate.documents import Document
+from mtcli.core.curate.hashing import Array, rolling
+from mtcli.core.data.race import LEVELS, read_race
+from mtcli.core.data.text_files import bad_line, read_text
+
+FIELD = "decontaminate.tasks"
+PUNCTUATION = ".!?"
+FILTER_BITS = 22  # of a hash, that tell most n-grams of a document apart from all of the tasks
+
+
+class Match(NamedTuple):
+    """An n-gram of a task in a document: its number, and the characters it covers."""
+
+    ngram: int
+    start: int
+    stop: int
+
+
+class TaskNgrams:
+    """The n-grams of task files, numbered, each once, and found in documents by their hashes."""
+
+    def __init__(self, config: DecontaminateConfig) -> None:
+        self.names = tuple(config.tasks)
+        read = (partial(_texts_of, Path(task), config.fields) for task in config.tasks)
+        self._texts = collect_errors(*read)
+        texts = [text for found in self._texts for text in found]
+        task_of = np.repeat(np.arange(len(self.names)), [len(found) for found in self._texts])
+        batch = Batch([Document(b"", "", text, len(text)) for text in texts])
+        self._batch, words = batch, batch.words
+        sizes = np.minimum(words.counts, config.ngram)
+        self._tables: dict[int, tuple[Array, Array]] = {}
+        first_words, lengths, tasks = [], [], []
+        count = 0
+        for size in range(config.min_ngram, config.ngram + 1):
+            starts = _windows_of(batch, size, sizes == size)
+            hashes = rolling(batch.word_hashes, size)[starts]
+            once, places = np.unique(hashes, return_index=True)
+            if once.size:
+                self._tables[size] = once, np.arange(count, count + once.size)
+            first_words.append(starts[places])
+            lengths.append(np.full(once.size, size))
+            tasks.append(task_of[words.owners[starts[places]]])
+            count += once.size
+        self._first_words, self._lengths = np.concatenate(first_words), np.concatenate(lengths)
+        self._task_of = np.concatenate(tasks)
+        if not count:
+            said = f"{len(texts)} task texts, none with {config.min_ngram} words"
+            raise wrong(said, "are these the right files?", FIELD)
+        self._filters = {size: _filter_of(hashes) for size, (hashes, _) in self._tables.items()}
+
+    def text(self, ngram: int) -> str:
+        """An n-gram's words, in lower case."""
+        first, size = int(self._first_words[ngram]), int(self._lengths[ngram])
+        words, (data, _) = self._batch.words, self._batch.lowered
+        spans = zip(
+            words.starts[first : first + size], words.stops[first : first + size], strict=True
+        )
+        return " ".join(data[start:stop].decode() for start, stop in spans)
+
+    def tasks_of(self, ngrams: Sequence[int]) -> list[str]:
+        """The tasks that some n-grams are from."""
+        return sorted({self.names[self._task_of[ngram]] for ngram in ngrams})
+
+    def find(self, batch: Batch) -> tuple[Array, Array, Array]:
+        """(document, n-gram, first word) of every match in a batch, and so sorted."""
+        found = []
+        for size, (hashes, numbers) in self._tables.items():
+            values = rolling(batch.word_hashes, size)
+            may = np.flatnonzero(self._filters[size][values >> np.uint64(64 - FILTER_BITS)])
+            places = np.minimum(np.searchsorted(hashes, values[may]), len(hashes) - 1)
+            hit = hashes[places] == values[may]
+            starts, ngrams = may[hit], numbers[places[hit]]
+            owners = batch.words.owners
+            whole = owners[starts] == owners[starts + size - 1]
+            found.append((owners[starts[whole]], ngrams[whole], starts[whole]))
+        documents, ngrams, starts = map(np.concatenate, zip(*found, strict=True))
+        order = np.lexsort((ngrams, starts, documents))
+        return documents[order], ngrams[order], starts[order]
+
+    def matches(self, text: str) -> list[Match]:
+        """The matches in a text, by their place."""
+        batch = Batch([Document(b"", "", text, len(text))])
+        _, ngrams, firsts = self.find(batch)
+        data, _ = batch.lowered
+        found = []
+        for ngram, first in zip(ngrams.tolist(), firsts.tolist(), strict=True):
+            last = first + int(self._lengths[ngram]) - 1
+            start, stop = int(batch.words.starts[first]), int(batch.words.stops[last])
+            if not text.isascii():  # bytes to characters
+                start = len(data[:start].decode("utf-8", "surrogatepass"))
+                stop = len(data[:stop].decode("utf-8", "surrogatepass"))
+            found.append(Match(ngram, start - 1, stop - 1))  # of the blank before the text
+        return found
+
+
+def _windows_of(batch: Batch, size: int, members: Array) -> Array:
+    """The first words of the windows of `size` words inside of documents that are `members`."""
+    owners = batch.words.owners
+    count = len(owners) - size + 1
+    if count <= 0:
+        return np.zeros(0, np.int64)
+    inside = (owners[:count] == owners[size - 1 :]) & members[owners[:count]]
+    return np.flatnonzero(inside)
+
+
+def _filter_of(hashes: Array) -> Array:
+    """Whether any hash begins with each pattern of FILTER_BITS."""
+    has = np.zeros(1 << FILTER_BITS, bool)
+    has[hashes >> np.uint64(64 - FILTER_BITS)] = True
+    return has
+
+
+def make_matches(config: DecontaminateConfig) -> Callable[[list[Document], Batch], dict]:
+    """What gathers `num_matches` int32 [documents] and `matches` int32 [all of them in order]."""
+    ngrams = TaskNgrams(config)
+
+    def find(documents: list[Document], batch: Batch) -> dict[str, Array]:
+        owners, found, _ = ngrams.find(batch)
+        counts = np.bincount(owners, minlength=len(documents))
+        return {"num_matches": counts.astype(np.int32), "matches": found.astype(np.int32)}
+
+    return find
+
+
+class Cut(NamedTuple):
+    """What is left of a document, how often it was cut, and the n-grams that it was cut for."""
+
+    text: str
+    cuts: int
+    ngrams: tuple[int, ...]
+
+
+def cut_text(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> Cut:
+    """Cuts matches out of a text, from left to right."""
+    begin, cuts = 0, 0
+    pieces, ngrams = [], []
+    for match in matches:
+        if match.start < begin:  # in what was cut
+            continue
+        cuts += 1
+        ngrams.append(match.ngram)
+        place = match.start - config.margin
+        while place > begin and text[place] not in PUNCTUATION:
+            place -= 1
+        if place > begin:
+            pieces.append(text[begin : place + 1])
+        begin = match.stop + config.margin
+        while begin < len(text) and text[begin] not in PUNCTUATION:
+            begin += 1
+        begin += 1
+    pieces.append(text[begin:])
+    kept = [piece.strip() for piece in pieces if len(piece) > config.min_piece or not cuts]
+    return Cut("\n\n".join(kept) if cuts else text, cuts, tuple(ngrams))
+
+
+def _texts_of(path: Path, fields: Sequence[str]) -> list[str]:
+    """The texts of a task. Raises MtcliError for what is none."""
+    if path.is_dir():
+        if any((path / level).is_dir() for level in LEVELS) or (path / "test").is_dir():
+            found = read_race(path, "test", FIELD)
+            articles = [article for level in found.values() for _, article in level]
+            keys = [key for key in fields if key in ("questions", "article")]
+            if keys[:1] == ["article"]:
+                return [article.text for article in articles]
+            return [question for article in articles for question in article.questions]
+        files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".txt"))
+        if not files:
+            raise wrong(f"{path} holds 0 task files", "give .jsonl or .txt files, or RACE", FIELD)
+        return [text for file in files for text in _texts_of(file, fields)]
+    text = read_text(path, FIELD)
+    if path.suffix in (".jsonl", ".json", ".ndjson"):
+        return list(_json_texts(path, text, fields))
+    return [part for part in text.split("\n\n") if part.strip()]
+
+
+def _json_texts(path: Path, text: str, fields: Sequence[str]) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except json.JSONDecodeError as error:
+            raise bad_line(path, number, f"not JSON: {error.msg}", FIELD) from error
+        except ValueError as error:
+            raise bad_line(path, number, f"not JSON: {error}", FIELD) from error
+        if not isinstance(row, dict):
+            raise bad_line(path, number, f"{shown(row)} is no object", FIELD)
+        key = next((name for name in fields if name in row), None)
+        values = row[key] if key else None
+        values = values if isinstance(values, list) else [values]
+        if not key or not all(map(is_text, values)):
+            known = listed([shown(name) for name in row]) or "none"
+            message = f"no text in any of {', '.join(fields)}: keys are {known}"
+            raise wrong(
+                f"{path}, line {number}: {message}", "fields = ['KEY']", "decontaminate.fields"
+            )
+        yield from values

@@ -1,0 +1,78 @@
+"""What a run would take: documents, bytes, memory and disk, from a sample of the input.
+
+The memory is that of the arrays a phase holds (per document and per worker), which are written
+down here beside the phases that make them.
+"""
+
+from itertools import islice
+from typing import Any
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.curate.documents import BadRecord, CorpusFiles, blocks_of
+from mtcli.core.curate.minhash import bands_of
+from mtcli.core.curate.reading import Reader
+from mtcli.core.curate.request import CurateRequest, find_corpora
+from mtcli.core.data.documents import Reading
+
+SAMPLED_BLOCKS = 8
+SAMPLED_DOCUMENTS = 5000  # of a block
+WORKER_BYTES = 180 << 20  # a process with its libraries and a batch's arrays
+FINAL_BYTES = 64  # per document in the process that decides: hashes, orders, routes
+BAND_BYTES = 40  # per document in each worker that sorts a band
+KEY_BYTES = 40  # of an id and its offset
+RATIO = 0.45  # of a shard to its lines, under Zstandard
+
+
+def estimate(request: CurateRequest) -> dict[str, Any]:
+    """Estimates a run; reads a sample of each corpus."""
+    corpora = find_corpora(request)
+    documents, text = _sample(request, corpora.new)
+    if corpora.old:
+        more = _sample(request, corpora.old)
+        documents, text = documents + more[0], text + more[1]
+    stages, per_document = request.config.ordered, KEY_BYTES + 40
+    if "exact" in stages:
+        per_document += 16
+    if "fuzzy" in stages:
+        per_document += request.config.fuzzy.hashes + 8 * bands_of(request.config.fuzzy)[0]
+    workers = request.workers
+    shard = request.config.shard_mb * 1_000_000
+    deciding = WORKER_BYTES + FINAL_BYTES * documents
+    each = WORKER_BYTES + max(BAND_BYTES * documents if "fuzzy" in stages else 0, 2 * shard)
+    return {
+        "files": len(corpora.new.sources),
+        "input_bytes": corpora.new.size,
+        "documents": documents,
+        "text_bytes": text,
+        "stages": list(stages),
+        "workers": workers,
+        "memory_bytes": deciding + each * (workers if workers > 1 else 0) + 2 * shard,
+        "disk_bytes": int(text * (1 + RATIO) + per_document * documents),
+        "output_bytes": int(text * RATIO),
+    }
+
+
+def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
+    """(documents, bytes of text) of a corpus, from some blocks that are spread over it."""
+    blocks = blocks_of(files, request.split_on_blank)
+    reading = Reading(request.text_key, request.split_on_blank, False, None, whole=True)
+    reader = Reader(reading, files.names, {})
+    step = -(-len(blocks) // SAMPLED_BLOCKS)
+    documents = text = 0
+    consumed = 0.0
+
+    def count(size: float) -> None:
+        nonlocal consumed
+        consumed += size
+
+    for block in blocks[::step]:
+        for piece in block.pieces:
+            for item in islice(reader.read(piece, count), SAMPLED_DOCUMENTS):
+                if isinstance(item, BadRecord):
+                    if not request.skip_bad:
+                        raise wrong(str(item), "mend it, or --skip-bad to leave such records out")
+                    continue
+                documents += 1
+                text += item.size
+    scale = files.size / consumed if consumed else 0.0
+    return round(documents * scale), round(text * scale)

@@ -1,0 +1,248 @@
+"""Near duplicates: candidates that share a band, verified by the Jaccard similarity of their texts'
+shingles, joined into connected components.
+
+No pair is taken for duplicates that was not verified. Candidates are verified the most alike first,
+in rounds whose size does not depend on the workers; a pair whose documents are one component by
+then is not looked at, which changes no component.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtcli.core.curate.config import FuzzyConfig
+from mtcli.core.curate.corpus import Corpus, Removals
+from mtcli.core.curate.hashing import Array, jaccard, shingle_set
+from mtcli.core.curate.minhash import bands_of
+from mtcli.core.curate.parts import save_arrays
+from mtcli.core.runtime.process_pool import Progress
+
+ALL_PAIRS = 32  # documents of a bucket that are all compared with each other
+WINDOW = 2048  # of larger ones, by signature
+MOST_PARTNERS = 8  # of a document in such a window: the most alike
+SIGMAS = 4.5  # below the threshold, in standard deviations of the estimate, no pair is verified
+ROUND = 1 << 16  # pairs between two looks at the components
+CHUNK = 256  # pairs that a worker verifies at a time
+FILTERED = 1 << 16  # pairs whose signatures are compared together
+
+Map = Callable[[Callable[[Any, Progress], Any], Iterable[Any], int, str], Iterator[Any]]
+
+
+class Pairs(NamedTuple):
+    """Pairs of documents' numbers, the smaller first, and how many signature values they share."""
+
+    first: Array
+    second: Array
+    matches: Array
+
+
+def min_matches(config: FuzzyConfig) -> int:
+    """The fewest values of two signatures that a pair at the threshold shares, but for a chance of
+    one in a hundred thousand; two values are equal by chance with 1 in 256."""
+    expected = config.threshold + (1 - config.threshold) / 256
+    sigma = (expected * (1 - expected) / config.hashes) ** 0.5
+    return max(0, int((expected - SIGMAS * sigma) * config.hashes))
+
+
+def find_near(
+    corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path, run: Map
+) -> Removals:
+    """Finds near duplicates among the documents that are alive.
+
+    Candidates of each band are spilled to `folder`. `run(work, items, count, what)` maps over
+    worker processes, in order.
+    """
+    bands, _ = bands_of(config)
+    folder.mkdir(exist_ok=True)
+    numbers = np.flatnonzero(corpus.alive)
+    find = partial(band_candidates, corpus, config, numbers, folder)
+    for _ in run(find, range(bands), bands, "fuzzy: bands"):
+        pass
+    pairs = _merged(folder, bands)
+    verify = partial(verify_pairs, corpus, config.shingle)
+    components = _Components()
+    known: dict[tuple[int, int], float] = {}
+    for start in range(0, len(pairs.first), ROUND):
+        part = slice(start, start + ROUND)
+        some = [
+            pair
+            for pair in zip(pairs.first[part].tolist(), pairs.second[part].tolist(), strict=True)
+            if components.differ(*pair)
+        ]
+        for pair, similarity in zip(some, _verified(run, verify, some), strict=True):
+            if similarity >= config.threshold:
+                known[pair] = similarity
+                components.join(*pair)
+    found = corpus.removals(components.clusters(), priority)
+    return found._replace(jaccard=_jaccards(found, known, partial(_verified, run, verify)))
+
+
+def band_candidates(
+    corpus: Corpus,
+    config: FuzzyConfig,
+    numbers: Array,
+    folder: Path,
+    band: int,
+    progress: Progress = lambda _: None,
+) -> int:
+    """Writes the likely pairs among documents with one hash of a band; returns how many."""
+    path = folder / f"band-{band:04d}.npz"
+    if not path.exists():
+        keys = corpus.column("bands", band)[numbers]
+        order = np.argsort(keys, kind="stable")
+        ordered = keys[order]
+        begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+        sizes = np.diff(np.append(begins, len(order)))
+        least = min_matches(config)
+        parts = [_empty()]
+        for chunk in _small_buckets(numbers[order], begins, sizes):
+            parts.append(_likely(corpus, *chunk, least))
+        for start, size in zip(begins, sizes, strict=True):
+            if size > ALL_PAIRS:
+                parts.append(_large_bucket(corpus, numbers[order[start : start + size]], least))
+        merged = Pairs(*map(np.concatenate, zip(*parts, strict=True)))
+        save_arrays(path, durable=False, **merged._asdict())
+    progress(1)
+    return band
+
+
+def _small_buckets(numbers: Array, begins: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
+    """Yields all pairs (first, second) within buckets of at most ALL_PAIRS, in bounded chunks."""
+    for size in range(2, ALL_PAIRS + 1):
+        starts = begins[sizes == size]
+        left, right = np.triu_indices(size, 1)
+        step = max(1, FILTERED // len(left))
+        for start in range(0, len(starts), step):
+            rows = starts[start : start + step, None] + np.arange(size)
+            members = np.sort(numbers[rows], axis=1)
+            yield members[:, left].ravel(), members[:, right].ravel()
+
+
+def _likely(corpus: Corpus, first: Array, second: Array, least: int) -> Pairs:
+    """Those of the pairs whose signatures say that they may be duplicates; none of two old ones."""
+    new = first < corpus.num_new
+    first, second = first[new], second[new]
+    if not first.size:
+        return _empty()
+    same = corpus.take("signatures", first) == corpus.take("signatures", second)
+    matches = np.count_nonzero(same, axis=1)
+    likely = matches >= least
+    return Pairs(first[likely], second[likely], matches[likely])
+
+
+def _large_bucket(corpus: Corpus, members: Array, least: int) -> Pairs:
+    """Pairs of a large bucket: equal signatures with their first, others with the most alike."""
+    signatures = corpus.take("signatures", np.sort(members))
+    members = np.sort(members)
+    rows, firsts, inverse = np.unique(signatures, axis=0, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    others = np.flatnonzero(firsts[inverse] != np.arange(len(members)))
+    equal = members[firsts[inverse[others]]], members[others]
+    parts = [Pairs(*equal, np.full(len(others), signatures.shape[1]))]
+    for start in range(0, len(rows), WINDOW):
+        window = rows[start : start + WINDOW]
+        parts.append(_window_pairs(window, members[firsts[start : start + WINDOW]], least))
+    pairs = Pairs(*map(np.concatenate, zip(*parts, strict=True)))
+    first, second = np.minimum(pairs[0], pairs[1]), np.maximum(pairs[0], pairs[1])
+    new = first < corpus.num_new
+    return Pairs(first[new], second[new], pairs.matches[new])
+
+
+def _window_pairs(signatures: Array, members: Array, least: int) -> Pairs:
+    """Each document of a window with the MOST_PARTNERS before it that are the most alike."""
+    parts = [_empty()]
+    for row in range(1, len(members)):
+        matches = np.count_nonzero(signatures[:row] == signatures[row], axis=1)
+        best = np.argsort(-matches, kind="stable")[:MOST_PARTNERS]
+        best = best[matches[best] >= least]
+        parts.append(Pairs(members[best], np.full(len(best), members[row]), matches[best]))
+    return Pairs(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _empty() -> Pairs:
+    return Pairs(*(np.zeros(0, np.int64) for _ in range(3)))
+
+
+def _merged(folder: Path, bands: int) -> Pairs:
+    """The pairs of all bands, each once, the most alike first."""
+    parts = []
+    for band in range(bands):
+        with np.load(folder / f"band-{band:04d}.npz") as arrays:
+            parts.append(Pairs(*(arrays[name] for name in Pairs._fields)))
+    first, second, matches = map(np.concatenate, zip(*parts, strict=True))
+    order = np.lexsort((second, first, -matches))
+    first, second, matches = first[order], second[order], matches[order]
+    once = np.ones(len(order), bool)
+    once[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    return Pairs(first[once], second[once], matches[once])
+
+
+def verify_pairs(
+    corpus: Corpus, size: int, pairs: list[tuple[int, int]], progress: Progress = lambda _: None
+) -> list[float]:
+    """The Jaccard similarities of pairs' texts, as sets of shingles."""
+    sets: dict[int, Array] = {}
+    found = []
+    for pair in pairs:
+        for number in pair:
+            if number not in sets:
+                sets[number] = shingle_set(corpus.text(number), size)
+        found.append(jaccard(sets[pair[0]], sets[pair[1]]))
+    progress(1)
+    return found
+
+
+def _verified(run: Map, verify: Callable, pairs: list[tuple[int, int]]) -> list[float]:
+    chunks = [pairs[start : start + CHUNK] for start in range(0, len(pairs), CHUNK)]
+    found: list[float] = []
+    for similarities in run(verify, chunks, len(chunks), "fuzzy: verify"):
+        found += similarities
+    return found
+
+
+def _jaccards(found: Removals, known: dict[tuple[int, int], float], verify: Callable) -> Array:
+    """The similarity of each removed document with the one that stays."""
+    pairs = [
+        (min(pair), max(pair))
+        for pair in zip(found.removed.tolist(), found.kept.tolist(), strict=True)
+    ]
+    missing = sorted({pair for pair in pairs if pair not in known})
+    known = known | dict(zip(missing, verify(missing), strict=True))
+    return np.array([known[pair] for pair in pairs])
+
+
+class _Components:
+    """Union-find over the documents that were joined; the smallest number is a root."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def differ(self, one: int, other: int) -> bool:
+        """Whether two documents are in different components."""
+        return self._root(one) != self._root(other)
+
+    def join(self, one: int, other: int) -> None:
+        """Makes one component of two."""
+        low, high = sorted((self._root(one), self._root(other)))
+        self._parents[high] = low
+        self._parents.setdefault(low, low)
+
+    def clusters(self) -> list[Array]:
+        """The components of two and more, each ascending, by their smallest."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for number in sorted(self._parents):
+            found[self._root(number)].append(number)
+        return [np.array(found[root], np.int64) for root in sorted(found)]
+
+    def _root(self, number: int) -> int:
+        parents = self._parents
+        root = number
+        while (above := parents.get(root, root)) != root:
+            root = above
+        while number != root:
+            parents[number], number = root, parents[number]
+        return root

@@ -1,0 +1,66 @@
+"""MinHash signatures of documents (Broder 1997) and the bands that find near duplicates by them.
+
+Bands are hashes of a few signature values each: two documents whose sets have Jaccard similarity J
+share one with probability 1 - (1 - J^rows)^bands. Of the values themselves the lowest 8 bits are
+kept, as b-bit minwise hashing (Li and König 2010) does: enough to tell a likely pair from a chance
+one before any text is read.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from mtcli.core.curate.batch import Batch
+from mtcli.core.curate.config import FuzzyConfig
+from mtcli.core.curate.documents import Document
+from mtcli.core.curate.extras import require
+from mtcli.core.curate.hashing import SECOND, Array, mix, shingle_hashes
+
+RECALL = 0.995  # of pairs at the threshold, at least
+SEED = 0x4D54
+
+
+def bands_of(config: FuzzyConfig) -> tuple[int, int]:
+    """(bands, rows in each): the longest rows whose recall at the threshold is RECALL."""
+    for rows in range(config.hashes, 1, -1):
+        bands = config.hashes // rows
+        if 1 - (1 - config.threshold**rows) ** bands >= RECALL:
+            return bands, rows
+    return config.hashes, 1
+
+
+def make_signatures(config: FuzzyConfig) -> Callable[[list[Document], Batch], dict[str, Array]]:
+    """What gathers `signatures` uint8 [documents, hashes] and `bands` uint64 [documents, bands]."""
+    rensa = require("rensa", "fuzzy")
+    digests = rensa.RMinHash.digest_matrix_from_flat_token_hashes
+    return partial(_signatures, config, digests)
+
+
+def _signatures(
+    config: FuzzyConfig, digests: Callable, documents: list[Document], _: Batch
+) -> dict[str, Array]:
+    bands, rows = bands_of(config)
+    whole = np.zeros((len(documents), config.hashes), np.uint32)
+    # Texts of ASCII apart from others: their shingles are packed six times as fast.
+    is_ascii = np.fromiter((d.text.isascii() for d in documents), bool, len(documents))
+    for members in (np.flatnonzero(is_ascii), np.flatnonzero(~is_ascii)):
+        if members.size:
+            hashes, offsets = shingle_hashes(
+                [documents[index].text for index in members], config.shingle
+            )
+            found = digests(hashes, offsets, config.hashes, SEED)
+            whole[members] = np.array(found.to_rows(), np.uint32)
+    return {
+        "signatures": whole.astype(np.uint8),
+        "bands": _band_hashes(whole[:, : bands * rows].reshape(-1, bands, rows)),
+    }
+
+
+def _band_hashes(values: Array) -> Array:
+    """Hashes [documents, bands, rows] along the last axis."""
+    total = np.zeros(values.shape[:2], np.uint64)
+    for row in range(values.shape[2]):
+        total *= SECOND
+        total += mix(values[:, :, row].astype(np.uint64) + np.uint64(row))
+    return total

@@ -1,0 +1,92 @@
+"""The output folder: what may be in it, who writes to it, and whether a run is complete."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import append_untrusted, read_untrusted
+from mtcli.core.curate.config import as_dict
+from mtcli.core.curate.documents import BLOCK_BYTES
+from mtcli.core.curate.report import described
+from mtcli.core.curate.request import Corpora, CurateRequest
+from mtcli.core.data.sources import REPORT
+
+WORK = ".curate"
+REPORT_HTML = "report.html"
+
+
+def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
+    """Fingerprints a run: equal for two that must write the same bytes."""
+    files = [
+        [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in one.sources]
+        for one in corpora
+        if one
+    ]
+    told = [files, as_dict(request.config), request.text_key, request.split_on_blank]
+    told += [request.format, BLOCK_BYTES]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def lock_output(lock: Any, output: Path) -> None:
+    """Locks an output folder by an open file. Raises MtcliError where another run has it."""
+    try:
+        # lockf, not flock: workers forked later must not hold it when we are killed.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise wrong(f"another run is writing {output}", "wait for it, or end it") from None
+
+
+def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:
+    """Empties the work folder, unless this run resumes what is in it."""
+    path, now = work / "fingerprint", _fingerprint(request, corpora)
+    before = read_untrusted(path).decode(errors="replace") if path.exists() else ""
+    if request.resume and before and before != now:
+        message = f"{work} was begun with other inputs or options"
+        raise wrong(message, "give the same ones, or leave --resume out to start over")
+    if request.resume and before:
+        return
+    for entry in work.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != "lock":
+            entry.unlink()
+    with append_untrusted(path) as file:
+        file.write(now.encode())
+
+
+def outputs(folder: Path) -> list[Path]:
+    """The shards and reports in a folder."""
+    names = [REPORT, REPORT_HTML]
+    return [*folder.glob("*.jsonl.zst"), *(folder / n for n in names if (folder / n).exists())]
+
+
+def require_free(request: CurateRequest) -> None:
+    """Raises MtcliError where an earlier run's files are in the way."""
+    output = request.output
+    if output.exists() and not output.is_dir():
+        raise wrong(f"{output} is a file", "name a folder", "--output")
+    made = [] if request.force or not output.exists() else outputs(output)
+    if made and not (request.resume and (output / WORK).exists()):
+        message = f"{output} has {len(made)} files of an earlier run, such as {made[0].name}"
+        raise wrong(message, "--force to replace them, or another folder", "--output")
+
+
+def done_before(request: CurateRequest, corpora: Corpora) -> dict[str, Any] | None:
+    """The report of a run that is complete, where --resume finds one of the same inputs."""
+    path = request.output / REPORT
+    if not path.exists() or (request.output / WORK).exists():
+        return None
+    try:
+        report = json.loads(read_untrusted(path))
+        same = {key: report[key] for key in ("config", "inputs")} == described(request, corpora)
+    except (ValueError, TypeError, KeyError):
+        same = False
+    if not same and not request.force:
+        message = f"{request.output} was made from other inputs or options"
+        raise wrong(message, "--force to replace it, or another --output", "--output")
+    return report if same else None

@@ -1,0 +1,192 @@
+"""Parts: what a worker makes of a block, a folder that appears whole or not at all.
+
+A part holds documents as the JSON lines that shards are made of, and arrays beside them that are
+read without the text: where lines begin, keys, and what the corpus stages look at. Row i of every
+array is document i.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
+from mtcli.core.curate.documents import Document, id_of
+from mtcli.core.curate.hashing import Array
+from mtcli.core.runtime.atomic_writes import sync_folder
+
+SUMMARY = "summary.json"
+BY_COLUMN = {"bands"}  # arrays that are read a column at a time, and so written as their transpose
+LINES, REMOVED = "documents.jsonl", "removed.jsonl"
+
+
+class PartWriter:
+    """Writes a part aside; `close` gives it its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._aside = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.mkdir(parents=True)
+        self._lines = (self._aside / LINES).open("wb")
+        self._removed = (self._aside / REMOVED).open("wb")
+        self._keys: list[bytes] = []
+        self._ends: list[int] = []
+        self._sizes: list[int] = []
+        self._sources: dict[str, int] = {}
+        self._source_of: list[int] = []
+        self._arrays: dict[str, list[Array]] = {}
+
+    def add(self, documents: Sequence[Document]) -> int:
+        """Adds documents; returns the row of the first."""
+        first = len(self._keys)
+        end = self._ends[-1] if self._ends else 0
+        for document in documents:
+            line = line_of(document)
+            self._lines.write(line)
+            end += len(line)
+            self._ends.append(end)
+            self._keys.append(document.key)
+            self._sizes.append(document.size)
+            self._source_of.append(self._sources.setdefault(document.source, len(self._sources)))
+        return first
+
+    def add_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """Adds rows to arrays by name."""
+        for name, rows in arrays.items():
+            self._arrays.setdefault(name, []).append(rows)
+
+    def remove(self, removed: Mapping[str, object]) -> None:
+        """Adds a document that was left out."""
+        self._removed.write(json_line(removed))
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Writes the arrays and the summary, makes all durable, and names the folder."""
+        arrays = {name: np.concatenate(rows) for name, rows in self._arrays.items()}
+        arrays["line_ends"] = np.array(self._ends, np.int64)
+        arrays["sizes"] = np.array(self._sizes, np.int64)
+        arrays["sources"] = np.array(self._source_of, np.int32)
+        arrays["keys"] = np.frombuffer(b"".join(self._keys), np.uint8)
+        arrays["key_ends"] = np.cumsum([len(key) for key in self._keys], dtype=np.int64)
+        for name, array in arrays.items():
+            kept = np.ascontiguousarray(array.T) if name in BY_COLUMN else array
+            np.save(self._aside / f"{name}.npy", kept)
+        facts = dict(summary) | {"documents": len(self._keys), "sources": list(self._sources)}
+        (self._aside / SUMMARY).write_text(json.dumps(facts))
+        for file in (self._lines, self._removed):
+            file.close()
+        publish(self._aside, self.folder)
+
+
+class Part:
+    """A part that is there, read as it is asked for."""
+
+    def __init__(self, folder: Path, against: bool = False) -> None:
+        self.folder, self.against = folder, against
+
+    def __reduce__(self) -> tuple[type, tuple[Path, bool]]:
+        return Part, (self.folder, self.against)  # without what is mapped
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """What the worker counted."""
+        found = parse_json(read_untrusted(self.folder / SUMMARY))
+        assert isinstance(found, dict), "written by PartWriter"
+        return found
+
+    def array(self, name: str) -> Array:
+        """An array, mapped and not read."""
+        path = self.folder / f"{name}.npy"
+        return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
+
+    @property
+    def count(self) -> int:
+        """Documents in it."""
+        return int(self.summary["documents"])
+
+    def keys(self) -> list[bytes]:
+        """The keys of all documents [documents]."""
+        data, ends = self.array("keys").tobytes(), self.array("key_ends").tolist()
+        return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def lines(self) -> "Lines":
+        """The documents' JSON lines."""
+        return Lines(self.folder / LINES, self.array("line_ends"))
+
+    def removed(self) -> Iterator[bytes]:
+        """The lines of documents that per-document stages left out."""
+        with open_untrusted(self.folder / REMOVED) as file:
+            yield from file
+
+
+class Lines:
+    """A file of lines, each found by its number."""
+
+    def __init__(self, path: Path, ends: Array) -> None:
+        self._ends = ends
+        with open_untrusted(path) as file:
+            self._data = mmap(file.fileno(), 0, access=ACCESS_READ) if len(ends) else b""
+
+    def __getitem__(self, row: int) -> bytes:
+        start = int(self._ends[row - 1]) if row else 0
+        return self._data[start : int(self._ends[row])]
+
+    def text(self, row: int) -> str:
+        """The text of a document."""
+        return str(json.loads(self[row])["text"])
+
+
+def line_of(document: Document) -> bytes:
+    """The JSON line of a document: id, text and source first, and all else it had."""
+    head = {"id": id_of(document.key), "text": document.text, "source": document.source}
+    return json_line(head | document.fields)
+
+
+def document_of(line: bytes, key: bytes, size: int) -> Document:
+    """The document of a line that `line_of` wrote."""
+    record = json.loads(line)
+    del record["id"]
+    return Document(key, record.pop("source"), record.pop("text"), size, record)
+
+
+def json_line(record: Mapping[str, object]) -> bytes:
+    """A record as a line of JSON in UTF-8; what JSON has no type for, as text."""
+    try:
+        return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair, in another key than the text
+        return json.dumps(record, default=str).encode() + b"\n"
+
+
+def part_folder(folder: Path, number: int) -> Path:
+    """Where a pass keeps a part."""
+    return folder / f"{number:06d}"
+
+
+def save_arrays(path: Path, durable: bool = True, **arrays: Array) -> None:
+    """Writes arrays into one file that appears whole or not at all, after a crash of the machine
+    too where it is `durable`."""
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def publish(aside: Path, folder: Path) -> None:
+    """Makes a folder's files durable, and gives it its name."""
+    for path in aside.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    sync_folder(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.replace(folder)

@@ -1,0 +1,282 @@
+"""The pipeline: passes over the documents, decisions over the corpus between them, shards.
+
+The result is a function of the input files' names and bytes and of the configuration. All that is
+made on the way lies in `OUTPUT/.curate`, in parts that appear whole or not at all, so that a run
+that was killed goes on from there, on any number of workers.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtcli.core.config.errors import failed
+from mtcli.core.curate.config import Stage
+from mtcli.core.curate.contamination import cut_corpus, cut_removals
+from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals
+from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, count_lines
+from mtcli.core.curate.exact import same_texts
+from mtcli.core.curate.fuzzy import find_near
+from mtcli.core.curate.html import report_html
+from mtcli.core.curate.output import (
+    REPORT_HTML,
+    WORK,
+    begin,
+    done_before,
+    lock_output,
+    outputs,
+    require_free,
+)
+from mtcli.core.curate.parts import Part, PartWriter, document_of, part_folder
+from mtcli.core.curate.reading import Reader
+from mtcli.core.curate.report import build_report, removed_lines
+from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
+from mtcli.core.curate.shards import (
+    ShardJob,
+    changed_lines,
+    gather_routes,
+    plan_shards,
+    route_part,
+    write_shard,
+)
+from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
+from mtcli.core.curate.workers import Runner
+from mtcli.core.data.documents import Reading
+from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
+from mtcli.core.runtime.atomic_writes import write_text
+from mtcli.core.runtime.process_pool import Progress
+
+Say = Callable[[str], None]
+
+
+def curate(request: CurateRequest, say: Say) -> dict[str, Any]:
+    """Writes the shards, the removed documents and the report to `output`; returns the report.
+
+    Raises MtcliError for inputs and configurations that are wrong, for an output that exists, and
+    for a full disk.
+    """
+    corpora = find_corpora(request)
+    if request.resume and (report := done_before(request, corpora)):
+        say(f"{request.output} is complete: nothing to do")
+        return report
+    require_free(request)
+    work = request.output / WORK
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        with open(work / "lock", "ab") as lock:
+            lock_output(lock, request.output)
+            begin(work, request, corpora)
+            report = _Pipeline(request, corpora, work, say).run()
+        shutil.rmtree(work)
+    except OSError as error:
+        raise failed(f"{request.output}: {error}", "free space, then --resume") from None
+    return report
+
+
+class _Pipeline:
+    """One run, in its work folder."""
+
+    def __init__(self, request: CurateRequest, corpora: Corpora, work: Path, say: Say) -> None:
+        self.request, self.corpora, self.work, self.say = request, corpora, work, say
+        self.config = request.config
+        self.run_phase = Runner(request.workers)
+        self.groups = passes_of(self.config.ordered)
+
+    def run(self) -> dict[str, Any]:
+        """Runs all passes and publishes; returns the report."""
+        files, size = len(self.corpora.new.sources), self.corpora.new.size
+        self.say(
+            f"{files:,} files of {size / 1e6:,.1f} MB -> {self.request.output}; "
+            f"{', '.join(self.config.ordered) or 'no stages'}; {self.request.workers} workers"
+        )
+        if left_out := self.corpora.new.left_out:
+            self.say(f"left out of folders: {told(left_out)}")
+        results: list[PassResult] = []
+        for number, group in enumerate(self.groups):
+            parts = (
+                self._first_pass(group)
+                if not results
+                else self._next_pass(number, group, results[-1])
+            )
+            results.append(self._decide(number, group, Corpus(parts)))
+        made = self.work / "out"
+        made.mkdir(exist_ok=True)
+        shards = self._write_shards(results[-1], made)
+        self._write_removed(results, made)
+        report = build_report(self.request, self.corpora, results, shards)
+        self._publish(report, made)
+        return report
+
+    # Passes
+
+    def _first_pass(self, group: StageGroup) -> list[Part]:
+        inputs = self.corpora.new
+        folder = self.work / "pass-0"
+        features = StageGroup((), tuple(s for s in group.corpus if s != "decontaminate"))
+        parts = self._read(inputs, group, folder)
+        if self.corpora.old and any("exact" in g.corpus or "fuzzy" in g.corpus for g in [group]):
+            old = self._read(self.corpora.old, features, self.work / "against-0")
+            parts += [Part(part.folder, against=True) for part in old]
+        return parts
+
+    def _read(self, inputs: CorpusFiles, group: StageGroup, folder: Path) -> list[Part]:
+        request = self.request
+        blocks = blocks_of(inputs, request.split_on_blank)
+        reading = Reading(request.text_key, request.split_on_blank, False, None, whole=True)
+        missing = [block for block in blocks if not part_folder(folder, block.number).exists()]
+        if missing:
+            before = self._lines_before(blocks) if len(blocks) > 1 else {}
+            reader = Reader(reading, inputs.names, before)
+            work = partial(
+                _read_block, BlockWork(group, self.config, request.skip_bad), reader, folder
+            )
+            size = sum(block.size for block in missing)
+            for _ in self.run_phase(work, missing, size, "read", "B"):
+                pass
+        return [Part(part_folder(folder, block.number)) for block in blocks]
+
+    def _lines_before(self, blocks: list[TextBlock]) -> dict[tuple[str, int], int]:
+        """Counts the lines before each file range that starts inside of a file."""
+        pieces = [piece for block in blocks for piece in block.pieces]
+        split = [piece for piece in pieces if piece.stop < piece.source.size]
+        size = sum(piece.stop - piece.start for piece in split)
+        counts = self.run_phase(count_lines, split, size, "count lines", "B")
+        found, lines = {}, 0
+        for piece, count in zip(split, counts, strict=True):
+            lines = count + (lines if piece.start else 0)
+            found[piece.source.path, piece.stop] = lines
+        return found
+
+    def _next_pass(self, number: int, group: StageGroup, last: PassResult) -> list[Part]:
+        """Runs further per-document stages over what the last pass left."""
+        folder = self.work / f"pass-{number}"
+        corpus = last.corpus
+        new = [index for index, part in enumerate(corpus.parts) if not part.against]
+        missing = [index for index in new if not part_folder(folder, index).exists()]
+        block_work = BlockWork(group, self.config, True)
+        work = partial(_reread_part, block_work, corpus, last.changed, folder)
+        for _ in self.run_phase(work, missing, len(missing), f"pass {number + 1}"):
+            pass
+        parts = [Part(part_folder(folder, index)) for index in new]
+        if self.corpora.old and group.corpus:
+            features = StageGroup((), tuple(s for s in group.corpus if s != "decontaminate"))
+            old = self._read(self.corpora.old, features, self.work / f"against-{number}")
+            parts += [Part(part.folder, against=True) for part in old]
+        return parts
+
+    # Decisions
+
+    def _decide(self, number: int, group: StageGroup, corpus: Corpus) -> PassResult:
+        removals: dict[Stage, Removals] = {}
+        changed: dict[int, ChangedLines] = {}
+        entered = {}
+        for stage in group.corpus:
+            entered[stage] = corpus.alive.copy()
+            folder = self.work / f"{stage}-{number}"
+            path = folder.with_suffix(".npz")
+            if stage == "decontaminate":
+                changed = cut_corpus(corpus, self.config.decontaminate, folder, self.run_phase)
+            if not path.exists():
+                self._removals(stage, corpus, folder, changed).save(path)
+            removals[stage] = Removals.load(path)
+            corpus.alive[removals[stage].removed] = False
+        return PassResult(corpus, removals, changed, entered)
+
+    def _removals(
+        self,
+        stage: Stage,
+        corpus: Corpus,
+        folder: Path,
+        changed: Mapping[int, ChangedLines],
+    ) -> Removals:
+        priority = self.config.priority(stage)
+        if stage == "exact":
+            return _exact(corpus, priority)
+        if stage == "fuzzy":
+            return find_near(corpus, self.config.fuzzy, priority, folder, self.run_phase)
+        return cut_removals(corpus, changed)
+
+    # Output
+
+    def _write_shards(self, last: PassResult, made: Path) -> list[dict[str, Any]]:
+        corpus = last.corpus
+        plan = plan_shards(corpus, self.config.shard_mb * 1_000_000, bool(self.config.blend))
+        indices = [i for i, part in enumerate(corpus.parts) if not part.against]
+        route = partial(route_part, corpus, plan)
+        routes = list(self.run_phase(route, indices, len(indices), "sort ids"))
+        job = ShardJob(corpus, plan, gather_routes(routes, plan), made, last.changed)
+        work, count = partial(write_shard, job), len(plan.names)
+        return list(self.run_phase(work, range(count), count, "write shards"))
+
+    def _write_removed(self, results: list[PassResult], made: Path) -> None:
+        import zstandard
+
+        path = made / REMOVED
+        aside = path.with_name("." + REMOVED)
+        with open(aside, "wb") as file:
+            compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+            with compressor.stream_writer(file, closefd=False) as stream:
+                for line in removed_lines(results):
+                    stream.write(line)
+        aside.replace(path)
+
+    def _publish(self, report: dict[str, Any], made: Path) -> None:
+        """Moves all to the output folder; the report last, which says that the rest is there."""
+        output = self.request.output
+        write_text(made / REPORT_HTML, report_html(report))
+        write_text(made / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        names = {path.name for path in made.iterdir()} - {REPORT}
+        for old in outputs(output):
+            if old.name not in names:
+                old.unlink()
+        for name in [*sorted(names), REPORT]:
+            (made / name).replace(output / name)
+
+
+def _read_block(
+    work: BlockWork, reader: Reader, folder: Path, block: TextBlock, progress: Progress
+) -> None:
+    writer = PartWriter(part_folder(folder, block.number))
+    work.run((item for piece in block.pieces for item in reader.read(piece, progress)), writer)
+
+
+def _reread_part(
+    work: BlockWork,
+    corpus: Corpus,
+    changed: Mapping[int, ChangedLines],
+    folder: Path,
+    index: int,
+    progress: Progress,
+) -> None:
+    work.run(_documents(corpus, index, changed), PartWriter(part_folder(folder, index)))
+    progress(1)
+
+
+def _documents(
+    corpus: Corpus, index: int, changed: Mapping[int, ChangedLines]
+) -> Iterator[Document]:
+    """The documents of a part that are left."""
+    part = corpus.parts[index]
+    cut = changed_lines(changed.get(index))
+    keys, lines = part.keys(), part.lines
+    for row in np.flatnonzero(corpus.alive_of(index)).tolist():
+        document = document_of(cut[row] if row in cut else lines[row], keys[row], 0)
+        document.size = len(document.text.encode("utf-8", "surrogatepass"))
+        yield document
+
+
+def _exact(corpus: Corpus, priority: tuple[str, ...]) -> Removals:
+    numbers = np.flatnonzero(corpus.alive)
+    groups = same_texts(corpus.column("text_hash")[numbers].reshape(-1, 2))
+    order = np.argsort(groups, kind="stable")
+    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    sizes = np.diff(np.append(begins, len(order)))
+    clusters = [
+        np.sort(numbers[order[start : start + size]])
+        for start, size in zip(begins[sizes > 1], sizes[sizes > 1], strict=True)
+    ]
+    return corpus.removals(clusters, priority)

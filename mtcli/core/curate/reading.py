@@ -1,0 +1,44 @@
+"""Reads the records of input files as documents."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
+from mtcli.core.curate.warc import read_warc
+from mtcli.core.data.documents import Bad, Reading, Text, read_documents
+from mtcli.core.data.sources import FileRange
+from mtcli.core.runtime.process_pool import Progress
+
+
+class Reader(NamedTuple):
+    """Reads the records of file ranges; `lines_before` has those that start inside a file."""
+
+    reading: Reading
+    names: Mapping[str, str]
+    lines_before: Mapping[tuple[str, int], int]
+
+    def read(self, piece: FileRange, progress: Progress) -> Iterator[Document | BadRecord]:
+        """Yields the documents of a file range, in order."""
+        path = piece.source.path
+        name, before = self.names[path], self.lines_before.get((path, piece.start), 0)
+        if piece.source.kind == "warc":
+            yield from read_warc(piece.source, name, progress)
+            return
+        for item in read_documents(piece, self.reading, progress):
+            if isinstance(item, Bad):
+                yield BadRecord(name, before + item.line, item.reason)
+            else:
+                yield self._document(item, name, before + item.line)
+
+    def _document(self, item: Text, name: str, line: int) -> Document | BadRecord:
+        fields = dict(item.fields or {})
+        fields.pop(self.reading.text_key, None)
+        identity, source = fields.pop("id", None), fields.pop("source", None)
+        key = made_key(name, line) if identity is None else key_of(identity)
+        if key is None:
+            return BadRecord(name, line, '"id" is neither text nor a whole number')
+        if source is None:
+            source = stem(name)
+        elif not isinstance(source, str):
+            return BadRecord(name, line, '"source" is no text')
+        return Document(key, source, item.text, item.size, fields)

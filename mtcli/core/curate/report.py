@@ -1,0 +1,231 @@
+"""The report: what every stage was given and left, why, and samples of it with their ids.
+
+It holds no time, path or number of workers: it is a function of the input and the configuration.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mtcli.core.curate.blend import blend_of
+from mtcli.core.curate.config import Stage, as_dict
+from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
+from mtcli.core.curate.documents import CorpusFiles, id_of
+from mtcli.core.curate.parts import json_line
+from mtcli.core.curate.request import Corpora, CurateRequest
+from mtcli.core.curate.stages import BAD_TOLD, SAMPLE_CHARACTERS, SAMPLES, StageCount
+
+CLUSTERS_TOLD = 1000  # in report.json; removed.jsonl.zst has them all
+CONTAMINATED_TOLD = 1000
+
+
+def described(request: CurateRequest, corpora: Corpora) -> dict[str, Any]:
+    """The configuration and the inputs, as a report has them."""
+    inputs = {"files": _files(corpora.new), "against": corpora.old and _files(corpora.old)}
+    return {"config": as_dict(request.config), "inputs": inputs}
+
+
+def build_report(
+    request: CurateRequest,
+    corpora: Corpora,
+    results: list[PassResult],
+    shards: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Builds report.json."""
+    stages: dict[str, StageCount] = {}
+    bad: dict[str, Any] = {"count": 0, "examples": []}
+    histograms = np.zeros((2, 0), np.int64)
+    clusters: dict[str, Any] = {}
+    contamination: dict[str, Any] = {}
+    for number, result in enumerate(results):
+        new = [part for part in result.corpus.parts if not part.against]
+        for part in new:
+            summary = part.summary
+            for stage, count in summary["stages"].items():
+                stages.setdefault(stage, StageCount()).merge(count)
+            if number == 0:
+                bad["count"] += summary["bad"]["count"]
+                bad["examples"] += summary["bad"]["examples"]
+            sizes = np.array(summary["sizes"])
+            histograms = sizes + (histograms if histograms.size else 0)
+        for stage, removals in result.removals.items():
+            cuts = _cuts(result) if stage == "decontaminate" else {}
+            stages[stage] = _corpus_count(stage, result, removals, cuts)
+            if stage == "decontaminate":
+                contamination = _contamination(result.corpus, cuts, removals)
+            else:
+                clusters[stage] = _clusters(result.corpus, removals)
+    bad["examples"] = bad["examples"][:BAD_TOLD]
+    order = [stage for stage in request.config.ordered if stage in stages]
+    sources = _sources(results[-1].corpus)
+    return {
+        **described(request, corpora),
+        "bad_lines": bad,
+        "stages": [{"stage": stage} | stages[stage].dump() for stage in order],
+        "sources": sources,
+        "clusters": clusters,
+        "contamination": contamination,
+        "blend": blend_of(request.config.blend, sources),
+        "histograms": {"bytes_log2": histograms.tolist()},
+        "documents": sum(shard["documents"] for shard in shards),
+        "shards": shards,
+    }
+
+
+def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
+    """Yields the lines of removed.jsonl.zst, by stage and then in the order of the input."""
+    for result in results:
+        for part in result.corpus.parts:
+            if not part.against:
+                yield from part.removed()
+        for stage, removals in result.removals.items():
+            cuts = _cuts(result) if stage == "decontaminate" else {}
+            for told in _removed(result.corpus, removals):
+                number, reason = told.pop("number"), told.pop("reason")
+                line = {"id": told.pop("id"), "source": told.pop("source"), "stage": stage}
+                line |= {"reason": CORPUS_REASONS[stage][reason]} | told
+                yield json_line(line | _ngrams(cuts.get(number)))
+
+
+def _removed(corpus: Corpus, removals: Removals) -> Iterator[dict[str, Any]]:
+    """Describes each removed document."""
+    ids = _ids(corpus, removals.removed)
+    kept = _ids(corpus, removals.kept)
+    roots = _ids(corpus, removals.root)
+    sources = corpus.sources(removals.removed)
+    for place, number in enumerate(removals.removed.tolist()):
+        told = {"number": number, "reason": int(removals.reason[place]), "id": ids[place]}
+        told |= {"source": sources[place], "kept_id": kept[place]}
+        if kept[place] is not None:
+            jaccard = float(removals.jaccard[place])
+            told |= {"jaccard": round(jaccard, 6), "cluster": roots[place]}
+        yield told
+
+
+def _ids(corpus: Corpus, numbers: np.ndarray) -> list[str | int | None]:
+    """The ids of documents; None for -1."""
+    known = np.flatnonzero(numbers >= 0)
+    found: list[str | int | None] = [None] * len(numbers)
+    for place, key in zip(known.tolist(), corpus.keys(numbers[known]), strict=True):
+        found[place] = id_of(key)
+    return found
+
+
+def _corpus_count(
+    stage: Stage, result: PassResult, removals: Removals, cuts: dict[int, dict[str, Any]]
+) -> StageCount:
+    corpus = result.corpus
+    entered = result.entered[stage][: corpus.num_new]
+    sizes = corpus.column("sizes")[: corpus.num_new]
+    left = entered.copy()
+    left[removals.removed] = False
+    lost = sum(cut["bytes_in"] - cut["bytes_out"] for n, cut in cuts.items() if left[n])
+    count = StageCount(
+        int(entered.sum()),
+        int(left.sum()),
+        int(sizes[entered].sum()),
+        int(sizes[left].sum()) - lost,
+    )
+    for index, reason in enumerate(CORPUS_REASONS[stage]):
+        of_it = removals.removed[removals.reason == index]
+        if of_it.size:
+            count.reasons[reason] = int(of_it.size)
+    first = {
+        reason: removals.removed[removals.reason == index][:SAMPLES].tolist()
+        for index, reason in enumerate(CORPUS_REASONS[stage])
+    }
+    told = {one["number"]: one for one in _removed(corpus, _some(removals, first))}
+    for reason, numbers in first.items():
+        for number in numbers:
+            sample = {k: v for k, v in told[number].items() if k not in ("number", "reason")}
+            text = corpus.text(number)[:SAMPLE_CHARACTERS]
+            count.sample(reason, sample | {"text": text} | _ngrams(cuts.get(number)))
+    return count
+
+
+def _some(removals: Removals, chosen: dict[str, list[int]]) -> Removals:
+    wanted = np.isin(removals.removed, [n for numbers in chosen.values() for n in numbers])
+    return Removals(*(column[wanted] for column in removals))
+
+
+def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
+    """Each cluster's document that stayed, and those that went with their Jaccard."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for place, root in enumerate(removals.root.tolist()):
+        members[root].append(place)
+    roots = np.array(list(members), np.int64)
+    ordered = [root for _, root in sorted(zip(corpus.keys(roots), roots.tolist(), strict=True))]
+    shown = ordered[:CLUSTERS_TOLD]
+    places = np.array([place for root in shown for place in members[root]], np.int64)
+    told = {
+        one["number"]: one
+        for one in _removed(corpus, Removals(*(column[places] for column in removals)))
+    }
+    listed = []
+    for root in shown:
+        gone = [told[int(removals.removed[place])] for place in members[root]]
+        removed = [{"id": one["id"], "jaccard": one["jaccard"]} for one in gone]
+        cluster = {"cluster": gone[0]["cluster"], "kept_id": gone[0]["kept_id"]}
+        listed.append(cluster | {"removed": removed})
+    sizes = np.bincount([len(places) + 1 for places in members.values()])
+    return {
+        "count": len(members),
+        "sizes": {str(size): int(sizes[size]) for size in np.flatnonzero(sizes)},
+        "jaccard": np.histogram(removals.jaccard, 20, (0.0, 1.0))[0].tolist(),
+        "shown": listed,
+    }
+
+
+def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
+    """What was cut of each document that had an n-gram of a task, by number."""
+    found = {}
+    for index, (rows, folder) in sorted(result.changed.items()):
+        told = json.loads((folder / "cuts.json").read_text())
+        found |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
+    return found
+
+
+def _ngrams(cut: dict[str, Any] | None) -> dict[str, Any]:
+    return {"tasks": cut["tasks"], "ngrams": cut["ngrams"]} if cut else {}
+
+
+def _contamination(
+    corpus: Corpus, cuts: dict[int, dict[str, Any]], removals: Removals
+) -> dict[str, Any]:
+    """By task, the documents that had an n-gram of it, and which."""
+    numbers = np.array(list(cuts), np.int64)
+    ids = dict(zip(numbers.tolist(), _ids(corpus, numbers), strict=True))
+    dropped = set(removals.removed.tolist())
+    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for number, cut in cuts.items():
+        told = {"id": ids[number], "cuts": cut["cuts"], "dropped": number in dropped}
+        for task in cut["tasks"]:
+            tasks[task].append(told | {"ngrams": cut["ngrams"]})
+    return {
+        task: {"documents": len(found), "shown": found[:CONTAMINATED_TOLD]}
+        for task, found in sorted(tasks.items())
+    }
+
+
+def _sources(corpus: Corpus) -> dict[str, Any]:
+    """Documents and bytes that are left, by source; of cut documents, as they were before."""
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for index, part in enumerate(corpus.parts):
+        if part.against:
+            continue
+        alive = corpus.alive_of(index)
+        names, of = part.summary["sources"], part.array("sources")[alive]
+        sizes = np.bincount(of, part.array("sizes")[alive], len(names))
+        for name, count, size in zip(
+            names, np.bincount(of, minlength=len(names)), sizes, strict=True
+        ):
+            found[name][0] += int(count)
+            found[name][1] += int(size)
+    return {name: {"documents": found[name][0], "bytes": found[name][1]} for name in sorted(found)}
+
+
+def _files(inputs: CorpusFiles) -> list[dict[str, Any]]:
+    return [{"name": inputs.names[s.path], "bytes": s.size} for s in inputs.sources]

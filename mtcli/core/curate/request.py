@@ -1,0 +1,43 @@
+"""A request to curate: the command's flags, and the files that they name."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.curate.config import CurateConfig
+from mtcli.core.curate.documents import CorpusFiles, find_files
+from mtcli.core.data.sources import FileKind
+
+
+class CurateRequest(NamedTuple):
+    """A request to curate; the flags of the command, by their names."""
+
+    inputs: tuple[str, ...]
+    output: Path
+    config: CurateConfig
+    workers: int = 1
+    against: tuple[str, ...] = ()
+    text_key: str = "text"
+    split_on_blank: bool = False
+    skip_bad: bool = False
+    resume: bool = False
+    force: bool = False
+    format: FileKind | None = None
+
+
+class Corpora(NamedTuple):
+    """The files to clean, and those of an older corpus that are compared with only."""
+
+    new: CorpusFiles
+    old: CorpusFiles | None
+
+
+def find_corpora(request: CurateRequest) -> Corpora:
+    """Finds all input files. Raises MtcliError for what is not there."""
+    new = find_files(request.inputs, request.format)
+    old = find_files(request.against) if request.against else None
+    has_warc = any(source.kind == "warc" for source in new.sources)
+    if has_warc and "extract" not in request.config.ordered:
+        said = "a WARC file is given, and the stages have no extract"
+        raise wrong(said, "stages = ['extract', ...]", "stages")
+    return Corpora(new, old)

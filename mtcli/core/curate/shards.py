@@ -1,0 +1,172 @@
+"""Writes what is left as shards: JSON lines under Zstandard, sorted by id.
+
+Which ids a shard has follows from a sample of all ids, so that its lines fit in memory; with a
+blend, sources come apart first. Shards are written aside.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from mtcli.core.curate.corpus import ChangedLines, Corpus
+from mtcli.core.curate.hashing import Array
+from mtcli.core.curate.parts import LINES, Lines
+from mtcli.core.runtime.atomic_writes import atomic_file
+from mtcli.core.runtime.process_pool import Progress
+
+LEVEL = 3  # of compression
+SAMPLED = 64  # keys of a part that say where shards begin
+NAME = "shard"
+
+
+class ShardPlan(NamedTuple):
+    """Where shards begin: the first sort key of each but the first, and their file names."""
+
+    splitters: tuple[bytes, ...]
+    names: tuple[str, ...]
+    by_source: bool
+
+
+class Routes(NamedTuple):
+    """Documents [left], shard by shard: shard s has those from bounds[s] to bounds[s + 1]."""
+
+    numbers: Array
+    bounds: Array
+
+
+def plan_shards(corpus: Corpus, shard_bytes: int, by_source: bool) -> ShardPlan:
+    """Divides the sort keys so that shards have about `shard_bytes` of lines each."""
+    sampled: list[tuple[bytes, int]] = []
+    for index, part in enumerate(corpus.parts):
+        if part.against or not part.count:
+            continue
+        keys = sort_keys(corpus, index, by_source)
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        lengths = np.diff(part.array("line_ends"), prepend=0)
+        step = -(-len(order) // SAMPLED)
+        for start in range(0, len(order), step):
+            members = order[start : start + step]
+            sampled.append((keys[members[0]], int(lengths[members].sum())))
+    sampled.sort()
+    sources = sorted({key.partition(b"\0")[0] for key, _ in sampled}) if by_source else [b""]
+    splitters: list[bytes] = []
+    names: list[str] = []
+    if not sampled:
+        return ShardPlan((), (), by_source)
+    for source in sources:
+        mine = [one for one in sampled if not by_source or one[0].startswith(source + b"\0")]
+        inner = _splitters(mine, shard_bytes)
+        splitters += [source + b"\0", *inner] if by_source else inner
+        stem = source.decode() if by_source else NAME
+        names += [f"{file_stem(stem)}-{number:05d}.jsonl.zst" for number in range(len(inner) + 1)]
+    return ShardPlan(tuple(splitters[1:] if by_source else splitters), tuple(names), by_source)
+
+
+def _splitters(sampled: Iterable[tuple[bytes, int]], shard_bytes: int) -> list[bytes]:
+    found, filled = [], 0
+    for key, size in sampled:
+        if filled and filled + size > shard_bytes:
+            found.append(key)
+            filled = 0
+        filled += size
+    return found
+
+
+def file_stem(source: str) -> str:
+    """A source's name as part of a file's; its hash tells apart those that look alike then."""
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source).lstrip(".") or "_"
+    return safe if safe == source else f"{safe}-{xxhash.xxh32_hexdigest(source.encode())}"
+
+
+def sort_keys(corpus: Corpus, index: int, by_source: bool) -> list[bytes]:
+    """What the documents of a part are sorted by [documents]."""
+    part = corpus.parts[index]
+    keys = part.keys()
+    if not by_source:
+        return keys
+    names = [name.encode("utf-8", "surrogatepass") + b"\0" for name in part.summary["sources"]]
+    return [names[of] + key for of, key in zip(part.array("sources"), keys, strict=True)]
+
+
+def route_part(
+    corpus: Corpus, plan: ShardPlan, index: int, progress: Progress = lambda _: None
+) -> Array:
+    """The shard of each document of a part, -1 for those that were left out [documents]."""
+    keys = sort_keys(corpus, index, plan.by_source)
+    alive = corpus.alive_of(index)
+    shards = [
+        bisect_right(plan.splitters, key) if left else -1
+        for key, left in zip(keys, alive, strict=True)
+    ]
+    progress(1)
+    return np.array(shards, np.int32)
+
+
+def gather_routes(routes: Sequence[Array], plan: ShardPlan) -> Routes:
+    """Sorts documents by their shards."""
+    shards = np.concatenate([np.zeros(0, np.int32), *routes])
+    order = np.argsort(shards, kind="stable")
+    bounds = np.searchsorted(shards[order], np.arange(len(plan.names) + 1))
+    return Routes(order, bounds)
+
+
+class ShardJob(NamedTuple):
+    """What a worker needs to write shards; `changed` are lines by part, of documents that were cut:
+    their rows, and the lines."""
+
+    corpus: Corpus
+    plan: ShardPlan
+    routes: Routes
+    folder: Path
+    changed: Mapping[int, ChangedLines]
+
+
+def write_shard(job: ShardJob, number: int, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """Writes a shard where it is not there; returns its name, documents and bytes of lines."""
+    import zstandard
+
+    lines = sorted(_lines_of(job, number))
+    path = job.folder / job.plan.names[number]
+    if not path.exists():
+        with atomic_file(path) as aside, open(aside, "wb") as file:
+            size = sum(len(line) for _, line in lines)
+            compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+            with compressor.stream_writer(file, size=size, closefd=False) as stream:
+                for _, line in lines:
+                    stream.write(line)
+    progress(1)
+    size = sum(len(line) for _, line in lines)
+    return {"name": path.name, "documents": len(lines), "bytes": size}
+
+
+def _lines_of(job: ShardJob, number: int) -> list[tuple[bytes, bytes]]:
+    """(sort key, line) of each document of a shard."""
+    corpus, routes = job.corpus, job.routes
+    numbers = routes.numbers[routes.bounds[number] : routes.bounds[number + 1]]
+    found = []
+    owners = corpus.owners(numbers)
+    for index in np.unique(owners).tolist():
+        keys = sort_keys(corpus, index, job.plan.by_source)
+        lines = corpus.parts[index].lines
+        lines_of = partial(_line, lines, changed_lines(job.changed.get(index)))
+        for row in (numbers[owners == index] - corpus.bounds[index]).tolist():
+            found.append((keys[row], lines_of(row)))
+    return found
+
+
+def changed_lines(changed: ChangedLines | None) -> dict[int, bytes]:
+    """The lines of documents that were cut, by row."""
+    if changed is None:
+        return {}
+    rows, folder = changed
+    lines = Lines(folder / LINES, np.load(folder / "line_ends.npy"))
+    return {row: lines[place] for place, row in enumerate(rows.tolist())}
+
+
+def _line(lines: Lines, changed: Mapping[int, bytes], row: int) -> bytes:
+    return changed[row] if row in changed else lines[row]

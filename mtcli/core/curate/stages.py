@@ -1,0 +1,210 @@
+"""What a worker does to a block: the per-document stages, then what corpus stages will look at."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.curate.batch import BATCH_BYTES, Batch
+from mtcli.core.curate.config import CORPUS_STAGES, CurateConfig, Stage
+from mtcli.core.curate.documents import BadRecord, Document, id_of
+from mtcli.core.curate.hashing import Array
+from mtcli.core.curate.parts import PartWriter
+
+SAMPLES = 5  # documents told of each reason
+SAMPLE_CHARACTERS = 200
+BATCH_DOCUMENTS = 4096
+BINS = 32  # of a histogram of sizes: powers of two
+BAD_TOLD = 20  # bad lines that a report names
+
+StageFunction = Callable[[Batch], None]
+Feature = Callable[[list[Document], Batch], dict[str, Array]]
+
+
+class StageGroup(NamedTuple):
+    """Stages of one pass: per-document ones, then corpus stages that need what it gathers."""
+
+    documents: tuple[Stage, ...]
+    corpus: tuple[Stage, ...]
+
+
+def passes_of(stages: tuple[Stage, ...]) -> list[StageGroup]:
+    """Divides the stages into passes over the documents; there is one at least.
+
+    Corpus stages share a pass until one changes texts, which `decontaminate` alone does.
+    """
+    groups = [StageGroup((), ())]
+    for stage in stages:
+        last = groups[-1]
+        if stage in CORPUS_STAGES:
+            if "decontaminate" in last.corpus:
+                groups.append(last := StageGroup((), ()))
+            groups[-1] = last._replace(corpus=(*last.corpus, stage))
+        else:
+            if last.corpus:
+                groups.append(last := StageGroup((), ()))
+            groups[-1] = last._replace(documents=(*last.documents, stage))
+    return groups
+
+
+def make_stage(stage: Stage, config: CurateConfig) -> StageFunction:
+    """Builds a per-document stage; its libraries are imported now."""
+    if stage == "extract":
+        from mtcli.core.curate.warc import make_extract
+
+        return make_extract(config.extract)
+    if stage == "normalise":
+        from mtcli.core.curate.normalise import make_normalise
+
+        return make_normalise(config.normalise)
+    if stage == "language":
+        from mtcli.core.curate.language import make_language
+
+        return make_language(config.language)
+    if stage == "rules":
+        from mtcli.core.curate.rules import make_rules
+
+        return make_rules(config.rules)
+    from mtcli.core.curate.quality import make_quality
+
+    return make_quality(config.quality)
+
+
+def make_feature(stage: Stage, config: CurateConfig) -> Feature:
+    """Builds what gathers the arrays of a corpus stage."""
+    if stage == "exact":
+        from mtcli.core.curate.exact import text_hashes
+
+        return text_hashes
+    if stage == "fuzzy":
+        from mtcli.core.curate.minhash import make_signatures
+
+        return make_signatures(config.fuzzy)
+    from mtcli.core.curate.decontaminate import make_matches
+
+    return make_matches(config.decontaminate)
+
+
+@dataclass
+class StageCount:
+    """Documents and bytes of text into a stage and out of it, and why some were left out."""
+
+    documents_in: int = 0
+    documents_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def dump(self) -> dict[str, Any]:
+        """The counts as JSON."""
+        return {
+            "documents_in": self.documents_in,
+            "documents_out": self.documents_out,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "reasons": dict(sorted(self.reasons.items())),
+            "samples": {reason: self.samples[reason] for reason in sorted(self.samples)},
+        }
+
+    def merge(self, other: dict[str, Any]) -> None:
+        """Adds another part's dump; of its samples, while there is room."""
+        for name in ("documents_in", "documents_out", "bytes_in", "bytes_out"):
+            setattr(self, name, getattr(self, name) + other[name])
+        self.reasons.update(other["reasons"])
+        for reason, samples in other["samples"].items():
+            told = self.samples.setdefault(reason, [])
+            told += samples[: SAMPLES - len(told)]
+
+    def sample(self, reason: str, told: dict[str, Any]) -> None:
+        """Keeps a sample of a reason, where there is room."""
+        kept = self.samples.setdefault(reason, [])
+        if len(kept) < SAMPLES:
+            kept.append(told)
+
+
+class BlockWork:
+    """Runs a pass's stages over documents and writes a part."""
+
+    def __init__(self, group: StageGroup, config: CurateConfig, skip_bad: bool) -> None:
+        self._stages = [(stage, make_stage(stage, config)) for stage in group.documents]
+        self._features = [make_feature(stage, config) for stage in group.corpus]
+        self._skip_bad = skip_bad
+
+    def run(self, items: Iterable[Document | BadRecord], writer: PartWriter) -> None:
+        """Runs over a block's documents. Raises MtcliError for a bad line that is not skipped."""
+        counts = {stage: StageCount() for stage, _ in self._stages}
+        bad: list[str] = []
+        num_bad, sizes = 0, np.zeros((2, BINS), np.int64)
+        for batch in _batches(self._good(items, bad)):
+            sizes[0] += _histogram(batch.documents)
+            for stage, function in self._stages:
+                _run_stage(stage, function, batch, counts[stage])
+            for index in sorted(batch.drops):
+                writer.remove(removal(batch.documents[index], *batch.drops[index]))
+            left = [batch.documents[index] for index in batch.alive()]
+            sizes[1] += _histogram(left)
+            rest = batch if not batch.drops else Batch(left)
+            writer.add(left)
+            for feature in self._features:
+                writer.add_arrays(feature(left, rest))
+        num_bad = len(bad)
+        writer.close(
+            {
+                "stages": {stage: count.dump() for stage, count in counts.items()},
+                "bad": {"count": num_bad, "examples": bad[:BAD_TOLD]},
+                "sizes": sizes.tolist(),
+            }
+        )
+
+    def _good(self, items: Iterable[Document | BadRecord], bad: list[str]) -> Iterator[Document]:
+        for item in items:
+            if isinstance(item, Document):
+                yield item
+            elif self._skip_bad:
+                bad.append(str(item))
+            else:
+                raise wrong(str(item), "mend it, or --skip-bad to leave such records out")
+
+
+def removal(document: Document, stage: str, reason: str, detail: dict[str, object]) -> dict:
+    """What `removed.jsonl.zst` says of a document."""
+    told = {"id": id_of(document.key), "source": document.source, "stage": stage}
+    return told | {"reason": reason, "kept_id": None} | detail
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[Batch]:
+    held: list[Document] = []
+    size = 0
+    for document in documents:
+        held.append(document)
+        size += document.size + len(document.html or b"")
+        if size >= BATCH_BYTES or len(held) >= BATCH_DOCUMENTS:
+            yield Batch(held)
+            held, size = [], 0
+    yield Batch(held)  # an empty one too: its arrays have their shapes
+
+
+def _run_stage(stage: str, function: StageFunction, batch: Batch, count: StageCount) -> None:
+    before = batch.alive()
+    count.documents_in += len(before)
+    count.bytes_in += sum(batch.documents[index].size for index in before)
+    function(batch)
+    for index in before:
+        document = batch.documents[index]
+        if drop := batch.drops.get(index):
+            count.reasons[drop.reason] += 1
+            text = document.text[:SAMPLE_CHARACTERS]
+            told = {"id": id_of(document.key), "source": document.source, "text": text}
+            count.sample(drop.reason, told | drop.detail)
+        else:
+            count.documents_out += 1
+            count.bytes_out += document.size
+
+
+def _histogram(documents: list[Document]) -> Array:
+    bins = [min(document.size.bit_length(), BINS - 1) for document in documents]
+    return np.bincount(bins, minlength=BINS) if bins else np.zeros(BINS, np.int64)

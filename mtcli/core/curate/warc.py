@@ -1,0 +1,135 @@
+"""Reads WARC files, and makes text of their HTML: fastwarc, then resiliparse or jusText.
+
+A record of a WARC file is a document whose id is the record's own, or made of the file and the
+record's number; `url` and `date` are kept beside it.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import IO, Any
+
+from mtcli.core.config.untrusted import open_untrusted
+from mtcli.core.curate.batch import Batch
+from mtcli.core.curate.config import ExtractConfig
+from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
+from mtcli.core.curate.extras import require
+from mtcli.core.data.documents import HELD_BYTES, WINDOW
+from mtcli.core.data.sources import SourceFile
+from mtcli.core.runtime.process_pool import Progress
+
+HTML = ("text/html", "application/xhtml+xml")
+RECORDS = ("response", "resource")
+END = b"\r\n\r\n"
+Extract = Callable[[bytes], str]
+
+
+def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Document | BadRecord]:
+    """Yields the HTML pages of a WARC file, compressed or not, that were answered with 200.
+
+    A record of more than HELD_BYTES is bad; so is what a damaged file ends in.
+    """
+    warc = require("fastwarc.warc", "extract")
+    number, last = 0, 0
+    with open_untrusted(source.path) as file:
+        records = warc.ArchiveIterator(file, parse_http=True)
+        while True:
+            number += 1
+            try:
+                record = next(records, None)
+                if record is None:
+                    break
+                progress(record.stream_pos - last)
+                last = record.stream_pos
+                document = _document(record, name, number)
+            except Exception as error:  # a library's own, of many kinds, for a damaged record
+                yield BadRecord(name, number, f"a damaged WARC record: {error}")
+                return
+            if document:
+                yield document
+        progress(source.size - last)
+        if number == 1 or not _ends(file, last, source):
+            # The library takes what is left of a record for the end of the file.
+            yield BadRecord(name, number, "the file ends inside a WARC record")
+
+
+def _ends(file: IO[bytes], last: int, source: SourceFile) -> bool:
+    """Whether the last record of a file is whole."""
+    if not source.compression:
+        file.seek(max(0, source.size - len(END)))
+        return file.read() == END
+    file.seek(last)
+    decoder = zlib.decompressobj(31)
+    while not decoder.eof and (data := file.read(WINDOW)):
+        decoder.decompress(data)
+    return decoder.eof
+
+
+def _document(record: Any, name: str, number: int) -> Document | BadRecord | None:
+    if record.headers.get("WARC-Type") not in RECORDS:
+        return None
+    headers = record.headers
+    status, kind = 200, headers.get("Content-Type") or ""
+    if record.http_headers is not None:
+        status = record.http_headers.status_code
+        kind = record.http_content_type or record.http_headers.get("Content-Type") or ""
+    if status != 200 or not kind.lower().startswith(HTML):
+        return None
+    if record.content_length > HELD_BYTES:
+        return BadRecord(name, number, f"a record of {record.content_length:,} bytes")
+    html = record.reader.read()
+    identity = (headers.get("WARC-Record-ID") or "").strip("<>")
+    key = key_of(identity) if identity else made_key(name, number)
+    assert key is not None, "text is an id"
+    fields = {"url": headers.get("WARC-Target-URI"), "date": headers.get("WARC-Date")}
+    source = stem(name.removesuffix(".gz"))
+    kept = {field: value for field, value in fields.items() if value is not None}
+    return Document(key, source, "", len(html), kept, html)
+
+
+def make_extract(config: ExtractConfig) -> Callable[[Batch], None]:
+    """The stage: text out of pages; other documents pass as they are."""
+    make = {"resiliparse": _resiliparse, "justext": _justext}[config.engine]
+    return partial(_extract, make(config))
+
+
+def _extract(extract: Extract, batch: Batch) -> None:
+    for index in batch.alive():
+        document = batch.documents[index]
+        if document.html is None:
+            continue
+        try:
+            text = extract(document.html).strip()
+        except (ValueError, UnicodeError, RecursionError) as error:
+            batch.drop(index, "extract", f"not HTML: {type(error).__name__}")
+            continue
+        document.html = None
+        text = text.encode("utf-8", "replace").decode()
+        document.text, document.size = text, len(text.encode())
+        if not text:
+            batch.drop(index, "extract", "no main content")
+    batch.changed()
+
+
+def _resiliparse(_: ExtractConfig) -> Extract:
+    encoding = require("resiliparse.parse.encoding", "extract")
+    html2text = require("resiliparse.extract.html2text", "extract")
+
+    def extract(html: bytes) -> str:
+        page = encoding.bytes_to_str(html, encoding.detect_encoding(html))
+        return str(html2text.extract_plain_text(page, main_content=True, alt_texts=False))
+
+    return extract
+
+
+def _justext(config: ExtractConfig) -> Extract:
+    justext = require("justext", "extract with jusText")
+    encoding = require("resiliparse.parse.encoding", "extract")
+    words = justext.get_stoplist(config.stop_words)
+
+    def extract(html: bytes) -> str:
+        page = encoding.bytes_to_str(html, encoding.detect_encoding(html))
+        found = justext.justext(page.encode(), words, encoding="utf-8")
+        return "\n\n".join(part.text for part in found if not part.is_boilerplate)
+
+    return extract

@@ -1,0 +1,38 @@
+"""Maps work over processes with a line of progress, or in this one where there is one worker."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from mtcli.core.runtime.process_pool import ProcessPool, Progress
+
+KILLED = "signal 9 is most often the system short of memory: try fewer --workers, and --resume"
+
+Work = Callable[[Any, Progress], Any]
+
+
+class Runner:
+    """Runs phases of work on `workers` processes, results in the order of the items."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def __call__(
+        self, work: Work, items: Iterable[Any], total: float, what: str, unit: str = "it"
+    ) -> Iterator[Any]:
+        """Yields `work(item, progress)` of each item."""
+        items = list(items)
+        workers = min(self.workers, len(items))
+        bar = tqdm(
+            total=total, desc=what, unit=unit, unit_scale=unit == "B", file=sys.stderr,
+            leave=False, delay=0.5,
+        )  # fmt: skip
+        if workers < 2:
+            with bar:
+                for item in items:
+                    yield work(item, bar.update)
+            return
+        with ProcessPool(work, workers, KILLED) as pool, bar:
+            yield from pool.map(items, bar.update)

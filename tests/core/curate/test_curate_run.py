@@ -1,0 +1,275 @@
+"""The whole pipeline: what comes out is a function of the input set and the configuration."""
+
+import json
+import os
+import random
+import shutil
+from itertools import combinations
+
+import pytest
+from corpora import read_zst, refusal, removed, shards, tree, write_jsonl
+
+from mtcli.core.curate import documents as documents_module
+from mtcli.core.curate.config import load_config
+
+FUZZY = ["fuzzy"]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a few documents, so that a small corpus has many parts."""
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # ten of a part
+
+
+def changed(text, source, count):
+    words = text.split()
+    for _ in range(count):
+        words[source.randrange(len(words))] = f"w{source.randrange(10**6)}"
+    return " ".join(words)
+
+
+def corpus_of(prose, source):
+    """Texts by id: bases, near copies of many degrees, copies of copies, exact copies."""
+    texts = {f"b{i}": prose(source.choice([20, 60, 120])) for i in range(25)}
+    for number in range(60):
+        text = texts[source.choice(list(texts))]
+        texts[f"n{number}"] = changed(text, source, source.randrange(0, 5))
+    return texts
+
+
+def jaccard(one, other, size=5):
+    sets = [
+        {text[i : i + size] for i in range(max(1, len(text) - size + 1))} for text in (one, other)
+    ]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def components(texts, threshold):
+    """The oracle: exact Jaccard of all pairs, joined; {id: smallest id of its component}."""
+    roots = {name: name for name in texts}
+    for one, other in combinations(sorted(texts), 2):
+        if jaccard(texts[one], texts[other]) >= threshold:
+            low, high = sorted((roots[one], roots[other]))
+            roots = {name: low if root == high else root for name, root in roots.items()}
+    return roots
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
+def test_near_duplicates_are_those_of_exact_all_pairs(
+    threshold, prose, run, tmp_path, small_blocks
+):
+    texts = corpus_of(prose, random.Random(int(100 * threshold)))
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": n, "text": t} for n, t in texts.items()])
+    out = run(path, stages=FUZZY, settings=[f"fuzzy.threshold={threshold}"])
+    roots = components(texts, threshold)
+    assert [record["id"] for record in shards(out)] == sorted(set(roots.values()))
+    gone = removed(out)
+    assert {line["id"]: line["kept_id"] for line in gone} == {
+        name: root for name, root in roots.items() if name != root
+    }
+    for line in gone:
+        assert line["jaccard"] == pytest.approx(jaccard(texts[line["id"]], texts[line["kept_id"]]))
+        assert line["cluster"] == roots[line["id"]] and line["stage"] == "fuzzy"
+
+
+def test_no_workers_no_order_of_files_and_no_kill_change_a_byte(
+    prose, run, tmp_path, small_blocks, monkeypatch
+):
+    texts = list(corpus_of(prose, random.Random(1)).items())
+    records = [{"id": n, "text": t, "source": n[0], "more": [n]} for n, t in texts]
+    records += [{"text": t, "url": "x"} for _, t in texts[:10]]  # without ids
+    files = [write_jsonl(tmp_path / f"{number}.jsonl", records[number::3]) for number in range(3)]
+    tasks = write_jsonl(tmp_path / "task.jsonl", [{"text": texts[3][1][:200]}])
+    settings = [f"decontaminate.tasks=['{tasks}']", "decontaminate.min_ngram=3"]
+    stages = ["normalise", "exact", "fuzzy", "decontaminate", "rules"]
+    settings += ["rules.min_stop_words=0", "rules.max_word_length=50", "fuzzy.priority=['n']"]
+
+    def of(name, *inputs, **more):
+        return run(*inputs, stages=stages, settings=settings, name=name, **more)
+
+    first = tree(of("one", *files))
+    assert tree(of("two", *files[::-1], workers=3)) == first
+    assert tree(of("three", tmp_path / "*[012].jsonl", files[0])) == first  # named twice
+
+    from mtcli.core.curate.workers import Runner
+
+    calls, whole = [0], Runner.__call__
+
+    def dying(self, work, items, total, what, unit="it"):
+        def mortal(item, progress):
+            calls[0] += 1
+            if calls[0] == dies_at:
+                raise KeyboardInterrupt
+            return work(item, progress)
+
+        return whole(self, mortal, items, total, what, unit)
+
+    monkeypatch.setattr(Runner, "__call__", dying)
+    for dies_at in (1, 2, 5, 12, 20, 35, 50, 10**6):
+        calls[0] = 0
+        if dies_at == 10**6:
+            resumed = of("killed", *files, resume=True)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                of("killed", *files, resume=True)
+    assert tree(resumed) == first
+    assert not (resumed / ".curate").exists()
+
+
+def test_records_keep_all_their_keys_and_get_an_id_of_file_and_line(run, tmp_path):
+    (tmp_path / "sub").mkdir()
+    write_jsonl(
+        tmp_path / "wiki.jsonl", [{"text": "one", "meta": {"a": [1]}}, {"text": "two", "id": 7}]
+    )
+    write_jsonl(tmp_path / "sub" / "x.jsonl", [{"text": "three", "source": "s", "id": "b"}] * 1)
+    (tmp_path / "sub" / "plain.txt").write_text("four")
+    out = run(tmp_path / "wiki.jsonl", tmp_path / "sub")
+    assert shards(out) == [
+        {"id": 7, "text": "two", "source": "wiki"},
+        {"id": "b", "text": "three", "source": "s"},
+        {"id": "sub/plain.txt:1", "text": "four", "source": "plain"},
+        {"id": "wiki.jsonl:1", "text": "one", "source": "wiki", "meta": {"a": [1]}},
+    ]
+
+
+def test_made_ids_sort_by_line_and_do_not_depend_on_blocks(run, tmp_path, small_blocks):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{n} " + "x" * 500} for n in range(40)])
+    out = run(path)
+    assert [record["id"] for record in shards(out)] == [f"a.jsonl:{n + 1}" for n in range(40)]
+    assert [int(record["text"].split()[0]) for record in shards(out)] == list(range(40))
+
+
+def test_a_better_source_keeps_its_copy_and_else_the_smallest_id(run, tmp_path, prose):
+    text, other = prose(), prose()
+    records = [
+        {"id": "a", "text": text, "source": "crawl"},
+        {"id": "b", "text": text, "source": "wiki"},
+        {"id": "c", "text": text + " more", "source": "books"},
+        {"id": "d", "text": other, "source": "x"},
+        {"id": "e", "text": other, "source": "y"},
+    ]
+    path = write_jsonl(tmp_path / "in.jsonl", records)
+    settings = ["fuzzy.priority=['books', 'wiki']"]
+    out = run(path, stages=["exact", "fuzzy"], settings=settings)
+    assert [record["id"] for record in shards(out)] == ["c", "d"]
+    assert [(line["id"], line["stage"], line["kept_id"]) for line in removed(out)] == [
+        ("a", "exact", "b"), ("e", "exact", "d"), ("b", "fuzzy", "c"),
+    ]  # fmt: skip
+
+
+def test_against_cleans_the_new_corpus_and_keeps_the_old_as_it_is(run, tmp_path, prose):
+    text, other, third = prose(), prose(), prose()
+    old = write_jsonl(
+        tmp_path / "old.jsonl", [{"id": "o1", "text": text}, {"id": "o2", "text": text}]
+    )
+    base = run(old, name="old")
+    before = tree(base)
+    new = [
+        {"id": "n1", "text": text},
+        {"id": "n2", "text": text + " z"},
+        {"id": "n3", "text": other},
+        {"id": "n4", "text": other},
+        {"id": "n5", "text": third},
+    ]
+    path = write_jsonl(tmp_path / "new.jsonl", new)
+    out = run(path, stages=["exact", "fuzzy"], against=(str(base),))
+    assert [record["id"] for record in shards(out)] == ["n3", "n5"]
+    assert {line["id"]: line["kept_id"] for line in removed(out)} == {
+        "n1": "o1", "n2": "o1", "n4": "n3",
+    }  # fmt: skip
+    assert tree(base) == before
+    assert json.loads((out / "report.json").read_text())["stages"][0]["documents_in"] == 5
+
+
+def test_a_bad_line_is_named_and_left_out_where_that_is_asked_for(run, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a", "text": "one"}\n{"id": "b", "te\n[1]\n{"id": 1.5, "text": "x"}\n')
+    assert "in.jsonl:2: not JSON" in refusal(lambda: run(path))
+    report = json.loads((run(path, skip_bad=True) / "report.json").read_text())
+    assert report["bad_lines"]["count"] == 3
+    assert [line.split(": ")[0] for line in report["bad_lines"]["examples"]] == [
+        "in.jsonl:2", "in.jsonl:3", "in.jsonl:4",
+    ]  # fmt: skip
+
+
+def test_the_report_adds_up_and_names_the_clusters(run, tmp_path, prose):
+    texts = [prose() for _ in range(6)]
+    records = [{"id": f"a{i}", "text": t} for i, t in enumerate(texts)]
+    records += [{"id": "z1", "text": texts[0]}, {"id": "z2", "text": texts[1] + " q"}]
+    records += [{"id": "s", "text": "the of"}]
+    path = write_jsonl(tmp_path / "in.jsonl", records)
+    settings = ["rules.min_stop_words=0", "rules.max_word_length=50"]
+    out = run(path, stages=["rules", "exact", "fuzzy"], settings=settings)
+    report = json.loads((out / "report.json").read_text())
+    counts = [(s["stage"], s["documents_in"], s["documents_out"]) for s in report["stages"]]
+    assert counts == [("rules", 9, 8), ("exact", 8, 7), ("fuzzy", 7, 6)]
+    sizes = {record["id"]: len(record["text"].encode()) for record in records}
+    assert report["stages"][0]["bytes_in"] == sum(sizes.values())
+    assert report["stages"][2]["bytes_out"] == sum(sizes[f"a{i}"] for i in range(6))
+    assert report["stages"][0]["reasons"] == {"too few words": 1}
+    assert report["stages"][0]["samples"]["too few words"][0]["id"] == "s"
+    assert report["clusters"]["exact"]["shown"] == [
+        {"cluster": "a0", "kept_id": "a0", "removed": [{"id": "z1", "jaccard": 1.0}]}
+    ]
+    (cluster,) = report["clusters"]["fuzzy"]["shown"]
+    assert (cluster["kept_id"], cluster["removed"][0]["id"]) == ("a1", "z2")
+    assert report["documents"] == 6 == len(shards(out))
+
+
+def test_a_blend_gives_shards_by_source_and_epochs(run, tmp_path, prose):
+    records = [{"id": i, "text": prose(), "source": "ab"[i % 2]} for i in range(8)]
+    records += [{"id": 99, "text": prose(), "source": "c/d"}]
+    path = write_jsonl(tmp_path / "in.jsonl", records)
+    out = run(path, settings=["blend={a = 3, b = 1, none = 2}"])
+    names = sorted(p.name for p in out.glob("*.jsonl.zst"))
+    assert names[:2] == ["a-00000.jsonl.zst", "b-00000.jsonl.zst"] and names[2].startswith("c_d-")
+    assert {record["source"] for record in read_zst(out / "a-00000.jsonl.zst")} == {"a"}
+    blend = json.loads((out / "report.json").read_text())["blend"]
+    size = {s: sum(len(r["text"]) for r in records if r["source"] == s) for s in "ab"}
+    assert blend["sources"]["a"]["weight"] == 0.75
+    assert blend["sources"]["a"]["epochs"] == pytest.approx(
+        0.75 * (size["a"] + size["b"]) / size["a"]
+    )
+    assert (blend["missing"], blend["unweighted"]) == (["none"], ["c/d"])
+
+
+def test_shards_are_cut_by_size_and_read_in_order_of_ids(run, tmp_path, small_blocks):
+    source = random.Random(2)
+    ids = [f"{source.randrange(10**9)}" for _ in range(100)]
+    records = [{"id": name, "text": "y" * 36000 + name} for name in ids]
+    paths = [write_jsonl(tmp_path / f"{n}.jsonl", records[n::2]) for n in range(2)]
+    out = run(*paths, settings=["shard_mb=1"], workers=2)
+    assert [record["id"] for record in shards(out)] == sorted(ids)
+    assert len(list(out.glob("shard-*.jsonl.zst"))) in (4, 5)
+
+
+def test_outputs_in_the_way_and_other_inputs_than_a_run_began_with_are_refused(run, tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "text": "x"}])
+    out = run(path)
+    before = tree(out)
+    assert "an earlier run" in refusal(lambda: run(path))
+    assert tree(run(path, resume=True)) == before  # complete: nothing to do
+    write_jsonl(path, [{"id": "a", "text": "xyz"}])
+    assert "other inputs" in refusal(lambda: run(path, resume=True))
+    assert shards(run(path, force=True)) == [{"id": "a", "text": "xyz", "source": "in"}]
+    shutil.rmtree(out)
+    (out / ".curate").mkdir(parents=True)
+    (out / ".curate" / "fingerprint").write_text("other")
+    assert "begun with other inputs" in refusal(lambda: run(path, resume=True))
+
+
+def test_a_configuration_is_refused_with_every_problem_and_the_nearest_names():
+    settings = ["fuzzy.treshold=0.7", "stages=['exat']", "fuzzy.shingle=0", "blend.a='x'"]
+    said = refusal(load_config, None, settings)
+    for words in ("'threshold'", "'exact'", "at least 1", "a weight is a number"):
+        assert words in said
+    said = refusal(load_config, None, ["stages=['rules', 'extract', 'quality', 'decontaminate']"])
+    for words in ("name extract first", "train-quality", "0 tasks"):
+        assert words in said
+
+
+def test_everything_may_be_removed(run, tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "text": "x"}])
+    out = run(path, stages=["rules", "exact", "fuzzy"])
+    assert shards(out) == [] and len(removed(out)) == 1
