@@ -83,26 +83,39 @@ def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> Pack
 
 
 def run(scorer: Scorer, planned: PackingPlan, progress: Advance = lambda done: None) -> list[Score]:
-    """Scores the planned requests; log-probabilities are summed in float64.
+    """Scores the planned requests, in request order; `progress` is told of each forward pass.
 
-    `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when
-    the model gives a log-probability that is not a number.
+    Raises as `scored` does.
     """
-    num_requests = len(planned.requests)
-    sums, greedy = np.zeros(num_requests), np.ones(num_requests, bool)
+    found: dict[int, Score] = {}
+    for scores in scored(scorer, planned):
+        found |= scores
+        progress(len(scores))
+    return [found[number] for number in range(len(planned.requests))]
+
+
+def scored(scorer: Scorer, planned: PackingPlan) -> Iterator[dict[int, Score]]:
+    """Yields the scores of the requests that each forward pass finishes, by their numbers.
+
+    Log-probabilities are summed in float64. Raises MtcliError (exit 1) when the model gives a
+    log-probability that is not a number.
+    """
     for batch, owners in batches(planned):
         logprobs, is_argmax = scorer.score(batch)
-        np.add.at(sums, owners, logprobs.double().cpu().numpy())
-        np.logical_and.at(greedy, owners, is_argmax.cpu().numpy())
-        if np.isnan(sums[owners]).any():
-            broken = owners[np.isnan(sums[owners])][0]
+        numbers, places = np.unique(owners, return_inverse=True)
+        sums = np.bincount(places, weights=logprobs.double().cpu().numpy())
+        missed = np.bincount(places, weights=~is_argmax.cpu().numpy())
+        if np.isnan(sums).any():
+            total, broken = len(planned.requests), numbers[np.isnan(sums)][0]
             raise failed(
-                f"the model gives a log-probability of nan in request {broken} of {len(sums)}",
+                f"the model gives a log-probability of nan in request {broken} of {total}",
                 "its weights or activations are not finite: check the checkpoint, or evaluate in "
                 "fp32",
             )
-        progress(len(np.unique(owners)))
-    return [Score(float(sums[i]), bool(greedy[i])) for i in range(num_requests)]
+        yield {
+            int(number): Score(float(total), bool(count == 0))
+            for number, total, count in zip(numbers, sums, missed, strict=True)
+        }
 
 
 def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> PackingPlan:

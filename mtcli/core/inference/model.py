@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,17 @@ class OpenModel:
             hint = "copy its tokenizer.json there, or pass --tokenizer where the command takes it"
             raise wrong(f"{self.checkpoint.folder} holds no tokenizer", hint)
         return self.tokenizer
+
+    def identity(self) -> str:
+        """Names the weights as they are in their files, how they are computed, and the tokenizer:
+        a hash that another layout does not change."""
+        folder, train = self.checkpoint.folder, self.scorer.config.train
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        kept = [(file.name, status.st_size, status.st_mtime_ns)
+                for file in files for status in [file.stat()]]  # fmt: skip
+        tokenizer = None if self.tokenizer is None else self.tokenizer.sha256
+        facts = str(folder.resolve()), kept, train.precision, train.matmul, tokenizer
+        return sha256(repr(facts).encode()).hexdigest()[:32]
 
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a text: those of the Hugging Face folder that the weights came in, or
