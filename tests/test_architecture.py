@@ -37,7 +37,7 @@ ARROWS = {
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP,
     "inference": STEP,
-    "evaluate": {"config", "data", "inference"},
+    "evaluate": {"config", "data", "inference", "runtime"},
     "convert": STEP | {"inference"},
     "plan": STEP | {"training"},
     "profile": STEP | {"training", "plan"},

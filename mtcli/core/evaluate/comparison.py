@@ -137,7 +137,7 @@ def _accuracies(pairs: Pairs, metric: str) -> Report:
 
 def _is_right(record: Record, metric: str) -> bool:
     picks = record.get("picks", {})
-    return picks[metric] == record["answer"] if metric in picks else record["correct"]
+    return bool(picks[metric] == record["answer"] if metric in picks else record["correct"])
 
 
 def _clusters(pairs: Pairs) -> list[str] | None:

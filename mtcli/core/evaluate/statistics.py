@@ -72,7 +72,7 @@ def cluster_sums(values: Floats, clusters: Sequence[str] | None) -> Floats:
     if clusters is None:
         return values
     _, numbers = np.unique(np.array(clusters), return_inverse=True)
-    return np.bincount(numbers, weights=values)
+    return np.bincount(numbers, weights=values).astype(np.float64)
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
