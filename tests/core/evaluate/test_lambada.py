@@ -13,7 +13,7 @@ from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.items import Renderer
-from mtcli.core.evaluate.tasks.rows import Row, Part
+from mtcli.core.evaluate.tasks.rows import Part, Row
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task
 
