@@ -17,7 +17,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import bad_line
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.requests import Request
-from mtcli.core.evaluate.tasks.rows import Row, Part, read_test, read_train, require_texts
+from mtcli.core.evaluate.tasks.rows import Part, Row, read_test, read_train, require_texts
 from mtcli.core.evaluate.tasks.task_file import TaskFile
 from mtcli.core.evaluate.tasks.templates import Templates
 

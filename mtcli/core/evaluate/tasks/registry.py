@@ -157,7 +157,7 @@ def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
 
     summary = (
         f"{prepared.num_items:,} items, {len(prepared.requests):,} requests, "
-        f"{planned.num_tokens:,} tokens in {len(planned.groups):,} forward passes "
+        f"{planned.num_tokens:,} tokens in {planned.num_passes:,} forward passes "
         f"({planned.num_unshared_tokens:,} without sharing)"
     )
     if known:
