@@ -174,7 +174,7 @@ def read_items(
 ) -> tuple[list[Item], list[Item], str]:
     """Reads a task's items, `limit` of each group, draws shots, and says what they are drawn from.
 
-    Raises MtcliError for unreadable files, and where fewer shots than one can be drawn.
+    Raises MtcliError for unreadable files, and where there is nothing to draw from.
     """
     renderer = Renderer(task)
     found = read_test(path, task.data)
@@ -185,10 +185,10 @@ def read_items(
     train = read_train(path, task.data)
     pool = every if train is None else renderer.items(train)
     source = found.source if train is None else train.source
+    if len(pool) == 1 and train is None:
+        message = f"{source} has {len(pool)} example, itself the item, to draw shots from"
+        raise wrong(message, "put the train file beside the items, or leave --shots out", "--shots")
     count = min(len(pool), num_shots + SPARE)
-    if len(pool) < num_shots + (train is None):
-        message = f"{source} has {len(pool)} examples to draw {num_shots} shots from"
-        raise wrong(message, "fewer, or a larger train file beside the items", "--shots")
     return items, random.Random(seed).sample(pool, count), str(source)
 
 
