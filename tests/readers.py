@@ -30,9 +30,9 @@ from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 from mtcli.core.data.workspace import Workspace
 from mtcli.core.evaluate.encode import Encoder, encoder_for
-from mtcli.core.evaluate.tasks.lambada import prepare_lambada
-from mtcli.core.evaluate.tasks.race import prepare_race
+from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import TaskOptions
+from mtcli.core.evaluate.tasks.task_file import load_task
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.model import end_ids
 from mtcli.core.plan.published.validate import read_records, score, summarize
@@ -429,7 +429,7 @@ def lambada(folder):
 
     def check(data):
         (folder / "x.jsonl").write_bytes(data)
-        found = prepare_lambada(folder / "x.jsonl", BYTES, TaskOptions(32))
+        found = prepare_task(load_task("lambada"), folder / "x.jsonl", BYTES, TaskOptions(32))
         lines = [line for line in data.decode().replace("\r\n", "\n").split("\n") if line.strip()]
         assert found.num_items == len(lines) == len(found.requests)
 
@@ -442,7 +442,7 @@ def race(folder):
 
     def check(data):
         (folder / "high" / "1.txt").write_bytes(data)
-        found = prepare_race(folder, BYTES, TaskOptions(32))
+        found = prepare_task(load_task("race"), folder, BYTES, TaskOptions(32))
         assert (found.num_items, len(found.requests)) == (1, 4)
         assert {type(json.loads(data)[key]) for key in ("questions", "options")} == {list}
 

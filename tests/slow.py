@@ -107,6 +107,9 @@ SLOW = {
         "test_torchrun_starts_it_and_bf16_keeps_float32_masters": (),
     },
     # core
+    "test_task_files.py": {
+        "test_figures_are_lm_evals_own": ("hellaswag-2", "winogrande-2", "race-0", "piqa-2"),
+    },
     "test_aux_losses.py": {
         "test_gradients_are_those_of_the_formulas": ("4-*", "2-{'pp': 2*"),
     },

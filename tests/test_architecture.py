@@ -38,7 +38,7 @@ ARROWS = {
     "training": STEP,
     "inference": STEP,
     "curate": {"config", "data", "runtime"},
-    "evaluate": {"config", "data", "inference"},
+    "evaluate": {"config", "data", "inference", "runtime"},
     "select": STEP | {"inference"},
     "convert": STEP | {"inference"},
     "plan": STEP | {"training"},

@@ -299,6 +299,7 @@ OPENERS: dict[str, str] = {
     "core/config/untrusted.py": "the one way to open what may be a stranger's",
     "core/runtime/atomic_writes.py": "what this process has just written",
     "core/config/loading.py": "presets of the package",
+    "core/evaluate/tasks/task_file.py": "tasks of the package",
     "core/profile/measure.py": "a trace that this process has just written",
     "core/plan/calibration.py": "the kernel's files, and sources of packages",
     "core/runtime/process_pool.py": "the kernel's files",

@@ -1,16 +1,20 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
+from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import CheckpointPath, ComputeDevice, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mtcli.core.data.tokenize import Tokenizer
     from mtcli.core.evaluate.encode import Encoder
     from mtcli.core.evaluate.tasks.registry import TaskRun
@@ -25,9 +29,45 @@ Tasks = Annotated[
         metavar="NAME=PATH",
         default_factory=list,
         show_default=False,
-        help="wikitext103=FILE, lambada=FILE or race=FOLDER, any number of times; of encoders "
-        "mlm=PREFIX, race=FOLDER or classification=FILE; or lm_eval:NAME (or lm_eval:FILE.yaml) "
-        "for a task of lm-evaluation-harness",
+        help="wikitext103=FILE, lambada=FILE, piqa=FOLDER and so on (docs/tasks.md lists them), or "
+        "FILE.toml=PATH for one of your own, any number of times; of encoders mlm=PREFIX, "
+        "race=FOLDER or classification=FILE; or lm_eval:NAME (or lm_eval:FILE.yaml) for a task of "
+        "lm-evaluation-harness",
+    ),
+]
+Harness = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="tasks of lm-evaluation-harness, with commas between: as --task lm_eval:NAME each",
+    ),
+]
+Shots = Annotated[
+    int, typer.Option(min=0, max=10**4, help="solved examples before each item, or as many as fit")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the examples' draw")]
+Items = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="every item's result, a JSON line each; default: FILE.items.jsonl beside --json "
+        "FILE.json, else in ~/.cache/mtcli",
+    ),
+]
+Compare = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        metavar="A.json B.json",
+        show_default=False,
+        help="compare two results on the items that they share, and evaluate nothing",
+    ),
+]
+Evaluated = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        show_default=False,
+        help="a checkpoint, a run folder or a Hugging Face folder",
     ),
 ]
 Limit = Annotated[
@@ -67,20 +107,30 @@ Ensemble = Annotated[
 
 @answering
 def eval(
-    checkpoint: CheckpointPath,
     tasks: Tasks,
     overrides: Overrides,
     ensemble: Ensemble,
+    checkpoint: Evaluated = None,
+    harness: Harness = "",
+    shots: Shots = 0,
+    seed: Seed = 1234,
+    compare: Compare = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     limit: Limit = None,
     overlap: Overlap = None,
     batch_tokens: BatchTokens = None,
     tokenizer: TokenizerName = None,
+    items: Items = None,
     json_out: JsonOut = None,
 ) -> None:
-    """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE, tasks of lm-evaluation-harness or, with
-    an encoder's head, on masked tokens and labelled texts."""
+    """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE, PIQA and other published tasks or your
+    own, with or without examples, on tasks of lm-evaluation-harness or, with an encoder's head, on
+    masked tokens and labelled texts; or compare two results."""
+    if compare is not None:
+        return _compare(*compare, json_out)
+    if checkpoint is None:
+        raise wrong("no checkpoint is given", "mtcli eval CHECKPOINT --task NAME=PATH")
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.config.model import CLASSIFIERS
@@ -88,7 +138,7 @@ def eval(
 
     every = [checkpoint, *ensemble]
     specs, train, *heads = collect_errors(
-        lambda: parse_tasks(tasks),
+        lambda: parse_tasks([*tasks, *(f"lm_eval:{name}" for name in harness.split(",") if name)]),
         lambda: train_settings(overrides, device=device),
         *(
             partial(require_model, path, overrides, num_ranks(nproc), encoders=True)
@@ -100,18 +150,24 @@ def eval(
         hint = "classifiers of one kind, classification or multiple_choice"
         raise wrong(f"--ensemble of heads that differ or classify nothing: {said}", hint)
 
+    kept = _items_file(items, json_out, checkpoint)
+
     def work(runtime: "Runtime") -> dict[str, Any] | None:
         from mtcli.core.evaluate.encoders import encoder_runs
+        from mtcli.core.evaluate.journal import Journal
         from mtcli.core.evaluate.packing import BATCH_TOKENS
-        from mtcli.core.evaluate.tasks.registry import task_runs
+        from mtcli.core.evaluate.tasks.registry import Evaluation, task_runs
         from mtcli.core.evaluate.tasks.task import TaskOptions
         from mtcli.core.inference.model import open_model
 
         opened = open_model(checkpoint, overrides, runtime, encoders=True)
-        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap)
+        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed)
         tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
+        journal = Journal(kept if runtime.rank == 0 else None, opened.identity())
         if opened.scorer.config.model.head == "lm":
-            runs = task_runs(specs, opened.scorer, _encoder(opened, tokenizer), options, tokens)
+            encoder = _encoder(opened, tokenizer)
+            about = Evaluation(opened.scorer, encoder, options, tokens, journal, _sharing(opened))
+            runs = task_runs(specs, about)
         else:
             others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
             models = [one.scorer for one in (opened, *others)]
@@ -120,7 +176,10 @@ def eval(
         if runtime.rank == 0:
             _announce(summary, runs)
         reports = _run(runs, quiet=runtime.rank > 0)
-        return summary | reports if runtime.rank == 0 else None
+        journal.finish(list(reports["tasks"]))
+        if runtime.rank > 0:
+            return None
+        return summary | reports | ({"items": _beside(kept, json_out)} if journal.lines else {})
 
     result = run_ranks(nproc, train, work)
     if result is None:  # of a launcher, and of every rank but the first
@@ -128,7 +187,78 @@ def eval(
     if answer(result, json_out):
         _print_table(result["tasks"])
         typer.echo(f"{result['seconds']:.1f} s", err=True)
+    say_wrote(str(kept) if "items" in result else None, None if json_out == "-" else json_out)
+
+
+def _compare(a: str, b: str, json_out: str | None) -> None:
+    """Prints who of two results is better at each task, and whether that is known."""
+    from mtcli.core.evaluate.comparison import compare_files
+    from mtcli.core.runtime.console import print_table
+
+    result = compare_files(a, b)
+    if answer(result, json_out):
+        rows = []
+        for task, report in result["tasks"].items():
+            more = [value for value in report.values() if isinstance(value, dict)]
+            rows += [_compared_row(task, one) for one in (report, *more)]
+        columns = "task", "metric", "A", "B", "B - A", "95 % interval", "p", "Holm", "MDE", "better"
+        print_table(f"A is {a}, B is {b}", columns, rows)
         say_wrote(json_out)
+
+
+def _compared_row(task: str, report: "Report") -> list[str]:
+    low, high = report["interval"]
+    figures = [report[key] for key in ("p_value", "adjusted_p_value", "minimum_detectable")]
+    return [
+        task,
+        report["metric"],
+        _show(report["a"]),
+        _show(report["b"]),
+        f"{report['difference']:+.4f}",
+        f"{low:+.4f} to {high:+.4f}",
+        *map(_show, figures),
+        report["verdict"].upper() if report["verdict"] != "tied" else "tied",
+    ]
+
+
+def _items_file(items: str | None, json_out: str | None, checkpoint: str) -> "Path":
+    """Where each item's result goes: the file that --items names, one beside that of --json, or one
+    in the user's cache."""
+    import os
+    from pathlib import Path
+
+    from mtcli.core.runtime.atomic_writes import require_writable
+
+    if items is not None:
+        require_writable(items, "--items")
+        return Path(items)
+    if (
+        json_out
+        and json_out != "-"
+        and Path(json_out).suffix
+        and not Path(json_out).is_char_device()
+    ):
+        return Path(json_out).with_suffix(".items.jsonl")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base) / "mtcli" / "eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = Path(checkpoint).resolve()
+    return folder / f"{name.name}-{sha256(str(name).encode()).hexdigest()[:8]}.items.jsonl"
+
+
+def _beside(kept: "Path", json_out: str | None) -> str:
+    """How a result names its file of items: without the folder where both are in one."""
+    from pathlib import Path
+
+    of_json = Path(json_out).resolve().parent if json_out and json_out != "-" else None
+    return kept.name if kept.resolve().parent == of_json else str(kept.resolve())
+
+
+def _sharing(opened: "OpenModel") -> Callable[[Any], Any]:
+    from mtcli.core.parallel.collectives import gather_values
+
+    world = opened.scorer.groups.world
+    return lambda value: gather_values(value, world)[0]
 
 
 def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
@@ -205,9 +335,13 @@ def _print_table(tasks: "dict[str, Report]") -> None:
     print_table("", ("task", "metric", "value"), rows)
 
 
-def _show(value: float | int | None) -> str:
+def _show(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return " to ".join(map(_show, value))
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.4e}"

@@ -5,12 +5,16 @@ its depth as its position, so every root-to-leaf path is computed as if it were 
 of one question cost one context and four endings. A row with one path is plain causal and needs no
 mask. Rows of similar length go together, so little is padding. Scores come in the order of their
 requests, whatever order they were computed in.
+
+What more requests begin with than one row has room for, such as the examples before every item, is
+a prefix: the model reads it once and keeps its keys and values, and each row goes on from there.
+Prefixes nest: items with fewer examples than others share the first of them.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +34,22 @@ MAX_ROW_LENGTHS = 2
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
+# A shorter prefix saves less than the forward passes that it splits.
+MIN_PREFIX = 16
+
+
+class Prefix(NamedTuple):
+    """Tokens that the rows of a batch follow: those of `request` up to `length`, after the prefix
+    `parent`, an index into those of a plan."""
+
+    request: int
+    length: int
+    parent: int | None
+
+
 class Branch(NamedTuple):
-    """One request in a row: it shares the first `shared` inputs with the branch before it."""
+    """One request in a row: after the batch's prefix it shares `shared` inputs with the branch
+    before it."""
 
     request: int
     shared: int
@@ -45,17 +63,39 @@ class PackedRow:
     size: int
 
 
+class Batch(NamedTuple):
+    """The rows of one forward pass, and the prefix that they follow."""
+
+    rows: tuple[PackedRow, ...]
+    prefix: int | None
+
+
 @dataclass(frozen=True)
 class PackingPlan:
     """Assigns requests to rows and rows to batches, before any tensor is made."""
 
     requests: Sequence[Request]
-    groups: tuple[tuple[PackedRow, ...], ...]  # one tuple of rows per forward pass
+    batches: tuple[Batch, ...]  # those of one prefix together, a parent's before its children's
+    prefixes: tuple[Prefix, ...]
 
     @property
     def num_tokens(self) -> int:
         """Slots computed, padding included."""
-        return sum(len(rows) * max(row.size for row in rows) for rows in self.groups)
+        rows = sum(len(rows) * max(row.size for row in rows) for rows, _ in self.batches)
+        return rows + sum(self.new_tokens(index) for index in range(len(self.prefixes)))
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes, those that read a prefix included."""
+        return len(self.batches) + len(self.prefixes)
+
+    def length(self, prefix: int | None) -> int:
+        """The tokens of a prefix, its parents' included."""
+        return 0 if prefix is None else self.prefixes[prefix].length
+
+    def new_tokens(self, prefix: int) -> int:
+        """The tokens of a prefix that its parents do not have."""
+        return self.length(prefix) - self.length(self.prefixes[prefix].parent)
 
     @property
     def num_unshared_tokens(self) -> int:
@@ -83,26 +123,69 @@ def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> Pack
 
 
 def run(scorer: Scorer, planned: PackingPlan, progress: Advance = lambda done: None) -> list[Score]:
-    """Scores the planned requests; log-probabilities are summed in float64.
+    """Scores the planned requests, in request order; `progress` is told of each forward pass.
 
-    `progress` is told how many requests each forward pass finished. Raises MtcliError (exit 1) when
-    the model gives a log-probability that is not a number.
+    Raises as `scored` does.
     """
-    num_requests = len(planned.requests)
-    sums, greedy = np.zeros(num_requests), np.ones(num_requests, bool)
-    for batch, owners in batches(planned):
-        logprobs, is_argmax = scorer.score(batch)
-        np.add.at(sums, owners, logprobs.double().cpu().numpy())
-        np.logical_and.at(greedy, owners, is_argmax.cpu().numpy())
-        if np.isnan(sums[owners]).any():
-            broken = owners[np.isnan(sums[owners])][0]
+    found: dict[int, Score] = {}
+    for scores in scored(scorer, planned):
+        found |= scores
+        progress(len(scores))
+    return [found[number] for number in range(len(planned.requests))]
+
+
+def scored(scorer: Scorer, planned: PackingPlan) -> Iterator[dict[int, Score]]:
+    """Yields the scores of the requests that each forward pass finishes, by their numbers.
+
+    Log-probabilities are summed in float64. Raises MtcliError (exit 1) when the model gives a
+    log-probability that is not a number.
+    """
+    for batch, owners, state in _read(scorer, planned):
+        logprobs, is_argmax = scorer.score(batch, state)
+        numbers, places = np.unique(owners, return_inverse=True)
+        sums = np.bincount(places, weights=logprobs.double().cpu().numpy())
+        missed = np.bincount(places, weights=~is_argmax.cpu().numpy())
+        if np.isnan(sums).any():
+            total, broken = len(planned.requests), numbers[np.isnan(sums)][0]
             raise failed(
-                f"the model gives a log-probability of nan in request {broken} of {len(sums)}",
+                f"the model gives a log-probability of nan in request {broken} of {total}",
                 "its weights or activations are not finite: check the checkpoint, or evaluate in "
                 "fp32",
             )
-        progress(len(np.unique(owners)))
-    return [Score(float(sums[i]), bool(greedy[i])) for i in range(num_requests)]
+        yield {
+            int(number): Score(float(total), bool(count == 0))
+            for number, total, count in zip(numbers, sums, missed, strict=True)
+        }
+
+
+def _read(scorer: Scorer, planned: PackingPlan) -> Iterator[tuple[ScoreBatch, Ids, Any]]:
+    """Yields the batches, their owners, and what the scorer has read of their prefix.
+
+    Of prefixes only those are kept that the current one goes on from.
+    """
+    states: dict[int | None, Any] = {None: None}
+
+    def state(index: int | None) -> Any:
+        if index in states or index is None:
+            return states[index]
+        prefix = planned.prefixes[index]
+        before = state(prefix.parent)
+        for other in [key for key in states if key is not None and key != prefix.parent]:
+            if not _is_above(planned, other, index):
+                del states[other]
+        tokens = planned.requests[prefix.request].tokens[: prefix.length]
+        new = torch.from_numpy(tokens[planned.length(prefix.parent) :])
+        states[index] = scorer.read(new, before)
+        return states[index]
+
+    for found, made in zip(planned.batches, batches(planned), strict=True):
+        yield made.batch, made.owners, state(found.prefix)
+
+
+def _is_above(planned: PackingPlan, above: int, below: int | None) -> bool:
+    while below is not None and below != above:
+        below = planned.prefixes[below].parent
+    return below is not None
 
 
 def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> PackingPlan:
@@ -110,49 +193,112 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pa
 
     A forward pass takes at most `batch_tokens` slots, or one row where a row alone is longer.
     """
-    rows = _share(
-        requests, max_row=max(max_seq_len, min(MAX_ROW_LENGTHS * max_seq_len, batch_tokens))
-    )
-    groups: list[tuple[PackedRow, ...]] = []
-    for several in (True, False):  # one masked row would make its whole batch masked
-        kind = [row for row in rows if (len(row.branches) > 1) == several]
-        kind.sort(key=lambda row: -row.size)
-        while kind:
-            count = max(1, batch_tokens // kind[0].size)
-            groups.append(tuple(kind[:count]))
-            del kind[:count]
-    return PackingPlan(requests, tuple(groups))
+    ordered = _Ordered.of(requests)
+    longest = int(ordered.inputs.max(initial=0))
+    max_row = max(longest, min(MAX_ROW_LENGTHS * max_seq_len, batch_tokens))
+    prefixes, groups = _prefixes(ordered, max_row)
+    found: list[Batch] = []
+    for prefix, numbers in groups:
+        length = prefixes[prefix].length if prefix is not None else 0
+        rows = _share(ordered, numbers, length, max_row - length)
+        for several in (True, False):  # one masked row would make its whole batch masked
+            kind = [row for row in rows if (len(row.branches) > 1) == several]
+            kind.sort(key=lambda row: -row.size)
+            while kind:
+                count = max(1, batch_tokens // kind[0].size)
+                found.append(Batch(tuple(kind[:count]), prefix))
+                del kind[:count]
+    return PackingPlan(requests, tuple(found), tuple(prefixes))
 
 
-def _share(requests: Sequence[Request], max_row: int) -> list[PackedRow]:
-    """Groups requests that begin alike into rows: neighbours in lexicographic order."""
-    order = sorted(
-        range(len(requests)), key=lambda i: requests[i].tokens[:-1].astype(">u4").tobytes()
-    )
-    if not order:
-        return []
-    rows = [PackedRow([Branch(order[0], 0)], len(requests[order[0]].tokens) - 1)]
-    for before, index in pairwise(order):
-        length = len(requests[index].tokens) - 1
-        least = min(length, len(requests[before].tokens) - 1)
-        differ = requests[before].tokens[:least] != requests[index].tokens[:least]
-        shared = int(differ.argmax()) if differ.any() else least
-        grown = rows[-1].size + length - shared
-        if shared * MIN_SHARED_PART >= length and grown <= max_row:
+class _Ordered(NamedTuple):
+    """Requests in lexicographic order of their inputs, and what neighbours share."""
+
+    requests: Sequence[Request]
+    order: list[int]
+    inputs: Ids  # [n]
+    shared: Ids  # [n] inputs that a request has in common with the one before it; 0 of the first
+    room: Ids  # [n] inputs before the first that is scored: a prefix has no more
+
+    @staticmethod
+    def of(requests: Sequence[Request]) -> "_Ordered":
+        order = sorted(
+            range(len(requests)), key=lambda i: requests[i].tokens[:-1].astype(">u4").tobytes()
+        )
+        inputs = np.array([len(requests[i].tokens) - 1 for i in order], np.int64)
+        targets = np.array([requests[i].num_targets for i in order], np.int64)
+        shared = [0, *(_in_common(requests[a], requests[b]) for a, b in pairwise(order))]
+        return _Ordered(
+            requests, order, inputs, np.array(shared[: len(order)], np.int64), inputs - targets
+        )
+
+
+def _in_common(a: Request, b: Request) -> int:
+    least = min(len(a.tokens), len(b.tokens)) - 1
+    differ = a.tokens[:least] != b.tokens[:least]
+    return int(differ.argmax()) if differ.any() else least
+
+
+def _prefixes(
+    ordered: _Ordered, max_row: int
+) -> tuple[list[Prefix], list[tuple[int | None, list[int]]]]:
+    """The prefixes, parents first, and of each (None first) the places of the requests that follow
+    it and no longer one."""
+    prefixes: list[Prefix] = []
+    groups: dict[int | None, list[int]] = {None: []}
+    spans: list[tuple[int, int, int | None]] = []
+    if ordered.order:
+        spans.append((0, len(ordered.order), None))
+    while spans:
+        first, end, parent = spans.pop()
+        length = 0 if parent is None else prefixes[parent].length
+        common = ordered.shared[first + 1 : end]
+        grown = ordered.inputs[first + 1 : end] - np.maximum(common, length)
+        if ordered.inputs[first] - length + grown.sum() <= max_row or end - first == 1:
+            groups[parent].extend(range(first, end))  # one row has room for all
+            continue
+        common = np.minimum(
+            common, np.minimum(*(ordered.room[first + i : end - 1 + i] for i in (0, 1)))
+        )
+        least = int(common.min())
+        if least - length >= MIN_PREFIX:
+            prefixes.append(Prefix(ordered.order[first], least, parent))
+            parent = len(prefixes) - 1
+            groups[parent] = []
+        starts = [first, *(first + 1 + np.flatnonzero(common == least)).tolist(), end]
+        spans += [(a, b, parent) for a, b in reversed(list(pairwise(starts)))]
+    return prefixes, [(prefix, sorted(places)) for prefix, places in groups.items()]
+
+
+def _share(ordered: _Ordered, places: list[int], length: int, max_row: int) -> list[PackedRow]:
+    """Groups requests that begin alike after a prefix of `length` into rows: neighbours in
+    lexicographic order."""
+    rows: list[PackedRow] = []
+    before = None
+    for place in places:
+        new = int(ordered.inputs[place]) - length
+        shared = int(ordered.shared[place]) - length if before == place - 1 else 0
+        index, before = ordered.order[place], place
+        if (
+            shared * MIN_SHARED_PART >= new
+            and shared > 0
+            and rows[-1].size + new - shared <= max_row
+        ):
             rows[-1].branches.append(Branch(index, shared))
-            rows[-1].size = grown
+            rows[-1].size += new - shared
         else:
-            rows.append(PackedRow([Branch(index, 0)], length))
+            rows.append(PackedRow([Branch(index, 0)], new))
     return rows
 
 
 def batches(plan: PackingPlan) -> Iterator[PackedBatch]:
     """Yields the plan's forward passes, one at a time."""
-    for rows in plan.groups:
-        yield _batch(rows, plan.requests)
+    for rows, prefix in plan.batches:
+        yield _batch(rows, plan.requests, plan.length(prefix))
 
 
-def _batch(rows: tuple[PackedRow, ...], requests: Sequence[Request]) -> PackedBatch:
+def _batch(rows: tuple[PackedRow, ...], requests: Sequence[Request], length: int) -> PackedBatch:
+    """The tensors of rows that follow a prefix of `length`."""
     width = max(row.size for row in rows)
     shape = (len(rows), width)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -164,11 +310,11 @@ def _batch(rows: tuple[PackedRow, ...], requests: Sequence[Request]) -> PackedBa
         slots = np.zeros(0, np.int64)  # of the current root-to-leaf path
         end = 0
         for index, shared in row.branches:
-            ids, num_targets = requests[index]
+            ids, num_targets = requests[index].tokens[length:], requests[index].num_targets
             start, end = end, end + len(ids) - 1 - shared
             slots = np.concatenate([slots[:shared], np.arange(start, end)])
             tokens[number, start:end] = ids[shared:-1]
-            positions[number, start:end] = np.arange(shared, len(ids) - 1)
+            positions[number, start:end] = length + np.arange(shared, len(ids) - 1)
             if mask is not None:
                 mask[number, start:end, slots[:shared]] = True
                 mask[number, start:end, start:end] = np.tri(end - start, dtype=bool)

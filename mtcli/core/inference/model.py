@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
 
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
+
+
+class Prefix(NamedTuple):
+    """Tokens that were read, and their keys and values in this rank's layers."""
+
+    length: int
+    cache: Cache
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,17 @@ class InferenceModel:
         return outputs
 
     @torch.no_grad()
-    def score(self, batch: ScoreBatch) -> tuple[Tensor, Tensor]:
+    def read(self, tokens: Tensor, after: Prefix | None = None) -> Prefix:
+        """Reads tokens [P] once that many rows begin with, after those of `after`."""
+        start = 0 if after is None else after.length
+        positions = torch.arange(start, start + len(tokens))[None]
+        cache, before = Cache(), None if after is None else after.cache
+        given = self._inputs(tokens[None], positions=positions, cache=cache, prefix=before)
+        self.forward([given])
+        return Prefix(start + len(tokens), cache if before is None else cache.after(before))
+
+    @torch.no_grad()
+    def score(self, batch: ScoreBatch, after: Prefix | None = None) -> tuple[Tensor, Tensor]:
         """Scores targets: (log-probability of each [N] float32, whether it is the argmax [N] bool).
 
         Data parallel ranks, and rows of a grid of tp ranks, score different rows of the batch. All
@@ -86,7 +104,7 @@ class InferenceModel:
         )
         scores = torch.zeros(2, len(batch.rows), device=self.groups.device)
         most = int(sharers.bincount().max()) if len(sharers) else 0
-        scores[:, owned] = self._score(local, most)
+        scores[:, owned] = self._score(local, most, None if after is None else after.cache)
         scores = all_reduce(scores, self.groups.world).cpu()
         return scores[0], scores[1] > 0.5
 
@@ -104,7 +122,7 @@ class InferenceModel:
             logits = stage.output.all_logits(stage.output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
-    def _score(self, batch: ScoreBatch, most: int) -> Tensor:
+    def _score(self, batch: ScoreBatch, most: int, prefix: Cache | None) -> Tensor:
         """Scores [2, N]: log-probabilities and whether greedy; zeros but on the last stage.
 
         `most` is the largest N of all ranks, as many as take part in the logits' GEMM.
@@ -115,8 +133,8 @@ class InferenceModel:
         micro_batches = []
         for rows in (slice(start, start + size) for start in range(0, b, size)):
             mask = None if batch.mask is None else batch.mask[rows]
-            inputs = self._inputs(batch.tokens[rows], positions=batch.positions[rows], mask=mask)
-            micro_batches.append(inputs)
+            given = {"positions": batch.positions[rows], "mask": mask, "prefix": prefix}
+            micro_batches.append(self._inputs(batch.tokens[rows], **given))
         outputs = self.forward(micro_batches)
         if not outputs:
             return torch.zeros(2, len(batch.rows), device=device)
@@ -156,6 +174,17 @@ class OpenModel:
             hint = "copy its tokenizer.json there, or pass --tokenizer where the command takes it"
             raise wrong(f"{self.checkpoint.folder} holds no tokenizer", hint)
         return self.tokenizer
+
+    def identity(self) -> str:
+        """Names the weights as they are in their files, how they are computed, and the tokenizer:
+        a hash that another layout does not change."""
+        folder, train = self.checkpoint.folder, self.scorer.config.train
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        kept = [(file.name, status.st_size, status.st_mtime_ns)
+                for file in files for status in [file.stat()]]  # fmt: skip
+        tokenizer = None if self.tokenizer is None else self.tokenizer.sha256
+        facts = str(folder.resolve()), kept, train.precision, train.matmul, tokenizer
+        return sha256(repr(facts).encode()).hexdigest()[:32]
 
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a text: those of the Hugging Face folder that the weights came in, or

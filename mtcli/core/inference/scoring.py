@@ -3,7 +3,7 @@
 Shapes: B rows, S slots in a row, N scored predictions.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:  # tasks are read and checked before torch is loaded
     from torch import Tensor
@@ -30,9 +30,16 @@ class Scorer(Protocol):
     max_seq_len: int
     vocab_size: int
 
-    def score(self, batch: ScoreBatch) -> "tuple[Tensor, Tensor]":
+    def read(self, tokens: "Tensor", after: Any = None) -> Any:
+        """Reads tokens [P] once that many rows begin with, for `score` to go on from.
+
+        `after` is what was read before them.
+        """
+        ...
+
+    def score(self, batch: ScoreBatch, after: Any = None) -> "tuple[Tensor, Tensor]":
         """Scores each target: log-probability [N] float32, and whether it is the argmax [N] bool.
 
-        The same on every rank.
+        Each row follows what was read in `after`. The same on every rank.
         """
         ...

@@ -11,6 +11,8 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
+from mtcli.kernels.attention.attention import attention
+from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
 
@@ -54,6 +56,8 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         if self.stream.active and inputs.numbers is not None:
             return self._attend_with_dropout(q, k, v, inputs)
+        if inputs.prefix is not None:
+            return attend_after(*inputs.prefix.layers[self.layer], (q, k, v), inputs.mask)
         if inputs.mask is None and q.shape[2] == k.shape[2]:
             return self.attend(q, k, v, self.cp, inputs.attention_mask)
         new = q.shape[2]
@@ -81,3 +85,23 @@ class Attention(nn.Module):
         stream = self.stream.per_sequence(len(q))
         dropout = ScoreDropout(inputs.numbers, self.num_heads, first_head, *stream)
         return matmul(masked_softmax(matmul(q, k.transpose(-1, -2)), mask, dropout), v)
+
+
+def attend_after(
+    prefix_k: Tensor, prefix_v: Tensor, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
+) -> Tensor:
+    """Attention of b rows to a prefix [1, g, p, d] that all of them follow, and to themselves.
+
+    q [b, h, s, d], k and v [b, g, s, d], mask [b, s, s] or causal -> [b, h, s, d]. The prefix is
+    read once for all rows, and copied for none; the two results are merged by log-sum-exp.
+    """
+    q, k, v = qkv
+    b, h, s, d = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    joined = q.transpose(0, 1).reshape(1, h, b * s, d)
+    out, lse = attention(joined, prefix_k, prefix_v, causal=False)
+    out = out.view(h, b, s, d).transpose(0, 1).to(wide).contiguous()
+    lse = lse.view(h, b, s).transpose(0, 1).contiguous()
+    own = attention(q, k, v, mask is None, None if mask is None else mask[:, None])
+    merge_(out, lse, *own)
+    return out.to(q.dtype)

@@ -26,6 +26,15 @@ class Cache:
         self.layers[layer] = (k, v)
         return k, v
 
+    def after(self, before: "Cache") -> "Cache":
+        """This cache, of tokens that follow those of `before`, joined to that one."""
+        layers = {
+            layer: (torch.cat([before.layers[layer][0], k], 2),
+                    torch.cat([before.layers[layer][1], v], 2))
+            for layer, (k, v) in self.layers.items()
+        }  # fmt: skip
+        return Cache(layers)
+
 
 @dataclass(frozen=True)
 class Sentences:
@@ -59,6 +68,7 @@ class Inputs:
     sentences: Sentences | None = None
     rotation: RotaryTable | None = None
     cache: Cache | None = None
+    prefix: Cache | None = None  # of one sequence, which each of the b goes on from; not extended
     aux_scale: Scale = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 
     @property

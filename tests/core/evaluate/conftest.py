@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from mtcli.core.inference.scoring import ScoreBatch
+
 
 class TransformersScorer:
     """`Scorer` over a transformers model: full logits, an additive 4D mask, eager attention."""
@@ -17,8 +19,30 @@ class TransformersScorer:
         self.slots = 0  # computed so far
         self.masked = 0  # batches that needed a mask
 
+    def read(self, tokens, after=None):
+        """The tokens so far: nothing is kept of them, and each row is computed with them anew."""
+        return tokens if after is None else torch.cat([after, tokens])
+
+    def score(self, batch, after=None):
+        if after is None:
+            return self._score(batch)
+        before, (b, s) = len(after), batch.tokens.shape
+        mask = torch.ones(s, s).tril().bool() if batch.mask is None else batch.mask
+        wide = torch.ones(b, before + s, before + s).tril().bool()
+        wide[:, before:, before:] = mask
+        positions = torch.arange(before).expand(b, before)
+        row, slot = batch.rows // s, batch.rows % s
+        full = ScoreBatch(
+            torch.cat([after.expand(b, before), batch.tokens], 1),
+            torch.cat([positions, batch.positions], 1),
+            wide,
+            row * (before + s) + before + slot,
+            batch.targets,
+        )
+        return self._score(full)
+
     @torch.no_grad()
-    def score(self, batch):
+    def _score(self, batch):
         num_rows, width = batch.tokens.shape
         self.slots += batch.tokens.numel()
         self.masked += batch.mask is not None

@@ -10,7 +10,8 @@ from lm_eval.tasks import TaskManager
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.encode import encoder_for
 from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness
-from mtcli.core.evaluate.tasks.registry import parse_tasks, task_runs
+from mtcli.core.evaluate.journal import Journal
+from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions
 
 TASK = """task: {name}
@@ -42,6 +43,12 @@ def tokenizer():
 
     ours = byte_tokenizer()
     return ours, PreTrainedTokenizerFast(tokenizer_object=ours.backend, eos_token=END_OF_DOCUMENT)
+
+
+def runs(tasks, scorer, tokenizer, **options):
+    """The tasks, bound to a scorer of 48 positions."""
+    about = TaskOptions(48, **options), 64, Journal(None, "")
+    return task_runs(parse_tasks(tasks), Evaluation(scorer, encoder_for(tokenizer), *about))
 
 
 @pytest.fixture
@@ -82,13 +89,7 @@ def test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend(
 ):
     file = task_file(kind)
     ours, theirs = tokenizer
-    (job,) = task_runs(
-        parse_tasks([f"lm_eval:{file}"]),
-        byte_scorer,
-        encoder_for(ours),
-        TaskOptions(48, limit=6),
-        64,
-    )
+    (job,) = runs([f"lm_eval:{file}"], byte_scorer, ours, limit=6)
     done = []
     report = job.run(done.append)
     manager = TaskManager(include_path=str(file.parent), include_defaults=False)
@@ -142,13 +143,7 @@ def test_a_task_whose_data_is_not_there_fails(task_file, byte_scorer, tokenizer,
 def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, tokenizer):
     monkeypatch.setattr("mtcli.core.evaluate.tasks.registry.find_spec", lambda name: None)
     with pytest.raises(MtcliError) as caught:
-        task_runs(
-            [("lm_eval:x", None)],
-            byte_scorer,
-            encoder_for(tokenizer[0]),
-            TaskOptions(48),
-            64,
-        )
+        runs(["lm_eval:x"], byte_scorer, tokenizer[0])
     assert caught.value.problems[0].message == (
         "lm_eval:x needs lm-evaluation-harness, which is not installed"
     )
@@ -158,13 +153,7 @@ def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, toke
 def test_a_job_says_what_it_will_do_and_does_it(tmp_path, byte_scorer, tokenizer):
     file = tmp_path / "passages.jsonl"
     file.write_text('{"text": "a passage that ends here"}\n{"text": "and another one there"}\n')
-    (job,) = task_runs(
-        parse_tasks([f"lambada={file}"]),
-        byte_scorer,
-        encoder_for(tokenizer[0]),
-        TaskOptions(48),
-        64,
-    )
+    (job,) = runs([f"lambada={file}"], byte_scorer, tokenizer[0])
     done = []
     report = job.run(done.append)
     assert job.num_requests == sum(done) == report["total"] == 2

@@ -2,6 +2,8 @@
 
 import json
 import math
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +11,14 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
-from mtcli.core.evaluate.tasks.lambada import split_last
-from mtcli.core.evaluate.tasks.registry import TASKS
+from mtcli.core.evaluate.tasks.choice import prepare_task
+from mtcli.core.evaluate.tasks.items import Renderer
+from mtcli.core.evaluate.tasks.rows import Part, Row
 from mtcli.core.evaluate.tasks.task import TaskOptions
+from mtcli.core.evaluate.tasks.task_file import load_task
 
-prepare = TASKS["lambada"]
+TASK = load_task("lambada")
+prepare = partial(prepare_task, TASK)
 ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
 
 
@@ -45,10 +50,17 @@ def test_every_real_passage_is_read_and_split_in_tokens_as_words(data, bpe):
         assert request.tokens[-request.num_targets :].tolist() == target
 
 
-def test_the_last_word_is_the_last_between_spaces():
-    assert split_last('He said "do it," and\n did.\n') == ('He said "do it," and', "did.")
-    assert split_last("go and go") == ("go and", "go")
-    assert split_last("alone") == ("", "alone")
+@pytest.mark.parametrize(
+    "text, context, word",
+    [
+        ('He said "do it," and\n did.\n', 'He said "do it," and', "did."),
+        ("go and go", "go and", "go"),
+        ("alone", "", "alone"),
+    ],
+)
+def test_the_last_word_is_the_last_between_spaces(text, context, word):
+    (item,) = Renderer(TASK).items(Part([Row({"text": text}, Path("x"), 1)], Path("x")))
+    assert (item.prompts, item.choices, item.answer) == ((context,), (word,), None)
 
 
 def test_accuracy_and_perplexity_are_of_whole_words(tmp_path):
@@ -64,9 +76,10 @@ def test_accuracy_and_perplexity_are_of_whole_words(tmp_path):
     "line, message",
     [
         ("{", "not JSON: Expecting property name enclosed in double quotes at column 2"),
-        ("[1]", 'no "text", which must be a string with at least one word'),
-        ('{"txt": "a b"}', 'no "text", which must be a string with at least one word'),
-        ('{"text": " "}', 'no "text", which must be a string with at least one word'),
+        ("[1]", "not a JSON object"),
+        ('{"txt": "a b"}', "'text' is undefined"),
+        ('{"text": " "}', "No last item, sequence was empty."),
+        ('{"text": 3}', "'int object' has no attribute 'split'"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line(tmp_path, line, message):

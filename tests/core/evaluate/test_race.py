@@ -1,6 +1,7 @@
 """race: lm-eval's prompt, lm-eval's choice, on both levels of the real files."""
 
 import json
+from functools import partial
 
 import pytest
 from lm_eval.models.huggingface import HFLM
@@ -10,11 +11,14 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
-from mtcli.core.evaluate.tasks.race import prompt
-from mtcli.core.evaluate.tasks.registry import TASKS
+from mtcli.core.evaluate.tasks.choice import prepare_task
+from mtcli.core.evaluate.tasks.items import Renderer
+from mtcli.core.evaluate.tasks.rows import read_test
 from mtcli.core.evaluate.tasks.task import TaskOptions
+from mtcli.core.evaluate.tasks.task_file import load_task
 
-prepare = TASKS["race"]
+TASK = load_task("race")
+prepare = partial(prepare_task, TASK)
 ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
 ROW = {
     "article": "A cat sat.",
@@ -91,12 +95,11 @@ def test_every_real_article_has_lm_evals_prompt(data):
 
 
 def test_earlier_questions_stand_in_the_prompt_with_their_answers(tmp_path):
-    from mtcli.core.evaluate.tasks.race import Article
-
-    article = Article(ROW["article"], *map(tuple, (ROW["questions"], ROW["options"])), (1, 3, 2))
-    assert prompt(article) == preprocess_race.doc_to_text(as_doc(ROW))
-    assert prompt(article) == (
-        "Article: A cat sat.\n\nThe cat sat.\nQuestion: Who sat?\nAnswer: d\nWhy?"
+    write(tmp_path, "high", 1, ROW)
+    (item,) = Renderer(TASK).items(read_test(tmp_path, TASK.data))
+    assert item.prompts == (preprocess_race.doc_to_text(as_doc(ROW)),)
+    assert item.prompts == (
+        "Article: A cat sat.\n\nThe cat sat.\nQuestion: Who sat?\nAnswer: d\nWhy?",
     )
 
 

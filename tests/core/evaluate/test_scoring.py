@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import TransformersScorer, gpt2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,8 @@ def test_any_mix_of_requests_keeps_positions_ancestors_and_order(data):
         requests.append(request(drawn[:context], drawn[context:]))
     planned = pack(requests, max_seq_len=16, batch_tokens=data.draw(st.integers(1, 64)))
     seen = {index: [] for index in range(len(requests))}
-    for batch, owners in batches(planned):
+    for (batch, owners), (_, prefix) in zip(batches(planned), planned.batches, strict=True):
+        assert prefix is None, "a prefix has 16 tokens"
         tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
         width = batch.tokens.shape[1]
         for row, target, owner in zip(
@@ -107,10 +109,83 @@ def test_unrelated_requests_of_one_length_need_no_mask_and_no_padding():
     assert [b.batch.mask for b in batches(planned)] == [None, None]
 
 
+def shot_requests(counts, item=8, endings=2):
+    """Requests of items of `item` tokens after some of 3 shots of 20 tokens, shared by all."""
+    shots = [ids(20, seed=50 + number) for number in range(3)]
+    return [
+        request(
+            [*(t for shot in shots[:count] for t in shot), *ids(item, seed=100 + n)], ids(3, seed=e)
+        )
+        for n, count in enumerate(counts)
+        for e in range(endings)
+    ]
+
+
+def test_shots_are_read_once_and_score_as_if_alone(alone):
+    model = gpt2(n_positions=96)
+    scorer = TransformersScorer(model, 96)
+    requests = shot_requests([3] * 20 + [2] * 20 + [1] * 9 + [0] * 3)
+    planned = plan(scorer, requests, 64)
+    assert [planned.new_tokens(index) for index in range(3)] == [20, 20, 20]
+    assert {prefix for _, prefix in planned.batches} == {None, 0, 1, 2}
+    for one, score in zip(requests, run(scorer, planned), strict=True):
+        logprob, is_greedy = alone(model, one.tokens.tolist(), one.num_targets)
+        assert score.logprob == pytest.approx(logprob, rel=2e-5)
+        assert score.is_greedy == is_greedy
+
+
+def test_shots_cost_their_tokens_once():
+    requests = shot_requests([3] * 40)
+    planned = pack(requests, max_seq_len=96, batch_tokens=256)
+    assert planned.num_unshared_tokens == 80 * (60 + 8 + 2)
+    assert planned.num_tokens == 60 + 40 * (8 + 2 * 2)
+
+
+def test_a_row_that_has_room_for_all_needs_no_prefix():
+    planned = pack(shot_requests([3] * 4), max_seq_len=96, batch_tokens=256)
+    assert planned.prefixes == () and len(planned.batches) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_mix_of_prefixes_keeps_every_requests_tokens_and_positions(data):
+    words = [ids(18, seed=n) for n in range(3)]
+    requests = []
+    for _ in range(data.draw(st.integers(1, 14))):
+        parts = data.draw(st.lists(st.integers(0, 2), max_size=4))
+        context = [t for part in parts for t in words[part][: data.draw(st.integers(1, 18))]]
+        targets = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))
+        requests.append(request([5, *context], targets))
+    planned = pack(requests, max_seq_len=80, batch_tokens=data.draw(st.integers(1, 90)))
+    done = set()
+    for made, (_, prefix) in zip(batches(planned), planned.batches, strict=True):
+        before, at = [], prefix
+        while at is not None:
+            one = planned.prefixes[at]
+            start = planned.length(one.parent)
+            before = [*requests[one.request].tokens[start : one.length], *before]
+            at = one.parent
+        assert len(before) == planned.length(prefix)
+        batch, width = made.batch, made.batch.tokens.shape[1]
+        for slot, target, owner in zip(
+            batch.rows.tolist(), batch.targets.tolist(), made.owners.tolist(), strict=True
+        ):
+            b, s = divmod(slot, width)
+            sees = range(s + 1) if batch.mask is None else batch.mask[b, s].nonzero().flatten()
+            history = sorted((int(batch.positions[b, j]), int(batch.tokens[b, j])) for j in sees)
+            assert [p for p, _ in history] == list(range(len(before), len(before) + len(history)))
+            asked = [*before, *(token for _, token in history), target]
+            assert asked == requests[owner].tokens[: len(asked)].tolist()
+            done.add((owner, len(asked)))
+    assert done == {
+        (n, len(one.tokens) - i) for n, one in enumerate(requests) for i in range(one.num_targets)
+    }
+
+
 def test_a_row_does_not_grow_without_bound():
     requests = [request(ids(10), ids(11, seed=e)) for e in range(50)]
     planned = pack(requests, max_seq_len=20, batch_tokens=1000)
-    assert max(row.size for rows in planned.groups for row in rows) <= 40
+    assert max(row.size for rows, _ in planned.batches for row in rows) <= 40
 
 
 def test_progress_counts_every_request_once(scorer):
@@ -144,7 +219,7 @@ def test_impossible_requests_are_refused(bad, message):
 class _Broken:
     max_seq_len, vocab_size = 24, 97
 
-    def score(self, batch):
+    def score(self, batch, after=None):
         logprobs = torch.zeros(len(batch.rows))
         logprobs[1] = float("nan")
         return logprobs, torch.ones(len(batch.rows), dtype=torch.bool)

@@ -1,32 +1,33 @@
 """Looks up tasks by name, reads --task flags, and binds a task to a model.
 
-A task of ours is a function from a path to a `PreparedTask`; a new one is one row of `TASKS`.
+A task of ours is a TOML file beside this module, and a user's own is one more; WikiText-103 alone
+has a protocol of its own.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.tasks.lambada import prepare_lambada
-from mtcli.core.evaluate.tasks.race import prepare_race
+from mtcli.core.evaluate.journal import Journal
+from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import Advance, PreparedTask, Report, TaskOptions
+from mtcli.core.evaluate.tasks.task_file import SUFFIX, load_task, task_names
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.scoring import Scorer
 
 HARNESS_PREFIX = "lm_eval:"  # lm_eval:NAME and lm_eval:FILE.yaml run lm-evaluation-harness tasks
-TASKS: dict[str, Callable[[Path, Encoder, TaskOptions], PreparedTask]] = {
-    "wikitext103": prepare_wikitext,  # perplexity of wiki.test.tokens, Megatron-LM's protocol
-    "lambada": prepare_lambada,  # last words of the raw LAMBADA passages, all tokens right
-    "race": prepare_race,  # reading comprehension, high and middle school, prompted as by lm-eval
-}
+WIKITEXT = "wikitext103"  # perplexity of wiki.test.tokens, Megatron-LM's protocol
+TASKS = (WIKITEXT, *task_names())
 OF_ENCODERS = ("mlm", "classification")  # and race, where the head is of multiple choice
 USAGE = ", ".join(f"{name}=PATH" for name in (*TASKS, *OF_ENCODERS))
-USAGE += f", or {HARNESS_PREFIX}NAME for a task of lm-evaluation-harness"
+USAGE += f", FILE{SUFFIX}=PATH for a task of your own, "
+USAGE += f"or {HARNESS_PREFIX}NAME for a task of lm-evaluation-harness"
 
 # A task of ours and its path, or (path None) one of lm-evaluation-harness.
 TaskSpec = tuple[str, Path | None]
@@ -64,7 +65,8 @@ def _problem(spec: str) -> Problem | None:
     if name.startswith(HARNESS_PREFIX):
         named = name.removeprefix(HARNESS_PREFIX)
         return None if named else Problem(f"{spec} names no task", USAGE, "--task")
-    if name not in (*TASKS, *OF_ENCODERS):
+    own = name.endswith(SUFFIX)
+    if not own and name not in (*TASKS, *OF_ENCODERS):
         hint = f"the tasks are {USAGE}{closest(name, (*TASKS, *OF_ENCODERS))}"
         return Problem(f"there is no task {name!r}", hint, "--task")
     if not path:
@@ -85,51 +87,100 @@ class TaskRun(NamedTuple):
     run: Callable[[Advance], Report]
 
 
-def task_runs(
-    specs: Sequence[TaskSpec],
-    scorer: Scorer,
-    encoder: Encoder,
-    options: TaskOptions,
-    batch_tokens: int,
-) -> list[TaskRun]:
+class Evaluation(NamedTuple):
+    """What tasks are run on, and where each item's result is kept."""
+
+    scorer: Scorer
+    encoder: Encoder
+    options: TaskOptions
+    batch_tokens: int
+    journal: Journal
+    share: Callable[[Any], Any] = lambda value: value  # rank 0's value, on every rank
+
+
+def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun]:
     """Binds each task to the model, its file read and its requests packed.
 
     Raises MtcliError for all bad files, and for a task of lm-eval's where it is not installed.
     """
-
-    def ours(name: str, path: Path) -> TaskRun:
-        from mtcli.core.evaluate.packing import plan, run  # imports torch: not to check --task
-
-        if name not in TASKS:
-            message = f"the task {name} is for an encoder, and this model predicts next tokens"
-            raise wrong(message, f"one of {', '.join(TASKS)}", "--task")
-        prepared = TASKS[name](path, encoder, options)
-        planned = plan(scorer, prepared.requests, batch_tokens)
-        summary = (
-            f"{prepared.num_items:,} items, {len(planned.requests):,} requests, "
-            f"{planned.num_tokens:,} tokens in {len(planned.groups):,} forward passes "
-            f"({planned.num_unshared_tokens:,} without sharing)"
-        )
-        return TaskRun(
-            name,
-            summary,
-            len(planned.requests),
-            lambda progress: prepared.report(run(scorer, planned, progress)),
-        )
-
-    def harness(name: str) -> TaskRun:
-        if find_spec("lm_eval") is None:
-            message = f"{name} needs lm-evaluation-harness, which is not installed"
-            raise wrong(message, "pip install 'mtcli[eval]'", "--task")
-
-        def score(progress: Advance) -> Report:
-            from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness  # optional extra
-
-            model = HarnessModel(scorer, encoder, batch_tokens, progress)
-            return evaluate_harness(name.removeprefix(HARNESS_PREFIX), model, options.limit)
-
-        return TaskRun(name, "items and requests as lm-eval makes them", None, score)
-
-    return collect_errors(
-        *(partial(ours, name, path) if path else partial(harness, name) for name, path in specs)
+    names = [load_task(name).name if name.endswith(SUFFIX) else name for name, _ in specs]
+    for name in {name for name in names if names.count(name) > 1}:
+        hint = "a task file's `name` sets it apart"
+        raise wrong(f"{names.count(name)} tasks are called {name}", hint, "--task")
+    steps = (
+        partial(_ours, evaluation, name, path) if path else partial(_harness, evaluation, name)
+        for name, path in specs
     )
+    return collect_errors(*steps)
+
+
+def _prepared(evaluation: Evaluation, name: str, path: Path) -> tuple[str, PreparedTask]:
+    """A task's name in results, and what it asks."""
+    about = path, evaluation.encoder, evaluation.options
+    if name == WIKITEXT:
+        return name, prepare_wikitext(*about)
+    if name in OF_ENCODERS:
+        message = f"the task {name} is for an encoder, and this model predicts next tokens"
+        raise wrong(message, f"one of {', '.join(TASKS)}", "--task")
+    task = load_task(name)
+    return task.name, prepare_task(task, *about)
+
+
+def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
+    from mtcli.core.evaluate.packing import plan, scored  # imports torch: not to check --task
+
+    name, prepared = _prepared(evaluation, name, path)
+    known = evaluation.share(list(evaluation.journal.scores(name, prepared).items()))
+    found: dict[int, Score] = {}  # of requests
+    spans = list(zip([0, *prepared.ends[:-1]], prepared.ends, strict=True))
+    for number, scores in known:
+        found |= {spans[number][0] + i: Score(*score) for i, score in enumerate(scores)}
+    left = [number for number in range(len(prepared.requests)) if number not in found]
+    planned = plan(
+        evaluation.scorer, [prepared.requests[number] for number in left], evaluation.batch_tokens
+    )
+    item_of = [item for item, (start, end) in enumerate(spans) for _ in range(start, end)]
+
+    def run(progress: Advance) -> Report:
+        waiting = [end - start for start, end in spans]
+        for number, _ in known:
+            evaluation.journal.add(name, prepared, number, _span(found, spans[number]), kept=True)
+        for scores in scored(evaluation.scorer, planned):
+            found.update({left[number]: score for number, score in scores.items()})
+            for item in (item_of[left[number]] for number in scores):
+                waiting[item] -= 1
+                if waiting[item] == 0:
+                    evaluation.journal.add(name, prepared, item, _span(found, spans[item]))
+            evaluation.journal.flush()
+            progress(len(scores))
+        return prepared.report(_span(found, (0, len(prepared.requests))))
+
+    summary = (
+        f"{prepared.num_items:,} items, {len(prepared.requests):,} requests, "
+        f"{planned.num_tokens:,} tokens in {planned.num_passes:,} forward passes "
+        f"({planned.num_unshared_tokens:,} without sharing)"
+    )
+    if known:
+        summary += f"; {len(known):,} items are kept from a run that was ended"
+    return TaskRun(name, summary, len(left), run)
+
+
+def _span(found: dict[int, Score], span: tuple[int, int]) -> list[Score]:
+    return [found[number] for number in range(*span)]
+
+
+def _harness(evaluation: Evaluation, name: str) -> TaskRun:
+    if find_spec("lm_eval") is None:
+        message = f"{name} needs lm-evaluation-harness, which is not installed"
+        raise wrong(message, "pip install 'mtcli[eval]'", "--task")
+
+    def score(progress: Advance) -> Report:
+        from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness  # optional extra
+
+        model = HarnessModel(
+            evaluation.scorer, evaluation.encoder, evaluation.batch_tokens, progress
+        )
+        options = evaluation.options
+        return evaluate_harness(name.removeprefix(HARNESS_PREFIX), model, options.limit)
+
+    return TaskRun(name, "items and requests as lm-eval makes them", None, score)

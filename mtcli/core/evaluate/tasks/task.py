@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.evaluate.requests import Request, Score
 
-Report = dict[str, float | int | None]
+Report = dict[str, Any]  # numbers, None for what there is none of, and what they were made of
+Record = dict[str, Any]  # of one item, as JSON
 Advance = Callable[[int], object]  # told how many more requests are done
 
 
@@ -18,14 +19,23 @@ class TaskOptions(NamedTuple):
     max_seq_len: int
     limit: int | None = None  # items of each kind; None = all
     overlap: int | None = None  # tokens that wikitext103's windows advance by; None = at most 32
+    shots: int = 0  # examples before each item
+    seed: int = 1234  # of their draw
 
 
 class PreparedTask(NamedTuple):
-    """A task ready to be scored: `report` takes one score per request, in request order."""
+    """A task ready to be scored: `report` takes one score per request, in request order.
+
+    Item i has the requests from ends[i - 1] to ends[i], and `record(i, their scores)` is its line
+    in the file of items. `hashes` name what each one asks.
+    """
 
     num_items: int
     requests: list[Request]
     report: Callable[[Sequence[Score]], Report]
+    ends: list[int]
+    hashes: list[str]
+    record: Callable[[int, Sequence[Score]], Record]
 
 
 def find_file(path: Path, pattern: str) -> Path:

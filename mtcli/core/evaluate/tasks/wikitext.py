@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,15 @@ import numpy as np
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import read_text
 from mtcli.core.evaluate.encode import Encoder
-from mtcli.core.evaluate.requests import Score, overlapping_windows, rolling_windows
+from mtcli.core.evaluate.requests import (
+    Request,
+    Score,
+    overlapping_windows,
+    rolling_windows,
+)
 from mtcli.core.evaluate.tasks.task import (
     PreparedTask,
+    Record,
     Report,
     TaskOptions,
     exp,
@@ -110,7 +117,24 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> Prep
         num_bytes=sum(len(page.encode()) for page in pages),
         num_pages=len(pages),
     )
-    return PreparedTask(len(original), overlapping + rolling, partial(report_wikitext, counts))
+    requests = overlapping + rolling
+    return PreparedTask(
+        num_items=len(original),
+        requests=requests,
+        report=partial(report_wikitext, counts),
+        ends=list(range(1, len(requests) + 1)),
+        hashes=[sha256(one.tokens.tobytes()).hexdigest()[:16] for one in requests],
+        record=partial(_record, requests, len(overlapping)),
+    )
+
+
+def _record(
+    requests: list[Request], num_windows: int, number: int, found: Sequence[Score]
+) -> Record:
+    """A window's line in the file of items: which protocol it is of, and its log-likelihood."""
+    name = f"window {number}" if number < num_windows else f"rolling {number - num_windows}"
+    targets = requests[number].num_targets
+    return {"id": name, "num_tokens": targets, "loglikelihoods": [found[0].logprob]}
 
 
 def detokenise(text: str) -> str:

@@ -1,0 +1,164 @@
+"""Compares two evaluations item by item: who is better at what, and whether that is known.
+
+Of accuracies McNemar's exact test, of log-likelihoods a paired z-test; Holm's correction over
+tasks. "tied" is what is not known to differ: an adjusted p-value of 5 % or more, or a bootstrap
+interval, over passages where items share them, that contains 0.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import is_number, load_json
+from mtcli.core.evaluate.journal import read_items
+from mtcli.core.evaluate.statistics import (
+    LEVEL,
+    bootstrap,
+    compare_accuracies,
+    holm,
+    minimum_detectable,
+    standard_error,
+)
+from mtcli.core.evaluate.tasks.task import Record, Report
+
+NEEDED = "give two results of `mtcli eval --json FILE`, their files of items beside them"
+FIELD = "--compare"
+
+
+class Evaluated(NamedTuple):
+    """A result of `mtcli eval`: the metric that each task is published by, and its items."""
+
+    name: str
+    checkpoint: str
+    metrics: dict[str, str]
+    items: dict[str, dict[tuple[str, int], Record]]  # task -> (id, which of that id)
+
+
+def compare_files(a: str, b: str) -> Report:
+    """Compares two results' items, of every task that both have.
+
+    Raises MtcliError where a file is missing or is no result, or where no item is in both.
+    """
+    first, second = read_result(a), read_result(b)
+    tasks = [task for task in first.items if task in second.items]
+    if not any(first.items[task].keys() & second.items[task].keys() for task in tasks):
+        counts = " and ".join(
+            f"{sum(map(len, one.items.values()))} items of {', '.join(one.items) or 'no task'}"
+            for one in (first, second)
+        )
+        raise wrong(f"{a} and {b} share 0 items: {counts}", "evaluate both on one task", FIELD)
+    report: Report = {"a": _about(first), "b": _about(second), "tasks": {}}
+    published = {task: first.metrics.get(task, "accuracy") for task in tasks}
+    for task, raw in _compared(first, second, dict.fromkeys(tasks, "accuracy")).items():
+        report["tasks"][task] = raw
+    others = {task: metric for task, metric in published.items() if metric != "accuracy"}
+    for task, more in _compared(first, second, others).items():
+        report["tasks"][task][published[task]] = more
+    return report
+
+
+def read_result(path: str) -> Evaluated:
+    """Reads a result, and the file of items that it names, in its own folder."""
+    table = load_json(path, NEEDED, NEEDED, field=FIELD)
+    tasks, named = (
+        table.get(key) if isinstance(table, dict) else None for key in ("tasks", "items")
+    )
+    if not isinstance(tasks, dict) or not isinstance(named, str):
+        raise wrong(f"{path} is no result of mtcli eval with items", NEEDED, FIELD)
+    file = Path(path).parent / named
+    try:
+        records = read_items(file)
+    except OSError as error:
+        raise wrong(f"{file} cannot be read: {error.strerror}", NEEDED, FIELD) from None
+    except ValueError as error:
+        raise wrong(f"{file} is not JSON lines: {error}", NEEDED, FIELD) from None
+    items: dict[str, dict[tuple[str, int], Record]] = {}
+    for number, record in enumerate(records, start=1):
+        if not _is_item(record):
+            raise wrong(f"{file}, line {number}: it is no item", NEEDED, FIELD)
+        mine = items.setdefault(record["task"], {})
+        repeat = next(n for n in range(len(mine) + 1) if (record["id"], n) not in mine)
+        mine[record["id"], repeat] = record
+    metrics = {name: report.get("metric", "accuracy") for name, report in tasks.items()
+               if isinstance(report, dict)}  # fmt: skip
+    return Evaluated(path, str(table.get("checkpoint", "")), metrics, items)
+
+
+def _is_item(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("loglikelihoods"), list):
+        return False
+    texts = all(isinstance(record.get(key), str) for key in ("task", "id", "hash"))
+    return texts and all(map(is_number, record["loglikelihoods"]))
+
+
+def _about(one: Evaluated) -> dict[str, str]:
+    return {"file": one.name, "checkpoint": one.checkpoint}
+
+
+def _compared(a: Evaluated, b: Evaluated, metrics: dict[str, str]) -> dict[str, Report]:
+    found = {}
+    for task, metric in metrics.items():
+        shared = [key for key in a.items[task] if key in b.items[task]]
+        pairs = [(a.items[task][key], b.items[task][key]) for key in shared]
+        if pairs:
+            of_choice = "correct" in pairs[0][0]
+            found[task] = _accuracies(pairs, metric) if of_choice else _likelihoods(pairs)
+            found[task]["total"] = len(pairs)
+            found[task]["other_prompts"] = sum(x["hash"] != y["hash"] for x, y in pairs)
+    adjusted = holm({task: report["p_value"] for task, report in found.items()})
+    for task, report in found.items():
+        low, high = report["interval"]
+        known = adjusted[task] < LEVEL and not low <= 0 <= high
+        b_is_better = (report["difference"] > 0) == (report["metric"] != "loss")
+        verdict = ("b" if b_is_better else "a") if known else "tied"
+        report |= {"adjusted_p_value": adjusted[task], "verdict": verdict}
+    return found
+
+
+Pairs = Sequence[tuple[Record, Record]]
+
+
+def _accuracies(pairs: Pairs, metric: str) -> Report:
+    a, b = ([_is_right(pair[side], metric) for pair in pairs] for side in (0, 1))
+    found = compare_accuracies(a, b, _clusters(pairs))
+    return {
+        "metric": metric,
+        "a": sum(a) / len(a),
+        "b": sum(b) / len(b),
+        **found._asdict(),
+        "only_a": sum(x and not y for x, y in zip(a, b, strict=True)),
+        "only_b": sum(y and not x for x, y in zip(a, b, strict=True)),
+    }
+
+
+def _is_right(record: Record, metric: str) -> bool:
+    picks = record.get("picks", {})
+    return bool(picks[metric] == record["answer"] if metric in picks else record["correct"])
+
+
+def _clusters(pairs: Pairs) -> list[str] | None:
+    found = [pair[0].get("cluster") for pair in pairs]
+    return None if None in found else [str(cluster) for cluster in found]
+
+
+def _likelihoods(pairs: Pairs) -> Report:
+    """The mean loss of a token, of windows that are compared one by one."""
+    tokens = np.array([pair[0].get("num_tokens", 1) for pair in pairs], np.float64)
+    a, b = (np.array([-sum(pair[side]["loglikelihoods"]) for pair in pairs]) for side in (0, 1))
+    scale = len(tokens) / tokens.sum()
+    differences = (b - a) * scale
+    error = standard_error(differences)
+    z = abs(float(differences.mean())) / error if error else 0.0
+    return {
+        "metric": "loss",
+        "a": float(a.mean() * scale),
+        "b": float(b.mean() * scale),
+        "difference": float(differences.mean()),
+        "interval": bootstrap(differences),
+        "p_value": 2 * NormalDist().cdf(-z),
+        "minimum_detectable": minimum_detectable(error),
+    }

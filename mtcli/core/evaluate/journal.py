@@ -1,0 +1,135 @@
+"""Keeps every item's result, a JSON line each, and goes on from there after a run was ended.
+
+While tasks run, lines are appended to FILE.partial as items finish, below a first line that says
+of which model they are. At the end FILE has them in the order of tasks and items. A later run of
+the same model takes from FILE.partial what it asks too: an item is named by its task and the hash
+of its texts.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mtcli.core.config.errors import failed
+from mtcli.core.config.untrusted import append_untrusted, is_number, open_untrusted, parse_json
+from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.tasks.task import PreparedTask, Record
+from mtcli.core.runtime.atomic_writes import PARTIAL, aside
+
+Known = dict[str, dict[str, Record]]  # task -> hash -> line
+
+
+class Journal:
+    """The file of items of one run; `path` is None on every rank but the first."""
+
+    def __init__(self, path: Path | None, model: str) -> None:
+        """`model` names weights, precision and tokenizer: lines of another model are not taken."""
+        self.path, self.model = path, model
+        self.lines: list[tuple[str, int, Record]] = []
+        self._file: IO[bytes] | None = None
+        self.known = {} if path is None else _read(self._partial, model)
+
+    @property
+    def _partial(self) -> Path:
+        assert self.path is not None, "one rank writes"
+        return self.path.with_name(self.path.name + PARTIAL)
+
+    def scores(self, task: str, prepared: PreparedTask) -> dict[int, list[Score]]:
+        """The scores of items that an earlier run has finished, by the items' numbers."""
+        known, found = self.known.get(task, {}), {}
+        starts = [0, *prepared.ends[:-1]]
+        for number, name in enumerate(prepared.hashes):
+            scores = _scores(known.get(name, {}))
+            if len(scores) == prepared.ends[number] - starts[number]:
+                found[number] = scores
+        return found
+
+    def add(
+        self,
+        task: str,
+        prepared: PreparedTask,
+        number: int,
+        scores: Sequence[Score],
+        kept: bool = False,
+    ) -> None:
+        """Adds a finished item, `kept` where FILE.partial has it.
+
+        Raises MtcliError (exit 1) where it cannot be written.
+        """
+        record = {"task": task, "hash": prepared.hashes[number], **prepared.record(number, scores)}
+        record["greedy"] = [score.is_greedy for score in scores]
+        self.lines.append((task, number, record))
+        if self.path is None or kept:
+            return
+        try:
+            if self._file is None:
+                self._file = self._begun()
+            self._file.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            raise failed(f"{self._partial} cannot be written: {error.strerror}") from None
+
+    def flush(self) -> None:
+        """Hands finished items to the system: they outlive this process."""
+        if self._file is not None:
+            self._file.flush()
+
+    def finish(self, tasks: Sequence[str]) -> None:
+        """Writes FILE in the order of tasks and items, and removes FILE.partial."""
+        if self.path is None:
+            return
+        order = {task: number for number, task in enumerate(tasks)}
+        self.lines.sort(key=lambda line: (order[line[0]], line[1]))
+        with aside(self.path) as made:
+            made.write_text("".join(json.dumps(line) + "\n" for _, _, line in self.lines))
+        if self._file is not None:
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def _begun(self) -> IO[bytes]:
+        """The file to append to; one of another model begins anew, with what is known of this."""
+        if not self.known:
+            self._partial.unlink(missing_ok=True)
+        file = append_untrusted(self._partial)
+        head = json.dumps({"model": self.model}) + "\n" if not self.known else "\n"
+        file.write(head.encode())  # the last line of a run that was killed may be half-written
+        return file
+
+
+def read_items(path: Path) -> list[Record]:
+    """Reads a file of items. Raises OSError or ValueError where it cannot be read."""
+    with open_untrusted(path) as file:
+        return [parse_json(line) for line in file if line.strip()]
+
+
+def _read(path: Path, model: str) -> Known:
+    """The lines of an ended run of this model; a last line that is half-written is left out."""
+    known: Known = {}
+    try:
+        with open_untrusted(path) as file:
+            if _parsed(file.readline()) != {"model": model}:
+                return {}
+            for line in file:
+                record = _parsed(line)
+                if isinstance(record.get("task"), str) and isinstance(record.get("hash"), str):
+                    known.setdefault(record["task"], {})[record["hash"]] = record
+    except OSError:
+        return {}
+    return known
+
+
+def _parsed(line: bytes) -> Record:
+    try:
+        found: Any = parse_json(line) if line.endswith(b"\n") else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _scores(record: Record) -> list[Score]:
+    sums, greedy = record.get("loglikelihoods"), record.get("greedy")
+    if not isinstance(sums, list) or not isinstance(greedy, list) or len(sums) != len(greedy):
+        return []
+    if not all(map(is_number, sums)):
+        return []
+    return [Score(float(x), bool(flag)) for x, flag in zip(sums, greedy, strict=True)]

@@ -1,0 +1,145 @@
+"""Scores the items of a task file: picks, accuracies under each normalisation, and records."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.statistics import Accuracy, accuracy_of
+from mtcli.core.evaluate.tasks.items import Asked, Shots, ask, read_items
+from mtcli.core.evaluate.tasks.task import PreparedTask, Record, Report, TaskOptions, exp
+from mtcli.core.evaluate.tasks.task_file import TaskFile, metric_name
+
+Lengths = Callable[[Asked], list[int]]
+
+
+def prepare_task(
+    task: TaskFile, path: Path, encoder: Encoder, options: TaskOptions
+) -> PreparedTask:
+    """Prepares a task file's items, with `options.shots` of its examples before each.
+
+    Raises MtcliError naming file and line of the first bad row.
+    """
+    items, drawn, source = read_items(task, path, options.limit, options.shots, options.seed)
+    shots = Shots(task, encoder, drawn, options.shots)
+    asked = [ask(task, item, shots, encoder, options.max_seq_len) for item in items]
+    ends = np.cumsum([len(one.requests) for one in asked]).tolist()
+    return PreparedTask(
+        num_items=len(items),
+        requests=[request for one in asked for request in one.requests],
+        report=partial(_report, task, asked, ends, source, options.shots),
+        ends=ends,
+        hashes=[_hash(task, one) for one in asked],
+        record=lambda number, scores: _record(task, asked[number], scores),
+    )
+
+
+def _hash(task: TaskFile, asked: Asked) -> str:
+    """What names an item's texts, whatever tokens they become."""
+    parts = (asked.context, *asked.item.prompts, task.delimiter, *asked.item.choices)
+    if "unconditional" in task.normalisations:
+        parts = (*parts, task.unconditional)
+    return sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _record(task: TaskFile, asked: Asked, scores: Sequence[Score]) -> Record:
+    """An item's line in the file of items: what was asked, found and picked."""
+    item = asked.item
+    record: Record = {"id": item.id}
+    record |= {name: getattr(item, name) for name in ("group", "cluster") if getattr(item, name)}
+    record |= {"shots": asked.num_shots, "loglikelihoods": [score.logprob for score in scores]}
+    if item.answer is None:
+        return record | {"is_greedy": scores[0].is_greedy, "correct": scores[0].is_greedy}
+    picks = _picks(task, asked, scores)
+    record |= {"answer": item.answer, "pick": picks["accuracy"]}
+    record |= {"picks": picks} if len(picks) > 1 else {}
+    return record | {"correct": picks["accuracy"] == item.answer}
+
+
+def _picks(task: TaskFile, asked: Asked, scores: Sequence[Score]) -> dict[str, int]:
+    """The answer under each normalisation, the first of equal ones, by the name of its accuracy."""
+    count = asked.item.num_answers
+    raw = np.array([score.logprob for score in scores[:count]])
+    found = {"accuracy": raw}
+    for name in task.normalisations:
+        if name == "unconditional":
+            found[metric_name(name)] = raw - [score.logprob for score in scores[count:]]
+        else:
+            found[metric_name(name)] = raw / np.array(LENGTHS[name](asked))
+    return {name: int(values.argmax()) for name, values in found.items()}
+
+
+def _of_texts(measure: Callable[[str], int]) -> Lengths:
+    def lengths(asked: Asked) -> list[int]:
+        measured = [measure(choice) for choice in asked.item.choices]
+        return measured * (asked.item.num_answers // len(measured))
+
+    return lengths
+
+
+LENGTHS: dict[str, Lengths] = {
+    "token": lambda asked: [one.num_targets for one in asked.requests[: asked.item.num_answers]],
+    "character": _of_texts(len),
+    "byte": _of_texts(lambda text: len(text.encode())),
+}
+
+
+def _report(
+    task: TaskFile,
+    asked: Sequence[Asked],
+    ends: Sequence[int],
+    source: str,
+    num_shots: int,
+    scores: Sequence[Score],
+) -> Report:
+    """Reports the accuracies, each with its interval; see docs/eval.md."""
+    spans = [scores[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    clusters = [one.item.cluster for one in asked] if task.cluster else None
+    if not task.answer:
+        right = [found[0].is_greedy for found in spans]
+        report = _accuracy(right, clusters)
+        nll = -sum(found[0].logprob for found in spans)
+        report |= {"perplexity": exp(nll / len(spans)), "nll_sum": nll}
+        groups = {"accuracy": right}
+    else:
+        picks = [_picks(task, *both) for both in zip(asked, spans, strict=True)]
+        groups = {
+            name: [pick[name] == one.item.answer for pick, one in zip(picks, asked, strict=True)]
+            for name in picks[0]
+        }
+        report = _accuracy(groups["accuracy"], clusters)
+        for name in list(groups)[1:]:
+            found = accuracy_of(groups[name], clusters)
+            report |= {name: found.value, name.replace("accuracy", "interval"): found.interval}
+    report |= _by_group(task, asked, groups[task.metric])
+    report |= {"metric": task.metric, "version": task.version}
+    if num_shots:
+        counts = [one.num_shots for one in asked]
+        report |= {"shots": num_shots, "shots_mean": float(np.mean(counts))}
+        report |= {"shots_min": min(counts), "shots_from": source}
+    return report
+
+
+def _accuracy(right: Sequence[bool], clusters: Sequence[str] | None) -> dict[str, Any]:
+    found: Accuracy = accuracy_of(right, clusters)
+    report = {"accuracy": found.value, "interval": found.interval}
+    report |= {"standard_error": found.standard_error}
+    if clusters is not None:
+        report |= {"num_clusters": len(set(clusters))}
+    return report | {"correct": sum(right), "total": len(right)}
+
+
+def _by_group(task: TaskFile, asked: Sequence[Asked], right: Sequence[bool]) -> dict[str, Any]:
+    """The accuracy of each group, None where it has no items, and its items."""
+    report: dict[str, Any] = {}
+    for group in task.groups:
+        mine = [
+            is_right for one, is_right in zip(asked, right, strict=True) if one.item.group == group
+        ]
+        report |= {group: sum(mine) / len(mine) if mine else None, f"{group}_total": len(mine)}
+    return report

@@ -1,0 +1,234 @@
+"""Makes the items of a task file: rows of its data set, rendered, with the shots before them.
+
+Shots come from the train part where the folder has one, else from the items themselves. One draw
+serves all items, so that a model reads the shots once; an item that was drawn, or whose passage
+was, has the next one drawn in its place.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.data.text_files import bad_line
+from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.requests import Request
+from mtcli.core.evaluate.tasks.rows import Part, Row, read_test, read_train, require_texts
+from mtcli.core.evaluate.tasks.task_file import TaskFile
+from mtcli.core.evaluate.tasks.templates import Templates
+
+SPARE = 8  # shots drawn besides, for the items that were drawn themselves
+
+
+class Item(NamedTuple):
+    """A question as texts: one prompt and its choices, or a prompt for each answer and one choice.
+
+    A cloze has one of each, and no answer.
+    """
+
+    id: str
+    prompts: tuple[str, ...]
+    choices: tuple[str, ...]
+    answer: int | None
+    group: str
+    cluster: str
+
+    @property
+    def num_answers(self) -> int:
+        """The log-likelihoods that are compared; 1 of a cloze."""
+        return max(len(self.prompts), len(self.choices))
+
+
+class Renderer:
+    """A task file's templates, compiled."""
+
+    def __init__(self, task: TaskFile) -> None:
+        """Raises MtcliError for a template that is none."""
+        self.task, templates = task, Templates()
+        try:
+            self.values = {name: templates.value(code) for name, code in task.values.items()}
+            self.prompts = [templates.text(one) for one in _several(task.prompt)]
+            self.choices = (
+                templates.value(task.choices)
+                if isinstance(task.choices, str)
+                else [templates.text(one) for one in task.choices]
+            )
+            named = {name: getattr(task, name) for name in ("where", "answer", "id", *_PARTS)}
+            self.named = {name: templates.value(code) for name, code in named.items() if code}
+        except ValueError as error:
+            hint = "its templates and expressions are Jinja's: docs/tasks.md"
+            raise wrong(f"the task {task.name}: {error}", hint, "--task") from None
+
+    def items(self, found: Part) -> list[Item]:
+        """Renders the rows for which `where` holds.
+
+        Raises MtcliError naming file and line of the first row that lacks something.
+        """
+        items = []
+        for number, row in enumerate(found.rows):
+            try:
+                fields = self._fields(number, row)
+                if "where" not in self.named or self.named["where"](fields):
+                    items.append(self._item(number, fields))
+            except ValueError as error:
+                missing = f", and there is no {found.missing_labels}" * bool(found.missing_labels)
+                raise bad_line(row.file, row.line, f"{error}{missing}") from None
+        if not items:
+            message = f"{found.source} has {len(found.rows)} rows, and 0 of them are items"
+            raise wrong(message, f"{self.task.name} takes those where {self.task.where}", "--task")
+        return items
+
+    def _fields(self, number: int, row: Row) -> dict[str, Any]:
+        fields = {"index": number} | row.fields
+        for name, compute in self.values.items():
+            fields[name] = compute(fields)
+        return fields
+
+    def _item(self, number: int, fields: dict[str, Any]) -> Item:
+        prompts = tuple(render(fields) for render in self.prompts)
+        if isinstance(self.choices, list):
+            choices = tuple(render(fields) for render in self.choices)
+        else:
+            choices = tuple(self.choices(fields))
+        require_texts(*prompts, *choices)
+        if not choices or not all(choice.strip() for choice in choices):
+            raise ValueError(f"one of {len(choices)} choices is empty")
+        item = Item(str(number), prompts, choices, None, "", "")
+        if "id" in self.named:
+            item = item._replace(id=str(self.named["id"](fields)))
+        for name in _PARTS:
+            if name in self.named:
+                item = item._replace(**{name: str(self.named[name](fields))})
+        if "answer" not in self.named:
+            return item
+        return item._replace(answer=_answer(self.named["answer"](fields), item))
+
+
+_PARTS = ("group", "cluster")
+
+
+def _several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _answer(value: Any, item: Item) -> int:
+    """The number of the right choice, given as that, as a truth value or as the choice's text."""
+    if isinstance(value, str) and value in item.choices:
+        return item.choices.index(value)
+    if not isinstance(value, int) or not 0 <= value < item.num_answers:
+        raise ValueError(f"the answer {value!r:.80} is none of {item.num_answers} choices")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Shots:
+    """Drawn examples with their answers, in the order in which they stand before an item."""
+
+    task: TaskFile
+    encoder: Encoder
+    drawn: Sequence[Item]
+    number: int  # of them before each item
+
+    def before(self, item: Item) -> list[str]:
+        """The texts of the shots for an item: none is the item itself, or of its passage."""
+        return [
+            text
+            for shot, text in zip(self.drawn, self.texts, strict=True)
+            if shot.prompts != item.prompts and not (shot.cluster and shot.cluster == item.cluster)
+        ][: self.number]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Each shot's text: prompt, answer and separator."""
+        return [_solved(self.task, shot) for shot in self.drawn]
+
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """The tokens of each text by itself."""
+        return {text: len(self.encoder.encode(text)) for text in self.texts}
+
+
+def _solved(task: TaskFile, item: Item) -> str:
+    answer = item.answer or 0
+    prompt, choice = (
+        texts[answer if len(texts) > 1 else 0] for texts in (item.prompts, item.choices)
+    )
+    return f"{prompt}{task.delimiter}{choice}{task.separator}"
+
+
+class Asked(NamedTuple):
+    """An item as requests, with the texts that they were made of and the shots that had room."""
+
+    item: Item
+    context: str  # of shots
+    num_shots: int
+    requests: list[Request]
+
+
+def read_items(
+    task: TaskFile, path: Path, limit: int | None, num_shots: int, seed: int
+) -> tuple[list[Item], list[Item], str]:
+    """Reads a task's items, `limit` of each group, draws shots, and says what they are drawn from.
+
+    Raises MtcliError for unreadable files, and where there is nothing to draw from.
+    """
+    renderer = Renderer(task)
+    found = read_test(path, task.data)
+    every = renderer.items(found)
+    items = _limited(every, task.groups, limit)
+    if not num_shots:
+        return items, [], ""
+    train = read_train(path, task.data)
+    pool = every if train is None else renderer.items(train)
+    source = found.source if train is None else train.source
+    if len(pool) == 1 and train is None:
+        message = f"{source} has {len(pool)} example, itself the item, to draw shots from"
+        raise wrong(message, "put the train file beside the items, or leave --shots out", "--shots")
+    count = min(len(pool), num_shots + SPARE)
+    return items, random.Random(seed).sample(pool, count), str(source)
+
+
+def _limited(items: list[Item], groups: tuple[str, ...], limit: int | None) -> list[Item]:
+    if limit is None or not groups:
+        return items[:limit]
+    parts: dict[str, list[Item]] = {}
+    for item in items:
+        parts.setdefault(item.group, []).append(item)
+    return [item for part in parts.values() for item in part[:limit]]
+
+
+def ask(task: TaskFile, item: Item, shots: Shots, encoder: Encoder, max_seq_len: int) -> Asked:
+    """The requests for an item after as many shots as fit in `max_seq_len` inputs.
+
+    One for each choice or prompt, and then one for each choice without its question where
+    `unconditional` is among the normalisations. A longer item without shots loses its beginning.
+    """
+    texts = shots.before(item)
+    bare = _requests(task, item, "", encoder)
+    longest = max(len(one.tokens) for one in bare) + len(encoder.encode(task.intro))
+    ends = list(accumulate((shots.lengths[text] for text in texts), initial=longest))
+    # Tokens may merge where texts meet, one at each: then one shot more has room.
+    count = sum(end - number <= max_seq_len + 1 for number, end in enumerate(ends)) - 1
+    for kept in range(max(0, count), -1, -1):
+        context = task.intro + "".join(texts[:kept])
+        found = _requests(task, item, context, encoder) if context else bare
+        if kept == 0 or max(len(one.tokens) for one in found) <= max_seq_len + 1:
+            break
+    if "unconditional" in task.normalisations:
+        found = found + encoder.requests(task.unconditional, _continuations(task, item.choices))
+    return Asked(item, context, kept, found)
+
+
+def _requests(task: TaskFile, item: Item, context: str, encoder: Encoder) -> list[Request]:
+    continuations = _continuations(task, item.choices)
+    return [
+        one for prompt in item.prompts for one in encoder.requests(context + prompt, continuations)
+    ]
+
+
+def _continuations(task: TaskFile, choices: Iterable[str]) -> list[str]:
+    return [task.delimiter + choice for choice in choices]

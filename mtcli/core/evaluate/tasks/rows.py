@@ -1,0 +1,148 @@
+"""Reads the rows of a data set in its own public layout."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import is_text, parse_json
+from mtcli.core.data.race import Article, read_race
+from mtcli.core.data.text_files import bad_line, read_text
+from mtcli.core.evaluate.tasks.task_file import DataLayout
+
+
+class Row(NamedTuple):
+    """A row's fields, and the file and line that it came from."""
+
+    fields: dict[str, Any]
+    file: Path
+    line: int
+
+
+class Part(NamedTuple):
+    """One part of a data set: its rows, and the file that they came from."""
+
+    rows: list[Row]
+    source: Path
+    missing_labels: str = ""  # the file of labels that was not there
+
+
+def read_test(path: Path, layout: DataLayout) -> Part:
+    """Reads the items of a folder, or of the one file that `path` is.
+
+    Raises MtcliError naming file and line of the first bad row.
+    """
+    if layout.format == "race":
+        return Part(list(_race(path, layout.test[0])), path)
+    if not path.is_dir():
+        return _read(path, layout, layout.test_labels)
+    file = _first(path, layout.test)
+    if file is None:
+        message = f"{path} holds none of {', '.join(layout.test)}"
+        raise wrong(message, "name the file, or the folder it is in: docs/tasks.md", "--task")
+    return _read(file, layout, layout.test_labels)
+
+
+def read_train(path: Path, layout: DataLayout) -> Part | None:
+    """Reads the rows that shots are drawn from, beside the items; None where there are none."""
+    folder = path if path.is_dir() else path.parent
+    if layout.format == "race":
+        folder = folder / "train" if (folder / "train").is_dir() else folder.parent / "train"
+        return Part(list(_race(folder, "train")), folder) if folder.is_dir() else None
+    file = _first(folder, layout.train)
+    return None if file is None else _read(file, layout, layout.train_labels)
+
+
+def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
+    """The one file of the first pattern that the folder has. Raises MtcliError for several."""
+    for pattern in patterns:
+        found = sorted(folder.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found)
+            message = f"{folder} holds {len(found)} files like {pattern}, 1 is needed"
+            raise wrong(message, f"name the file; found: {names}", "--task")
+        if found:
+            return found[0]
+    return None
+
+
+def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Part:
+    kind = "jsonl" if file.suffix == ".jsonl" else layout.format
+    rows = list({"jsonl": _jsonl, "tsv": _tsv, "lines": _lines}[kind](file))
+    if not rows:
+        raise wrong(f"{file} has 0 rows", "docs/tasks.md says what each data set is", "--task")
+    if not label_files:
+        return Part(rows, file)
+    labels = _first(file.parent, tuple(Path(name).name for name in label_files))
+    if labels is None:
+        return Part(rows, file, label_files[0])
+    found = [label for _, label in _numbered(labels)]
+    if len(found) != len(rows):
+        message = f"{labels} has {len(found)} labels, and {file.name} has {len(rows)} rows"
+        raise wrong(message, "both must be of one part of the data set", "--task")
+    return Part(
+        [
+            row._replace(fields={"label": label.strip()} | row.fields)
+            for row, label in zip(rows, found, strict=True)
+        ],
+        file,
+    )
+
+
+def _numbered(file: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are not blank, with their numbers."""
+    lines = enumerate(read_text(file).split("\n"), start=1)
+    return ((number, line) for number, line in lines if line.strip())
+
+
+def _jsonl(file: Path) -> Iterator[Row]:
+    for number, line in _numbered(file):
+        try:
+            fields = parse_json(line)
+        except ValueError as error:
+            at = f" at column {error.colno}" if hasattr(error, "colno") else ""
+            why = error.msg if hasattr(error, "msg") else error
+            raise bad_line(file, number, f"not JSON: {why}{at}") from error
+        if not isinstance(fields, dict):
+            raise bad_line(file, number, "not a JSON object")
+        yield Row(fields, file, number)
+
+
+def _tsv(file: Path) -> Iterator[Row]:
+    lines = _numbered(file)
+    header = next(lines)[1].split("\t")
+    for number, line in lines:
+        cells = line.split("\t")
+        if len(cells) != len(header):
+            counts = f"{len(cells)} columns, and the header has {len(header)}"
+            raise bad_line(file, number, counts)
+        yield Row(dict(zip(header, cells, strict=True)), file, number)
+
+
+def _lines(file: Path) -> Iterator[Row]:
+    return (Row({"text": line}, file, number) for number, line in _numbered(file))
+
+
+def _race(path: Path, part: str) -> Iterator[Row]:
+    """A row for each question, with the article's `earlier` ones and their answers."""
+    for level, articles in read_race(path, part).items():
+        for file, article in articles:
+            for number in range(len(article.questions)):
+                fields = _question(article, number) | {"level": level, "file": file.name}
+                yield Row(fields, file, 1)
+
+
+def _question(article: Article, number: int) -> dict[str, Any]:
+    asked = [
+        {"question": question, "options": list(options), "answer": answer}
+        for question, options, answer in zip(*article[1:], strict=True)
+    ]
+    more = {"article": article.text, "number": number, "last": number == len(asked) - 1}
+    return asked[number] | more | {"earlier": asked[:number]}
+
+
+def require_texts(*values: Any) -> None:
+    """Raises ValueError where something is no text that UTF-8 can hold."""
+    for value in values:
+        if not is_text(value):
+            raise ValueError(f"{value!r:.80} is no text")
