@@ -3,6 +3,10 @@
 Each rank has a veth pair to a bridge, with a token bucket on both of its ends, so that it sends and
 receives at most as fast as the link says, and gloo goes through the kernel's network. It needs
 Linux, root and iproute2.
+
+What makes such links slower than they say: a bucket that is smaller than the 64 KiB that TCP hands
+to a device at once cuts each into frames, and a processor's time for 1,500-byte frames is more than
+a link of 1 Gbit/s takes. So frames are of 9,000 bytes, and a bucket is a millisecond of the rate.
 """
 
 import os
@@ -14,7 +18,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 BRIDGE, HUB, PORT = "mtcli-br", "mtcli-hub", 29517
-LARGEST_BURST = 64 * 1024  # bytes that a link passes at once
+FRAME = 9000  # bytes: jumbo frames
+BURST_SECONDS = 1e-3  # of a link, that it passes at once
 
 
 def missing() -> str:
@@ -22,7 +27,13 @@ def missing() -> str:
     lacks = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
     if lacks:
         return f"no {' and no '.join(lacks)} (iproute2, util-linux)"
-    return "" if os.geteuid() == 0 else "not root"
+    if os.geteuid():
+        return "not root"
+    try:
+        with linked(2, 1.0):
+            return ""
+    except subprocess.CalledProcessError as error:  # a container's root may not make any
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
 @contextmanager
@@ -35,19 +46,15 @@ def linked(ranks: int, gbits: float) -> Iterator[list[list[str]]]:
         _ip(f"-n {HUB} link set {BRIDGE} up")
         for rank in range(ranks):
             name = f"mtcli-{rank}"
-            # Every rank's name, as `ip netns exec` shows it: a lookup would wait for a server.
-            hosts = Path("/etc/netns") / name / "hosts"
-            hosts.parent.mkdir(parents=True)
-            undo.callback(shutil.rmtree, hosts.parent)
-            lines = [f"10.77.0.{i + 1} mtcli-{i}" for i in range(ranks)]
-            hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+            undo.callback(shutil.rmtree, _names(name, ranks))
             _ip(f"netns add {name}")
             undo.callback(_ip, f"netns del {name}")
             _ip(f"link add eth0 netns {name} type veth peer name port{rank} netns {HUB}")
             _ip(f"-n {name} address add 10.77.0.{rank + 1}/24 dev eth0")
             for where, device in ((name, "eth0"), (HUB, f"port{rank}")):
-                _ip(f"-n {where} link set {device} up")
-                shape = f"rate {gbits * 1000:g}mbit burst {LARGEST_BURST} latency 400ms"
+                _ip(f"-n {where} link set {device} up mtu {FRAME}")
+                burst = max(2 * FRAME, round(gbits * 1e9 / 8 * BURST_SECONDS))
+                shape = f"rate {gbits * 1000:g}mbit burst {burst} latency 400ms"
                 _run(["tc", "-n", where, *f"qdisc add dev {device} root tbf {shape}".split()])
             _ip(f"-n {name} link set lo up")
             _ip(f"-n {HUB} link set port{rank} master {BRIDGE}")
@@ -76,9 +83,22 @@ def train(prefixes: Sequence[list[str]], arguments: Sequence[str], log: Path) ->
         raise SystemExit(f"error: ranks ended with {codes}\n{log.read_text()[-2000:]}")
 
 
+def _names(namespace: str, ranks: int) -> Path:
+    """Writes what `ip netns exec` shows as /etc/hosts, and returns its folder.
+
+    torch asks for the name of each peer, also by its address in IPv6: a server would time out.
+    """
+    folder = Path("/etc/netns") / namespace
+    folder.mkdir(parents=True, exist_ok=True)
+    forms = ("10.77.0.", "::ffff:10.77.0.")
+    lines = [f"{form}{i + 1} mtcli-{i}" for i in range(ranks) for form in forms]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+    return folder
+
+
 def _ip(words: str) -> None:
     _run(["ip", *words.split()])
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, capture_output=True, text=True)
