@@ -44,11 +44,15 @@ def test_torchrun_and_slurm_name_local_ranks_in_their_own_ways():
     assert bringing_up._ranks({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2, 1, 2)
 
 
-def test_alone_there_is_no_process_group_and_every_core_is_used():
+@pytest.mark.parametrize(("asked", "threads"), [("", cores()), ("x", cores()), ("1", 1), ("3", 3)])
+def test_alone_there_is_no_process_group_and_every_core_or_what_is_asked_is_used(
+    monkeypatch, asked, threads
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
     with bring_up("cpu", 10.0) as alone:
         assert (alone.rank, alone.world, alone.device.type) == (0, 1, "cpu")
         assert not torch.distributed.is_initialized()
-        assert torch.get_num_threads() == cores()
+        assert torch.get_num_threads() == threads
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
