@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors import safe_open
@@ -25,7 +25,7 @@ from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.convert import verify
-from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.layout import output_config, parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.verify import differences, shared_names
@@ -91,6 +91,14 @@ def write_layout(folder, tensors, model, text):
     return open_checkpoint(folder)
 
 
+def test_a_layout_with_rows_is_a_grid_and_one_without_is_none(tmp_path):
+    grid = write_layout(tmp_path / "grid", values(DENSE), DENSE, "tp=4,tp_rows=2")
+    assert grid.config.parallel.grid_rows == 2
+    for text, mode, rows in (("tp=2", "1d", 1), ("tp=4,tp_rows=4", "2d", 4), ("pp=2", "1d", 1)):
+        parallel = output_config(grid, *parse_layout(text)).parallel
+        assert (parallel.tp_mode, parallel.grid_rows) == (mode, rows)
+
+
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_any_layout_to_any_other_and_back_is_bit_exact(tmp_path_factory, model):
     tensors, layouts = values(model), legal_layouts(model)
@@ -98,6 +106,8 @@ def test_any_layout_to_any_other_and_back_is_bit_exact(tmp_path_factory, model):
 
     @settings(max_examples=12)
     @given(a=st.sampled_from(layouts), b=st.sampled_from(layouts))
+    @example(a="tp=4,tp_rows=2", b="tp=2,dp=2")
+    @example(a="tp=2,pp=2", b="tp=4,tp_rows=4")
     def check_layouts(a, b):
         folder = tmp_path_factory.mktemp("layouts")
         first = write_layout(folder / "a", tensors, model, a)
@@ -348,7 +358,7 @@ import resource, sys
 from pathlib import Path
 from mtcli.core.convert import to_mtcli as convert
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
-from mtcli.core.convert.layout import parse_layout
+from mtcli.core.convert.layout import output_config, parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.checkpoint.opening import open_checkpoint
 convert.BOX_BYTES = {slab}

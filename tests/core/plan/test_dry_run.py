@@ -234,7 +234,7 @@ ONE_TENSOR_MORE = "a key head of ranks that drop"
 )
 def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent(found, row):
     assert found[row].problems == []
-    assert found[row].activation_peak > 4 * 2**20  # of 256 * 2 tokens and more
+    assert found[row].activation_peak > 2**20  # of 256 * 2 tokens and more, on up to 8 ranks
 
 
 @pytest.mark.parametrize("row", EVALUATED)
