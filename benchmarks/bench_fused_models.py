@@ -335,6 +335,8 @@ def plot(record: dict[str, Any], path: str) -> None:
     for panel, name in zip(panels, names, strict=True):
         for i, contender in enumerate(CONTENDERS):
             own = [r for r in rows if (r["case"], r["contender"]) == (name, contender)]
+            if not own:
+                continue
             style = "o" if len(own) == 1 else "o-"
             panel.plot(
                 [r["B"] for r in own], [r["per_s"] for r in own], style, ms=4, color=f"C{i}",

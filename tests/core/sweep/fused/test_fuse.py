@@ -321,6 +321,10 @@ def test_arguments_of_other_shapes_are_refused_with_theirs():
         layer(torch.zeros(B, 5, 2, 4), torch.zeros(B, 6, 3, 4))
     with pytest.raises(MtcliError, match="none of them tensors"):
         array(1.0)
+    attention = fused.fuse([nn.MultiheadAttention(4, 2) for _ in range(B)])
+    x, mask = torch.zeros(B, 5, 2, 4), fused.Shared(torch.zeros(4, 5, 5))
+    with pytest.raises(MtcliError, match=r"attn_mask has shape \[4, 5, 5\], not \[T, S\]"):
+        attention(x, x, x, attn_mask=mask)
 
 
 def test_rows_that_are_no_samples_are_refused_unless_the_module_is_kept():
