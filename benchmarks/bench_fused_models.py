@@ -168,7 +168,7 @@ def main() -> None:
             break
         record["rows"] += measure(name, cases[name], size, args)
         path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {path}")
+    print(f"\n{table(record['rows'])}\n\nwrote {path}")
     if args.plot:
         plot(record, args.plot)
     if wrong := [row for row in record["rows"] if not row.get("agrees", True)]:
@@ -180,15 +180,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tiny", action="store_true", help="small models: a rehearsal")
     parser.add_argument("--only", nargs="*", choices=list(SMALL))
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 2, 4, 8, 16], metavar="B")
-    parser.add_argument("--compiled", type=int, nargs="*", default=[8], metavar="B",
-                        help="the B at which torch.compile is measured too")  # fmt: skip
+    parser.add_argument("--sizes", type=int, nargs="*", metavar="B", help="1 2 4 8 16; tiny: 2")
+    parser.add_argument("--compiled", type=int, nargs="*", metavar="B",
+                        help="at which torch.compile is measured too: 8; tiny: none")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--budget", type=float, default=1e9, help="begin nothing after so many s")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--plot")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.sizes is None:
+        args.sizes = [2] if args.tiny else [1, 2, 4, 8, 16]
+    if args.compiled is None:
+        args.compiled = [] if args.tiny else [8]
+    return args
 
 
 def measure(name: str, case: Case, size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -305,6 +310,20 @@ def told(row: dict[str, Any]) -> str:
     )
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Throughput of all models over that of the same models in turn, as Markdown, by B."""
+    sizes = sorted({row["B"] for row in rows})
+    lines = [["model", "contender", *(f"B = {size}" for size in sizes)]]
+    lines.append(["---"] * len(lines[0]))
+    for case in dict.fromkeys(row["case"] for row in rows):
+        for contender in list(CONTENDERS)[1:]:
+            own = {r["B"]: r for r in rows if (r["case"], r["contender"]) == (case, contender)}
+            ratios = [(own.get(size) or {}).get("of_serial") for size in sizes]
+            if own:
+                lines.append([case, contender, *(f"{x:.2f}" if x else "" for x in ratios)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def plot(record: dict[str, Any], path: str) -> None:
     """Draws what all models do in a second, by B, a panel for each kind of model."""
     from matplotlib.figure import Figure
@@ -316,6 +335,8 @@ def plot(record: dict[str, Any], path: str) -> None:
     for panel, name in zip(panels, names, strict=True):
         for i, contender in enumerate(CONTENDERS):
             own = [r for r in rows if (r["case"], r["contender"]) == (name, contender)]
+            if not own:
+                continue
             style = "o" if len(own) == 1 else "o-"
             panel.plot(
                 [r["B"] for r in own], [r["per_s"] for r in own], style, ms=4, color=f"C{i}",

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtcli.core.config.errors import wrong
 from mtcli.core.sweep.fused.operators import FusedOperator, keep_mask, linear
 
 
@@ -83,7 +84,8 @@ def _float_mask(attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) 
     """What is added to scores [R, H, T, S]: masks [T, S] and [R, S], True being masked."""
     masks = []
     if attn_mask is not None:
-        assert attn_mask.dim() == 2, f"attn_mask has shape {list(attn_mask.shape)}, not [T, S]"
+        if attn_mask.dim() != 2:
+            raise wrong(f"attn_mask has shape {list(attn_mask.shape)}, not [T, S]")
         masks.append(attn_mask)
     if padding is not None:
         masks.append(padding[:, None, None])

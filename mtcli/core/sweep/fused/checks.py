@@ -21,6 +21,10 @@ OF_OPERATORS = {
 }  # fmt: skip
 
 
+# What `fuse` sets on operators besides.
+OWN_ATTRIBUTES = {"array", "batch_dim", "values", "without_batch", "declared"}
+
+
 def structural_differences(first: nn.Module, other: nn.Module) -> Iterator[tuple[str, str]]:
     """Pairs of unequal classes, children, shapes or dtypes of two modules, without children's."""
     if is_parametrized(first) and is_parametrized(other):  # whose class is each one's own
@@ -62,16 +66,24 @@ def refusals(modules: Sequence[nn.Module]) -> Iterator[str]:
     in_torch = type(module).__module__.startswith("torch.nn")
     if in_torch and any(own.get(attribute) == 0 for attribute in ("dim", "start_dim")):
         yield f"{name} works along dimension 0, the batch of all models"
-    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
-        yield f"{name} with max_norm or scale_grad_by_freq"
-    if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None):
-        yield f"{name} with add_bias_kv"
-    if isinstance(module, nn.MultiheadAttention) and module.add_zero_attn:
-        yield f"{name} with add_zero_attn"
+    yield from _options(module)
     for attribute, value in _attributes(module).items():
         if any(isinstance(x, nn.Module) for x in tree_leaves(value)):
             yield f"{name}.{attribute} has modules in a plain container, not nn.ModuleList"
+    if operator and (taken := sorted(OWN_ATTRIBUTES & own.keys())):
+        yield f"{name} has attributes of the names {', '.join(taken)}"
     yield from _own_tensors(modules, OF_OPERATORS if operator else set())
+
+
+def _options(module: nn.Module) -> Iterator[str]:
+    """Options of torch's modules that their fused forms do not have."""
+    name = type(module).__name__
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq):
+        yield f"{name} with max_norm or scale_grad_by_freq"
+    if isinstance(module, nn.MultiheadAttention) and module.bias_k is not None:
+        yield f"{name} with add_bias_kv"
+    if isinstance(module, nn.MultiheadAttention) and module.add_zero_attn:
+        yield f"{name} with add_zero_attn"
 
 
 def unequal_buffers(modules: Sequence[nn.Module]) -> set[str]:

@@ -18,6 +18,7 @@ from mtcli.core.sweep.fused import operators
 from mtcli.core.sweep.fused.array import Array
 from mtcli.core.sweep.fused.attention import MultiheadAttention
 from mtcli.core.sweep.fused.checks import (
+    OWN_ATTRIBUTES,
     STATE,
     attribute_differences,
     refusals,
@@ -96,10 +97,12 @@ class _Walk:
         first, count = modules[0], len(self.problems)
         self._check(path, modules)
         if len(self.problems) > count:
+            if len({tuple(m._modules) for m in modules}) == 1:
+                self._children(path, modules, dim)
             return first
         operator = operator_of(first)
         fused = copy.copy(first)
-        fused.__dict__["unfused"] = (type(first), _restored(modules))
+        fused.__dict__["_unfused"] = (type(first), _restored(modules))
         fused._parameters = {
             name: self._stack(
                 f"{path}.{name}".lstrip("."), [m._parameters[name] for m in modules], first
@@ -111,15 +114,20 @@ class _Walk:
             self._finish(fused, path, modules, dim)
         else:
             self._own(fused, modules)
+        fused._modules = self._children(path, modules, dim)
+        return fused
+
+    def _children(self, path: str, modules: Modules, dim: int) -> dict[str, nn.Module | None]:
+        """The fused forms of all children of B modules, by name."""
+        first = modules[0]
         # attention turns its rows first before its projections
         dim = 0 if isinstance(first, nn.MultiheadAttention) else _batch_dim(first, dim)
-        fused._modules = {
+        return {
             name: child if child is None else self.fuse(
                 f"{path}.{name}".lstrip("."), [m._modules[name] for m in modules], dim
             )
             for name, child in first._modules.items()
         }  # fmt: skip
-        return fused
 
     def _finish(self, fused: nn.Module, path: str, modules: Modules, dim: int) -> None:
         """Sets what an operator knows besides its parameters."""
@@ -147,8 +155,8 @@ class _Walk:
             fused.__dict__[name] = NO_FAST_PATHS[name]
         if stacked:
             fused.__class__ = type(type(fused).__name__, (OwnParameters, type(fused)), {})
-            fused.array = self.array
-        fused.__dict__["stacked"] = stacked
+            fused.__dict__["_array"] = self.array
+        fused.__dict__["_stacked"] = stacked
 
     def _stack(
         self, path: str, parameters: Sequence[nn.Parameter | None], module: nn.Module
@@ -226,17 +234,15 @@ class _Unfusing:
     def _module(self, fused: nn.Module) -> nn.Module:
         if isinstance(fused, KeptModules):
             return copy.deepcopy(fused.models[self.b])
-        own, (cls, restored) = vars(fused), fused.unfused
-        ours = {*STATE, "unfused", "array", "batch_dim", "values", "stacked", "without_batch"}
-        module = cls.__new__(cls)
-        module.__dict__.update(
-            copy.deepcopy({k: v for k, v in own.items() if k not in ours | {"declared"}})
-        )
-        module.__dict__.update(restored[self.b])
+        own, (cls, restored) = vars(fused), fused._unfused
         is_operator = isinstance(fused, operators.FusedOperator)
+        ours = {*STATE, "_unfused", "_array", "_stacked", *(OWN_ATTRIBUTES if is_operator else ())}
+        module = cls.__new__(cls)
+        module.__dict__.update(copy.deepcopy({k: v for k, v in own.items() if k not in ours}))
+        module.__dict__.update(restored[self.b])
         module._parameters = {name: self._slice(p) for name, p in fused._parameters.items()}
         module._buffers = {
-            name: self._slice(x) if is_operator or name in fused.stacked else copy.deepcopy(x)
+            name: self._slice(x) if is_operator or name in fused._stacked else copy.deepcopy(x)
             for name, x in fused._buffers.items()
         }
         module._modules = {

@@ -34,12 +34,14 @@ class FusedModels(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the models return, with B first. Raises MtcliError for other shapes."""
-        named = [*zip(self.names, args, strict=False), *kwargs.items()]
-        dims = [self._dim(name) for name, _ in named] + [self.batch_dim] * len(args)
-        self.array.samples = self._samples([(v, d) for (_, v), d in zip(named, dims, strict=False)])
-        taken = [self._fold(x, d) for x, d in zip(args, dims, strict=False)]
-        more = {name: self._fold(x, self._dim(name)) for name, x in kwargs.items()}
-        y = self.model(*taken, **more)
+        names = self.names + [""] * len(args)  # of *args there are more than names
+        dims = [self._dim(name) for name, _ in zip(names, args, strict=False)]
+        more = {name: (x, self._dim(name)) for name, x in kwargs.items()}
+        self.array.samples = self._samples([*zip(args, dims, strict=True), *more.values()])
+        y = self.model(
+            *(self._fold(x, dim) for x, dim in zip(args, dims, strict=True)),
+            **{name: self._fold(*one) for name, one in more.items()},
+        )
         if isinstance(self.model, nn.MultiheadAttention):
             return self._unfold(y[0], self.batch_dim), self._unfold(y[1], 0)
         return self._unfold(y, self.batch_dim)
@@ -129,10 +131,9 @@ class KeptModules(nn.Module):
 class OwnParameters(nn.Module):
     """A user's module with parameters of its own, [1, ...] in a model: it sees one per sample."""
 
-    array: Array
-
     def __getattr__(self, name: str) -> Any:
+        """The value of that name, of parameters and unequal buffers one for each sample."""
         value = super().__getattr__(name)
-        if name in self.__dict__["stacked"]:
-            return self.array.repeat(value.squeeze(1))
+        if name in self.__dict__["_stacked"]:
+            return self.__dict__["_array"].repeat(value.squeeze(1))
         return value

@@ -199,6 +199,32 @@ def test_models_on_one_batch_take_it_expanded():
         torch.testing.assert_close(y[b], model(x))
 
 
+def test_attributes_of_users_modules_keep_their_names_and_come_back():
+    class Own(Vision):
+        def __init__(self):
+            super().__init__()
+            self.array, self.values, self.batch_dim, self.stacked = [1], {"a": 2}, 3, 4
+
+        def forward(self, *images, scale=1.0):
+            return super().forward(images[0] + images[1]) * scale * self.batch_dim
+
+    images = seeded(B, 2, 3, 4, 4), seeded(B, 2, 3, 4, 4, seed=1)
+    array = assert_runs_as_its_models(Own, *images)
+    one = fused.unfuse(array)[1]
+    assert (one.array, one.values, one.batch_dim, one.stacked) == ([1], {"a": 2}, 3, 4)
+    with pytest.raises(MtcliError, match="different numbers of samples"):
+        array(images[0], images[1][:, :1])
+
+
+def test_differences_of_a_module_do_not_hide_those_of_its_children():
+    models = [small(), small(5)]
+    models[0].note, models[1].note = "a", "b"
+    with pytest.raises(MtcliError) as error:
+        fused.fuse(models)
+    text = str(error.value)
+    assert "note='a' in model 0, note='b' in model 1" in text and "0: weight [4, 4]" in text
+
+
 def test_every_difference_is_named_with_both_values():
     one = nn.Sequential(nn.Linear(4, 5), nn.Conv1d(3, 4, 3), nn.LayerNorm(4), nn.Tanh(), small())
     other = nn.Sequential(
@@ -295,6 +321,10 @@ def test_arguments_of_other_shapes_are_refused_with_theirs():
         layer(torch.zeros(B, 5, 2, 4), torch.zeros(B, 6, 3, 4))
     with pytest.raises(MtcliError, match="none of them tensors"):
         array(1.0)
+    attention = fused.fuse([nn.MultiheadAttention(4, 2) for _ in range(B)])
+    x, mask = torch.zeros(B, 5, 2, 4), fused.Shared(torch.zeros(4, 5, 5))
+    with pytest.raises(MtcliError, match=r"attn_mask has shape \[4, 5, 5\], not \[T, S\]"):
+        attention(x, x, x, attn_mask=mask)
 
 
 def test_rows_that_are_no_samples_are_refused_unless_the_module_is_kept():
