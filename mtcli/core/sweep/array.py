@@ -65,12 +65,12 @@ class ModelArray:
         start = perf_counter()
         self.groups.world.recorder.step = self.step + 1
         loss_sums, weights = self.forward_backward(loader)
-        norms = torch.linalg.vector_norm(self.memory.gradients, dim=1, dtype=torch.float64)
+        norms = self.memory.gradient_norms()
         losses = all_reduce(loss_sums, self.groups.world)
         made = [
             self._update(member, loss / (weight or 1.0), norm)
             for member, loss, weight, norm in zip(
-                self.members, losses.tolist(), weights, norms.tolist(), strict=True
+                self.members, losses.tolist(), weights, norms, strict=True
             )
         ]
         seconds = perf_counter() - start
