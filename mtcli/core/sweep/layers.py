@@ -91,7 +91,7 @@ class ArrayLayers(LayerFactory):
         return DropoutStream(key, probability, any(active))
 
     def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
-        """The matrices of all models' experts [B * experts, F, D]: a copy."""
+        """The matrices of all models' experts [B * experts, F, D]."""
         return weight.unflatten(1, (experts, -1)).flatten(0, 1)
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
