@@ -82,7 +82,7 @@ def sweep(
     nproc: Nproc = 1,
     json_out: JsonOut = None,
 ) -> None:
-    """Train many models that differ in learning rates, decays, dropout or seeds as one array."""
+    """Train many models of one shape as one array, each with the run folder of a run alone."""
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.sweep.record import require_new
     from mtcli.core.sweep.run_plan import sweep_plan

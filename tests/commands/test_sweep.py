@@ -101,3 +101,79 @@ def stop_after_two_steps(rank):
             Path(self.output, "stop").touch()
 
     board.Board.stepped = told
+
+
+def outcomes(folder):
+    trials = json.loads((folder / "sweep.json").read_text())["trials"]
+    return {t["name"]: (t["status"], t["steps"], t["reason"]) for t in trials}
+
+
+def test_hyperband_stops_the_same_trials_in_one_array_or_in_many(tmp_path):
+    config = write_run(tmp_path, train={"steps": 9, "precision": "fp64"})
+    words = ("--vary", "optimizer.lr=1e-4..1e-2", "--hyperband", "9,3")
+    assert sweep(config, *words, out="one").returncode == 0
+    assert sweep(config, *words, "--max-fused", "2", out="many").returncode == 0
+    one, many = (outcomes(tmp_path / out) for out in ("one", "many"))
+    assert one == many and len(one) == 9 + 5 + 3
+    steps = sorted(steps for _, steps, _ in one.values())
+    assert steps == [1] * 6 + [3] * (2 + 4) + [9] * (1 + 1 + 3)
+    for name, (status, steps, reason) in one.items():
+        made = tmp_path / "one" / name
+        assert (status == "finished") == (steps == 9) == (not reason)
+        assert open_checkpoint(made).step == steps == len(metrics(made))
+        assert_same_run(tmp_path / "many" / name, made)
+    least = {}
+    for name, (_, steps, _) in one.items():
+        if "bracket 1" in one[name][2] and steps == 1:
+            least[name] = metrics(tmp_path / "one" / name)[0]["loss"]
+    assert len(least) == 6
+
+
+def test_the_median_rule_stops_trials_and_a_run_goes_on_from_there(tmp_path):
+    config = write_run(tmp_path, train={"steps": 24, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-6,1e-2,2e-2", "--median", "8")
+    done = sweep(config, *words)
+    assert done.returncode == 0, done.stderr
+    found = outcomes(tmp_path / "out")
+    assert found["lr=1e-06"][0] == "stopped" and found["lr=1e-06"][1] < 24
+    assert "median" in found["lr=1e-06"][2]
+    assert "finished" in {status for status, _, _ in found.values()}
+    again = sweep(config, *words, "--resume")
+    assert again.returncode == 0 and outcomes(tmp_path / "out") == found
+    done = mtcli("train", tmp_path / "out" / "lr=1e-06", "--resume")
+    assert done.returncode == 0, done.stderr
+
+
+def test_arrays_over_data_ranks_are_runs_over_data_ranks(tmp_path):
+    config = write_run(tmp_path, **RUN)
+    done = sweep(config, "--vary", "optimizer.lr=1e-3,3e-3", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    alone = ("--set", "optimizer.lr=3e-3", "--set", f"train.output={tmp_path / 'alone'}")
+    assert mtcli("train", config, *alone, "--nproc", "2").returncode == 0
+    assert_same_run(tmp_path / "out" / "lr=0.003", tmp_path / "alone")
+    own, theirs = (metrics(f)[-1] for f in (tmp_path / "out" / "lr=0.003", tmp_path / "alone"))
+    # an array sends the elements that pad its rows too: 64 KiB of 4 in float64 for such a model
+    assert theirs["sync_bytes"] <= own["sync_bytes"] < 1.1 * theirs["sync_bytes"]
+
+
+def test_seeds_of_shared_batches_are_runs_of_that_order(tmp_path):
+    config = write_run(tmp_path, **RUN)
+    words = ("--seeds", "2", "--shared-batches", "--vary", "optimizer.lr=1e-3")
+    assert sweep(config, *words).returncode == 0
+    alone = ("--set", "seed=8", "--set", "data.seed=7", "--set", "optimizer.lr=1e-3")
+    output = ("--set", f"train.output={tmp_path / 'alone'}")
+    assert mtcli("train", config, *alone, *output).returncode == 0
+    assert_same_run(tmp_path / "out" / "lr=0.001_seed=8", tmp_path / "alone")
+
+
+def test_json_on_stdout_has_all_trials_and_nothing_else(tmp_path):
+    config = write_run(tmp_path, train={"steps": 4, "eval_every": 2, "eval_batches": 1})
+    done = sweep(config, "--vary", "optimizer.name=adamw,sgd", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] and len(found["arrays"]) == 2
+    assert "optimizer.name" in done.stderr and "2 trials in 2 sets" in done.stderr
+    scores = [trial["valid_loss"] for trial in found["trials"]]
+    assert scores == sorted(scores)
+    refused = sweep(config, "--vary", "optimizer.nam=adamw", "--json", "-")
+    assert refused.returncode == 2 and not json.loads(refused.stdout)["ok"]

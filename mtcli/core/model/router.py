@@ -149,8 +149,8 @@ class Router(nn.Module):
         ranks = groups.cp.size * (groups.tp_row.size if scope == "micro_batch" else 1)
         tokens = inputs.tokens.numel() * ranks / len(chosen_bE)
         shares = all_reduce(chosen_bE, axis) / (tokens * self.model.top_k)
-        products = (shares * scores_bE).view(self.build.num_models, -1)
-        return self.model.num_experts * products.sum(1)
+        weighted = (shares * scores_bE).view(self.build.num_models, -1)
+        return self.model.num_experts * weighted.sum(1)
 
 
 class _WithLoss(torch.autograd.Function):

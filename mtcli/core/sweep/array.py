@@ -25,7 +25,7 @@ from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
-from mtcli.core.sweep.memory import ArrayMemory, RowLayout
+from mtcli.core.sweep.memory import ArrayMemory
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.step import Step
 
@@ -38,10 +38,11 @@ class ModelArray:
         first = configs[0]
         self.groups, self.shape = groups, first
         self.dtype = DTYPES[first.train.precision]
-        self.rows = RowLayout(run_parameters(first.model, first.lora), groups.layout)
+        self.table = run_parameters(first.model, first.lora)
         like = torch.empty(0, dtype=self.dtype, device=groups.device)
-        self.memory = ArrayMemory(self.rows, len(configs), first.optimizer, like)
-        self.members = [Member(config, groups, self.rows, self.dtype) for config in configs]
+        sizes = self.table, groups.layout, len(configs)
+        self.memory = ArrayMemory(*sizes, first.optimizer, like)
+        self.members = [Member(config, groups, self.dtype) for config in configs]
         batch = first.batch
         self.micro_batches = batch.global_batch_size // (
             batch.micro_batch_size * groups.layout.batch_shards
@@ -65,12 +66,12 @@ class ModelArray:
         start = perf_counter()
         self.groups.world.recorder.step = self.step + 1
         loss_sums, weights = self.forward_backward(loader)
-        norms = torch.linalg.vector_norm(self.memory.gradients, dim=1, dtype=torch.float64)
+        norms = self.memory.gradient_norms()
         losses = all_reduce(loss_sums, self.groups.world)
         made = [
             self._update(member, loss / (weight or 1.0), norm)
             for member, loss, weight, norm in zip(
-                self.members, losses.tolist(), weights, norms.tolist(), strict=True
+                self.members, losses.tolist(), weights, norms, strict=True
             )
         ]
         seconds = perf_counter() - start
@@ -85,7 +86,7 @@ class ModelArray:
         factors = [s / (weight or 1.0) for s, weight in zip(scales, batch.weights, strict=True)]
         factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
-        self.fresh = set(self.rows.slots)
+        self.fresh = set(self.table)
         with compiler_errors(self.shape.train.compile):
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
@@ -93,10 +94,9 @@ class ModelArray:
                 sums_B, scaled = self.stage.loss(x_TD, inputs, factor_B)
                 scaled.backward()
                 total_B += sums_B
-        gradients = self.rows.views(self.memory.gradients)
         for name in self.fresh:
-            gradients[name].zero_()
-        all_reduce(self.memory.gradients, self.groups.axes["samples"])
+            self.memory.gradients.tensors[name].zero_()
+        all_reduce(self.memory.gradients.flat, self.groups.axes["samples"])
         return total_B, batch.weights
 
     @torch.no_grad()
@@ -135,21 +135,22 @@ class ModelArray:
         for index, member in enumerate(self.members):
             member.bind(self.memory.model(index))
         build = ArrayLayers(
-            table=self.rows.table,
+            table=self.table,
             groups=groups,
             dtype=self.dtype,
             recompute_activations=first.parallel.recompute != "full",
             num_models=len(self.members),
-            memory=self.rows.views(self.memory.weights),
+            memory=self.memory.weights.tensors,
             configs=tuple(member.config for member in self.members),
         )
         layers = range(first.model.num_layers)
         self.stage = Stage(first.model, build, 0, layers, recompute=first.parallel.recompute)
         if first.train.compile:
             compile_blocks([self.stage], first.data.document_mask)
-        gradients = self.rows.views(self.memory.gradients)
+        gradients = self.memory.gradients.tensors
         for name, parameter in self.stage.named_parameters():
-            parameter.register_post_accumulate_grad_hook(self._collector(name, gradients[name]))
+            collector = self._collector(name, gradients[name])
+            parameter.register_post_accumulate_grad_hook(collector)
 
     def _collector(self, name: str, into: Tensor):  # type: ignore[no-untyped-def]
         """Adds a micro-batch's gradient; the first of a step replaces what was there."""

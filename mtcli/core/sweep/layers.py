@@ -19,7 +19,7 @@ from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout_stream
-from mtcli.kernels.gemm import matmul, runs_in_float32
+from mtcli.kernels.gemm import matmul
 from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
@@ -91,7 +91,7 @@ class ArrayLayers(LayerFactory):
         return DropoutStream(key, probability, any(active))
 
     def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
-        """The matrices of all models' experts [B * experts, F, D]: a copy."""
+        """The matrices of all models' experts [B * experts, F, D]."""
         return weight.unflatten(1, (experts, -1)).flatten(0, 1)
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
@@ -216,13 +216,30 @@ def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:
 
 def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]."""
-    x_BTD, w_BDF = by_model(x_TD, weight_BFD), weight_BFD.mT
-    if bias is None:
-        return matmul(x_BTD, w_BDF).flatten(0, 1)
-    bias_B1F = bias.flatten(1)[:, None]
-    if runs_in_float32(x_TD):
-        return (matmul(x_BTD, w_BDF) + bias_B1F).flatten(0, 1)
-    return torch.baddbmm(bias_B1F, x_BTD, w_BDF).flatten(0, 1)
+    bias = None if bias is None else bias.flatten(1)
+    return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """x W^T + b of x [B, T, D], W [B, F, D] and b [B, F], whose gradient of W lies as W does.
+
+    Autograd's own is the transpose of one that lies the other way round, which is copied across.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        y = matmul(x, weight.mT)
+        return y if bias is None else y.add_(bias[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            matmul(grad, weight) if of_x else None,
+            matmul(grad.mT, x) if of_weight else None,
+            grad.sum(1) if of_bias else None,
+        )
 
 
 class _Lookup(torch.autograd.Function):

@@ -129,15 +129,20 @@ class LiveArray:
         gone = [i for i, seat in enumerate(self.seats) if seat.record.name in names]
         for index in gone:
             seat = self.seats[index]
-            seat.saver.save(progress(seat.member, seat.samples))
+            self._save(seat)
             self._end(seat, "stopped", reason)
         self._leave(gone)
 
     def save(self) -> None:
-        """Begins to save every model whose run goes on."""
+        """Begins to save every model whose run goes on; where ranks exchange for it, in turn."""
         for seat in self.seats:
             if seat.record.status != "diverged":
-                seat.saver.save(progress(seat.member, seat.samples))
+                self._save(seat)
+
+    def _save(self, seat: Seat) -> None:
+        seat.saver.save(progress(seat.member, seat.samples))
+        if self.groups.world.size > 1:
+            seat.saver.finish()
 
     def finish_saves(self) -> None:
         """Waits for saves. Raises MtcliError with those that failed."""

@@ -1,8 +1,7 @@
-"""The memory of an array of B models: all parameters of a model follow each other in one row.
+"""The memory of an array of B models: every parameter's B values follow each other, [B, ...].
 
-So a model's update is an optimizer's rule over two vectors, of what decays and of what does not,
-whose hyper-parameters are scalars; and a parameter of all models [B, ...] is a view whose models
-are a row apart.
+So batched GEMMs read weights where they are: torch copies operands whose models are further apart
+than one model's matrix. Each kind of tensor is one allocation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,88 +18,100 @@ from mtcli.core.optim.optimizer import moment_kinds
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, a cache line
 
-
-class RowSlot(NamedTuple):
-    """Where a parameter is in a row."""
-
-    offset: int
-    shape: tuple[int, ...]
-
-    def of(self, rows: Tensor) -> Tensor:
-        """The parameter in a row [P] of one model, or in rows [B, P]: a view."""
-        return rows.narrow(-1, self.offset, prod(self.shape)).unflatten(-1, self.shape)
+Tensors = dict[str, Tensor]  # by parameter
 
 
-class RowLayout:
-    """The slots of parameters in a row: of those that decay first, then of the others."""
+class ModelTensors(NamedTuple):
+    """One model's tensors by parameter: views of the array's."""
 
-    def __init__(self, table: Mapping[str, Parameter], layout: ParallelLayout) -> None:
-        self.table = table
-        self.slots: dict[str, RowSlot] = {}
-        self.width = self.decaying = 0
-        for name, described in sorted(table.items(), key=lambda item: not item[1].decays):
-            slot = RowSlot(self.width, described.stored_shape(layout))
-            self.slots[name] = slot
-            self.width += -(-prod(slot.shape) // ALIGNMENT) * ALIGNMENT
-            if described.decays:
-                self.decaying = self.width
-
-    def views(self, rows: Tensor) -> dict[str, Tensor]:
-        """Every parameter by name, of one row or of all; see `RowSlot.of`."""
-        return {name: slot.of(rows) for name, slot in self.slots.items()}
-
-    def halves(self, row: Tensor) -> list[Tensor]:
-        """What decays of a model's row, and what does not: two views."""
-        return list(row.split([self.decaying, self.width - self.decaying]))
+    weights: Tensors
+    masters: Tensors  # the weights themselves, unless these have 16 bits
+    gradients: Tensors
+    moments: dict[str, Tensors]  # by kind
 
 
-class ModelRow(NamedTuple):
-    """The row [P] of one model in each of the array's tensors."""
+class ParameterArray:
+    """A tensor [B, ...] for every parameter, in one allocation of zeros."""
 
-    weights: Tensor
-    masters: Tensor  # the weights themselves, unless these have 16 bits
-    gradients: Tensor
-    moments: dict[str, Tensor]
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], models: int, like: Tensor) -> None:
+        """`like` has the dtype and device."""
+        self.shapes, self.models = shapes, models
+        sizes = {name: models * prod(shape) for name, shape in shapes.items()}
+        self.flat = like.new_zeros(sum(map(_aligned, sizes.values())))
+        self.tensors: Tensors = {}
+        offset = 0
+        for name, size in sizes.items():
+            part = self.flat[offset : offset + size]
+            self.tensors[name] = part.view(models, *shapes[name])
+            offset += _aligned(size)
+
+    def model(self, index: int) -> Tensors:
+        """One model's tensors: views."""
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
+
+    def kept(self, keep: Tensor) -> "ParameterArray":
+        """A copy of some models."""
+        found = ParameterArray(self.shapes, len(keep), self.flat)
+        for name, tensor in self.tensors.items():
+            torch.index_select(tensor, 0, keep, out=found.tensors[name])
+        return found
 
 
 class ArrayMemory:
-    """Weights, gradients and optimizer state of B models, [B, P] each.
+    """Weights, gradients and optimizer state of B models.
 
     Weights are of the model's dtype; all else is in float32 at least.
     """
 
     def __init__(
-        self, rows: RowLayout, models: int, optimizer: OptimizerConfig, like: Tensor
+        self,
+        table: Mapping[str, Parameter],
+        layout: ParallelLayout,
+        models: int,
+        optimizer: OptimizerConfig,
+        like: Tensor,
     ) -> None:
         """`like` has the weights' dtype and device."""
-        self.rows = rows
-        wide = torch.promote_types(like.dtype, torch.float32)
+        wide = like.to(torch.promote_types(like.dtype, torch.float32))
+        shapes = {name: described.stored_shape(layout) for name, described in table.items()}
+        self.weights = ParameterArray(shapes, models, like)
+        self.masters = self.weights
+        if wide.dtype != like.dtype:
+            self.masters = ParameterArray(shapes, models, wide)
+        self.gradients = ParameterArray(shapes, models, wide)
+        self.moments = {
+            kind: ParameterArray(shapes, models, wide) for kind in moment_kinds(optimizer)
+        }
 
-        def zeros(dtype: torch.dtype) -> Tensor:
-            return like.new_zeros(models, rows.width, dtype=dtype)
-
-        self.weights = zeros(like.dtype)
-        self.masters = self.weights if wide == like.dtype else zeros(wide)
-        self.gradients = zeros(wide)
-        self.moments = {kind: zeros(wide) for kind in moment_kinds(optimizer)}
-
-    def model(self, index: int) -> ModelRow:
-        """The row of one model: views."""
-        moments = {kind: x[index] for kind, x in self.moments.items()}
-        return ModelRow(self.weights[index], self.masters[index], self.gradients[index], moments)
+    def model(self, index: int) -> ModelTensors:
+        """One model's tensors: views."""
+        moments = {kind: array.model(index) for kind, array in self.moments.items()}
+        weights, masters, gradients = self.weights, self.masters, self.gradients
+        return ModelTensors(*(x.model(index) for x in (weights, masters, gradients)), moments)
 
     def compact(self, keep: Sequence[int]) -> None:
-        """Keeps the rows of some models, in the order given; the memory of all others is freed."""
-        at = torch.tensor(keep, dtype=torch.int64, device=self.weights.device)
+        """Keeps some models, in the order given; the memory of the others is freed."""
+        at = torch.tensor(keep, dtype=torch.int64, device=self.weights.flat.device)
         own_masters = self.masters is not self.weights
-        self.weights = self.weights[at]
-        self.masters = self.masters[at] if own_masters else self.weights
-        self.gradients = self.gradients[at]
-        self.moments = {kind: x[at] for kind, x in self.moments.items()}
+        self.weights = self.weights.kept(at)
+        self.masters = self.masters.kept(at) if own_masters else self.weights
+        self.gradients = self.gradients.kept(at)
+        self.moments = {kind: array.kept(at) for kind, array in self.moments.items()}
+
+    def gradient_norms(self) -> list[float]:
+        """The norm of each model's gradients: a parameter's in its own dtype, summed in float64."""
+        each = [
+            torch.linalg.vector_norm(gradient.flatten(1), dim=1)
+            for gradient in self.gradients.tensors.values()
+        ]
+        return torch.stack(each).double().square().sum(0).sqrt().tolist()
 
     @property
     def bytes(self) -> int:
-        """Bytes of all rows."""
-        own_masters = [self.masters] if self.masters is not self.weights else []
-        tensors = [self.weights, *own_masters, self.gradients, *self.moments.values()]
-        return sum(x.nbytes for x in tensors)
+        """Bytes of all tensors."""
+        arrays = {id(x): x for x in (self.weights, self.masters, self.gradients)}
+        return sum(x.flat.nbytes for x in (*arrays.values(), *self.moments.values()))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -136,12 +136,15 @@ def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list
 
 
 def require_new(trials: Sequence[Trial], output: Path) -> None:
-    """Raises MtcliError where trials have run folders, which only a sweep that resumes takes."""
+    """Raises MtcliError where a sweep has been, or trials have run folders, without --resume."""
     there = [trial.name for trial in trials if _holds_run(Path(trial.config.train.output))]
     if there:
         shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
         message = f"{len(there)} of {len(trials)} trials have run folders in {output}: {shown}"
         raise wrong(message, "--resume goes on with them; or name another folder", "--output")
+    if (output / NAME).exists():
+        message = f"{output} has the {NAME} of another sweep"
+        raise wrong(message, "--resume takes its folder; or name another", "--output")
 
 
 def _holds_run(folder: Path) -> bool:

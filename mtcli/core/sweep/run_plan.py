@@ -39,7 +39,7 @@ def sweep_plan(
         lambda: read_hyperband(asked["hyperband"]),
         lambda: space.read(asked["vary"]),
         lambda: _require_one_rule(asked),
-        otherwise=lambda: _require_array(space.base, world),
+        lambda: _require_array(space.base, world),
     )
     if asked["seeds"] and any(one.field == "seed" for one in varied):
         hint = "leave out --seeds, or --vary seed"
