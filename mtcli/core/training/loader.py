@@ -40,6 +40,7 @@ from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.training.consumed_samples import require_sources
 from mtcli.core.training.encoder_inputs import EncoderInputs, EncoderRead
 
 
@@ -279,10 +280,12 @@ def open_loader(
     if config.model.head != "lm":
         encoded = encoder_batches(config, paths, split, which, samples)
         if subset is not None:
+            require_sources(subset, encoded.prefixes, encoded.files)
             encoded = kept(encoded, subset)
         return MicroBatchLoader(encoded, config, groups, subset)
     if subset is not None:
         sequences = TokenSequences(paths, split, config.batch.seq_len)
+        require_sources(subset, sequences.prefixes, sequences.files, sequences.shares)
         chosen = SubsetBatches(sequences, subset, samples, config.seed)
         require_stated_ids(chosen.prefixes, config.model.vocab_size)
         return MicroBatchLoader(chosen, config, groups, subset)

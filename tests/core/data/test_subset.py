@@ -13,7 +13,6 @@ from mtcli.core.data.subset import (
     Subset,
     SubsetBatches,
     TokenSequences,
-    members,
     read_subset,
     write_subset,
 )
@@ -132,15 +131,13 @@ def test_a_file_that_is_no_subset_is_refused_by_its_field(data, tmp_path, change
         read_subset(tmp_path / "s.json")
 
 
-def test_members_beyond_the_training_part_and_other_numbers_of_sources_are_refused(data):
+def test_members_beyond_the_training_part_are_refused(data):
     sequences = TokenSequences(list(data), "1", SEQ_LEN)
     subset = subset_of(sequences, [0, sequences.counts[0] - 1])
     smaller = TokenSequences(list(data), "50,50,0", SEQ_LEN)
     message = f"has candidate {sequences.counts[0] - 1} of .* training part has {smaller.counts[0]}"
     with pytest.raises(MtcliError, match=message):
         SubsetBatches(smaller, subset, 8, 1)
-    with pytest.raises(MtcliError, match="is of 2 sources, and the run has 1"):
-        members(subset, [100])
 
 
 def test_data_shorter_than_a_sequence_is_refused_with_both_numbers(tmp_path):
