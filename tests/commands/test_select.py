@@ -161,3 +161,13 @@ def test_a_run_does_not_go_on_with_another_subset(home, subset):
     assert "and the run was trained on" in done.stderr
     (home / "moved.json").write_bytes((home / "s.json").read_bytes())
     assert train(home, "first", "--resume", **{"data.subset": "moved.json"}).returncode == 0
+
+
+def test_importance_resampling_needs_no_model_and_is_judged_by_one_that_is_named(home):
+    out = ("--output", "d.json", *OUT[2:])
+    words = ("--size", 20, "--method", "dsir", "--target", "other")
+    found = chosen(home, *words, "--set", "batch.seq_len=8", model=None, out=out)
+    assert found["objective"] is None and found["random_objective"] is None
+    judged = chosen(home, *words, out=out)
+    assert judged["indices"] == found["indices"] and judged["objective"] > 0
+    assert train(home, "dsir", subset="d.json").returncode == 0
