@@ -28,8 +28,8 @@ SEEDS = range(5)
 SEQ_LEN = 128
 KINDS = ("clean", "repeated", "gibberish")
 # Of the language model: bytes of each kind of text, and the runs.
-KIND_BYTES = 256 << 10
-PASSAGE = 16 << 10  # bytes that are repeated
+KIND_BYTES = 128 << 10
+PASSAGE = 8 << 10  # bytes that are repeated
 MODEL = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -37,7 +37,7 @@ MODEL = {
     "vocab_size": 257,
     "max_seq_len": SEQ_LEN,
 }
-WARM_UP, STEPS = 100, 250  # of the model that selects, and of each run
+WARM_UP, STEPS = 60, 150  # of the model that selects, and of each run
 CHOICES = {
     "core-set": ("--method", "craig"),
     "random": ("--method", "random"),
