@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ranks import warm
 
 DEADLINE = 120.0  # seconds a command may take before its processes are killed
-LAUNCHERS = ("train", "sweep", "eval", "generate", "profile")  # whose --nproc are ranks
+LAUNCHERS = ("train", "sweep", "eval", "generate", "profile", "select")  # with ranks
 
 
 class Done(NamedTuple):

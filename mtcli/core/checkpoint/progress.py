@@ -65,6 +65,8 @@ class SampleRecord(Section):
     skipped: tuple[SkippedBatch, ...]
     planned: Count | None = None
     """samples that the run was to have when it began, which decides the order of all"""
+    subset: str | None = None
+    """of data.subset, the hash of its members and their weights"""
 
 
 class RandomState(Section):

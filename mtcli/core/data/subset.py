@@ -5,6 +5,7 @@ sequences laid end to end in the order of its file: they depend on no seed. A fi
 were chosen, with their weights, the objective that they reach and the hashes of data and model.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,6 +123,12 @@ def read_subset(path: str | Path) -> Subset:
         raise wrong(message, AGAIN, FIELD) from None
 
 
+def digest(subset: Subset) -> str:
+    """The hash of a subset's members and their weights: 16 hexadecimal digits."""
+    pairs = sorted(zip(subset.indices, subset.weights, strict=True))
+    return hashlib.blake2b(json.dumps(pairs).encode(), digest_size=8).hexdigest()
+
+
 def require_subset(config: RunConfig) -> Subset | None:
     """The subset that a run trains on, if any.
 
@@ -147,11 +154,8 @@ def require_subset(config: RunConfig) -> Subset | None:
 def members(subset: Subset, available: Sequence[int]) -> ChosenSequences:
     """The members of a subset, in ascending order, of sources that have so many candidates now.
 
-    Raises MtcliError where these are fewer sources, or a member is beyond them.
+    Raises MtcliError where a member is beyond them.
     """
-    if len(available) != len(subset.sources):
-        message = f"the subset is of {len(subset.sources)} sources, and the run has "
-        raise wrong(f"{message}{len(available)}", "name the same data in the same order", FIELD)
     ends = np.cumsum([source.candidates for source in subset.sources])
     indices = np.array(subset.indices, np.int64)
     order = np.argsort(indices)

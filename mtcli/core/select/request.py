@@ -12,7 +12,7 @@ from mtcli.core.config.loading import config_of as table_config
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
 from mtcli.core.config.rules import FORMATS, forward_config
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.loader import require_stated_ids
+from mtcli.core.data.loader import open_blend, require_stated_ids
 from mtcli.core.data.subset import TokenSequences
 from mtcli.core.select.budgets import budgets_of, total_of
 
@@ -101,7 +101,10 @@ def _require_data(request: SelectRequest, world: int) -> None:
     model = None if found is None else model_of(found)
     if found is not None and model is None:
         return  # Megatron's, or damaged: opening it tells
-    config = config_of(request, found, world, model)
+    (config,) = collect_errors(
+        lambda: config_of(request, found, world, model),
+        otherwise=lambda: open_blend(request.data, "--data"),
+    )
     head = config.model.head
     if head == "mlm":
         message = f"{request.model} has head='mlm', whose masks differ with each epoch"

@@ -33,6 +33,7 @@ from mtcli.core.select.coreset import (
     random_orders,
     unjudged,
 )
+from mtcli.core.select.dsir import resample
 from mtcli.core.select.proxies import Proxy, example_proxies, proxy_width, sequence_proxies
 from mtcli.core.select.request import SelectRequest, config_of, open_tokens
 
@@ -50,6 +51,7 @@ class Candidates:
     shares: list[float]  # of the groups in what is chosen
     counts: list[int]  # of each source
     source_shares: Sequence[float] | None  # of a blend that gives them
+    target: TokenSequences | None = None  # what the chosen ones are to resemble
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))
@@ -96,7 +98,7 @@ def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset
     """
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     if request.model is None:
-        config, judge_by = config_of(request, None, runtime.world), None
+        config, judge_by = config_of(request, None, runtime.world, None), None
     else:
         opened = open_model(request.model, request.overrides, runtime, encoders=True)
         checkpoint = opened.checkpoint
@@ -104,9 +106,17 @@ def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset
         config = config_of(request, source, runtime.world, checkpoint.model)
         known = ModelRecord(path=request.model, hash=weights_hash(checkpoint))
         judge_by = Judge(replace(opened.scorer, config=config), request.proxy, known)
-    candidates = together(world, lambda: open_candidates(config))
+    candidates = together(world, lambda: _opened(config, request))
     work = Work(world, runtime.device, config.seed)
     return choose_from(candidates, request, judge_by, work, console)
+
+
+def _opened(config: RunConfig, request: SelectRequest) -> Candidates:
+    candidates = open_candidates(config)
+    if request.method != "dsir":
+        return candidates
+    everyone, target = np.arange(len(candidates)), open_tokens(config, request.target)
+    return replace(candidates, groups=[everyone], shares=[1.0], target=target)
 
 
 def choose_from(
@@ -123,7 +133,9 @@ def choose_from(
     if judge_by is not None:
         with console.bar("proxies", len(candidates)) as advance:
             proxies = _proxies(judge_by, candidates, advance)
-    with console.bar("choose", sum(sizes) + len(candidates)) as advance:
+    target = candidates.target
+    steps = sum(sizes) if target is None else len(target) + 2 * len(candidates)
+    with console.bar("choose", steps + (len(candidates) if proxies is not None else 0)) as advance:
         told = replace(work, advance=advance)
         chosen = _chosen(candidates, request, proxies, sizes, told)
     random = chosen if request.method == "random" else None
@@ -154,7 +166,9 @@ def _chosen(
         assert proxies is not None, "core-sets are chosen by proxies"
         target = Quota(sizes, request.cover)
         return _by_shares(choose(proxies, groups, target, work), candidates)
-    raise NotImplementedError
+    assert isinstance(candidates.data, TokenSequences) and candidates.target is not None
+    where = candidates.data, candidates.target, sizes[0], work.seed, work.advance
+    return _evenly(candidates, proxies, [resample(*where).tolist()], work)
 
 
 def _at_random(
@@ -223,7 +237,7 @@ def _record(
     seed: int,
     results: tuple[Chosen, Chosen | None],
 ) -> Subset:
-    chosen, random = results
+    (chosen, random), target = results, candidates.target
     return Subset(
         method=request.method,
         proxy=judge_by and judge_by.kind,
@@ -237,15 +251,16 @@ def _record(
         random_bound=random and random.bound,
         indices=tuple(chosen.indices.tolist()),
         weights=tuple(chosen.weights.tolist()),
-        sources=_sources(candidates),
+        sources=_sources(candidates.data, candidates.counts, candidates.source_shares),
         model=judge_by and judge_by.record,
+        target=() if target is None else _sources(target, target.counts, None),
     )
 
 
-def _sources(candidates: Candidates) -> tuple[SourceRecord, ...]:
-    shares = candidates.source_shares or [None] * len(candidates.counts)
-    data = candidates.data
-    columns = zip(data.prefixes, data.files, candidates.counts, shares, strict=True)
+def _sources(
+    data: TokenSequences | ExampleRows, counts: list[int], shares: Sequence[float] | None
+) -> tuple[SourceRecord, ...]:
+    columns = zip(data.prefixes, data.files, counts, shares or [None] * len(counts), strict=True)
     return tuple(
         SourceRecord(
             prefix=prefix,

@@ -4,48 +4,64 @@ A checkpoint holds it, so that a resumed run continues with the same data or say
 depends on no layout: samples are numbered over the run.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedBatch
-from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import parse_split
 from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.loader import Batches
 from mtcli.core.data.packing import PackedConversations
-from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset
+from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset, digest
+
+
+def require_sources(
+    subset: Subset,
+    prefixes: Sequence[str],
+    files: Sequence[Sequence[Path]],
+    shares: Sequence[float] | None = None,
+) -> None:
+    """Raises MtcliError where data, with its shares in a blend, is not what a subset is of."""
+    if len(prefixes) != len(subset.sources):
+        message = f"the subset is of {len(subset.sources)} sources, and the run has {len(prefixes)}"
+        raise wrong(message, "name the same data in the same order", FIELD)
+    problems, weights = [], shares or [None] * len(prefixes)
+    for prefix, paths, share, then in zip(prefixes, files, weights, subset.sources, strict=True):
+        now = then.model_copy(
+            update={"sha256": stated_hash(prefix), "sampled": sampled_hash(paths), "share": share}
+        )
+        for kind, new, old in _hashes(now, then):
+            message = f"{prefix} has the {kind} {new}, and the subset was chosen from data at "
+            problems.append(Problem(f"{message}{then.prefix} with the {kind} {old}", AGAIN, FIELD))
+        if now.share != then.share:
+            message = f"{prefix} has the share {share}, and the subset was chosen with {then.share}"
+            problems.append(Problem(message, "data.train with the selection's weights", FIELD))
+    if problems:
+        raise MtcliError(*problems)
 
 
 class ConsumedSamples:
     """The consumed samples of a run under way. The same on every rank."""
 
-    def __init__(self, config: RunConfig, batches: Batches | PackedConversations) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        batches: Batches | PackedConversations,
+        subset: Subset | None = None,
+    ) -> None:
         self.batches, self.batch = batches, config.batch
         self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
         self.weights = batches.weights or (None,) * len(batches.prefixes)
         files = zip(batches.prefixes, batches.files, strict=True)
         self.hashes = [(stated_hash(prefix), sampled_hash(paths)) for prefix, paths in files]
+        self.subset = subset and digest(subset)
         self.samples = [0] * len(batches.prefixes)
         self.consumed = 0
         self.skipped: list[SkippedBatch] = []
-
-    def require_data_of(self, subset: Subset | None) -> None:
-        """Raises MtcliError where the data is not what a subset was chosen from."""
-        if subset is None:
-            return
-        problems = []
-        for number, then in enumerate(subset.sources):
-            now = self._source(number)
-            for kind, new, old in _hashes(now, then):
-                message = f"{now.prefix} has the {kind} {new}, and the subset was chosen from data "
-                message += f"at {then.prefix} with the {kind} {old}"
-                problems.append(Problem(message, AGAIN, FIELD))
-            if now.weight != then.share:
-                message = f"{now.prefix} has the share {now.weight}, and the subset was chosen with"
-                problems.append(Problem(f"{message} {then.share}", AGAIN, FIELD))
-        if problems:
-            raise MtcliError(*problems)
 
     def skip(self, step: int, why: Literal["overflow", "fault"]) -> None:
         """Notes that the batch of a step made no update."""
@@ -63,6 +79,7 @@ class ConsumedSamples:
             sources=tuple(self._source(number) for number in range(len(self.samples))),
             skipped=tuple(self.skipped),
             planned=self.batches.planned,
+            subset=self.subset,
         )
 
     def resume(self, record: SampleRecord | None, consumed: int) -> None:
@@ -114,6 +131,10 @@ class ConsumedSamples:
             if now.weight != then.weight:
                 message = f"{now.prefix} has the share {now.weight}, and the run was trained with "
                 problems.append(Problem(f"{message}{then.weight}", "", "data.train"))
+        if self.subset != before.subset:
+            names = [one or "none" for one in (self.subset, before.subset)]
+            message = f"the subset is {names[0]}, and the run was trained on {names[1]}"
+            problems.append(Problem(message, "", FIELD))
         if self.split != before.split:
             message = f"the shares are {self.split}, and the run was trained with {before.split}"
             problems.append(Problem(message, "", "data.split"))

@@ -41,6 +41,7 @@ from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.training.consumed_samples import require_sources
 from mtcli.core.training.encoder_inputs import EncoderInputs, EncoderRead
 
 
@@ -259,30 +260,40 @@ def open_loader(
 
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
-    data, steps, which = config.data, config.train.steps, cast(Which, "train")
-    require_named(data)
-    if validation:
-        steps, which = config.train.eval_batches, "valid"
-    samples = steps * config.batch.global_batch_size
-    if data.format == "conversations":
-        conversations = open_conversations(config, starting_tokenizer(config), which)
-        conversations.num_samples, conversations.planned = samples, planned or samples
-        return MicroBatchLoader(conversations, config, groups)
+    require_named(config.data)
+    which: Which = "valid" if validation else "train"
     subset = None if validation else require_subset(config)
-    if config.model.head != "lm":
-        return MicroBatchLoader(encoder_batches(config, which, samples), config, groups, subset)
-    paths, split = chosen(data, which)
-    if subset is not None:
-        sequences = TokenSequences(paths, split, config.batch.seq_len)
-        of_subset = SubsetBatches(sequences, subset, samples, config.data_seed)
-        require_stated_ids(of_subset.prefixes, config.model.vocab_size)
-        return MicroBatchLoader(of_subset, config, groups, subset)
-    where = (paths, split, which, samples, config.batch.seq_len, config.data_seed, planned)
-    batches = Batches(*where)
-    require_stated_ids(batches.prefixes, config.model.vocab_size)
-    loader = MicroBatchLoader(batches, config, groups)
+    batches = _open_batches(config, which, subset, planned)
+    loader = MicroBatchLoader(batches, config, groups, subset)
     loader.alone = config.sync.asynchronous and not validation
     return loader
+
+
+def _open_batches(
+    config: RunConfig, which: Which, subset: Subset | None, planned: int | None
+) -> Any:
+    """The samples of a run by global id, of what its data and its model's head are."""
+    train, seed = config.train, config.data_seed
+    steps = train.eval_batches if which == "valid" else train.steps
+    samples = steps * config.batch.global_batch_size
+    if config.data.format == "conversations":
+        conversations = open_conversations(config, starting_tokenizer(config), which)
+        conversations.num_samples, conversations.planned = samples, planned or samples
+        return conversations
+    if config.model.head != "lm":
+        encoded = encoder_batches(config, which, samples)
+        if subset is not None:
+            require_sources(subset, encoded.prefixes, encoded.files)
+        return encoded
+    paths, split = chosen(config.data, which)
+    if subset is not None:
+        sequences = TokenSequences(paths, split, config.batch.seq_len)
+        require_sources(subset, sequences.prefixes, sequences.files, sequences.shares)
+        batches: Any = SubsetBatches(sequences, subset, samples, seed)
+    else:
+        batches = Batches(paths, split, which, samples, config.batch.seq_len, seed, planned)
+    require_stated_ids(batches.prefixes, config.model.vocab_size)
+    return batches
 
 
 def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:

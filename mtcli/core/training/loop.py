@@ -89,8 +89,7 @@ def _train(
     trainer = Trainer(config, runtime)
     world = trainer.groups.world
     loader, valid = together(world, lambda: _open_loaders(config, trainer.groups, start))
-    samples = ConsumedSamples(config, loader.batches)
-    samples.require_data_of(loader.subset)
+    samples = ConsumedSamples(config, loader.batches, loader.subset)
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
