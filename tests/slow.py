@@ -18,6 +18,10 @@ SLOW = {
     "test_docs.py": {
         "test_a_page_s_commands_do_what_it_says": ("generate.md",),
     },
+    "test_bert.py": {
+        "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
+        "test_an_ensemble_is_of_classifiers_of_one_kind": (),
+    },
     "test_bench_gpu.py": {
         "test_a_pair_is_measured_in_processes_of_their_own_and_kept": (),
         "test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read": (),

@@ -15,6 +15,7 @@ from mtcli.core.config.errors import wrong
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mtcli.core.config.model import ModelConfig
     from mtcli.core.data.tokenize import Tokenizer
     from mtcli.core.evaluate.encode import Encoder
     from mtcli.core.evaluate.tasks.registry import TaskRun
@@ -133,11 +134,10 @@ def eval(
         raise wrong("no checkpoint is given", "mtcli eval CHECKPOINT --task NAME=PATH")
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
-    from mtcli.core.config.model import CLASSIFIERS
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
     every = [checkpoint, *ensemble]
-    specs, train, *heads = collect_errors(
+    specs, train, *models = collect_errors(
         lambda: parse_tasks([*tasks, *(f"lm_eval:{name}" for name in harness.split(",") if name)]),
         lambda: train_settings(overrides, device=device),
         *(
@@ -145,10 +145,8 @@ def eval(
             for path in every
         ),
     )
-    if len(set(heads)) > 1 or (ensemble and heads[0] not in CLASSIFIERS):
-        said = ", ".join(f"{path} has {head}" for path, head in zip(every, heads, strict=True))
-        hint = "classifiers of one kind, classification or multiple_choice"
-        raise wrong(f"--ensemble of heads that differ or classify nothing: {said}", hint)
+    if ensemble:
+        _require_members(dict(zip(every, models, strict=True)))
 
     kept = _items_file(items, json_out, checkpoint)
 
@@ -259,6 +257,28 @@ def _sharing(opened: "OpenModel") -> Callable[[Any], Any]:
 
     world = opened.scorer.groups.world
     return lambda value: gather_values(value, world)[0]
+
+
+def _require_members(models: "dict[str, ModelConfig | None]") -> None:
+    """Raises MtcliError where the models of an ensemble do not classify the same tokens alike."""
+    from mtcli.core.config.model import CLASSIFIERS
+
+    fields = ("head", "num_labels", "vocab_size", "max_seq_len")
+    found = {
+        path: {name: getattr(model, name) for name in fields}
+        for path, model in models.items()
+        if model is not None
+    }
+    heads = {facts["head"] for facts in found.values()}
+    differ = [name for name in fields if len({facts[name] for facts in found.values()}) > 1]
+    if heads <= set(CLASSIFIERS) and not differ:
+        return
+    said = "; ".join(
+        f"{path} has " + ", ".join(f"{name}={facts[name]!r}" for name in differ or fields[:1])
+        for path, facts in found.items()
+    )
+    hint = "classifiers of one kind and tokenizer, classification or multiple_choice"
+    raise wrong(f"--ensemble of models that do not vote on the same: {said}", hint, "--ensemble")
 
 
 def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":

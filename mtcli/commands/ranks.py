@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
+    from mtcli.core.config.model import ModelConfig
     from mtcli.core.config.schema import TrainConfig
     from mtcli.core.runtime.launch import Runtime
 
@@ -51,8 +52,8 @@ def run_ranks(
 
 def require_model(
     checkpoint: str, overrides: list[str], world: int, encoders: bool = False
-) -> str | None:
-    """The head of a checkpoint's model, where the path tells.
+) -> "ModelConfig | None":
+    """A checkpoint's model, where the path tells.
 
     Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
     model `world` ranks cannot open with these overrides; a model that predicts no next token is
@@ -69,4 +70,4 @@ def require_model(
     if not (encoders and model.head != "lm"):
         require_causal(checkpoint, model)
     forward_config(model, overrides, world)
-    return model.head
+    return model

@@ -99,10 +99,12 @@ def test_an_ensemble_is_of_classifiers_of_one_kind(home):
     run(home, "train", "one", "--init", "one", **two)
     words = ("eval", "two", "--task", "classification=labels.jsonl", "--ensemble")
     done = run(home, *words, "one", code=2)
-    assert "two has classification, one has mlm" in done.stderr
+    assert "two has head='classification', num_labels=2; one has head='mlm', num_labels=0" in (
+        done.stderr
+    )
     done = run(home, *words, "nowhere", code=2)
     assert "there is no folder nowhere" in done.stderr
     three = shared | {"data.train": "three.jsonl", "train.output": "three", "model.num_labels": 3}
     run(home, "train", "one", "--init", "one", **three)
     done = run(home, *words, "three", code=2)
-    assert "two has 2 labels, three has 3" in done.stderr
+    assert "two has num_labels=2; three has num_labels=3" in done.stderr

@@ -9,8 +9,7 @@ from torch import Tensor
 from mtcli.core.data.encoder_rows import EncoderRows
 from mtcli.core.inference.model import InferenceModel
 from mtcli.core.model.build import DTYPES
-from mtcli.core.model.inputs import Inputs, Sentences, make_inputs
-from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.collectives import all_reduce
 
 
@@ -86,7 +85,7 @@ def _inputs(model: InferenceModel, rows: EncoderRows) -> Inputs:
         token_types=rows.token_types,
         labels=rows.labels,
         weights=rows.weights,
-        positions=restarted(rows.documents),
+        positions=token_positions(rows.documents, model.config.model),
         documents=rows.documents,
         sentences=Sentences(rows.firsts, rows.classes, rows.class_weights),
     )

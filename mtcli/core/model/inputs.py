@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.rope import RotaryTable, rotary_table
-from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.parallel.attention_mask import AttentionMask, restarted
 from mtcli.core.parallel.factory import Scale
 
 
@@ -96,6 +96,12 @@ class Inputs:
             attention_mask=AttentionMask(self.attention_mask.causal, documents),
             rotation=self.rotation and RotaryTable(*(x.clone() for x in self.rotation)),
         )
+
+
+def token_positions(documents: Tensor, model: ModelConfig) -> Tensor:
+    """The position of each token in its document [b, s]. Padding, which is one more document, may
+    be longer than the context, and ends at its last position."""
+    return restarted(documents).clamp(max=model.max_seq_len - 1)
 
 
 def make_inputs(

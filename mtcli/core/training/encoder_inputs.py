@@ -14,8 +14,7 @@ from torch import Tensor
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.encoder_rows import EncoderRows
 from mtcli.core.model.build import DTYPES
-from mtcli.core.model.inputs import Inputs, Sentences, make_inputs
-from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.groups import Groups
 
 
@@ -69,7 +68,7 @@ class EncoderInputs:
             token_types=rows.token_types[:, here],
             labels=rows.labels[:, here],
             weights=rows.weights[:, here],
-            positions=restarted(documents)[:, here],
+            positions=token_positions(documents, self.model)[:, here],
             documents=documents,
             sentences=Sentences(at, rows.classes, rows.class_weights * class_factor),
             numbers=numbers,

@@ -14,7 +14,7 @@ from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
-from mtcli.core.model.inputs import Cache, make_inputs
+from mtcli.core.model.inputs import Cache, make_inputs, token_positions
 from mtcli.core.model.transformer import Dropout
 from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import make_groups
@@ -158,3 +158,12 @@ def test_a_masked_row_on_a_gpu_is_given_to_the_kernel_that_takes_masks(monkeypat
     Attention._attend(layer, q, k, k, inputs)
     # Groups are no kernel's business there: the fallback would hold the scores of all heads.
     assert given == [(4, 4, False), (groups, groups, groups < 4)]
+
+
+def test_padding_longer_than_the_context_has_positions_of_the_context():
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8])
+    model = run_config(GPT | {"max_seq_len": 4}, batch={"seq_len": 4}).model
+    assert token_positions(documents, model).tolist() == [
+        [0, 1, 2, 0, 1, 2, 3, 3],
+        [0, 1, 2, 3, 3, 3, 3, 3],
+    ]

@@ -43,6 +43,7 @@ from mtcli.core.plan.tape.ops import (
     row_linear,
     saved_by,
     then,
+    trained,
     views,
 )
 from mtcli.kernels.limits import CPU_ATTENTION_ROW_BYTES, RANDOM_BITS_PEAK, block_rows
@@ -513,7 +514,8 @@ def _routed(kit: Kit, x: Value) -> tuple[Value, Value]:
         tape.moment(table)
         return [tape.new(table)]
 
-    logits = tape.op([wide], [table], new_gradients(wide.size), saved=[wide])[0]
+    saved = [] if kit.work.lora.rank else [wide]
+    logits = tape.op([wide], [table], new_gradients(wide.size), saved=saved)[0]
     if wide is not x:
         tape.free(wide)
     tape.moment(2 * table * (1 + kit.by_torch))
@@ -558,7 +560,9 @@ def _table(kit: Kit, rows: float) -> Value:
 
 
 def _grouped_gemm(kit: Kit, x: Value, table: Value, times: float, size: float) -> Value:
-    return kit.tape.op([x, table], [times * x.size], new_gradients(x.size, size), saved=[x])[0]
+    grads = new_gradients(x.size, trained(kit, size))
+    saved = [] if kit.work.lora.rank else [x]
+    return kit.tape.op([x, table], [times * x.size], grads, saved=saved)[0]
 
 
 def _grouped_activated_gemm(kit: Kit, x: Value, table: Value, times: float, size: float) -> Value:
@@ -567,7 +571,7 @@ def _grouped_activated_gemm(kit: Kit, x: Value, table: Value, times: float, size
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         result = tape.new(given)
-        found, of_weight = tape.new(x.size), tape.new(size)
+        found, of_weight = tape.new(x.size), tape.new(trained(kit, size))
         tape.free(result)
         return [found, of_weight]
 
@@ -582,8 +586,8 @@ def _one_by_one(kit: Kit, x: Value, tables: Sequence[Value], number: int) -> Val
     gated, rows = gates(kit), kit.work.expert_rows / number
     one = hidden * width * size
     split = views(kit, x, number, x.size)
-    ups = views(kit, tables[0], number, gated * one * number)
-    downs = views(kit, tables[1], number, one * number)
+    ups = views(kit, tables[0], number, trained(kit, gated * one * number))
+    downs = views(kit, tables[1], number, trained(kit, one * number))
     parts = []
     for mine, up, down in zip(split, ups, downs, strict=True):
         inner = linear(kit, mine, (gated * width, hidden), rows, up)

@@ -256,6 +256,11 @@ def targets(kit: Kit, layer: str) -> int:
     return len(chosen_targets(f"blocks.0.{layer}.weight", work.model, work.lora))
 
 
+def trained(kit: Kit, size: float) -> float:
+    """Bytes of the gradient of a weight of the model, which is frozen beside adapters."""
+    return 0.0 if kit.work.lora.rank else size
+
+
 def linear(
     kit: Kit,
     x: Value,
@@ -348,6 +353,9 @@ def activated_linear(
         tape.moment(of_y + of_w + given)
         result = tape.new(given)
         found = tape.new(x.size)
+        if kit.work.lora.rank:
+            tape.free(result)
+            return [found, None]
         if tape.splits and weight is None:
             waits = [result, named_again(grads[0])]
             tape.weight_passes.append(

@@ -34,6 +34,7 @@ from mtcli.core.plan.tape.ops import (
     resized,
     reused,
     then,
+    trained,
 )
 from mtcli.core.plan.workload import Workload
 from mtcli.kernels.limits import CPU_BLOCK_BYTES, chunk_rows
@@ -186,7 +187,7 @@ def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blo
 def embedded(kit: Kit, weight: Value) -> Value:
     """Runs the embedding, with learned positions and dropout."""
     tape, t = kit.tape, kit.t
-    table = logits_bytes(kit.work) / t.tokens * t.inner
+    table = trained(kit, logits_bytes(kit.work) / t.tokens * t.inner)
     if kit.work.layout.tp_rows > 1:
         return _with_positions(kit, _sent_to_rows(kit, weight, table))
     size = t.tokens * t.hidden * t.size
@@ -213,7 +214,7 @@ def _with_positions(kit: Kit, x: Value) -> Value:
     """Adds learned positions, and drops."""
     tape, t, m = kit.tape, kit.t, kit.work.model
     if m.position == "learned":
-        positions = m.max_seq_len * t.hidden * t.size
+        positions = trained(kit, m.max_seq_len * t.hidden * t.size)
         row = tape.op(
             [leaf(m.max_seq_len)], [t.stream], new_gradients(positions), more=t.rows * INDEX
         )[0]
@@ -269,7 +270,7 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
     tape, t, logits = kit.tape, kit.t, logits_bytes(kit.work)
     part = min(t.tokens, chunk_rows(int(logits / t.tokens))) / t.tokens
     several = part < 1
-    table = logits / t.tokens * t.hidden
+    table = trained(kit, logits / t.tokens * t.hidden)
     summed = table / t.size * t.wide if several else table
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
