@@ -150,7 +150,7 @@ def _start(
     rank, world, local_rank, local_world = place
     where = _device(device, local_rank)
     if where.type == "cpu":
-        torch.set_num_threads(max(1, cores() // local_world))
+        torch.set_num_threads(_threads(local_world))
         set_matmul(matmul)
     else:
         torch.cuda.set_device(where)
@@ -225,6 +225,13 @@ def _device(name: str, local_rank: int) -> "torch.device":
         message = f"local rank {local_rank} has no GPU: this machine has {count}"
         raise wrong(message, f"--nproc {count} at most, or --device cpu", "device")
     return torch.device("cuda", local_rank)
+
+
+def _threads(local_world: int) -> int:
+    """OMP_NUM_THREADS where this process is alone on its machine, else its share of the cores: for
+    several, torchrun sets that to 1."""
+    asked = os.environ.get("OMP_NUM_THREADS", "") if local_world == 1 else ""
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, cores() // local_world)
 
 
 def set_matmul(matmul: str) -> None:
