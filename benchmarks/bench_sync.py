@@ -4,7 +4,13 @@ Loss, bytes on the wire, and seconds of a step over links of several speeds, bes
 predicts for each. Links are made with network namespaces and tc (slow_links.py), so those columns
 need Linux, root and iproute2; without, they are left out and it says so.
 
-    python benchmarks/bench_sync.py --steps 200 --json FILE --plot docs/images/sync.png
+A timed step has one sequence per rank, so that the link decides and not this machine's cores: what
+replicas send does not depend on the batch. Steps of a run that send as much are of one kind. The
+seconds of a kind are those of its fastest step, since other programs keep ranks from a core; a
+run's are the mean over all of its steps.
+
+    python benchmarks/bench_sync.py --json FILE --plot docs/images/sync.png
+    python benchmarks/bench_sync.py --read FILE --plot docs/images/sync.png
 """
 
 import argparse
@@ -12,31 +18,35 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 
 import slow_links
 from progress import each, say
 
 RANKS = 4
 MODEL = {
-    "num_layers": 4,
-    "hidden_size": 128,
+    "num_layers": 2,
+    "hidden_size": 192,
     "num_heads": 4,
     "num_kv_heads": 4,
-    "head_dim": 32,
-    "ffn_hidden_size": 512,
+    "head_dim": 48,
+    "ffn_hidden_size": 768,
     "vocab_size": 257,
-    "max_seq_len": 128,
+    "max_seq_len": 64,
 }
 RUN = {
-    "batch.seq_len": 128,
+    "batch.seq_len": 64,
     "batch.micro_batch_size": 4,
-    "batch.global_batch_size": 32,
+    "batch.global_batch_size": 16,
     "train.save_every": 0,
     "train.device": "cpu",
+    "parallel.tp": 1,  # every other field of a layout is 1 too: plan searches where none is set
 }
+TIMED = {"batch.micro_batch_size": 1, "batch.global_batch_size": RANKS}
+FIRST = 2  # steps that are not timed: they allocate
 ADAMW = {"optimizer.name": "adamw", "optimizer.lr": 2e-3}
 LAMB = {"optimizer.name": "lamb", "optimizer.lr": 1e-2}
 SGD = {"optimizer.name": "sgd", "optimizer.lr": 0.3, "optimizer.momentum": 0.9}
@@ -62,79 +72,102 @@ STRATEGIES: dict[str, dict[str, object]] = {
 
 def main() -> None:
     args = parse()
-    rows = {}
+    rows: dict[str, dict] = json.loads(Path(args.read).read_text()) if args.read else {}
+    names = args.only or list(STRATEGIES)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        data = root / "data"
-        mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
-        names = args.only or list(STRATEGIES)
-        for name in each(names):
-            rows[name] = curve(name, data, root / f"curve {name}", args.steps)
-            say(f"{name:<24}{told(rows[name])}")
-        if lacks := slow_links.missing():
-            say(f"seconds over links are left out: {lacks}")
-        else:
-            for name, gbits in each([(name, rate) for name in names for rate in args.gbits]):
-                found = over_link(name, data, root / f"{gbits:g} {name}", (gbits, args.timed_steps))
-                rows[name].setdefault("links", {})[f"{gbits:g}"] = found
-                say(
-                    f"{name:<24}{gbits:>5g} Gbit/s {found['seconds']:8.3f} s, "
-                    f"planned {found['planned']:8.3f} s, {found['planned'] / found['seconds']:.2f}"
-                )
+        if any(name not in rows for name in names):
+            measure(rows, names, root, args)
+        for name in names:
+            for gbits, link in rows[name].get("links", {}).items():
+                link["planned"] = planned(name, gbits, args.timed_steps)
     print(table(rows))
     if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+        Path(args.json).write_text(json.dumps(rows) + "\n")
     if args.plot:
         plot(rows, args.plot)
 
 
+def measure(rows: dict[str, dict], names: list[str], root: Path, args: argparse.Namespace) -> None:
+    """Trains with every strategy that has no row, alone and over links; adds its row."""
+    data = root / "data"
+    mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
+    if lacks := slow_links.missing():
+        say(f"seconds over links are left out: {lacks}")
+    for name in each([name for name in names if name not in rows]):
+        row = curve(flags(name, args.steps) + files(data, root / f"curve {name}"))
+        rates = [] if lacks else args.gbits
+        row["links"] = {}
+        for gbits in rates:
+            output = root / f"{gbits:g} {name}"
+            arguments = flags(name, args.timed_steps, TIMED) + files(data, output)
+            row["links"][f"{gbits:g}"] = {"seconds": over_link(arguments, output, gbits)}
+        rows[name] = row
+        seconds = ", ".join(f"{x['seconds']:.3f} s at {at}" for at, x in row["links"].items())
+        say(f"{name:<24}{told(row)}, {seconds}")
+        if args.json:
+            Path(args.json).write_text(json.dumps(rows) + "\n")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--timed-steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--timed-steps", type=int, default=32)
     parser.add_argument("--gbits", type=float, nargs="*", default=[0.1, 1.0, 10.0])
     parser.add_argument("--only", nargs="*", choices=STRATEGIES)
-    parser.add_argument("--json")
-    parser.add_argument("--plot")
+    parser.add_argument("--read", help="rows that were measured; only others are, and all planned")
+    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--plot", help="draw them into this file")
     return parser.parse_args()
 
 
-def curve(name: str, data: Path, output: Path, steps: int) -> dict:
+def curve(arguments: list[str]) -> dict:
     """The run of a strategy, by shared memory: losses, and bytes that its ranks sent."""
-    mtcli("train", "--nproc", str(RANKS), *flags(name, data, output, steps))
-    steps_done = metrics(output)
+    mtcli("train", *arguments, "--nproc", str(RANKS))
+    steps = metrics(Path(arguments[-1].partition("=")[2]))
     return {
-        "losses": [step["loss"] for step in steps_done],
-        "bytes": [step["sync_bytes"] for step in steps_done],
-        "valid_loss": steps_done[-1]["valid_loss"],
-        "replica_distance": steps_done[-1].get("replica_distance"),
+        "losses": [round(step["loss"], 4) for step in steps],
+        "bytes": [step["sync_bytes"] for step in steps],
+        "valid_loss": steps[-1]["valid_loss"],
+        "replica_distance": steps[-1].get("replica_distance"),
     }
 
 
-def over_link(name: str, data: Path, output: Path, about: tuple[float, int]) -> dict:
-    """Mean seconds of a step over links of a rate, and the plan's."""
-    gbits, steps = about
-    arguments = flags(name, data, output, steps + 2)
+def over_link(arguments: list[str], output: Path, gbits: float) -> float:
+    """Mean seconds of a step over links of a rate; see the top."""
     with slow_links.linked(RANKS, gbits) as prefixes:
         slow_links.train(prefixes, arguments, output.with_name(f"{output.name}.log"))
-    seconds = mean(step["step_seconds"] for step in metrics(output)[2:])
-    device = f"cpu,network=ethernet-{gbits:g}"
-    answer = mtcli(
-        "plan", str(output / "config.toml"), "--gpus", str(RANKS), "--device", device, "--json", "-"
-    )
-    return {"seconds": seconds, "planned": json.loads(answer)["step_seconds"]}
+    steps = metrics(output)
+    of_kind: dict[int, list[float]] = {}
+    for step in steps[FIRST:]:
+        of_kind.setdefault(step["sync_bytes"], []).append(step["step_seconds"])
+    fastest = {kind: min(seconds) for kind, seconds in of_kind.items()}
+    return mean(fastest[step["sync_bytes"]] for step in steps if step["sync_bytes"] in fastest)
 
 
-def flags(name: str, data: Path, output: Path, steps: int) -> list[str]:
-    """The arguments of `mtcli train`: one config for all, and the strategy's own fields."""
+def planned(name: str, gbits: str, steps: int) -> float:
+    """Seconds of a timed step that plan predicts for links of a rate."""
+    device = f"cpu,network=ethernet-{gbits}"
+    words = ("--gpus", str(RANKS), "--device", device, "--json", "-")
+    return json.loads(mtcli("plan", *flags(name, steps, TIMED), *words))["step_seconds"]
+
+
+def flags(name: str, steps: int, more: Mapping[str, object] = MappingProxyType({})) -> list[str]:
+    """The arguments that name a run: one config for all, and the strategy's own fields."""
     model = {f"model.{field}": value for field, value in MODEL.items()}
-    run = {"train.steps": steps, "train.output": str(output), "train.eval_every": steps}
+    run = {"train.steps": steps, "train.eval_every": steps}
     run["optimizer.warmup_steps"] = min(10, steps)
-    fields = model | RUN | run | {"data.train": f'["{data}"]'} | STRATEGIES[name]
-    return [
-        "tiny",
-        *(word for field, value in fields.items() for word in ("--set", f"{field}={value}")),
-    ]
+    fields = model | RUN | run | STRATEGIES[name] | more
+    return ["tiny", *settings(fields)]
+
+
+def files(data: Path, output: Path) -> list[str]:
+    """The arguments that name what a run reads and, last, where it writes."""
+    return settings({"data.train": f'["{data}"]', "train.output": str(output)})
+
+
+def settings(fields: Mapping[str, object]) -> list[str]:
+    return [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
 
 
 def metrics(output: Path) -> list[dict]:

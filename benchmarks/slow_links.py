@@ -66,12 +66,8 @@ def train(prefixes: Sequence[list[str]], arguments: Sequence[str], log: Path) ->
     world, processes, cores = len(prefixes), [], sorted(os.sched_getaffinity(0))
     with log.open("w") as file:
         for rank, prefix in enumerate(prefixes):
-            told = {
-                "RANK": rank,
-                "WORLD_SIZE": world,
-                "LOCAL_RANK": rank,
-                "LOCAL_WORLD_SIZE": world,
-            }
+            # Each is a machine of its own: ranks of one would meet on loopback.
+            told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
             told |= {"OMP_NUM_THREADS": 1}
             env = os.environ | {name: str(value) for name, value in told.items()}
@@ -86,13 +82,14 @@ def train(prefixes: Sequence[list[str]], arguments: Sequence[str], log: Path) ->
 def _names(namespace: str, ranks: int) -> Path:
     """Writes what `ip netns exec` shows as /etc/hosts, and returns its folder.
 
-    torch asks for the name of each peer, also by its address in IPv6: a server would time out.
+    torch asks for the name of each peer by its address in IPv6, and a server for names, of which
+    there is none, would let it wait.
     """
     folder = Path("/etc/netns") / namespace
     folder.mkdir(parents=True, exist_ok=True)
-    forms = ("10.77.0.", "::ffff:10.77.0.")
-    lines = [f"{form}{i + 1} mtcli-{i}" for i in range(ranks) for form in forms]
-    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+    named = {"127.0.0.1": "localhost"} | {f"10.77.0.{i + 1}": f"mtcli-{i}" for i in range(ranks)}
+    lines = [f"{form}{at} {name}\n" for at, name in named.items() for form in ("", "::ffff:")]
+    (folder / "hosts").write_text("".join(lines))
     return folder
 
 

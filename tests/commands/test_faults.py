@@ -91,6 +91,34 @@ def test_a_rank_killed_in_a_step(drill, undisturbed):
     goes_on(drill, undisturbed(2), 2)
 
 
+REPLICAS = {
+    "lsgd": ["sync.method=lsgd", "sync.period=2", "optimizer.name=sgd", "optimizer.momentum=0.9"],
+    "diloco": ["sync.method=diloco", "sync.period=2"],
+}
+
+
+@pytest.mark.parametrize("method", REPLICAS)
+def test_a_replica_killed_between_exchanges_and_one_or_three_others_that_go_on(tmp_path, method):
+    """The others wait for it and end; as many go on as if nothing had been, others from one start:
+    DiLoCo's from the outer weights, LSGD's from the average."""
+    sync, whole, drill = REPLICAS[method], Drill(tmp_path / "whole"), Drill(tmp_path / "killed")
+    assert whole.train(nproc=2, settings=sync).codes == [0, 0]
+    run = drill.train(nproc=2, settings=sync, fault=partial(before_step, step=8, act=kill, on=1))
+    assert run.codes == [1, -signal.SIGKILL] and "--resume" in run.errors[0]
+    assert drill.steps() == [3, 6]
+    start = {"lsgd": "their average", "diloco": "the outer weights"}[method]
+    for nproc, who in ((1, "the run goes on"), (4, "all 4 replicas start")):
+        other = drill.folder / f"on {nproc}"
+        shutil.copytree(drill.output, other)
+        told = [*sync, f"train.output={other}"]
+        resumed = drill.train("--resume", nproc=nproc, settings=told)
+        assert resumed.codes == [0] * nproc, resumed.errors
+        assert f"note: the checkpoint has 2 replicas: {who} from {start}\n" in resumed.errors[0]
+        assert open_checkpoint(other).step == STEPS
+    resumed = drill.train("--resume", nproc=2, settings=sync)
+    assert resumed.codes == [0, 0] and drill.losses() == whole.losses()
+
+
 def gone_while_meeting(rank):
     """Rank 0, whose store the ranks meet by, is killed before they all have."""
     from mtcli.core.runtime import rendezvous

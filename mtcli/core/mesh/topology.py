@@ -106,6 +106,16 @@ class MixingGraph:
         return float(len(self._offsets(0)) - 1)
 
     @property
+    def most_sent(self) -> float:
+        """Tensors of a replica's size that the busiest one sends in a step."""
+        m = self.machine_size
+        if self.name == "hierarchical":
+            return (2.0 * (m - 1) + self.machines.most_sent) / m
+        return (
+            float(self.most_neighbours) if self.name in ("star", "grid") else self.sent_per_replica
+        )
+
+    @property
     def buffered_per_replica(self) -> float:
         """Tensors of a replica's size in the fullest one's memory, sent and received, in a mix."""
         if self.name == "full":

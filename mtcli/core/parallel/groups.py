@@ -20,7 +20,8 @@ from mtcli.core.parallel.transport.process_group import Transport, transport_bet
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
 # Every set of axes along which something is exchanged. Those that hold the same ranks share a
-# group, but for pipeline p2p: it has one per direction, and on NCCL one per sender and receiver.
+# group, but for pipeline p2p, which has one per direction, and on NCCL one per sender and receiver;
+# and for what replicas exchange, which may be under way while a step sums other things.
 AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "tp_row": ("tp_row",),
@@ -41,6 +42,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "pp_backward": ("pp",),
 }
 P2P = ("pp_forward", "pp_backward")
+OWN = (*P2P, "replicas")
 
 
 class Axis(NamedTuple):
@@ -150,7 +152,7 @@ def make_groups(
         known = {(world.ranks,): axes["world"]}
         for name, groups in lists.items():
             same = tuple(tuple(ranks) for ranks in groups)
-            axis = None if name in P2P else known.get(same)
+            axis = None if name in OWN else known.get(same)
             if axis is None:
                 axis = _connected(_axis(name, groups, world, timeout), timeout + LATER)
                 known.setdefault(same, axis)

@@ -12,10 +12,10 @@ from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.elements import RankElements
+from mtcli.core.plan.exchange import busiest_bytes
 from mtcli.core.plan.gpu_time import Physics, dense_gemms
 from mtcli.core.plan.grid import grid_traffic
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.sync_bytes import rank_sync_bytes
 from mtcli.core.plan.workload import Pass, Workload
 
 
@@ -171,7 +171,7 @@ def exchange_seconds(work: Workload, pp_rank: int, device: Device, physics: Phys
     if replicas == 1:
         return 0.0
     stride = work.layout.tp * work.layout.cp * work.layout.dp
-    sent = rank_sync_bytes(work, pp_rank).across
+    sent = busiest_bytes(work, pp_rank, tree=False)
     return ring_seconds(sent * replicas / (replicas - 1), replicas, stride, device, physics)
 
 

@@ -14,9 +14,9 @@ from operator import mul
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
 from mtcli.core.plan.communication import data_groups
 from mtcli.core.plan.elements import block_elements, rank_elements
+from mtcli.core.plan.exchange import busiest_bytes
 from mtcli.core.plan.gpu_time import dense_gemms
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.sync_bytes import rank_sync_bytes
 from mtcli.core.plan.workload import Costs, Pass, Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
@@ -183,14 +183,24 @@ def _link(device: Device, kind: Exchange, moved: float, size: int, stride: int =
     bytes; where they are on several machines it takes as long as a ring over their network."""
     if size == 1:
         return 0.0
-    latency, per_byte = calibration_of(device).links[kind]
     sent = moved * (size - 1) / size
-    here = latency + per_byte * sent
-    if device.host_network is None or size * stride <= device.node_size:
-        return here
-    ways = 2 if kind == "reduce" else 1
-    network = device.host_network
-    return max(here, ways * (sent / network.bandwidth + (size - 1) * network.latency))
+    if device.host_network is not None and size * stride > device.node_size:
+        ways = 2 if kind == "reduce" else 1
+        return _over_network(device, ways * sent, ways * (size - 1))
+    latency, per_byte = calibration_of(device).links[kind]
+    return latency + per_byte * sent
+
+
+def _over_network(device: Device, sent: float, messages: int) -> float:
+    """Seconds in which a rank sends so many bytes over the network, in messages one after another:
+    as long as they cross, or as long as gloo's sockets take a core, as they do for hops.
+
+    Costs are made longer where ranks share a core, in which time the network goes on by itself.
+    """
+    network, (latency, per_byte) = device.host_network, calibration_of(device).links["hop"]
+    assert network is not None, f"the ranks of {device.name} have no network between them"
+    crossing = sent / network.bandwidth + messages * network.latency
+    return max(latency * messages + per_byte * sent, crossing / device.crowd)
 
 
 def _tensor(work: Workload, device: Device) -> Pass:
@@ -259,7 +269,7 @@ def _gradients(pp_rank: int, work: Workload, device: Device) -> float:
 
 def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     """Mean seconds per step of what a rank sends to other replicas: as a gather of as much."""
-    replicas, sent = work.layout.replicas, rank_sync_bytes(work, pp_rank).across
+    replicas, sent = work.layout.replicas, busiest_bytes(work, pp_rank, tree=True)
     if replicas == 1:
         return 0.0
     stride = work.layout.tp * work.layout.cp * work.layout.dp

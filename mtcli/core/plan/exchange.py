@@ -4,11 +4,12 @@ from math import prod
 
 from mtcli.core.config.sync import DECENTRALIZED, PERIODIC
 from mtcli.core.mesh.sharding import owner_axes
+from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.plan.elements import trained_of_rank
 from mtcli.core.plan.sync_decentralized import decentralized_bytes, decentralized_state
 from mtcli.core.plan.sync_diloco import diloco_bytes, diloco_state
 from mtcli.core.plan.sync_easgd import easgd_bytes, easgd_state
-from mtcli.core.plan.sync_lsgd import lsgd_bytes, lsgd_state
+from mtcli.core.plan.sync_lsgd import lsgd_broadcasts, lsgd_bytes, lsgd_state
 from mtcli.core.plan.sync_onebit import onebit_bytes, onebit_state
 from mtcli.core.plan.workload import Workload
 
@@ -29,6 +30,24 @@ def exchanged_bytes(work: Workload, pp_rank: int) -> float:
         return onebit_bytes(*run, elements, work.sizes.weight)
     count = lsgd_bytes if sync.method == "lsgd" else easgd_bytes
     return count(*run, elements, master)
+
+
+def busiest_bytes(work: Workload, pp_rank: int, tree: bool) -> float:
+    """Mean bytes per step that leave the replica that sends most: a step takes as long as those.
+
+    The source of a broadcast sends all of it: to the next rank of a ring (NCCL), or, as the root of
+    a `tree`, to log2 of them (gloo).
+    """
+    sync, replicas = work.sync, work.layout.replicas
+    most = exchanged_bytes(work, pp_rank)
+    if sync.method in DECENTRALIZED and replicas > 1:
+        graph = MixingGraph.of(sync, replicas)
+        return most / graph.sent_per_replica * graph.most_sent
+    if sync.method == "lsgd":
+        width = work.sizes.master or work.sizes.weight
+        size = sum(owned_sizes(work, pp_rank).values()) * width
+        return size * lsgd_broadcasts(sync, work.steps, replicas, tree)
+    return most
 
 
 def exchange_state_bytes(work: Workload, pp_rank: int) -> int:

@@ -79,6 +79,7 @@ class Device:
     calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
     rates: Literal["datasheet", "calibration", "roofline"] = "datasheet"  # where they come from
     host_network: Link | None = None  # CPUs: joins every `node_size` ranks to the others
+    crowd: float = 1.0  # CPUs: ranks on a core
 
     @property
     def usable_bytes(self) -> float:
@@ -234,6 +235,7 @@ def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = Tru
         source="measured here, by steps of small models",
         calibration=known,
         rates="calibration",
+        crowd=crowd,
     )
 
 

@@ -1,6 +1,6 @@
 """Counts what LSGD sends along `replicas`, and the state that it keeps."""
 
-from math import lcm
+from math import ceil, lcm, log2
 
 from mtcli.core.config.sync import SyncConfig
 
@@ -22,6 +22,19 @@ def lsgd_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, width
     total += locally * (workers - 1) / workers * size * (sync.pull > 0.0)
     total += globally * (replicas - 1) / replicas * size * (sync.global_pull > 0.0)
     return total / steps
+
+
+def lsgd_broadcasts(sync: SyncConfig, steps: int, replicas: int, tree: bool) -> float:
+    """Copies of the weights that the busiest leader sends in a step, on average over a run: one to
+    the next of a ring, or to the root's ceil(log2 n) neighbours in a tree of n."""
+    found = 0
+    for period, pull, ranks in (
+        (sync.steps_between, sync.pull, sync.workers_of_group(replicas)),
+        (sync.steps_between_global, sync.global_pull, replicas),
+    ):
+        copies = ceil(log2(ranks)) if tree else min(1, ranks - 1)
+        found += steps // period * copies * (pull > 0.0)
+    return found / steps
 
 
 def lsgd_state(sync: SyncConfig) -> float:

@@ -46,6 +46,18 @@ def test_every_group_holds_the_ranks_that_differ_along_its_axes():
             assert seen[name] == (tuple(ranks), ranks.index(rank), tuple(ranks)), (rank, name)
 
 
+def replicas_groups(runtime, replicas):
+    layout = ParallelLayout(2, replicas=replicas)
+    groups = make_groups(layout, runtime.rank, runtime.device)
+    return [groups.axes[name].group is groups.world.group for name in ("data", "replicas")]
+
+
+@pytest.mark.parametrize(("replicas", "shared"), [(1, [True, False]), (2, [False, False])])
+def test_what_replicas_exchange_holds_up_no_sum_over_all_ranks(replicas, shared):
+    """Both may be under way, and a communicator of NCCL runs one after the other."""
+    assert run_ranks(2, replicas_groups, replicas) == [shared] * 2
+
+
 def test_alone_every_axis_is_this_rank_without_a_process_group():
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     assert {axis.size for axis in groups.axes.values()} == {1}

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
 from mtcli.core.plan.cpu_time import row_at
-from mtcli.core.plan.hardware import HERE
+from mtcli.core.plan.hardware import HERE, Link
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.workload import Workload
@@ -221,3 +222,41 @@ def test_a_searchs_bound_holds_on_a_measured_cpu(axes):
     for ranks in (1, 2):
         p = step(replace(MADE_UP, ranks=ranks), world=2, **axes)
         assert 0 < lower_bound(p.work, p.device) <= p.step_seconds * (1 + 1e-9)
+
+
+def over_network(known, world, bandwidth, **fields):
+    """Predicted costs of ranks that each have a link of so many bytes a second."""
+    layout = ParallelLayout(world, **({"replicas": world} if fields else {}))
+    sizes = {"seq_len": S, "micro_batch_size": 2, "precision": "fp32"}
+    work = Workload(
+        model=GPT, layout=layout, global_batch_size=2 * world, steps=16, **sizes, **fields
+    )
+    here = replace(HERE, node_size=1, host_network=Link(bandwidth, 0.0))
+    crowd = known.crowd(world)
+    return predict_workload(work, replace(here, calibration=known, crowd=crowd)).costs
+
+
+def test_ranks_that_share_a_core_share_no_link():
+    elements = 12 * D * D * L + 13 * D * L + 2 * D + V * D + S * D
+    crossing = 2 * 3 / 4 * 4 * elements / 1e6
+    free = priced(launches=1.0)
+    for ranks in (4, 1):
+        assert over_network(replace(free, ranks=ranks), 4, 1e6).gradients == pytest.approx(crossing)
+    sockets = replace(free, links=FREE.links | {"hop": (0.0, 3e-6)})
+    slower = over_network(replace(sockets, ranks=2), 4, 1e6).gradients
+    assert slower == pytest.approx(2 * 3 * crossing), "two ranks on a core, each 3 us for a byte"
+
+
+@pytest.mark.parametrize(
+    ("sync", "tensors"),
+    [
+        ({"method": "decentlam"}, 2),  # to both neighbours
+        ({"method": "decentlam", "topology": "star"}, 3),  # the centre, to all others
+        ({"method": "lsgd", "group_size": 2}, 1 / 4 + 2 / 16),  # a pair, and a tree of four
+        ({"method": "easgd"}, 2 * 3 / 4 / 4),
+    ],
+)
+def test_an_exchange_takes_as_long_as_its_busiest_rank_sends(sync, tensors):
+    elements = 12 * D * D * L + 13 * D * L + 2 * D + V * D + S * D
+    costs = over_network(priced(launches=1.0), 4, 1e6, sync=SyncConfig(**sync), optimizer="sgd")
+    assert costs.gradients == pytest.approx(tensors * 4 * elements / 1e6)

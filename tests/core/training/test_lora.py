@@ -1,12 +1,14 @@
 """LoRA: the one-rank run on every layout, peft's adapters both ways, and what checkpoints hold."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from chats import save_model, sums, write_lines
 from parity_runs import Row, compare
+from ranks import run_ranks
 
 from mtcli.core.checkpoint.fine_tuning import source_of
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -167,14 +169,38 @@ def test_a_resumed_run_goes_on_bit_for_bit(home):
     through = run(config(home, "llama", "train.steps=4", f"train.output={home / 'a'}"))
     run(config(home, "llama", "train.steps=4", f"train.output={home / 'b'}", "train.save_every=2"))
     steps = home / "b" / "checkpoints"
-    import shutil
-
     shutil.rmtree(steps / "step-00000004")
     again = config(home, "llama", "train.steps=4", f"train.output={home / 'b'}")
     train(again, ALONE, resume=True, measure_peak=lambda: 1e12)
     resumed = open_checkpoint(home / "b")
     for name in through.adapters.own.names():
         assert torch.equal(through.adapters.own.read(name), resumed.adapters.own.read(name)), name
+
+
+def replicas_trained(runtime, config, resumes):
+    """The adapters of each replica after a run, by name, and what it said of its start."""
+    train(config, runtime, resume=resumes, measure_peak=lambda: 1e12)
+    own = open_checkpoint(Path(config.train.output)).adapters.own
+    mine = own.replica(runtime.rank) if own.replicas > 1 else own
+    return own.replicas, {name: mine.read(name) for name in mine.names() if "/" not in name}
+
+
+def test_adapters_of_replicas_are_kept_each_and_go_on_bit_for_bit_or_from_their_start(home):
+    save_model(home / "llama")
+    sync = ["sync.method=diloco", "sync.period=3", "batch.micro_batch_size=1", "train.steps=4"]
+    through = config(home, "llama", *sync, f"train.output={home / 'a'}")
+    stopped = config(home, "llama", *sync, f"train.output={home / 'b'}", "train.save_every=2")
+    whole = run_ranks(2, replicas_trained, through, False)
+    run_ranks(2, replicas_trained, stopped, False)
+    shutil.rmtree(home / "b" / "checkpoints" / "step-00000004")
+    again = run_ranks(2, replicas_trained, stopped, True)
+    for (count, one), (_, other) in zip(whole, again, strict=True):
+        assert count == 2 and one.keys() == other.keys() and all(".adapter." in n for n in one)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    apart = [name for name in whole[0][1] if not torch.equal(whole[0][1][name], whole[1][1][name])]
+    assert apart, "the last step is each replica's own"
+    longer = config(home, "llama", *sync[:-1], f"train.output={home / 'a'}", "train.steps=6")
+    assert [count for count, _ in run_ranks(4, replicas_trained, longer, True)] == [1] * 4
 
 
 def test_a_base_that_is_gone_or_changed_is_refused(home):
