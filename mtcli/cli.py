@@ -155,6 +155,7 @@ COMMANDS: dict[str, Target] = {
     for name, purpose in (
         ("curate", "Clean, filter, deduplicate and decontaminate a corpus"),
         ("preprocess", "Turn text into token files"),
+        ("data", "Say which documents a training step consumed"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
         ("train", "Train or fine-tune a model from a config"),
         ("eval", "Evaluate a checkpoint on WikiText-103, LAMBADA, RACE"),

@@ -254,6 +254,11 @@ def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> n
     return spans[:, stop > start]
 
 
+def train_split(data: DataConfig) -> str:
+    """The split of `data.train`: all of it trains where `data.valid` has files of its own."""
+    return "1,0,0" if data.valid else data.split
+
+
 def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Indexed]]:
     """Opens the datasets that `words` name, and their blend.
 

@@ -13,7 +13,7 @@ from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import parse_split
 from mtcli.core.data.indexed import describe
-from mtcli.core.data.loader import Batches
+from mtcli.core.data.loader import Batches, train_split
 from mtcli.core.data.packing import PackedConversations
 
 
@@ -22,7 +22,7 @@ class ConsumedSamples:
 
     def __init__(self, config: RunConfig, batches: Batches | PackedConversations) -> None:
         self.batches, self.batch = batches, config.batch
-        self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
+        self.split = parse_split(train_split(config.data))
         self.weights = batches.weights or (None,) * len(batches.prefixes)
         files = zip(batches.prefixes, batches.files, strict=True)
         self.hashes = [(_sha256(prefix), sampled_hash(paths)) for prefix, paths in files]

@@ -29,6 +29,7 @@ from mtcli.core.data.loader import (
     require_ids,
     require_named,
     require_stated_ids,
+    train_split,
 )
 from mtcli.core.data.packing import open_conversations
 from mtcli.core.mesh.parameters import stage_layers
@@ -263,12 +264,10 @@ def open_loader(
         )
         conversations.num_samples, conversations.planned = samples, planned or samples
         return MicroBatchLoader(conversations, config, groups)
-    paths, which, split = data.train, "train", data.split
+    paths, which, split = data.train, "train", train_split(data)
     if validation:
         paths, which = data.valid or data.train, "valid"
         split = "0,1,0" if data.valid else split
-    elif data.valid:
-        split = "1,0,0"  # data.valid holds nothing back from data.train
     if config.model.head != "lm":
         encoded = encoder_batches(config, paths, split, which, samples)
         return MicroBatchLoader(encoded, config, groups)
