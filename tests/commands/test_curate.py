@@ -41,6 +41,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.timeout(900)
 def test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes(corpus):
     arguments = ["curate", "a.jsonl", "b.jsonl", "--set", STAGES]
     began = time.monotonic()
