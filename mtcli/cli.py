@@ -156,6 +156,7 @@ COMMANDS: dict[str, Target] = {
         ("curate", "Clean, filter, deduplicate and decontaminate a corpus"),
         ("preprocess", "Turn text into token files"),
         ("select", "Choose a core-set of the training data"),
+        ("data", "Say which documents a training step consumed"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
         ("train", "Train or fine-tune a model from a config"),
         ("sweep", "Train many models of one shape as one array"),

@@ -22,6 +22,12 @@ SLOW = {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
         "test_an_ensemble_is_of_classifiers_of_one_kind": (),
     },
+    "test_curate.py": {
+        "test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes": (),
+    },
+    "test_curate_run.py": {
+        "test_near_duplicates_are_those_of_exact_all_pairs": ("0.8",),
+    },
     "test_bench_gpu.py": {
         "test_a_pair_is_measured_in_processes_of_their_own_and_kept": (),
         "test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read": (),

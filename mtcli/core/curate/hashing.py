@@ -61,17 +61,16 @@ def jaccard(one: Array, other: Array) -> float:
 
 def _windows(joined: str, size: int) -> Array:
     """The mixed hash of the window at every character; beyond the end there are zeros."""
-    if joined.isascii():
-        packed = _packed_bytes(joined.encode(), size)
-    else:
-        packed = _packed_characters(joined, size)
+    packed = _packed(joined.encode("ascii", "replace"), size)
+    if not joined.isascii():
+        _add_others(packed, joined, size)
     packed *= MULTIPLIER
     packed ^= packed >> np.uint64(32)
     return packed
 
 
-def _packed_bytes(data: bytes, size: int) -> Array:
-    """Packs windows of bytes, eight to a word, as `_packed_characters` does characters."""
+def _packed(data: bytes, size: int) -> Array:
+    """Packs windows of bytes: eight to a word, each word times SECOND for each that follows."""
     view = unaligned(data + bytes(size + PACKED), len(data) + size)
     total = view[: len(data)] & MASKS[min(size, PACKED)]
     for start in range(PACKED, size, PACKED):
@@ -80,19 +79,20 @@ def _packed_bytes(data: bytes, size: int) -> Array:
     return total
 
 
-def _packed_characters(joined: str, size: int) -> Array:
-    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
-    ascii_codes = codes < 128
-    # A larger code gets 64 random bits, or it would run over into its neighbours' bits.
-    codes = np.where(ascii_codes, codes, mix(codes))
-    count = codes.size
-    codes = np.concatenate([codes, np.zeros(size, np.uint64)])
-    total = np.zeros(count, np.uint64)
-    for start in range(0, size, PACKED):
-        total *= SECOND
-        for place in range(start, min(start + PACKED, size)):
-            total += codes[place : place + count] << np.uint64(8 * (place - start))
-    return total
+def _add_others(packed: Array, joined: str, size: int) -> None:
+    """Puts characters that are not ASCII into the windows where a question mark stands for them.
+
+    Each gets 64 bits of its own, or it would run over into its neighbours' bits.
+    """
+    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
+    places = np.flatnonzero(codes >= 128)
+    added = mix(codes[places].astype(np.uint64)) - np.uint64(ord("?"))
+    words = -(-size // PACKED)
+    for back in range(size):
+        inside = places >= back
+        scale = pow(int(SECOND), words - 1 - back // PACKED, 1 << 64)
+        shifted = (added[inside] << np.uint64(8 * (back % PACKED))) * np.uint64(scale)
+        packed[places[inside] - back] += shifted  # no place twice
 
 
 def _close_ends(hashes: Array, texts: Sequence[str], offsets: Array, size: int) -> None:

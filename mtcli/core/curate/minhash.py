@@ -6,7 +6,7 @@ kept, as b-bit minwise hashing (Li and König 2010) does: enough to tell a likel
 one before any text is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,7 @@ from mtcli.core.curate.hashing import SECOND, Array, mix, shingle_hashes
 
 RECALL = 0.995  # of pairs at the threshold, at least
 SEED = 0x4D54
+GROUP = 1 << 16
 
 
 def bands_of(config: FuzzyConfig) -> tuple[int, int]:
@@ -41,20 +42,30 @@ def _signatures(
     config: FuzzyConfig, digests: Callable, documents: list[Document], _: Batch
 ) -> dict[str, Array]:
     bands, rows = bands_of(config)
-    whole = np.zeros((len(documents), config.hashes), np.uint32)
-    # Texts of ASCII apart from others: their shingles are packed six times as fast.
-    is_ascii = np.fromiter((d.text.isascii() for d in documents), bool, len(documents))
-    for members in (np.flatnonzero(is_ascii), np.flatnonzero(~is_ascii)):
-        if members.size:
-            hashes, offsets = shingle_hashes(
-                [documents[index].text for index in members], config.shingle
-            )
-            found = digests(hashes, offsets, config.hashes, SEED)
-            whole[members] = np.array(found.to_rows(), np.uint32)
+    parts = [np.zeros((0, config.hashes), np.uint32)]
+    for texts in _groups([document.text for document in documents]):
+        hashes, offsets = shingle_hashes(texts, config.shingle)
+        found = digests(hashes, offsets, config.hashes, SEED)
+        parts.append(np.array(found.to_rows(), np.uint32))
+    whole = np.concatenate(parts)
     return {
         "signatures": whole.astype(np.uint8),
         "bands": _band_hashes(whole[:, : bands * rows].reshape(-1, bands, rows)),
     }
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """Groups of texts of about GROUP characters: their hashes stay in a core's cache."""
+    held: list[str] = []
+    size = 0
+    for text in texts:
+        held.append(text)
+        size += len(text)
+        if size >= GROUP:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 def _band_hashes(values: Array) -> Array:
@@ -62,5 +73,5 @@ def _band_hashes(values: Array) -> Array:
     total = np.zeros(values.shape[:2], np.uint64)
     for row in range(values.shape[2]):
         total *= SECOND
-        total += mix(values[:, :, row].astype(np.uint64) + np.uint64(row))
-    return total
+        total += values[:, :, row]
+    return mix(total)

@@ -8,19 +8,18 @@ from functools import partial
 
 import numpy as np
 
-from mtcli.core.curate.batch import IN_TOKEN, LETTERS, Batch, Tokens
+from mtcli.core.curate.batch import LETTERS, Batch, Tokens
 from mtcli.core.curate.config import RulesConfig
-from mtcli.core.curate.hashing import Array, token_hashes, unaligned
+from mtcli.core.curate.hashing import MASKS, Array, unaligned
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
-BULLETS = ("-", "*", "\u2022", "\u2023", "\u25e6", "\u00b7")
+PACKED_STOP_WORDS = [np.uint64(int.from_bytes(word.encode(), "little")) for word in STOP_WORDS]
+BULLETS = frozenset("-*\u2022\u2023\u25e6\u00b7")
 ELLIPSES = ("...", "\u2026")
 LETTER = np.zeros(256, bool)
 LETTER[list(LETTERS)] = True
 LETTER[128:] = True
-CONTINUED = slice(0x80, 0xC0)  # bytes of UTF-8 that begin no character
-BEGINS = np.ones(256, bool)
-BEGINS[CONTINUED] = False
+FAR = 16  # bytes of a word in which a letter is looked for
 
 
 def make_rules(config: RulesConfig) -> Callable[[Batch], None]:
@@ -60,46 +59,43 @@ def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
 def _characters(batch: Batch, tokens: Tokens) -> Array:
     """Characters in the words of each document [documents]."""
     data, offsets = batch.lowered
-    seen = np.frombuffer(data, np.uint8)
-    inside = IN_TOKEN[seen] & BEGINS[seen]
-    return _sums(inside, offsets)
-
-
-def _sums(flags: Array, offsets: Array) -> Array:
-    """Counts what is true from each offset to the next."""
-    starts = np.minimum(offsets[:-1], flags.size - 1)
-    return np.add.reduceat(flags, starts, dtype=np.int64) if starts.size else starts
+    totals = np.concatenate([[0], np.cumsum(tokens.stops - tokens.starts)])
+    sizes = totals[tokens.bounds[1:]] - totals[tokens.bounds[:-1]]
+    if data.isascii():
+        return sizes
+    # Bytes of UTF-8 that begin no character.
+    continued = (np.frombuffer(data, np.int8) < -64).view(np.uint8)
+    return sizes - np.add.reduceat(continued, offsets[:-1], dtype=np.int64)
 
 
 def _with_letters(batch: Batch, tokens: Tokens) -> Array:
-    """Counts words that have a letter [documents]."""
-    if not tokens.starts.size:
-        return np.zeros(len(batch.documents), np.int64)
+    """Counts words that have a letter among their first FAR bytes [documents]."""
     data, _ = batch.lowered
-    letters = LETTER[np.frombuffer(data, np.uint8)]
-    have = np.logical_or.reduceat(letters, tokens.starts)
-    return np.bincount(tokens.owners, have, len(batch.documents))
+    seen = np.frombuffer(data, np.uint8)
+    has = LETTER[seen[tokens.starts]]
+    left = np.flatnonzero(~has)
+    for place in range(1, FAR):
+        left = left[tokens.starts[left] + place < tokens.stops[left]]
+        found = LETTER[seen[tokens.starts[left] + place]]
+        has[left[found]] = True
+        left = left[~found]
+    totals = np.concatenate([[0], np.cumsum(has)])
+    return totals[tokens.bounds[1:]] - totals[tokens.bounds[:-1]]
 
 
 def _stop_words(batch: Batch, tokens: Tokens) -> Array:
     """Counts which of STOP_WORDS each document has [documents]."""
+    data, _ = batch.lowered
     lengths = tokens.stops - tokens.starts
     short = np.flatnonzero(lengths <= max(map(len, STOP_WORDS)))
-    some = tokens._replace(starts=tokens.starts[short], stops=tokens.stops[short])
-    hashes, owners = batch.hashes_of(some), tokens.owners[short]
+    words = unaligned(data, len(data) - 8)[tokens.starts[short]] & MASKS[lengths[short]]
+    owners = tokens.owners[short]
     count = np.zeros(len(batch.documents), np.int64)
-    for word in STOP_WORDS:
+    for packed in PACKED_STOP_WORDS:
         has = np.zeros(len(batch.documents), bool)
-        has[owners[hashes == hash_of(word)]] = True
+        has[owners[words == packed]] = True
         count += has
     return count
-
-
-def hash_of(word: str) -> np.uint64:
-    """The hash that a batch gives a word."""
-    data = word.encode()
-    view = unaligned(data + bytes(16), len(data) + 8)
-    return token_hashes(view, np.zeros(1, np.int64), np.full(1, len(data)))[0]
 
 
 def _lines_and_symbols(batch: Batch) -> tuple[Array, Array, Array, Array]:
@@ -107,13 +103,11 @@ def _lines_and_symbols(batch: Batch) -> tuple[Array, Array, Array, Array]:
     rows = np.zeros((4, len(batch.documents)))
     for index in batch.alive():
         text = batch.documents[index].text
-        rows[2, index] = text.count("#")
-        rows[3, index] = sum(map(text.count, ELLIPSES))
-        may_bullet = any(bullet in text for bullet in BULLETS)
-        if not (may_bullet or rows[3, index]):
-            continue
-        lines = [line.strip() for line in text.split("\n") if line and not line.isspace()]
+        ellipses = sum(map(text.count, ELLIPSES))
+        rows[2:, index] = text.count("#"), ellipses
+        lines = [line for line in map(str.strip, text.split("\n")) if line]
         if lines:
-            rows[0, index] = sum(line.startswith(BULLETS) for line in lines) / len(lines)
-            rows[1, index] = sum(line.endswith(ELLIPSES) for line in lines) / len(lines)
+            rows[0, index] = sum([line[0] in BULLETS for line in lines]) / len(lines)
+            if ellipses:
+                rows[1, index] = sum(line.endswith(ELLIPSES) for line in lines) / len(lines)
     return rows[0], rows[1], rows[2], rows[3]

@@ -43,10 +43,12 @@ def plan_shards(corpus: Corpus, shard_bytes: int, by_source: bool) -> ShardPlan:
     """Divides the sort keys so that shards have about `shard_bytes` of lines each."""
     sampled: list[tuple[bytes, int]] = []
     for index, part in enumerate(corpus.parts):
-        if part.against or not part.count:
+        if part.against:
             continue
         keys = sort_keys(corpus, index, by_source)
-        order = sorted(range(len(keys)), key=keys.__getitem__)
+        order = sorted(np.flatnonzero(corpus.alive_of(index)).tolist(), key=keys.__getitem__)
+        if not order:
+            continue
         lengths = np.diff(part.array("line_ends"), prepend=0)
         step = -(-len(order) // SAMPLED)
         for start in range(0, len(order), step):

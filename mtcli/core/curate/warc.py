@@ -20,6 +20,7 @@ from mtcli.core.runtime.process_pool import Progress
 
 HTML = ("text/html", "application/xhtml+xml")
 RECORDS = ("response", "resource")
+ENCODINGS = ("Content-Encoding", "Transfer-Encoding")
 END = b"\r\n\r\n"
 Extract = Callable[[bytes], str]
 
@@ -32,7 +33,7 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
     warc = require("fastwarc.warc", "extract")
     number, last = 0, 0
     with open_untrusted(source.path) as file:
-        records = warc.ArchiveIterator(file, parse_http=True)
+        records = warc.ArchiveIterator(file, parse_http=True, auto_decode="all")
         while True:
             number += 1
             try:
@@ -69,15 +70,19 @@ def _document(record: Any, name: str, number: int) -> Document | BadRecord | Non
     if record.headers.get("WARC-Type") not in RECORDS:
         return None
     headers = record.headers
-    status, kind = 200, headers.get("Content-Type") or ""
+    status, kind, encoded = 200, headers.get("Content-Type") or "", False
     if record.http_headers is not None:
         status = record.http_headers.status_code
+        encoded = any(record.http_headers.get(name) for name in ENCODINGS)
         kind = record.http_content_type or record.http_headers.get("Content-Type") or ""
     if status != 200 or not kind.lower().startswith(HTML):
         return None
     if record.content_length > HELD_BYTES:
         return BadRecord(name, number, f"a record of {record.content_length:,} bytes")
+    size = record.content_length
     html = record.reader.read()
+    if not encoded and len(html) != size:
+        raise ValueError(f"{len(html):,} bytes of {size:,}")
     identity = (headers.get("WARC-Record-ID") or "").strip("<>")
     key = key_of(identity) if identity else made_key(name, number)
     assert key is not None, "text is an id"

@@ -19,9 +19,9 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import Count, Positive, Section
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import load_json
-from mtcli.core.data.blend import split_range
+from mtcli.core.data.blend import chosen, split_range
 from mtcli.core.data.indexed import Indexed
-from mtcli.core.data.loader import SampleId, open_blend, token_files
+from mtcli.core.data.loader import Batches, SampleId, open_blend, token_files
 from mtcli.core.runtime.atomic_writes import aside
 
 FIELD = "data.subset"
@@ -275,10 +275,10 @@ class SubsetBatches:
 
     def adopt(self, subset: Subset, first: int) -> None:
         """Takes another subset of the same data from sample `first` on."""
-        chosen = members(subset, self.sequences.counts)
-        starts = np.append(0, self.sequences.ends)[chosen.source]
-        self.members, self.first = starts + chosen.place, first
-        self.member_weights = chosen.weights.astype(np.float32)
+        found = members(subset, self.sequences.counts)
+        starts = np.append(0, self.sequences.ends)[found.source]
+        self.members, self.first = starts + found.place, first
+        self.member_weights = found.weights.astype(np.float32)
         self._epoch = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -338,6 +338,21 @@ class SubsetBatches:
             order = random.permutation(len(self.members))
             self._epoch = (epoch, order)
         return order
+
+
+def token_batches(
+    config: RunConfig,
+    which: Which,
+    subset: Subset | None,
+    num_samples: int,
+    planned: int | None = None,
+) -> Batches | SubsetBatches:
+    """Opens so many samples of a run's token data, or of a subset of it; see `Batches`."""
+    paths, split = chosen(config.data, which)
+    size, seed = config.batch.seq_len, config.data_seed
+    if subset is not None:
+        return SubsetBatches(TokenSequences(paths, split, size, which), subset, num_samples, seed)
+    return Batches(paths, split, which, num_samples, size, seed, planned)
 
 
 def subset_facts(subset: Subset) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedBatch
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.blend import parse_split
+from mtcli.core.data.blend import chosen, parse_split
 from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.loader import Batches
 from mtcli.core.data.packing import PackedConversations
@@ -54,7 +54,7 @@ class ConsumedSamples:
         subset: Subset | None = None,
     ) -> None:
         self.batches, self.batch = batches, config.batch
-        self.split = parse_split("1,0,0" if config.data.valid else config.data.split)
+        self.split = parse_split(chosen(config.data, "train")[1])
         self.weights = batches.weights or (None,) * len(batches.prefixes)
         files = zip(batches.prefixes, batches.files, strict=True)
         self.hashes = [(stated_hash(prefix), sampled_hash(paths)) for prefix, paths in files]

@@ -20,7 +20,6 @@ from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.blend import chosen
 from mtcli.core.data.encoder_batches import encoder_batches
 from mtcli.core.data.encoder_rows import CountedRows
 from mtcli.core.data.loader import (
@@ -33,7 +32,7 @@ from mtcli.core.data.loader import (
     require_stated_ids,
 )
 from mtcli.core.data.packing import open_conversations
-from mtcli.core.data.subset import Subset, SubsetBatches, TokenSequences, require_subset
+from mtcli.core.data.subset import Subset, require_subset, token_batches
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -273,8 +272,7 @@ def _open_batches(
     config: RunConfig, which: Which, subset: Subset | None, planned: int | None
 ) -> Any:
     """The samples of a run by global id, of what its data and its model's head are."""
-    train, seed = config.train, config.data_seed
-    steps = train.eval_batches if which == "valid" else train.steps
+    steps = config.train.eval_batches if which == "valid" else config.train.steps
     samples = steps * config.batch.global_batch_size
     if config.data.format == "conversations":
         conversations = open_conversations(config, starting_tokenizer(config), which)
@@ -285,13 +283,9 @@ def _open_batches(
         if subset is not None:
             require_sources(subset, encoded.prefixes, encoded.files)
         return encoded
-    paths, split = chosen(config.data, which)
+    batches = token_batches(config, which, subset, samples, planned)
     if subset is not None:
-        sequences = TokenSequences(paths, split, config.batch.seq_len)
-        require_sources(subset, sequences.prefixes, sequences.files, sequences.shares)
-        batches: Any = SubsetBatches(sequences, subset, samples, seed)
-    else:
-        batches = Batches(paths, split, which, samples, config.batch.seq_len, seed, planned)
+        require_sources(subset, batches.prefixes, batches.files, batches.weights)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return batches
 

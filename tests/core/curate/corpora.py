@@ -1,4 +1,4 @@
-"""Corpora that tests make: WARC files of real pages, JSON lines, and outputs read back."""
+"""Corpora that tests make: WARC files, JSON lines, and outputs read back."""
 
 import gzip
 import io

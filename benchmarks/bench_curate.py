@@ -1,0 +1,332 @@
+"""Measures `mtcli curate`: each stage per core, recall and F1 of duplicates, beside its peers.
+
+    python benchmarks/bench_curate.py [--mb 20] [--repeats 3] [--json FILE]
+
+Rates are megabytes of text per second of processor time, of one process with one thread: the best of
+--repeats, the contenders taking turns in this process, so that ratios hold on a busy machine too.
+The text is made of the sentences of this project's documentation and of Python's own, in random
+order. datatrove is measured where it is installed; datasketch, rensa's own LSH and jusText come with
+the test extra.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pydoc
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from importlib.util import find_spec
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from mtcli.core.curate.batch import BATCH_BYTES, Batch
+from mtcli.core.curate.config import load_config
+from mtcli.core.curate.documents import Document
+from mtcli.core.curate.hashing import jaccard, shingle_set
+from mtcli.core.curate.minhash import make_signatures
+from mtcli.core.curate.pipeline import curate
+from mtcli.core.curate.request import CurateRequest
+from mtcli.core.curate.stages import make_stage
+from mtcli.core.curate.warc import make_extract
+
+ROOT = Path(__file__).parent.parent
+MODULES = ["argparse", "csv", "heapq", "shutil", "textwrap", "tarfile", "zipfile", "pathlib", "logging", "random"]
+PLANTED = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+ALL = ["normalise", "language", "rules", "exact", "fuzzy"]
+
+
+def sentences():
+    pages = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    pages += [pydoc.plain(pydoc.render_doc(importlib.import_module(name))) for name in MODULES]
+    text = re.sub(r"[|`#>*_]+", " ", "\n".join(pages))
+    found = [" ".join(part.split()) for part in re.split(r"(?<=[.:;])\s", text)]
+    return [part for part in found if 30 < len(part) < 400]
+
+
+def texts_of(megabytes, source):
+    parts, made, size = sentences(), [], 0
+    while size < megabytes * 1e6:
+        text = " ".join(source.choice(parts) for _ in range(source.randrange(8, 32)))
+        text = text.replace("'", "\u2019") if source.random() < 0.3 else text
+        made.append(text)
+        size += len(text.encode())
+    return made
+
+
+def batches_of(texts):
+    held, size = [], 0
+    for number, text in enumerate(texts):
+        held.append(Document(b"1%d" % number, "s", text, len(text.encode())))
+        size += held[-1].size
+        if size >= BATCH_BYTES:
+            yield Batch(held)
+            held, size = [], 0
+    yield Batch(held)
+
+
+def best(contenders, repeats):
+    """The least processor seconds of each, the contenders taking turns."""
+    least = dict.fromkeys(contenders, float("inf"))
+    for _ in range(repeats):
+        for name, work in contenders.items():
+            began = time.process_time()
+            work()
+            least[name] = min(least[name], time.process_time() - began)
+    return least
+
+
+def stage_rates(texts, repeats):
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    config = load_config(None)
+    stages = {name: make_stage(name, config) for name in ("normalise", "language", "rules")}
+    signatures = make_signatures(config.fuzzy)
+
+    def over(stage):
+        def work():
+            for batch in batches_of(texts):
+                stage(batch)
+
+        return work
+
+    contenders = {name: over(stage) for name, stage in stages.items()}
+    contenders["signatures"] = over(lambda batch: signatures(batch.documents, batch))
+    return {name: size / seconds for name, seconds in best(contenders, repeats).items()}
+
+
+def extraction_rates(repeats):
+    pages = [
+        pydoc.HTMLDoc().page(name, pydoc.HTMLDoc().document(importlib.import_module(name))).encode()
+        for name in MODULES
+    ]
+    size = sum(map(len, pages)) / 1e6
+
+    def over(engine):
+        extract = make_extract(load_config(None, [f"extract.engine={engine}"]).extract)
+
+        def work():
+            documents = [Document(b"1", "s", "", 0, {}, page) for page in pages]
+            extract(Batch(documents))
+
+        return work
+
+    contenders = {engine: over(engine) for engine in ("resiliparse", "justext")}
+    return {name: size / seconds for name, seconds in best(contenders, repeats).items()}
+
+
+def run_curate(path, output, stages, *settings):
+    config = load_config(None, [f"stages={stages}", "rules.min_words=1", *settings])
+    return curate(CurateRequest((str(path),), Path(output), config, force=True), lambda _: None)
+
+
+def whole_rates(texts, repeats, folder):
+    """End to end, from JSON lines to shards, on one worker; and peers' duplicates."""
+    path = folder / "corpus.jsonl"
+    records = [{"id": f"d{n:07d}", "text": text} for n, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    contenders = {
+        "fuzzy": lambda: run_curate(path, folder / "fuzzy", ["fuzzy"]),
+        "pipeline": lambda: run_curate(path, folder / "all", ALL),
+    }
+    rates = {name: size / seconds for name, seconds in best(contenders, repeats).items()}
+    few = texts[: max(50, len(texts) // 40)]  # peers are slow: a fortieth of the text
+    small = sum(len(text.encode()) for text in few) / 1e6
+    peers = {"datasketch": lambda: datasketch_pairs(few, 0.8)}
+    if find_spec("datatrove"):
+        peers["datatrove signatures"] = lambda: datatrove_signatures(few)
+    for name, seconds in best(peers, repeats).items():
+        rates[name] = small / seconds
+    return rates
+
+
+# Peers
+
+
+def shingles(text, size=5):
+    return {text[i : i + size] for i in range(max(1, len(text) - size + 1))}
+
+
+def datasketch_pairs(texts, threshold, hashes=192):
+    from datasketch import MinHash, MinHashLSH
+
+    index, found = MinHashLSH(threshold=threshold, num_perm=hashes), set()
+    for number, text in enumerate(texts):
+        sketch = MinHash(num_perm=hashes)
+        sketch.update_batch([part.encode() for part in shingles(text)])
+        found |= {(other, number) for other in index.query(sketch)}
+        index.insert(number, sketch)
+    return found
+
+
+def rensa_pairs(texts, threshold, hashes=192):
+    from rensa import RMinHash, RMinHashLSH
+
+    index, found = RMinHashLSH(threshold=threshold, num_perm=hashes, num_bands=24), set()
+    for number, text in enumerate(texts):
+        sketch = RMinHash(num_perm=hashes, seed=42)
+        sketch.update(sorted(shingles(text)))
+        found |= {(other, number) for other in index.query(sketch)}
+        index.insert(number, sketch)
+    return found
+
+
+def datatrove_signatures(texts):
+    from datatrove.data import Document as Other
+    from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+
+    block = MinhashDedupSignature(tempfile.mkdtemp(), MinhashConfig())
+    for number, text in enumerate(texts):
+        found = block.get_shingles(Other(text=text, id=str(number)).text)
+        if found.size:
+            block.get_signature(found)
+
+
+def our_pairs(texts, folder, threshold):
+    """Pairs within a cluster, as the peers' are: (kept, removed)."""
+    path = folder / "labelled.jsonl"
+    records = [{"id": number, "text": text} for number, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = [f"fuzzy.threshold={threshold}"]
+    report = run_curate(path, folder / "labelled", ["fuzzy"], *settings)
+    found = set()
+    for cluster in report["clusters"]["fuzzy"]["shown"]:
+        members = [cluster["kept_id"], *(one["id"] for one in cluster["removed"])]
+        found |= set(combinations(sorted(members), 2))
+    return found
+
+
+# Quality of the duplicates
+
+
+def at_jaccard(text, wanted, source):
+    """A copy whose 5-character shingles have about the Jaccard similarity that is wanted."""
+    words = text.split()
+    while jaccard(shingle_set(text, 5), shingle_set(" ".join(words), 5)) > wanted:
+        words[source.randrange(len(words))] = f"{source.randrange(10**6):x}"
+    return " ".join(words)
+
+
+def recall(folder, source, pairs=60):
+    """By planted similarity: the share of pairs at 0.8 and above that were found, and of pairs
+    below it how many were removed."""
+    texts, planted = texts_of(pairs * len(PLANTED) * 0.0035, source), []
+    originals = list(dict.fromkeys(texts))[: pairs * len(PLANTED)]
+    everything = list(originals)
+    for number, text in enumerate(originals):
+        everything.append(at_jaccard(text, PLANTED[number % len(PLANTED)], source))
+        planted.append((number, len(everything) - 1, PLANTED[number % len(PLANTED)]))
+    found = our_pairs(everything, folder, 0.8)
+    sets = [shingle_set(text, 5) for text in everything]
+    exact = {
+        pair
+        for pair in combinations(range(len(sets)), 2)
+        if jaccard(sets[pair[0]], sets[pair[1]]) >= 0.8
+    }
+    by_level = defaultdict(lambda: [0, 0])
+    for first, second, level in planted:
+        by_level[level][0] += (first, second) in found
+        by_level[level][1] += 1
+    return {
+        "pairs_at_0.8": len(exact),
+        "recall": len(found & exact) / len(exact),
+        "found_below_0.8": len(found - exact),
+        "found_by_planted_jaccard": {str(level): by_level[level] for level in PLANTED},
+    }
+
+
+def labelled(source, bases=300):
+    """Documents, and the pairs that are copies by rule: words dropped, neighbours swapped,
+    boilerplate before and after, an end cut off. Two copies of one document are a pair too."""
+    texts = list(dict.fromkeys(texts_of(bases * 0.0025, source)))[:bases]
+    boilerplate = "Share this page with your friends. All rights reserved. Read our terms of use."
+    groups = []
+    everything = []
+    for text in texts:
+        group = [len(everything)]
+        everything.append(text)
+        for _ in range(source.choice([0, 0, 1, 2])):
+            words, rule = text.split(), source.randrange(4)
+            if rule == 0:
+                words = [word for word in words if source.random() > 0.02]
+            elif rule == 1:
+                for _ in range(max(1, len(words) // 60)):
+                    at = source.randrange(len(words) - 1)
+                    words[at], words[at + 1] = words[at + 1], words[at]
+            elif rule == 2:
+                words = [*boilerplate.split(), *words, *boilerplate.split()]
+            else:
+                words = words[: int(0.9 * len(words))]
+            group.append(len(everything))
+            everything.append(" ".join(words))
+        groups.append(group)
+    return everything, {pair for group in groups for pair in combinations(group, 2)}
+
+
+def f1(found, truth):
+    right = len(found & truth)
+    precision, recall = right / max(1, len(found)), right / max(1, len(truth))
+    score = 2 * precision * recall / max(1e-9, precision + recall)
+    return {"precision": precision, "recall": recall, "f1": score}
+
+
+def labelled_scores(folder, source, threshold=0.7):
+    texts, truth = labelled(source)
+    contenders = {
+        "mtcli": lambda: our_pairs(texts, folder, threshold),
+        "datasketch": lambda: datasketch_pairs(texts, threshold),
+        "rensa": lambda: rensa_pairs(texts, threshold),
+    }
+    return {name: f1(work(), truth) for name, work in contenders.items()}
+
+
+def scaling(texts, folder):
+    """Seconds by the clock on one worker over those on two: at an idle machine only."""
+    path = folder / "corpus.jsonl"
+    seconds = []
+    for workers in (1, 2):
+        began = time.perf_counter()
+        request = CurateRequest(
+            (str(path),), folder / "w", load_config(None, [f"stages={ALL}"]), workers, force=True
+        )
+        curate(request, lambda _: None)
+        seconds.append(time.perf_counter() - began)
+    return seconds[0] / seconds[1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mb", type=float, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scaling", action="store_true", help="also two workers, by the clock")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    source = random.Random(0)
+    texts = texts_of(options.mb, source)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = {
+            "recall": recall(folder, source),
+            "labelled": labelled_scores(folder, source),
+            "stages_mb_per_s": stage_rates(texts, options.repeats),
+            "extract_mb_per_s": extraction_rates(options.repeats),
+            "whole_mb_per_s": whole_rates(texts, options.repeats, folder),
+        }
+        if options.scaling:
+            found["speedup_of_two_workers"] = scaling(texts, folder)
+    text = json.dumps(found, indent=2)
+    sys.stdout.write(text + "\n")
+    if options.json:
+        Path(options.json).write_text(text + "\n")
+    assert np.isfinite(found["recall"]["recall"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""`mtcli data explain`: which documents did a step consume?"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mtcli.commands.options import JsonOut, Overrides
+from mtcli.commands.output import answer, answering
+
+Action = Annotated[Literal["explain"], typer.Argument(metavar="explain", help="what to do")]
+Run = Annotated[
+    str,
+    typer.Argument(metavar="CONFIG", help="a run folder, a TOML file, or the name of a preset"),
+]
+Step = Annotated[int, typer.Option(min=1, max=10**9, help="the step, counted from 1")]
+
+
+@answering
+def data(
+    action: Action, run: Run, overrides: Overrides, step: Step, json_out: JsonOut = None
+) -> None:
+    """Say which documents a training step consumed."""
+    from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
+    from mtcli.core.config.loading import load_config
+    from mtcli.core.data.explain import explain_step
+    from mtcli.core.runtime.console import print_table
+
+    planned = None
+    if step_folders(Path(run) / CHECKPOINTS):
+        from mtcli.core.checkpoint.opening import open_checkpoint  # imports torch
+        from mtcli.core.checkpoint.progress import planned_samples
+
+        planned = planned_samples(open_checkpoint(Path(run)))
+    found = explain_step(load_config(run, overrides), step, planned)
+    if answer({"step": step, "documents": found}, json_out):
+        columns = ("sample", "source", "document", "id", "offset", "tokens")
+        print_table("", columns, [[_cell(row[name]) for name in columns] for row in found])
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,97 @@
+"""Names the documents that a training step consumed: source, id, and which of their tokens.
+
+A token file knows its documents by number alone. Their ids are read again from the files that
+`mtcli preprocess` was given, where these are still there.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.documents import Reading, Text, read_documents
+from mtcli.core.data.indexed import describe
+from mtcli.core.data.loader import require_named
+from mtcli.core.data.sources import FileRange, find_sources
+from mtcli.core.data.subset import require_subset, token_batches
+
+
+class Named(NamedTuple):
+    """What a record says of itself: its id, made of file and line where it has none, and source."""
+
+    id: Any
+    source: Any
+
+
+def explain_step(config: RunConfig, step: int, planned: int | None = None) -> list[dict[str, Any]]:
+    """The spans of documents that step 1, 2, ... of a run is made of, in order.
+
+    `planned` is how many samples the run was to have when it began. Raises MtcliError for a step
+    that the run has not, and for data that is not there or is no blend of documents.
+    """
+    require_named(config.data)
+    steps, size = config.train.steps, config.batch.global_batch_size
+    if not 1 <= step <= steps:
+        raise wrong(f"step {step} of a run of {steps} steps", f"1 to {steps}", "--step")
+    if config.model.head != "lm" or config.data.format != "tokens":
+        said = f"head {config.model.head!r} on data of format {config.data.format!r}"
+        raise wrong(said, "documents of steps are known of a head 'lm' on 'tokens'")
+    if config.data.reselect_every:
+        said = f"reselect_every={config.data.reselect_every} chooses by weights that have gone"
+        raise wrong(said, "documents of steps are known of one data.subset", "data.reselect_every")
+    subset = require_subset(config)
+    batches = token_batches(config, "train", subset, steps * size, planned)
+    samples = batches.sample_ids((step - 1) * size, size)
+    wanted: dict[str, set[int]] = defaultdict(set)
+    for sample in samples:
+        wanted[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
+    names = {prefix: _named(prefix, numbers) for prefix, numbers in wanted.items()}
+    found = []
+    for number, sample in enumerate(samples, start=(step - 1) * size):
+        for sequence, offset, tokens in sample.spans:
+            name = names[sample.prefix].get(sequence, Named(None, None))
+            about = {"sample": number, "source": name.source or Path(sample.prefix).name}
+            span = {"offset": offset, "tokens": tokens}
+            found.append(
+                about | {"data": sample.prefix, "document": sequence, "id": name.id} | span
+            )
+    return found
+
+
+def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
+    """The ids of documents of a token file; empty where its text is no longer there."""
+    facts = describe(prefix) or {}
+    inputs = facts.get("inputs")
+    if not isinstance(inputs, list) or facts.get("sentences") is not None:
+        return {}
+    reading = Reading(
+        str(facts.get("text_key") or "text"), facts.get("split_on") == "blank", False, None, True
+    )
+    try:
+        sources = find_sources(inputs).sources
+    except MtcliError:
+        return {}
+    found: dict[int, Named] = {}
+    last = max(numbers)
+    documents = (
+        (source.path, text)
+        for source in sources
+        for text in _texts(FileRange(source, 0, source.size), reading)
+    )
+    for number, (path, text) in enumerate(documents):
+        if number in numbers:
+            fields = text.fields or {}
+            made = f"{Path(path).name}:{text.line}"
+            found[number] = Named(fields.get("id", made), fields.get("source"))
+        if number >= last:
+            break
+    return found
+
+
+def _texts(piece: FileRange, reading: Reading) -> Iterator[Text]:
+    """The documents that became sequences: those with text."""
+    for item in read_documents(piece, reading):
+        if isinstance(item, Text) and item.text:
+            yield item

@@ -1,0 +1,209 @@
+"""The stages of one document at a time, each beside the library or the paper that it follows."""
+
+import importlib
+import pydoc
+import random
+import re
+
+import ftfy
+import numpy as np
+import pytest
+from corpora import refusal, removed, shards, warc_bytes, write_jsonl
+
+from mtcli.core.curate.batch import Batch
+from mtcli.core.curate.config import LanguageConfig, QualityConfig
+from mtcli.core.curate.documents import Document
+from mtcli.core.curate.hashing import jaccard, shingle_hashes, shingle_set
+from mtcli.core.curate.language import make_identify
+from mtcli.core.curate.normalise import make_fix
+from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
+
+ODD = "abcZ .,&;<é“”‘’—ÃÂ©€œ\x85\u2028ﬁＡ\x1b\r\n\t\xa0Ø°µ»²×√à日本é̀ß"
+ODD += "…•™ŸŠ\u00ad&amp;&lt;ïЂвГ\u200b\ufeff"
+SPOKEN = {
+    "en": "The old house stood at the end of the street, and nobody had lived in it for years.",
+    "de": "Das alte Haus stand am Ende der Straße, und seit Jahren hatte niemand darin gewohnt.",
+    "fr": "La vieille maison se trouvait au bout de la rue et personne n'y vivait plus depuis.",
+    "es": "La vieja casa estaba al final de la calle y nadie había vivido en ella durante años.",
+    "ru": "Старый дом стоял в конце улицы, и никто не жил в нём уже много лет.",
+    "ja": "古い家は通りの突き当たりに建っていて、何年も誰も住んでいなかった。",
+}
+
+
+def batch(*texts):
+    return Batch([Document(b"", "", text, len(text.encode())) for text in texts])
+
+
+def test_normalise_is_ftfy_on_hostile_texts():
+    source, fix, straight = random.Random(3), make_fix(uncurl=True), make_fix(uncurl=False)
+    texts = ["".join(source.choices(ODD, k=source.randrange(1, 40))) for _ in range(1500)]
+    texts += [text.encode().decode("latin-1") for text in SPOKEN.values()]
+    for text in [*texts, *SPOKEN.values()]:
+        assert fix(text) == ftfy.fix_text(text)
+        assert straight(text) == ftfy.fix_text(text, uncurl_quotes=False)
+
+
+@pytest.mark.parametrize("code", SPOKEN)
+def test_languages_are_told_apart_and_a_text_of_no_language_is_none(code):
+    identify = make_identify(LanguageConfig())
+    assert identify(SPOKEN[code] * 3) == code
+    assert identify("\x01\n 0101 ### \x02" * 5) != "en"
+
+
+def test_language_keeps_what_it_is_told_to(run, tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": k, "text": t * 3} for k, t in SPOKEN.items()])
+    out = run(path, stages=["language"], settings=["language.keep=['en', 'ru']"])
+    assert [record["id"] for record in shards(out)] == ["en", "ru"]
+    assert {line["id"]: line["reason"] for line in removed(out)} == {
+        c: c for c in ("de", "fr", "es", "ja")
+    }
+
+
+def prose_like(words, *more):
+    return " ".join(["the", "of", *more, *(f"word{i}ed" for i in range(words - 2 - len(more)))])
+
+
+BROKEN = {
+    "too few words": prose_like(49),
+    "too many words": prose_like(301),
+    "short words": "the of " + "a b " * 40,
+    "long words": prose_like(60, "x" * 400),
+    "too many hash signs": prose_like(60, "#" * 7),
+    "too many ellipses": prose_like(60) + "\u2026" * 7,
+    "bullet lines": "\n".join(["- " + prose_like(10)] * 10),
+    "lines that end in an ellipsis": "\n".join([prose_like(12) + "...", *[prose_like(12)] * 2] * 2),
+    "too few words with letters": prose_like(60) + " 1234" * 16,
+    "too few stop words": prose_like(60).replace("of", "off"),
+}
+KEPT = {
+    "words": prose_like(50), "most": prose_like(300), "hash": prose_like(60, "#" * 6),
+    "bullets": "\n".join(["- " + prose_like(10)] * 9 + [prose_like(10)]),
+    "ellipses": "\n".join(["Été " + prose_like(12) + "...", *[prose_like(12)] * 3] * 2),
+    "letters": prose_like(64) + " 1234" * 16,
+}  # fmt: skip
+
+
+def test_each_rule_of_gopher_drops_what_breaks_it_and_nothing_else(run, tmp_path):
+    records = [{"id": k, "text": t} for k, t in (BROKEN | KEPT).items()]
+    path = write_jsonl(tmp_path / "in.jsonl", records)
+    out = run(path, stages=["rules"], settings=["rules.max_words=300"])
+    assert sorted(record["id"] for record in shards(out)) == sorted(KEPT)
+    assert {line["id"]: line["reason"] for line in removed(out)} == {
+        reason: reason for reason in BROKEN
+    }
+
+
+def test_words_are_those_of_the_regular_expression():
+    texts = ["", " ", "İstanbul a—b “q” éa_b 9x", *SPOKEN.values(), "\x00a\x00 b\t", "日本 x-y"]
+    found, (data, _) = batch(*texts).words, batch(*texts).lowered
+    for number, text in enumerate(texts):
+        mine = slice(found.bounds[number], found.bounds[number + 1])
+        spans = zip(found.starts[mine], found.stops[mine], strict=True)
+        want = re.findall(r"\w+", text.replace("İ", "i").lower())
+        assert [data[a:b].decode().replace("İ", "i") for a, b in spans] == want
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 9, 20])
+def test_jaccard_of_hashed_shingles_is_that_of_strings(size):
+    def strings(text):
+        return {text[i : i + size] for i in range(max(1, len(text) - size + 1))} if text else set()
+
+    texts = ["", "x", "abcde", "abcdef " * 4, *SPOKEN.values(), SPOKEN["fr"][5:], SPOKEN["en"] * 2]
+    hashes, bounds = shingle_hashes(texts, size)
+    for number, text in enumerate(texts):
+        of_it = np.unique(hashes[int(bounds[number]) : int(bounds[number + 1])])
+        assert of_it.tolist() == shingle_set(text, size).tolist()
+        for other in texts:
+            one, two = strings(text), strings(other)
+            want = len(one & two) / len(one | two) if one | two else 1.0
+            assert jaccard(shingle_set(text, size), shingle_set(other, size)) == pytest.approx(want)
+
+
+def test_quality_learns_to_tell_two_corpora_and_draws_by_id(run, tmp_path, prose):
+    source = random.Random(0)
+    good = [" ".join(source.choices(["alpha", "beta", "gamma", "delta"], k=30)) for _ in range(60)]
+    bad = [" ".join(source.choices(["spam", "eggs", "ham", "delta"], k=30)) for _ in range(40)]
+    files = [
+        str(write_jsonl(tmp_path / f"{name}.jsonl", [{"text": t} for t in texts]))
+        for name, texts in (("good", good), ("bad", bad))
+    ]
+    model = tmp_path / "q.bin"
+    facts = train_quality(files[:1], files[1:], model)
+    assert facts["accuracy"] == 1.0
+    before = model.read_bytes()
+    train_quality(files[:1], files[1:], model)
+    assert model.read_bytes() == before
+    settings = [f"quality.model='{model}'", "quality.keep='threshold'"]
+    out = run(*files, stages=["quality"], settings=settings)
+    assert sorted(r["text"] for r in shards(out)) == sorted(good)
+    assert len({r["id"] for r in removed(out)}) == 40
+    (tmp_path / "no.bin").write_text("nothing")
+    assert "is no model" in refusal(
+        lambda: run(
+            *files, name="x", stages=["quality"], settings=[f"quality.model='{tmp_path}/no.bin'"]
+        )
+    )
+    assert load_classifier(model).weights.shape == (1 << 20,)
+
+
+def test_the_pareto_rule_keeps_the_share_that_its_distribution_says():
+    """P(draw > 1 - s) is (2 - s)^-alpha, of numpy's Pareto (Lomax) distribution."""
+    config = QualityConfig()
+    draws = np.array([pareto_draw(b"%d" % i, config.alpha, 0) for i in range(40_000)])
+    for score in (0.0, 0.5, 0.9, 1.0):
+        assert np.mean(draws > 1 - score) == pytest.approx((2 - score) ** -9.0, abs=0.006)
+    assert np.array_equal(draws[:9], [pareto_draw(b"%d" % i, config.alpha, 0) for i in range(9)])
+    assert not np.array_equal(
+        draws[:9], [pareto_draw(b"%d" % i, config.alpha, 1) for i in range(9)]
+    )
+
+
+@pytest.fixture
+def pages():
+    """Real pages: what pydoc writes of modules of the standard library."""
+    made = []
+    for name in ("textwrap", "csv", "heapq"):
+        body = pydoc.HTMLDoc().document(importlib.import_module(name))
+        html = pydoc.HTMLDoc().page(name, body).encode()
+        made.append((f"http://x/{name}", "text/html; charset=utf-8", 200, html))
+    return made
+
+
+@pytest.mark.parametrize("engine", ["resiliparse", "justext"])
+def test_pages_of_a_warc_file_become_text(engine, pages, run, tmp_path):
+    others = [
+        ("http://x/no", "text/html", 404, b"<p>no"),
+        ("http://x/i", "image/png", 200, b"\x89"),
+    ]
+    empty = [("http://x/empty", "text/html", 200, b"<html></html>")]
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(warc_bytes(pages + others + empty))
+    out = run(path, stages=["extract"], settings=[f"extract.engine='{engine}'"])
+    found = {record["url"]: record for record in shards(out)}
+    assert "http://x/no" not in found and "http://x/i" not in found
+    text = found["http://x/csv"]["text"]
+    assert "reading\nand writing" in text or "reading and writing" in re.sub(r"\s+", " ", text)
+    assert "<" not in text.split("\n")[0] and found["http://x/csv"]["id"] == "urn:test:http://x/csv"
+    assert "http://x/empty" in {line["id"].removeprefix("urn:test:") for line in removed(out)}
+
+
+def test_a_warc_file_that_ends_early_is_a_bad_record_and_none_without_extract(pages, run, tmp_path):
+    data = warc_bytes(pages)
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(data[:-300])
+    assert "a.warc.gz:4: a damaged WARC record" in refusal(lambda: run(path, stages=["extract"]))
+    assert len(shards(run(path, stages=["extract"], skip_bad=True))) == 2
+    path.write_bytes(data[:-3])
+    assert "ends inside a WARC record" in refusal(lambda: run(path, stages=["extract"], force=True))
+    assert "the stages have no extract" in refusal(lambda: run(path, stages=["exact"]))
+
+
+def test_a_missing_extra_is_told_with_what_installs_it(run, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}])
+    for stage, module in (("normalise", "ftfy"), ("language", "pycld2"), ("fuzzy", "rensa")):
+        with monkeypatch.context() as patch:
+            patch.setitem(__import__("sys").modules, module, None)
+            said = refusal(lambda s=stage: run(path, stages=[s], name=s))
+        assert (
+            f"{stage} needs the package {module}" in said and "pip install 'mtcli[curate]'" in said
+        )
