@@ -166,7 +166,9 @@ def eval(
         journal = Journal(kept if runtime.rank == 0 else None, opened.identity())
         if opened.scorer.config.model.head == "lm":
             encoder = _encoder(opened, tokenizer)
-            about = Evaluation(opened.scorer, encoder, options, tokens, journal, _sharing(opened))
+            about = Evaluation(
+                opened.scorer, encoder, options, tokens, journal, _sharing(opened), opened.end_ids()
+            )
             runs = task_runs(specs, about)
         else:
             others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
@@ -241,7 +243,11 @@ def _items_file(items: str | None, json_out: str | None, checkpoint: str) -> "Pa
         return Path(json_out).with_suffix(".items.jsonl")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "mtcli" / "eval"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"items cannot be kept in {folder}: {error.strerror}"
+        raise wrong(message, "name a file", "--items") from None
     name = Path(checkpoint).resolve()
     return folder / f"{name.name}-{sha256(str(name).encode()).hexdigest()[:8]}.items.jsonl"
 
@@ -295,7 +301,17 @@ def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[s
         },
         "layout": {"world": runtime.world, "tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
         "device": runtime.device.type,
+        "versions": {name: _version(name) for name in ("mtcli", "torch", "lm_eval")},
     }
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _announce(summary: dict[str, Any], runs: "list[TaskRun]") -> None:
