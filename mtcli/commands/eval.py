@@ -54,6 +54,14 @@ Items = Annotated[
         "FILE.json, else in ~/.cache/mtcli",
     ),
 ]
+Contaminated = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REPORT",
+        show_default=False,
+        help="the report of `mtcli curate`: accuracies of clean and contaminated items too",
+    ),
+]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(
@@ -115,6 +123,7 @@ def eval(
     shots: Shots = 0,
     seed: Seed = 1234,
     compare: Compare = None,
+    contaminated: Contaminated = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     limit: Limit = None,
@@ -134,12 +143,14 @@ def eval(
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.config.model import CLASSIFIERS
+    from mtcli.core.evaluate.contamination import read_ngrams
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
     every = [checkpoint, *ensemble]
-    specs, train, *heads = collect_errors(
+    specs, train, ngrams, *heads = collect_errors(
         lambda: parse_tasks([*tasks, *(f"lm_eval:{name}" for name in harness.split(",") if name)]),
         lambda: train_settings(overrides, device=device),
+        lambda: None if contaminated is None else read_ngrams(contaminated),
         *(
             partial(require_model, path, overrides, num_ranks(nproc), encoders=True)
             for path in every
@@ -161,7 +172,7 @@ def eval(
         from mtcli.core.inference.model import open_model
 
         opened = open_model(checkpoint, overrides, runtime, encoders=True)
-        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed)
+        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed, ngrams)
         tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
         journal = Journal(kept if runtime.rank == 0 else None, opened.identity())
         if opened.scorer.config.model.head == "lm":

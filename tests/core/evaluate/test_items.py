@@ -7,6 +7,7 @@ import pytest
 from eval_data import make_data, path_of
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.evaluate.contamination import read_ngrams
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
@@ -254,3 +255,32 @@ def test_a_file_may_go_on_from_a_task_of_ours(own, data):
 def test_names_of_tasks_are_those_of_their_files():
     assert set(task_names()) == set(TASKS) - {"wikitext103"}
     assert all(load_task(name).name == name for name in task_names())
+
+
+def test_accuracies_of_clean_and_contaminated_items_are_told_apart(own, tmp_path):
+    report = {"contamination": {"own": {"documents": 1, "shown": [{"ngrams": ["lima zürich"]}]}}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    rows = (tmp_path / "test.jsonl").read_text().replace('"Lima", ', '"The Lima, Z\u00fcrich", ')
+    (tmp_path / "test.jsonl").write_text(rows)
+    ngrams = read_ngrams(str(tmp_path / "report.json"))
+    options = TaskOptions(512, contaminated=ngrams)
+    prepared = prepare_task(load_task(f"{own}/own.toml"), own, ENCODER, options)
+    scores = [Score(x, False) for x in (-1.0, -2.0, 0.0, 0.0, -1.0, -2.0, 0.0, 0.0)]
+    found = prepared.report(scores)
+    assert (found["contaminated"], found["contaminated_total"]) == (1.0, 1)
+    assert (found["clean"], found["clean_total"]) == (0.0, 1)
+    assert prepared.record(0, scores[:4])["contaminated"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "lists no contamination"),
+        ('{"contamination": {"x": {"shown": [{"ngrams": [3]}]}}}', "one of 1 n-grams is no text"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused(text, message, tmp_path):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(MtcliError) as caught:
+        read_ngrams(str(tmp_path / "report.json"))
+    assert message in str(caught.value)
