@@ -1,13 +1,14 @@
 """C10: items per second of `mtcli eval` and of lm-eval's Hugging Face backend on one JSON task.
 
-200 questions of 4 endings (about 75 and 23 tokens), random-init GPT-2 (d256 L4, or --size 124m),
+200 questions of 4 endings (about 75 and 23 tokens), after none or --shots 8 solved ones, the same
+for all; random-init GPT-2 (d256 L4, or --size 124m),
 vocabulary 50257. Each run is a process of its own, in turn (mtcli, lm-eval, tuned lm-eval, mtcli,
 ...), and times lm-eval's evaluator from the first request to the metrics: imports, loading and a
 warm-up are left out. Picks and log-likelihoods are compared first. "tuned" gives lm-eval our
 allocator settings and fast fp32.
 On a machine that others use too, --threads 1 and the processor time tell more than the wall clock.
 
-    python benchmarks/bench_eval.py [--size 124m] [--dtype bf16] [--repeats 5] [--json FILE]
+    python benchmarks/bench_eval.py [--shots 8] [--size 124m] [--dtype bf16] [--repeats 5]
 """
 
 import argparse
@@ -35,13 +36,19 @@ TOLERANCE = {
 TASK = """task: bench
 dataset_path: json
 dataset_kwargs:
-  data_files: {{test: {rows}}}
+  data_files: {{test: {rows}{train}}}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
 doc_to_target: answer
 doc_to_choice: choices
 metric_list: [{{metric: acc}}]
+"""
+# lm-eval draws others for each item where it is not told to take the first ones.
+SHOTS = """training_split: train
+fewshot_split: train
+fewshot_config: {{sampler: first_n}}
+num_fewshot: {shots}
 """
 
 
@@ -50,7 +57,7 @@ def main():
     if arguments.worker:
         return work(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        make_inputs(Path(folder), arguments.size, arguments.items)
+        make_inputs(Path(folder), arguments)
         runs = {name: [] for name in ("mtcli", "lm-eval", "lm-eval tuned")}
         for name in in_turn(runs, arguments.repeats):
             runs[name].append(found := spawn(name, folder, arguments))
@@ -64,6 +71,7 @@ def parse():
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--items", type=int, default=200)
+    parser.add_argument("--shots", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json")
@@ -72,7 +80,7 @@ def parse():
     return parser.parse_args()
 
 
-def make_inputs(folder, size, items):
+def make_inputs(folder, arguments):
     """A Hugging Face folder with a tokenizer, and the task with its rows."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -81,7 +89,7 @@ def make_inputs(folder, size, items):
 
     words = Path(os.__file__).with_name("argparse.py").read_text().split()
     train_tokenizer([" ".join(words)], 1024).save(folder / "model")
-    width, layers, heads = SIZES[size]
+    width, layers, heads = SIZES[arguments.size]
     torch.manual_seed(0)
     config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads, initializer_range=0.1)
     GPT2LMHeadModel(config).save_pretrained(folder / "model")
@@ -92,10 +100,15 @@ def make_inputs(folder, size, items):
             "choices": [" ".join(draw.choices(words, k=draw.randint(5, 13))) for _ in range(4)],
             "answer": draw.randrange(4),
         }
-        for _ in range(items)
+        for _ in range(arguments.items + arguments.shots)
     ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "task.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
+    shots, rows = rows[: arguments.shots], rows[arguments.shots :]
+    for name, part in (("train", shots), ("rows", rows)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    train = f", train: {folder / 'train.jsonl'}" if shots else ""
+    task = TASK.format(rows=folder / "rows.jsonl", train=train)
+    task += SHOTS.format(shots=arguments.shots) if shots else ""
+    (folder / "task.yaml").write_text(task)
 
 
 def spawn(name, folder, arguments):
@@ -186,7 +199,8 @@ def compare(runs, tolerance):
 
 def report(runs, difference, arguments):
     print(
-        f"{arguments.size} {arguments.dtype}, {arguments.items} items x 4 endings, "
+        f"{arguments.size} {arguments.dtype}, {arguments.shots} shots, {arguments.items} items x "
+        f"4 endings, "
         f"{arguments.threads} threads, {arguments.repeats} repeats; "
         f"log-likelihoods within {difference:.1e} per 100 nats"
     )
@@ -207,7 +221,9 @@ def report(runs, difference, arguments):
             f"{row['items_per_second']:8.1f} {row['min_seconds_ratio']:8.2f}x"
         )
     if arguments.json:
-        settings = {key: getattr(arguments, key) for key in ("size", "dtype", "items", "threads")}
+        settings = {
+            key: getattr(arguments, key) for key in ("size", "dtype", "shots", "items", "threads")
+        }
         result = {"row": "C10", **settings, "difference": difference, "runs": rows}
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
 

@@ -55,6 +55,14 @@ Items = Annotated[
         "FILE.json, else in ~/.cache/mtcli",
     ),
 ]
+Contaminated = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REPORT",
+        show_default=False,
+        help="the report of `mtcli curate`: accuracies of clean and contaminated items too",
+    ),
+]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(
@@ -116,6 +124,7 @@ def eval(
     shots: Shots = 0,
     seed: Seed = 1234,
     compare: Compare = None,
+    contaminated: Contaminated = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     limit: Limit = None,
@@ -134,12 +143,14 @@ def eval(
         raise wrong("no checkpoint is given", "mtcli eval CHECKPOINT --task NAME=PATH")
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
+    from mtcli.core.evaluate.contamination import read_ngrams
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
     every = [checkpoint, *ensemble]
-    specs, train, *models = collect_errors(
+    specs, train, ngrams, *models = collect_errors(
         lambda: parse_tasks([*tasks, *(f"lm_eval:{name}" for name in harness.split(",") if name)]),
         lambda: train_settings(overrides, device=device),
+        lambda: None if contaminated is None else read_ngrams(contaminated),
         *(
             partial(require_model, path, overrides, num_ranks(nproc), encoders=True)
             for path in every
@@ -159,12 +170,14 @@ def eval(
         from mtcli.core.inference.model import open_model
 
         opened = open_model(checkpoint, overrides, runtime, encoders=True)
-        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed)
+        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed, ngrams)
         tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
         journal = Journal(kept if runtime.rank == 0 else None, opened.identity())
         if opened.scorer.config.model.head == "lm":
             encoder = _encoder(opened, tokenizer)
-            about = Evaluation(opened.scorer, encoder, options, tokens, journal, _sharing(opened))
+            about = Evaluation(
+                opened.scorer, encoder, options, tokens, journal, _sharing(opened), opened.end_ids()
+            )
             runs = task_runs(specs, about)
         else:
             others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
@@ -239,7 +252,11 @@ def _items_file(items: str | None, json_out: str | None, checkpoint: str) -> "Pa
         return Path(json_out).with_suffix(".items.jsonl")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "mtcli" / "eval"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"items cannot be kept in {folder}: {error.strerror}"
+        raise wrong(message, "name a file", "--items") from None
     name = Path(checkpoint).resolve()
     return folder / f"{name.name}-{sha256(str(name).encode()).hexdigest()[:8]}.items.jsonl"
 
@@ -315,7 +332,17 @@ def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[s
         },
         "layout": {"world": runtime.world, "tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
         "device": runtime.device.type,
+        "versions": {name: _version(name) for name in ("mtcli", "torch", "lm_eval")},
     }
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _announce(summary: dict[str, Any], runs: "list[TaskRun]") -> None:

@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import random
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import launched, mtcli
+from eval_data import make_data, path_of, piqa
 from ranks import run_ranks
 from tokenizers import ByteLevelBPETokenizer
 
@@ -27,19 +29,19 @@ ARTICLE = {
 }
 
 
-def make_model(family, vocab_size=257):
+def make_model(family, vocab_size=257, positions=POSITIONS):
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     end = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
     if family == "gpt2":
         config = GPT2Config(
-            vocab_size=vocab_size, n_positions=POSITIONS, n_embd=16, n_layer=2, n_head=2,
+            vocab_size=vocab_size, n_positions=positions, n_embd=16, n_layer=2, n_head=2,
             initializer_range=0.4, **end,
         )  # fmt: skip
         return GPT2LMHeadModel(config).eval()
     config = LlamaConfig(
-        vocab_size=vocab_size, max_position_embeddings=POSITIONS,
+        vocab_size=vocab_size, max_position_embeddings=positions,
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.4,
         **end,
@@ -186,6 +188,52 @@ def test_every_rank_of_any_layout_has_the_same_answers(case, layout):
             assert report == approx(expected)
 
 
+def score_after_shots(runtime, folder, overrides):
+    """Each item's log-likelihoods of piqa after shots, on this rank, and the prefixes read."""
+    from mtcli.core.evaluate.encode import encoder_for
+    from mtcli.core.evaluate.packing import plan, run
+    from mtcli.core.evaluate.tasks.choice import prepare_task
+    from mtcli.core.evaluate.tasks.task import TaskOptions
+    from mtcli.core.evaluate.tasks.task_file import load_task
+    from mtcli.core.inference.model import open_model
+
+    opened = open_model(str(folder / "model"), overrides, runtime)
+    options = TaskOptions(opened.scorer.max_seq_len, shots=5)
+    encoder = encoder_for(opened.tokenizer)
+    prepared = prepare_task(load_task("piqa"), folder / "piqa", encoder, options)
+    planned = plan(opened.scorer, prepared.requests, 160)
+    scores = run(opened.scorer, planned)
+    lengths = [planned.length(index) for index in range(len(planned.prefixes))]
+    return [score.logprob for score in scores], lengths, prepared.requests
+
+
+@pytest.fixture(scope="module")
+def shots_folder(tmp_path_factory):
+    """The llama of 384 positions, and piqa."""
+    folder = tmp_path_factory.mktemp("shots")
+    model = make_model("llama", positions=384)
+    model.save_pretrained(folder / "model")
+    byte_tokenizer().save(folder / "model")
+    (folder / "piqa").mkdir()
+    piqa(folder / "piqa", random.Random(0), 24)
+    return folder, model
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp=2 pp=2", "tp=2", "pp=2", "dp=2", "tp=4 tp_mode=2d", "dp=2 tp=2"]
+)
+def test_shots_that_are_read_once_change_no_score_on_any_layout(layout, shots_folder):
+    folder, model = shots_folder
+    world = 4 if layout in ("tp=2 pp=2", "tp=4 tp_mode=2d", "dp=2 tp=2") else 2
+    overrides = [f"parallel.{one}" for one in layout.split() if not one.startswith("dp")]
+    for sums, lengths, requests in run_ranks(world, score_after_shots, folder, overrides):
+        assert len(lengths) > 1 and max(lengths) > 100
+        for found, one in zip(sums, requests, strict=True):
+            ids = one.tokens.tolist()
+            expected = sum(logprobs(model, ids)[0][-one.num_targets :])
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_real_files_have_the_numbers_of_transformers(family, tmp_path):
     if "MTCLI_TEST_DATA" not in os.environ:
@@ -304,3 +352,43 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(folder, tmp_path):
     assert f"the checkpoint {bare} holds no tokenizer" in done.stderr
     done = mtcli("eval", bare, *flags, "--tokenizer", "bytes")
     assert json.loads(done.stdout)["tasks"]["lambada"]["total"] == 3, done.stderr
+
+
+TASKS = ["piqa", "boolq", "winogrande", "hellaswag", "race_h", "anli_r1", "hans", "wic"]
+
+
+def test_two_checkpoints_are_evaluated_with_shots_and_compared(tmp_path):
+    make_data(tmp_path / "data", 6)
+    for name in ("one", "two"):
+        make_model("gpt2", positions=768).save_pretrained(tmp_path / name)
+        byte_tokenizer().save(tmp_path / name)
+    tasks = [word for t in TASKS for word in ("--task", f"{t}={path_of(tmp_path / 'data', t)}")]
+    for name in ("one", "two"):
+        flags = ["--shots", 2, "--json", tmp_path / f"{name}.json", "--device", "cpu"]
+        done = mtcli("eval", tmp_path / name, *tasks, *flags)
+        assert done.returncode == 0, done.stderr
+        assert f"wrote {tmp_path}/{name}.items.jsonl" in done.stderr
+    result = json.loads((tmp_path / "one.json").read_text())
+    assert set(result["tasks"]) == set(TASKS) and result["items"] == "one.items.jsonl"
+    assert {"lm_eval", "mtcli"} <= set(result["versions"])
+    for report in result["tasks"].values():
+        assert {"accuracy", "interval", "total", "shots_mean"} <= set(report)
+    assert "accuracy_per_byte" in result["tasks"]["piqa"]
+    done = mtcli("eval", "--compare", tmp_path / "one.json", tmp_path / "two.json", "--json", "-")
+    found = json.loads(done.stdout)["tasks"]
+    assert {report["verdict"] for report in found.values()} == {"tied"}
+    assert found["piqa"]["total"] == 6 and "accuracy_per_token" in found["piqa"]
+    done = mtcli("eval", "--compare", tmp_path / "one.json", tmp_path / "two.json")
+    assert "tied" in done.stdout and "Holm" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "no checkpoint is given"),
+        (["--compare", "a.json", "b.json"], "a.json cannot be read"),
+    ],
+)
+def test_without_a_checkpoint_two_results_are_needed(flags, message):
+    done = mtcli("eval", *flags)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -27,6 +27,7 @@ class Encoder:
     prefix_id: int  # beginning of sequence where the tokenizer has one, else end of text
     prefix_text: str = ""  # what prefix_id decodes to
     starts_with_prefix: bool = False  # whether the tokenizer puts prefix_id before every text
+    decode: Callable[[Sequence[int]], str] = str  # of generated text
 
     def plain(self, text: str) -> Ids:
         """The ids of `text` [n] with nothing added."""
@@ -78,4 +79,5 @@ def encoder_for(tokenizer: Tokenizer) -> Encoder:
         hint = "name its eos_token or bos_token in tokenizer_config.json"
         raise wrong(message, hint, "--tokenizer")
     # Whether texts start with it is in tokenizer.json alone: transformers 5 heeds no add_bos_token.
-    return Encoder(tokenizer.encode, prefix_id, tokenizer.decode([prefix_id]), added == [prefix_id])
+    prefix, decode = tokenizer.decode([prefix_id]), tokenizer.decode
+    return Encoder(tokenizer.encode, prefix_id, prefix, added == [prefix_id], decode)

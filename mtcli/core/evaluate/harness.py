@@ -5,8 +5,9 @@ own (`TemplateLM` calls our `Encoder`), and only the scoring of token ids is our
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from lm_eval import simple_evaluate
@@ -21,27 +22,34 @@ from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
 from mtcli.core.evaluate.tasks.task import Advance, Report
-from mtcli.core.inference.scoring import Scorer
+from mtcli.core.inference.generate import Sampling, generate
+from mtcli.core.inference.model import InferenceModel
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
+GENERATED_TOKENS = 256  # where a task names no limit, as lm-eval's Hugging Face backend
+# What tasks call that limit: lm-eval takes the first of these.
+TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
-    """A `Scorer` and its tokenizer as lm-eval's tasks see a model.
+    """A model and its tokenizer as lm-eval's tasks see a model.
 
     Every rank of a model-parallel run makes one, sees the same requests and reports rank 0.
     """
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: InferenceModel,
         encoder: Encoder,
         batch_tokens: int,
         progress: Advance = lambda done: None,
+        ends: Collection[int] = (),
     ) -> None:
+        """`ends` are the tokens that end a generated text."""
         super().__init__()
         self.scorer, self.encoder = scorer, encoder
         self.batch_tokens, self.progress = batch_tokens, progress
+        self.ends = ends
 
     @property
     def eot_token_id(self) -> int:
@@ -82,16 +90,35 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores).logprob for _ in document) for document in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Refuses to generate: evaluation here scores given continuations.
+        """The text that follows each context, up to the first of its `until`, a token that ends a
+        text, or as many tokens as the task allows (256 where it names none)."""
+        found = []
+        for context, settings in (one.args for one in requests):
+            found.append(self._generated(context, settings))
+            self.progress(1)
+        return found
 
-        Raises MtcliError (exit 2).
-        """
-        raise wrong(
-            f"the task asks for {len(requests)} generated texts, and mtcli eval scores given ones",
-            "choose a task whose output_type is loglikelihood, multiple_choice or "
-            "loglikelihood_rolling",
-            "--task",
-        )
+    def _generated(self, context: str, settings: Mapping[str, Any]) -> str:
+        until = settings.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        given = (settings.get(name) for name in TOKEN_LIMITS)
+        limit = int(next((value for value in given if value is not None), GENERATED_TOKENS))
+        room = max(1, self.scorer.max_seq_len - limit)  # what is longer loses its beginning
+        prompt = (self.tok_encode(context) or [self.encoder.prefix_id])[-room:]
+        sampled = settings.get("do_sample", True)
+        temperature = float(settings.get("temperature", 0.0)) if sampled else 0.0
+        tops = int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0))
+        ids: list[int] = []
+        text = ""
+        sampling = Sampling(temperature, *tops)
+        for token in generate(self.scorer, prompt, limit, sampling, self.ends):
+            ids.append(token)
+            text = self.encoder.decode(ids)
+            if any(stop and stop in text for stop in stops):
+                break
+        for stop in filter(None, stops):
+            text = text.split(stop)[0]
+        return text
 
     def _score(self, requests: list[Request]) -> list[Score]:
         return run(self.scorer, plan(self.scorer, requests, self.batch_tokens), self.progress)

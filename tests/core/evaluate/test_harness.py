@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -13,6 +14,8 @@ from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions
+from mtcli.core.inference.model import open_model
+from mtcli.core.runtime.launch import Runtime
 
 TASK = """task: {name}
 dataset_path: json
@@ -26,11 +29,9 @@ doc_to_target: {target}
 """
 CHOICE = "doc_to_choice: choices\nmetric_list: [{metric: acc}, {metric: acc_norm}]"
 ROLLING = "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]"
-GENERATE = "generation_kwargs: {until: ['.']}\nmetric_list: [{metric: exact_match}]"
 KINDS = {
     "multiple_choice": ("answer", CHOICE),
     "loglikelihood_rolling": ('"{{long}}"', ROLLING),
-    "generate_until": ('"{{question}}"', GENERATE),
 }
 
 
@@ -104,13 +105,38 @@ def test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend(
     assert report["total"] == 6 and sum(done) >= 6
 
 
-def test_a_task_that_generates_text_is_refused(task_file, byte_scorer, tokenizer):
-    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]), 64)
-    with pytest.raises(MtcliError) as caught:
-        evaluate_harness(str(task_file("generate_until")), model, limit=2)
-    assert caught.value.problems[0].message == (
-        "the task asks for 2 generated texts, and mtcli eval scores given ones"
-    )
+def test_generated_texts_are_those_of_lm_evals_own_backend(tmp_path, offline, tokenizer):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=257, n_positions=96, n_embd=32, n_layer=2, n_head=2, initializer_range=0.4,
+        bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
+    theirs = GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(tmp_path / "model")
+    tokenizer[0].save(tmp_path / "model")
+    opened = open_model(str(tmp_path / "model"), [], Runtime(0, 1, 0, 1, torch.device("cpu")))
+    backend = HFLM(pretrained=theirs, tokenizer=tokenizer[1], max_length=96, batch_size=1)
+    texts = ["Which is it?", "a", "long " * 30]
+    plain = {"until": [], "max_gen_toks": 24, "do_sample": False}
+    instances = [Instance(text, plain) for text in texts]
+    whole = backend.generate_until(instances, disable_tqdm=True)
+    stop = whole[0][5:7]
+    stopped = {"until": [stop, "never said"], "max_gen_toks": 24, "do_sample": False}
+    instances += [Instance(texts[0], stopped)]
+    expected = [*whole, *backend.generate_until(instances[3:], disable_tqdm=True)]
+    done = []
+    encoder = encoder_for(tokenizer[0])
+    model = HarnessModel(opened.scorer, encoder, 64, done.append, opened.end_ids())
+    assert model.generate_until(instances) == expected
+    assert len(expected[3]) < len(expected[0]) and stop not in expected[3]
+    assert sum(done) == 4
+
+
+class Instance:
+    def __init__(self, *args):
+        self.args = args
 
 
 def test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mtcli.core.evaluate.contamination import is_contaminated
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.statistics import Accuracy, accuracy_of
@@ -28,6 +29,13 @@ def prepare_task(
     items, drawn, source = read_items(task, path, options.limit, options.shots, options.seed)
     shots = Shots(task, encoder, drawn, options.shots)
     asked = [ask(task, item, shots, encoder, options.max_seq_len) for item in items]
+    if (ngrams := options.contaminated) is not None:
+        asked = [
+            one._replace(
+                contaminated=is_contaminated((*one.item.prompts, *one.item.choices), ngrams)
+            )
+            for one in asked
+        ]
     ends = np.cumsum([len(one.requests) for one in asked]).tolist()
     return PreparedTask(
         num_items=len(items),
@@ -52,6 +60,7 @@ def _record(task: TaskFile, asked: Asked, scores: Sequence[Score]) -> Record:
     item = asked.item
     record: Record = {"id": item.id}
     record |= {name: getattr(item, name) for name in ("group", "cluster") if getattr(item, name)}
+    record |= {} if asked.contaminated is None else {"contaminated": asked.contaminated}
     record |= {"shots": asked.num_shots, "loglikelihoods": [score.logprob for score in scores]}
     if item.answer is None:
         return record | {"is_greedy": scores[0].is_greedy, "correct": scores[0].is_greedy}
@@ -117,6 +126,7 @@ def _report(
             found = accuracy_of(groups[name], clusters)
             report |= {name: found.value, name.replace("accuracy", "interval"): found.interval}
     report |= _by_group(task, asked, groups[task.metric])
+    report |= _by_contamination(asked, groups[task.metric])
     report |= {"metric": task.metric, "version": task.version}
     if num_shots:
         counts = [one.num_shots for one in asked]
@@ -143,3 +153,12 @@ def _by_group(task: TaskFile, asked: Sequence[Asked], right: Sequence[bool]) -> 
         ]
         report |= {group: sum(mine) / len(mine) if mine else None, f"{group}_total": len(mine)}
     return report
+
+
+def _by_contamination(asked: Sequence[Asked], right: Sequence[bool]) -> dict[str, Any]:
+    """The accuracy of clean and of contaminated items, None where there are none."""
+    report: dict[str, Any] = {}
+    for name, is_dirty in (("clean", False), ("contaminated", True)):
+        half = [x for one, x in zip(asked, right, strict=True) if one.contaminated is is_dirty]
+        report |= {name: sum(half) / len(half) if half else None, f"{name}_total": len(half)}
+    return report if asked[0].contaminated is not None else {}

@@ -167,6 +167,7 @@ class Asked(NamedTuple):
     context: str  # of shots
     num_shots: int
     requests: list[Request]
+    contaminated: bool | None = None  # None where nobody asked
 
 
 def read_items(

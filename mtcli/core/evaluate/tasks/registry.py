@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.synonyms import closest
@@ -19,7 +19,9 @@ from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import Advance, PreparedTask, Report, TaskOptions
 from mtcli.core.evaluate.tasks.task_file import SUFFIX, load_task, task_names
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
-from mtcli.core.inference.scoring import Scorer
+
+if TYPE_CHECKING:  # imports torch
+    from mtcli.core.inference.model import InferenceModel
 
 HARNESS_PREFIX = "lm_eval:"  # lm_eval:NAME and lm_eval:FILE.yaml run lm-evaluation-harness tasks
 WIKITEXT = "wikitext103"  # perplexity of wiki.test.tokens, Megatron-LM's protocol
@@ -90,12 +92,13 @@ class TaskRun(NamedTuple):
 class Evaluation(NamedTuple):
     """What tasks are run on, and where each item's result is kept."""
 
-    scorer: Scorer
+    scorer: "InferenceModel"
     encoder: Encoder
     options: TaskOptions
     batch_tokens: int
     journal: Journal
     share: Callable[[Any], Any] = lambda value: value  # rank 0's value, on every rank
+    ends: frozenset[int] = frozenset()  # tokens that end a generated text
 
 
 def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun]:
@@ -178,7 +181,11 @@ def _harness(evaluation: Evaluation, name: str) -> TaskRun:
         from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness  # optional extra
 
         model = HarnessModel(
-            evaluation.scorer, evaluation.encoder, evaluation.batch_tokens, progress
+            evaluation.scorer,
+            evaluation.encoder,
+            evaluation.batch_tokens,
+            progress,
+            evaluation.ends,
         )
         options = evaluation.options
         return evaluate_harness(name.removeprefix(HARNESS_PREFIX), model, options.limit)

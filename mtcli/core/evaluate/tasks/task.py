@@ -21,6 +21,7 @@ class TaskOptions(NamedTuple):
     overlap: int | None = None  # tokens that wikitext103's windows advance by; None = at most 32
     shots: int = 0  # examples before each item
     seed: int = 1234  # of their draw
+    contaminated: frozenset[tuple[str, ...]] | None = None  # n-grams that a corpus contained
 
 
 class PreparedTask(NamedTuple):

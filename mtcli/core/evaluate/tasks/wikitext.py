@@ -123,9 +123,14 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> Prep
         requests=requests,
         report=partial(report_wikitext, counts),
         ends=list(range(1, len(requests) + 1)),
-        hashes=[sha256(one.tokens.tobytes()).hexdigest()[:16] for one in requests],
+        hashes=[_hash(one) for one in requests],
         record=partial(_record, requests, len(overlapping)),
     )
+
+
+def _hash(window: Request) -> str:
+    """Names a window by its tokens and how many of them it scores."""
+    return sha256(b"%d " % window.num_targets + window.tokens.tobytes()).hexdigest()[:16]
 
 
 def _record(

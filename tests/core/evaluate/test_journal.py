@@ -1,0 +1,169 @@
+"""A run that was ended goes on from its items, and two runs are compared by theirs."""
+
+import json
+
+import pytest
+from conftest import TransformersScorer, gpt2
+from eval_data import make_data
+
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.data.tokenize import byte_tokenizer
+from mtcli.core.evaluate.comparison import compare_files
+from mtcli.core.evaluate.encode import encoder_for
+from mtcli.core.evaluate.journal import Journal
+from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
+from mtcli.core.evaluate.tasks.task import TaskOptions
+
+
+class Ended(Exception):
+    pass
+
+
+class Counting(TransformersScorer):
+    """A scorer that counts what it scores, and ends after so many forward passes."""
+
+    def __init__(self, passes=10**9):
+        super().__init__(gpt2(vocab_size=257, n_positions=256, layers=1), 256)
+        self.passes, self.scored = passes, 0
+
+    def score(self, batch, after=None):
+        if self.passes == 0:
+            raise Ended
+        self.passes -= 1
+        self.scored += len(batch.rows)
+        return super().score(batch, after)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder)
+    (folder / "wiki.test.tokens").write_text("one two three \n four five . " * 30)
+    return folder
+
+
+def evaluate(data, file, scorer=None, model="m", tasks=("piqa", "boolq")):
+    scorer = scorer or Counting()
+    journal = Journal(file, model)
+    specs = [f"wikitext103={data}/wiki.test.tokens" if t == "wiki" else f"{t}={data}/{t}"
+             for t in tasks]  # fmt: skip
+    encoder = encoder_for(byte_tokenizer())
+    about = Evaluation(scorer, encoder, TaskOptions(256), 128, journal)
+    runs = task_runs(parse_tasks(specs), about)
+    reports = {run.name: run.run(lambda done: None) for run in runs}
+    journal.finish(list(reports))
+    return reports, scorer.scored, [run.summary for run in runs]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("tasks", [("piqa", "boolq"), ("wiki", "lambada")])
+def test_a_run_that_was_ended_scores_the_rest_alone(tasks, data, tmp_path):
+    whole, ended = tmp_path / "whole.jsonl", tmp_path / "ended.jsonl"
+    expected, every, _ = evaluate(data, whole, tasks=tasks)
+    partial = tmp_path / "ended.jsonl.partial"
+    done = 0
+    for _ in range(2):  # it may be ended twice
+        scorer = Counting(passes=3)
+        with pytest.raises(Ended):
+            evaluate(data, ended, scorer, tasks=tasks)
+        done += scorer.scored
+        assert partial.exists() and not ended.exists()
+        with partial.open("a") as file:
+            file.write('{"task": "piqa", "hash": "half')
+    reports, scored, summaries = evaluate(data, ended, tasks=tasks)
+    assert 0 < scored <= every - done // 2 and "are kept from a run" in summaries[0]
+    assert not partial.exists()
+    for one, other in zip(lines(ended), lines(whole), strict=True):
+        sums = other.pop("loglikelihoods")
+        assert one.pop("loglikelihoods") == pytest.approx(sums, rel=1e-5)
+        assert one == other
+    for name, report in expected.items():
+        numbers = {k: v for k, v in report.items() if isinstance(v, float)}
+        assert reports[name] == report | {k: pytest.approx(v) for k, v in numbers.items()}
+
+
+def test_items_of_another_model_are_not_taken(data, tmp_path):
+    file = tmp_path / "items.jsonl"
+    with pytest.raises(Ended):
+        evaluate(data, file, Counting(passes=3))
+    _, scored, summaries = evaluate(data, file, model="other")
+    assert scored == evaluate(data, tmp_path / "fresh.jsonl")[1]
+    assert "kept" not in summaries[0]
+
+
+def test_every_item_has_its_line_in_order(data, tmp_path):
+    file = tmp_path / "items.jsonl"
+    reports, _, _ = evaluate(data, file)
+    found = lines(file)
+    assert [(one["task"], one["id"]) for one in found] == [
+        (task, str(n)) for task in ("piqa", "boolq") for n in range(12)
+    ]
+    for task, report in reports.items():
+        assert sum(one["correct"] for one in found if one["task"] == task) == report["correct"]
+    first = found[0]
+    assert first["pick"] == first["loglikelihoods"].index(max(first["loglikelihoods"]))
+    assert len({one["hash"] for one in found}) == 24
+
+
+def result(folder, name, right, task="piqa", **more):
+    """A result whose items are right or not."""
+    items = [
+        {"task": task, "hash": f"h{n}", "id": str(n), "loglikelihoods": [-1.0, -2.0], "answer": 0,
+         "pick": int(not one), "correct": one, **more}
+        for n, one in enumerate(right)
+    ]  # fmt: skip
+    (folder / f"{name}.items.jsonl").write_text("".join(json.dumps(i) + "\n" for i in items))
+    about = {"checkpoint": name, "items": f"{name}.items.jsonl", "tasks": {task: {}}}
+    (folder / f"{name}.json").write_text(json.dumps(about))
+    return str(folder / f"{name}.json")
+
+
+def test_who_is_better_is_said_where_it_is_known(tmp_path):
+    a = result(tmp_path, "a", [True] * 30 + [False] * 20)
+    b = result(tmp_path, "b", [True] * 42 + [False] * 8)
+    c = result(tmp_path, "c", [True] * 29 + [False] * 2 + [True] * 3 + [False] * 16)
+    found = compare_files(a, b)["tasks"]["piqa"]
+    assert (found["a"], found["b"], found["only_a"], found["only_b"]) == (0.6, 0.84, 0, 12)
+    assert found["p_value"] == found["adjusted_p_value"] == pytest.approx(2 / 2**12)
+    assert found["verdict"] == "b" and compare_files(b, a)["tasks"]["piqa"]["verdict"] == "a"
+    close = compare_files(a, c)["tasks"]["piqa"]
+    assert close["verdict"] == "tied" and close["p_value"] == 0.625
+    assert (close["total"], close["other_prompts"]) == (50, 0)
+
+
+def test_log_likelihoods_of_windows_are_compared_in_pairs(data, tmp_path):
+    items = []
+    for name, shift in (("a", 0.0), ("b", 0.1)):
+        lines = [
+            {"task": "wikitext103", "hash": "h", "id": f"window {n}", "num_tokens": 10,
+             "loglikelihoods": [-30.0 - n % 7 + shift * (1 + n % 3)]}
+            for n in range(60)
+        ]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(i) + "\n" for i in lines))
+        about = {"items": f"{name}.jsonl", "tasks": {"wikitext103": {}}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(about))
+        items.append(str(tmp_path / f"{name}.json"))
+    found = compare_files(*items)["tasks"]["wikitext103"]
+    assert (found["metric"], found["verdict"]) == ("loss", "b")
+    assert found["difference"] == pytest.approx(-0.02)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "b.items.jsonl").write_text("{"), "b.items.jsonl is not JSON lines"),
+        (lambda f: (f / "b.items.jsonl").write_text("[1]\n"), "line 1: it is no item"),
+        (lambda f: (f / "b.items.jsonl").unlink(), "cannot be read"),
+        (lambda f: (f / "b.json").write_text("{}"), "is no result of mtcli eval"),
+        (lambda f: result(f, "b", [True], task="boolq"), "share 0 items: 1 items of piqa and"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_refused(spoil, message, tmp_path):
+    a, b = result(tmp_path, "a", [True]), result(tmp_path, "b", [True])
+    spoil(tmp_path)
+    with pytest.raises(MtcliError) as caught:
+        compare_files(a, b)
+    assert message in str(caught.value)
