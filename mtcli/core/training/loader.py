@@ -103,6 +103,12 @@ class MicroBatchLoader:
         self.next_step = step + 1
         return [next(ready) for _ in self._starts(step)]
 
+    def adopt(self, subset: Subset, first: int) -> None:
+        """Takes other members of the same data from sample `first` on."""
+        self.close()
+        self.reader, self.next_step = None, -1
+        self.batches.adopt(subset, first)
+
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
         return self.batches.sample_ids(self._starts(step)[micro_batch], self._mbs)
