@@ -43,8 +43,11 @@ class Started:
     """A command that runs: a process per rank."""
 
     def __init__(self, words, folder, fault, stdin, environ):
-        world = int(words[words.index("--nproc") + 1]) if "--nproc" in words else 1
-        world = world if words[0] in LAUNCHERS else 1
+        world, words = 1, list(words)
+        if words[0] in LAUNCHERS and "--nproc" in words:
+            at = words.index("--nproc")
+            world = int(words[at + 1])
+            del words[at : at + 2]  # a rank that a launcher started takes none
         where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         where |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(max(2, world))}  # a thread each
         self.room = tempfile.TemporaryDirectory(prefix="mtcli-")

@@ -35,7 +35,7 @@ ARROWS = {
     "sync": FACTS | {"parallel", "kernels", "optim"},
     "optim": FACTS | {"parallel", "kernels"},
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
-    "training": STEP,
+    "training": STEP | {"select"},
     "inference": STEP,
     "curate": {"config", "data", "runtime"},
     "evaluate": {"config", "data", "inference", "runtime"},

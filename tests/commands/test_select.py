@@ -171,3 +171,37 @@ def test_importance_resampling_needs_no_model_and_is_judged_by_one_that_is_named
     judged = chosen(home, *words, out=out)
     assert judged["indices"] == found["indices"] and judged["objective"] > 0
     assert train(home, "dsir", subset="d.json").returncode == 0
+
+
+def test_a_run_that_selects_again_has_the_same_losses_resumed_on_two_ranks(home, subset):
+    again = {"data.reselect_every": 2}
+    assert train(home, "again", **again).returncode == 0
+    tp = {"parallel.tp": 2}
+    assert train(home, "apart", "--nproc", 2, **again, **tp, **{"train.steps": 3}).returncode == 0
+    (home / "apart" / "subsets" / "step-00000002.json").rename(home / "second.json")
+    done = train(home, "apart", "--resume", **again)  # selected anew from the checkpoint of step 2
+    assert done.returncode == 0, done.stderr
+    assert losses(home, "apart")[2:] == pytest.approx(losses(home, "again")[2:], rel=1e-5)
+    names = [f"step-0000000{step}.json" for step in (2, 4)]
+    found = []
+    for run, name in zip(("again", "apart", "again"), (*names[:1], *names), strict=False):
+        found.append(json.loads((home / run / "subsets" / name).read_text())["indices"])
+    assert found[0] == json.loads((home / "second.json").read_text())["indices"]
+    assert len(found[0]) == len(subset["indices"]) and found[0] != subset["indices"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data.reselect_every": 2}, "reselect_every=2 with no data.subset"),
+        (
+            {"data.subset": "s.json", "data.train": "talk.jsonl"},
+            "with data.format='conversations', whose rows are no fixed sequences",
+        ),
+    ],
+    ids=str,
+)
+def test_subsets_are_of_fixed_sequences(home, settings, message):
+    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
+    done = mtcli("train", "run.toml", *sets, "--set", "train.output=fixed", folder=home)
+    assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -352,6 +352,26 @@ def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "a share above 0, as in '969,30,1'", "data.split")
 
 
+def subsets_are_of_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a subset is of data that has sequences to choose from."""
+    d, m = config.data, config.model
+    if d.subset and (m.head == "mlm" or d.format == "conversations"):
+        kind = f"data.format={d.format!r}" if m.head == "lm" else f"head={m.head!r}"
+        message = f"subset={shown(d.subset)} with {kind}, whose rows are no fixed sequences"
+        hint = "leave data.subset out, or train a language model on tokens or a classifier"
+        yield Problem(message, hint, "data.subset")
+    if not d.reselect_every:
+        return
+    without = []
+    without += [] if d.subset else ["no data.subset, which says how many to choose"]
+    without += [f"data.format={d.format!r}"] if d.format != "tokens" else []
+    without += ["sync.asynchronous=true"] if config.sync.asynchronous else []
+    if without:
+        message = f"reselect_every={d.reselect_every} with {' and '.join(without)}"
+        hint = "data.subset = a file of `mtcli select` of token data, or reselect_every = 0"
+        yield Problem(message, hint, "data.reselect_every")
+
+
 def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
     given = config.train.trackers
     for name in dict.fromkeys(given):
@@ -465,6 +485,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     fields_are_used,
     data_fits_head,
     data_is_shared_out,
+    subsets_are_of_sequences,
 )
 
 ENGINE_RULES: tuple[Rule, ...] = (  # of what can be planned, and not run
@@ -496,6 +517,7 @@ RULES: tuple[Rule, ...] = (
     _fp8_has_gemms,
     data_fits_head,
     data_is_shared_out,
+    subsets_are_of_sequences,
     _trackers_differ,
 )
 

@@ -144,6 +144,8 @@ class DataConfig(Section):
     """shares of train, valid, test where one set serves all three [all but tokens: 1,0,0]"""
     subset: PathText | None = None
     """a file of `mtcli select`: train on its sequences, with its weights, and on no others"""
+    reselect_every: Whole = 0
+    """steps after which as many sequences are chosen again, by the run's own weights; 0 never"""
     document_mask: bool = False
     """tokens see only their own document (--reset-attention-mask) [conversations: true]"""
     document_positions: bool = False

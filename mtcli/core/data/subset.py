@@ -7,7 +7,7 @@ were chosen, with their weights, the objective that they reach and the hashes of
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -346,12 +346,16 @@ def token_batches(
     subset: Subset | None,
     num_samples: int,
     planned: int | None = None,
+    check: Callable[[TokenSequences], None] = lambda sequences: None,
 ) -> Batches | SubsetBatches:
-    """Opens so many samples of a run's token data, or of a subset of it; see `Batches`."""
+    """Opens so many samples of a run's token data, or of a subset of it whose sequences `check` has
+    passed; see `Batches`."""
     paths, split = chosen(config.data, which)
     size, seed = config.batch.seq_len, config.data_seed
     if subset is not None:
-        return SubsetBatches(TokenSequences(paths, split, size, which), subset, num_samples, seed)
+        sequences = TokenSequences(paths, split, size, which)
+        check(sequences)
+        return SubsetBatches(sequences, subset, num_samples, seed)
     return Batches(paths, split, which, num_samples, size, seed, planned)
 
 

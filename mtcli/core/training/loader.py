@@ -32,7 +32,7 @@ from mtcli.core.data.loader import (
     require_stated_ids,
 )
 from mtcli.core.data.packing import open_conversations
-from mtcli.core.data.subset import Subset, require_subset, token_batches
+from mtcli.core.data.subset import Subset, TokenSequences, require_subset, token_batches
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
@@ -102,6 +102,12 @@ class MicroBatchLoader:
         ready = iter(self.reader)
         self.next_step = step + 1
         return [next(ready) for _ in self._starts(step)]
+
+    def adopt(self, subset: Subset, first: int) -> None:
+        """Takes other members of the same data from sample `first` on."""
+        self.close()
+        self.reader, self.next_step = None, -1
+        self.batches.adopt(subset, first)
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
         """Where the tokens of one of this rank's micro-batches come from."""
@@ -283,9 +289,13 @@ def _open_batches(
         if subset is not None:
             require_sources(subset, encoded.prefixes, encoded.files)
         return encoded
-    batches = token_batches(config, which, subset, samples, planned)
-    if subset is not None:
-        require_sources(subset, batches.prefixes, batches.files, batches.weights)
+
+    def check(sequences: TokenSequences) -> None:
+        if subset is not None:
+            where = sequences.prefixes, sequences.files, sequences.shares
+            require_sources(subset, *where)
+
+    batches = token_batches(config, which, subset, samples, planned, check)
     require_stated_ids(batches.prefixes, config.model.vocab_size)
     return batches
 

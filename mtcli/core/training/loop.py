@@ -21,6 +21,7 @@ from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
+from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
@@ -93,6 +94,7 @@ def _train(
     require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
+    adopt_current(loader, config, runtime, trainer.step)
     if (averaged := averages(trainer, start)) and runtime.rank == 0:
         sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
@@ -115,8 +117,12 @@ def _train(
             log.step(step, told)
             saver.poll()
             every = config.train.save_every or config.train.steps
-            if stopped or step.step == config.train.steps or step.step % every == 0:
+            again = is_due(config, step.step)
+            if stopped or again or step.step == config.train.steps or step.step % every == 0:
                 saver.save(progress(trainer, samples, base))
+            if again and not stopped:
+                saver.finish()
+                adopt_current(loader, config, runtime, step.step)
         saver.finish()
     log.end()
     return trainer.step >= config.train.steps
