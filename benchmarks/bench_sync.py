@@ -57,9 +57,8 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "onebit lamb": LAMB | {"sync.method": "onebit"},
     "onebit adamw": ADAMW | {"sync.method": "onebit"},
     "decentlam ring": SGD | {"sync.method": "decentlam"},
-    "decentlam exponential": SGD
-    | {"sync.method": "decentlam", "sync.topology": "one_peer_exponential"},
     "dmsgd ring": SGD | {"sync.method": "dmsgd"},
+    "dmsgd one peer": SGD | {"sync.method": "dmsgd", "sync.topology": "one_peer_exponential"},
     "lsgd": SGD | {"sync.method": "lsgd"},
     "easgd": SGD | {"sync.method": "easgd"},
     "local 8": ADAMW | {"sync.method": "local", "sync.period": 8},

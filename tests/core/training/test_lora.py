@@ -178,16 +178,22 @@ def test_a_resumed_run_goes_on_bit_for_bit(home):
 
 
 def replicas_trained(runtime, config, resumes):
-    """The adapters of each replica after a run, by name, and what it said of its start."""
+    """How many replicas a run has saved, and this one's adapters by name."""
     train(config, runtime, resume=resumes, measure_peak=lambda: 1e12)
     own = open_checkpoint(Path(config.train.output)).adapters.own
     mine = own.replica(runtime.rank) if own.replicas > 1 else own
     return own.replicas, {name: mine.read(name) for name in mine.names() if "/" not in name}
 
 
-def test_adapters_of_replicas_are_kept_each_and_go_on_bit_for_bit_or_from_their_start(home):
+def test_adapters_of_replicas_are_kept_each_and_go_on_bit_for_bit(home):
     save_model(home / "llama")
-    sync = ["sync.method=diloco", "sync.period=3", "batch.micro_batch_size=1", "train.steps=4"]
+    sync = [
+        "sync.method=diloco",
+        "sync.period=3",
+        "batch.micro_batch_size=1",
+        "optimizer.min_lr=5e-3",
+        "train.steps=4",
+    ]
     through = config(home, "llama", *sync, f"train.output={home / 'a'}")
     stopped = config(home, "llama", *sync, f"train.output={home / 'b'}", "train.save_every=2")
     whole = run_ranks(2, replicas_trained, through, False)
@@ -199,8 +205,6 @@ def test_adapters_of_replicas_are_kept_each_and_go_on_bit_for_bit_or_from_their_
         assert all(torch.equal(one[name], other[name]) for name in one)
     apart = [name for name in whole[0][1] if not torch.equal(whole[0][1][name], whole[1][1][name])]
     assert apart, "the last step is each replica's own"
-    longer = config(home, "llama", *sync[:-1], f"train.output={home / 'a'}", "train.steps=6")
-    assert [count for count, _ in run_ranks(4, replicas_trained, longer, True)] == [1] * 4
 
 
 def test_a_base_that_is_gone_or_changed_is_refused(home):
