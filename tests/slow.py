@@ -24,7 +24,7 @@ SLOW = {
             "README.md",
         ),
     },
-    "test_bert.py": {
+    "test_bert_runs.py": {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
         "test_an_ensemble_is_of_classifiers_of_one_kind": (),
     },
