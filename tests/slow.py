@@ -18,7 +18,7 @@ SLOW = {
     "test_docs.py": {
         "test_a_page_s_commands_do_what_it_says": ("generate.md",),
     },
-    "test_bert.py": {
+    "test_bert_runs.py": {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
         "test_an_ensemble_is_of_classifiers_of_one_kind": (),
     },

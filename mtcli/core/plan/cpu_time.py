@@ -46,12 +46,13 @@ def block_amounts(work: Workload) -> Ways:
         inner=tokens * inner,
         weights=block_elements(work).total,
     )
-    return _there_and_back(amounts + _routed(work) if m.num_experts else amounts)
+    return _there_and_back(work, amounts + _routed(work) if m.num_experts else amounts)
 
 
-def _there_and_back(forward: Amounts) -> Ways:
-    """Amounts of both passes, where each GEMM of a forward pass has two in the backward pass."""
-    return forward, forward._replace(flops=2 * forward.flops)
+def _there_and_back(work: Workload, forward: Amounts) -> Ways:
+    """Amounts of both passes, where each GEMM of a forward pass has two in the backward pass, or
+    one where its weight is frozen."""
+    return forward, forward._replace(flops=work.gemms_back * forward.flops)
 
 
 def _routed(work: Workload) -> Amounts:
@@ -84,7 +85,7 @@ def head_amounts(work: Workload) -> Ways:
         logits=work.tokens * columns,
         weights=columns * m.hidden_size,
     )
-    return _there_and_back(there)
+    return _there_and_back(work, there)
 
 
 def seconds_of(amounts: Ways, known: Calibration) -> Pass:

@@ -95,6 +95,11 @@ class Workload:
         return sizes._replace(moments=sizes.moments // 2 * self.num_moments)
 
     @property
+    def gemms_back(self) -> int:
+        """GEMMs of a layer's backward pass: of its input, and of a weight that is trained."""
+        return 1 if self.lora.rank else 2
+
+    @property
     def block_bytes(self) -> float:
         """Bytes that a block saves for backward where its code is not ours; 0: they are counted."""
         return 0.0

@@ -292,3 +292,36 @@ def test_a_file_s_own_warm_up_is_left_as_it_is(config_file):
     assert [problem.field for problem in rules.problems(config, 1)] == ["optimizer.warmup_steps"]
     assert load_config(path, ["train.steps=20"]).optimizer.warmup_steps == 9
     assert load_config(path, ["train.steps=7"]).optimizer.warmup_steps == 7
+
+
+BERT = {"model": {"preset": "bert-110m"}, "data": {"train": "text", "split": "9,1"}}
+
+
+@pytest.mark.parametrize("named", ["data.format=race", "model.head=multiple_choice"])
+def test_a_head_and_the_format_it_reads_follow_each_other(named):
+    whole = validate(BERT)[0].model_dump(mode="json", exclude_none=True)
+    for source in (BERT, whole):
+        config = load_config(source, [named, "data.train=race"])
+        assert (config.model.head, config.data.format) == ("multiple_choice", "race")
+        assert not config.model.tie_embeddings and not config.model.sentence_order
+        assert (config.batch.seq_len, config.data.split) == (2048, "1,0,0")
+    asked = load_config(whole, [named, "batch.seq_len=1024", "data.split=8,2"])
+    assert (asked.batch.seq_len, asked.data.split) == (1024, "8,2")
+
+
+def test_labels_are_kept_where_a_file_of_a_classifier_is_given_its_format():
+    table = BERT | {"model": BERT["model"] | {"head": "classification", "num_labels": 5}}
+    config = load_config(table, ["data.format=classification"])
+    assert (config.model.head, config.model.num_labels) == ("classification", 5)
+    back = load_config(config.model_dump(mode="json", exclude_none=True), ["data.format=tokens"])
+    assert (back.model.head, back.model.num_labels, back.model.tie_embeddings) == ("mlm", 0, True)
+
+
+def test_examples_take_one_epoch_where_no_length_is_set():
+    short = {
+        name: value for name, value in validate(BERT)[0].model_dump().items() if name == "model"
+    }
+    table = {"model": short["model"] | {"head": "classification", "tie_embeddings": False}}
+    table["model"] |= {"sentence_order": False, "num_labels": 2}
+    assert validate(table | {"data": {"train": "x.jsonl"}})[0].train.epochs == 1.0
+    assert validate(BERT)[0].train.epochs == 0.0

@@ -19,10 +19,10 @@ SPECIAL = SpecialTokens(2, 3, 4, 0, IS_PLAIN, BEGINS)
 
 
 def row(size, seed=0):
-    """A row of two sequences and padding."""
-    tokens = np.random.RandomState(seed).randint(5, V, size)
-    tokens[[0, size // 2]], tokens[[size // 2 - 1, size - 3]] = 2, 3
-    tokens[size - 2 :] = 0
+    """A row of two sequences, and a quarter of padding."""
+    tokens, end = np.random.RandomState(seed).randint(5, V, size), 3 * size // 4
+    tokens[[0, size // 2]], tokens[[size // 2 - 1, end - 1]] = 2, 3
+    tokens[end:] = 0
     return tokens
 
 

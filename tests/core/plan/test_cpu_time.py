@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import LoraConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
@@ -58,6 +59,12 @@ def test_flops_cost_three_forward_passes_of_every_product():
     again = step(priced(flops=1e-9), recompute="full").step_seconds
     head = 2 * 2 * S * V * D
     assert again == pytest.approx(4 * (4 * flops - head) * 1e-9)
+
+
+def test_frozen_weights_cost_two_forward_passes_of_every_product():
+    flops = 2 * 2 * S * (12 * D * D * L + V * D)
+    adapters = step(priced(flops=1e-9), lora=LoraConfig(rank=1))
+    assert adapters.step_seconds == pytest.approx(4 * 2 * flops * 1e-9)
 
 
 def test_a_pipeline_takes_its_schedules_time():

@@ -7,6 +7,7 @@ import pytest
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan.elements import RankElements
@@ -57,6 +58,15 @@ def test_a_thin_product_is_bound_by_memory():
     seconds = gemm_seconds((1, columns, inner), step(), H100, PERFECT)
     moved = 2 * (columns * inner + columns + inner)
     assert seconds == pytest.approx(moved / 3352e9, rel=1e-9)
+
+
+def test_frozen_weights_have_no_gemm_of_their_gradients():
+    busy, free = replace(PERFECT, traffic=0.0), replace(H100, memory_bandwidth=1e18)
+    ours, frozen = (block_seconds(step(lora=LoraConfig(rank=rank)), free, busy) for rank in (0, 8))
+    attention = attention_seconds(step(), free, busy)
+    assert frozen.forward == ours.forward
+    gemms = ours.backward - attention.backward
+    assert frozen.backward - attention.backward == pytest.approx(gemms / 2, rel=0.05)
 
 
 def test_a_short_inner_dimension_and_narrow_types_change_the_rate_as_stated():
