@@ -23,6 +23,7 @@ from mtcli.core.runtime.atomic_writes import sync_folder
 
 SUMMARY = "summary.json"
 BY_COLUMN = {"bands"}  # arrays that are read a column at a time, and so written as their transpose
+ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 LINES, REMOVED = "documents.jsonl", "removed.jsonl"
 
 
@@ -130,13 +131,12 @@ class Lines:
     """A file of lines, each found by its number."""
 
     def __init__(self, path: Path, ends: Array) -> None:
-        self._ends = ends
+        self._ends = [0, *ends.tolist()]
         with open_untrusted(path) as file:
             self._data = mmap(file.fileno(), 0, access=ACCESS_READ) if len(ends) else b""
 
     def __getitem__(self, row: int) -> bytes:
-        start = int(self._ends[row - 1]) if row else 0
-        return self._data[start : int(self._ends[row])]
+        return self._data[self._ends[row] : self._ends[row + 1]]
 
     def text(self, row: int) -> str:
         """The text of a document."""
@@ -156,10 +156,17 @@ def document_of(line: bytes, key: bytes, size: int) -> Document:
     return Document(key, record.pop("source"), record.pop("text"), size, record)
 
 
+def json_page(record: Mapping[str, object]) -> str:
+    """A record as JSON with a line for each of its keys; the values on it are encoded at once,
+    twenty times as fast as with an indent."""
+    lines = (f"{json.dumps(key)}: {ENCODE(value)}" for key, value in record.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def json_line(record: Mapping[str, object]) -> bytes:
     """A record as a line of JSON in UTF-8; what JSON has no type for, as text."""
     try:
-        return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
+        return ENCODE(record).encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair, in another key than the text
         return json.dumps(record, default=str).encode() + b"\n"
 
