@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
 from mtcli.core.curate.documents import Document, id_of
@@ -23,6 +24,7 @@ from mtcli.core.runtime.atomic_writes import sync_folder
 
 SUMMARY = "summary.json"
 BY_COLUMN = {"bands"}  # arrays that are read a column at a time, and so written as their transpose
+LINE = orjson.OPT_APPEND_NEWLINE
 ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 LINES, REMOVED = "documents.jsonl", "removed.jsonl"
 
@@ -140,7 +142,7 @@ class Lines:
 
     def text(self, row: int) -> str:
         """The text of a document."""
-        return str(json.loads(self[row])["text"])
+        return str(load_line(self[row])["text"])
 
 
 def line_of(document: Document) -> bytes:
@@ -151,9 +153,17 @@ def line_of(document: Document) -> bytes:
 
 def document_of(line: bytes, key: bytes, size: int) -> Document:
     """The document of a line that `line_of` wrote."""
-    record = json.loads(line)
+    record = load_line(line)
     del record["id"]
     return Document(key, record.pop("source"), record.pop("text"), size, record)
+
+
+def load_line(line: bytes) -> dict[str, Any]:
+    """The record of a line that `json_line` wrote."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # what `json_line` left to the standard library
+        return json.loads(line)
 
 
 def json_page(record: Mapping[str, object]) -> str:
@@ -166,9 +176,9 @@ def json_page(record: Mapping[str, object]) -> str:
 def json_line(record: Mapping[str, object]) -> bytes:
     """A record as a line of JSON in UTF-8; what JSON has no type for, as text."""
     try:
-        return ENCODE(record).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, in another key than the text
-        return json.dumps(record, default=str).encode() + b"\n"
+        return orjson.dumps(record, default=str, option=LINE)
+    except TypeError:  # half of a surrogate pair in another key than the text, or a huge number
+        return json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n"
 
 
 def part_folder(folder: Path, number: int) -> Path:

@@ -273,3 +273,19 @@ def test_everything_may_be_removed(run, tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "text": "x"}])
     out = run(path, stages=["rules", "exact", "fuzzy"])
     assert shards(out) == [] and len(removed(out)) == 1
+
+
+def test_odd_values_of_other_keys_survive(run, tmp_path):
+    odd = {"big": 10**40, "half": "\ud83d", "none": None, "deep": {"a": [1.5, True, "é"]}, "n": -1}
+    path = write_jsonl(
+        tmp_path / "in.jsonl", [{"id": "a", "text": "é x"} | odd, {"id": -5, "text": "y"}]
+    )
+    out = run(
+        path,
+        stages=["fuzzy", "rules"],
+        settings=["rules.min_words=1", "rules.min_stop_words=0", "rules.min_word_length=0"],
+    )
+    assert shards(out) == [
+        {"id": -5, "text": "y", "source": "in"},
+        {"id": "a", "text": "é x", "source": "in"} | odd,
+    ]
