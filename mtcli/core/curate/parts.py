@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
 from mtcli.core.curate.documents import Document, id_of
@@ -24,7 +23,6 @@ from mtcli.core.runtime.atomic_writes import sync_folder
 
 SUMMARY = "summary.json"
 BY_COLUMN = {"bands"}  # arrays that are read a column at a time, and so written as their transpose
-LINE = orjson.OPT_APPEND_NEWLINE
 ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 LINES, REMOVED = "documents.jsonl", "removed.jsonl"
 
@@ -160,6 +158,8 @@ def document_of(line: bytes, key: bytes, size: int) -> Document:
 
 def load_line(line: bytes) -> dict[str, Any]:
     """The record of a line that `json_line` wrote."""
+    import orjson
+
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:  # what `json_line` left to the standard library
@@ -175,8 +175,10 @@ def json_page(record: Mapping[str, object]) -> str:
 
 def json_line(record: Mapping[str, object]) -> bytes:
     """A record as a line of JSON in UTF-8; what JSON has no type for, as text."""
+    import orjson  # of an extra
+
     try:
-        return orjson.dumps(record, default=str, option=LINE)
+        return orjson.dumps(record, default=str, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # half of a surrogate pair in another key than the text, or a huge number
         return json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n"
 

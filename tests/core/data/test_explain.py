@@ -47,7 +47,7 @@ def test_the_documents_of_a_step_spell_its_samples(step, texts, tmp_path):
         name = row["data"].rpartition("/")[2]
         assert row["source"] == ("s" if name == "a" else "b")
         whole = [*texts[name, row["id"]].encode(), 256]
-        spelt.setdefault(row["sample"], []).extend(whole[row["offset"]:][: row["tokens"]])
+        spelt.setdefault(row["sample"], []).extend(whole[row["offset"] :][: row["tokens"]])
     assert list(spelt) == list(range((step - 1) * 6, step * 6))
     assert np.array_equal(list(spelt.values()), rows)
 
