@@ -101,6 +101,10 @@ def curate(
     json_out: JsonOut = None,
 ) -> None:
     """Clean, filter, deduplicate and decontaminate a corpus."""
+    from mtcli.core.curate.extras import require
+
+    for module in ("orjson", "zstandard"):
+        require(module, "curate")
     if inputs[0] == TRAIN or good or bad:
         _train_quality(inputs, good, bad, output, text_key, json_out)
         return

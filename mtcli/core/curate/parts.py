@@ -23,6 +23,7 @@ from mtcli.core.runtime.atomic_writes import sync_folder
 
 SUMMARY = "summary.json"
 BY_COLUMN = {"bands"}  # arrays that are read a column at a time, and so written as their transpose
+ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 LINES, REMOVED = "documents.jsonl", "removed.jsonl"
 
 
@@ -130,17 +131,16 @@ class Lines:
     """A file of lines, each found by its number."""
 
     def __init__(self, path: Path, ends: Array) -> None:
-        self._ends = ends
+        self._ends = [0, *ends.tolist()]
         with open_untrusted(path) as file:
             self._data = mmap(file.fileno(), 0, access=ACCESS_READ) if len(ends) else b""
 
     def __getitem__(self, row: int) -> bytes:
-        start = int(self._ends[row - 1]) if row else 0
-        return self._data[start : int(self._ends[row])]
+        return self._data[self._ends[row] : self._ends[row + 1]]
 
     def text(self, row: int) -> str:
         """The text of a document."""
-        return str(json.loads(self[row])["text"])
+        return str(load_line(self[row])["text"])
 
 
 def line_of(document: Document) -> bytes:
@@ -151,17 +151,36 @@ def line_of(document: Document) -> bytes:
 
 def document_of(line: bytes, key: bytes, size: int) -> Document:
     """The document of a line that `line_of` wrote."""
-    record = json.loads(line)
+    record = load_line(line)
     del record["id"]
     return Document(key, record.pop("source"), record.pop("text"), size, record)
 
 
+def load_line(line: bytes) -> dict[str, Any]:
+    """The record of a line that `json_line` wrote."""
+    import orjson
+
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # what `json_line` left to the standard library
+        return json.loads(line)
+
+
+def json_page(record: Mapping[str, object]) -> str:
+    """A record as JSON with a line for each of its keys; the values on it are encoded at once,
+    twenty times as fast as with an indent."""
+    lines = (f"{json.dumps(key)}: {ENCODE(value)}" for key, value in record.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def json_line(record: Mapping[str, object]) -> bytes:
     """A record as a line of JSON in UTF-8; what JSON has no type for, as text."""
+    import orjson  # of an extra
+
     try:
-        return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, in another key than the text
-        return json.dumps(record, default=str).encode() + b"\n"
+        return orjson.dumps(record, default=str, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # half of a surrogate pair in another key than the text, or a huge number
+        return json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n"
 
 
 def part_folder(folder: Path, number: int) -> Path:

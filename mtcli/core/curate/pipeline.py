@@ -5,7 +5,6 @@ made on the way lies in `OUTPUT/.curate`, in parts that appear whole or not at a
 that was killed goes on from there, on any number of workers.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -31,7 +30,7 @@ from mtcli.core.curate.output import (
     outputs,
     require_free,
 )
-from mtcli.core.curate.parts import Part, PartWriter, document_of, part_folder
+from mtcli.core.curate.parts import Part, PartWriter, document_of, json_page, part_folder
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.report import build_report, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
@@ -228,7 +227,7 @@ class _Pipeline:
         """Moves all to the output folder; the report last, which says that the rest is there."""
         output = self.request.output
         write_text(made / REPORT_HTML, report_html(report))
-        write_text(made / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+        write_text(made / REPORT, json_page(report))
         names = {path.name for path in made.iterdir()} - {REPORT}
         for old in outputs(output):
             if old.name not in names:

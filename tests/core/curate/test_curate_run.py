@@ -206,6 +206,7 @@ def test_the_report_adds_up_and_names_the_clusters(run, tmp_path, prose):
     assert counts == [("rules", 9, 8), ("exact", 8, 7), ("fuzzy", 7, 6)]
     sizes = {record["id"]: len(record["text"].encode()) for record in records}
     assert report["stages"][0]["bytes_in"] == sum(sizes.values())
+    assert report["stages"][0]["bytes_out"] == sum(sizes.values()) - sizes["s"]
     assert report["stages"][2]["bytes_out"] == sum(sizes[f"a{i}"] for i in range(6))
     assert report["stages"][0]["reasons"] == {"too few words": 1}
     assert report["stages"][0]["samples"]["too few words"][0]["id"] == "s"
@@ -241,7 +242,8 @@ def test_shards_are_cut_by_size_and_read_in_order_of_ids(run, tmp_path, small_bl
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", records[n::2]) for n in range(2)]
     out = run(*paths, settings=["shard_mb=1"], workers=2)
     assert [record["id"] for record in shards(out)] == sorted(ids)
-    assert len(list(out.glob("shard-*.jsonl.zst"))) in (4, 5)
+    sizes = [len(read_zst(path)) for path in sorted(out.glob("shard-*.jsonl.zst"))]
+    assert len(sizes) in (4, 5) and max(sizes) <= 27  # a megabyte of lines, of 36 kB each
 
 
 def test_outputs_in_the_way_and_other_inputs_than_a_run_began_with_are_refused(run, tmp_path):
@@ -273,3 +275,19 @@ def test_everything_may_be_removed(run, tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "text": "x"}])
     out = run(path, stages=["rules", "exact", "fuzzy"])
     assert shards(out) == [] and len(removed(out)) == 1
+
+
+def test_odd_values_of_other_keys_survive(run, tmp_path):
+    odd = {"big": 10**40, "half": "\ud83d", "none": None, "deep": {"a": [1.5, True, "é"]}, "n": -1}
+    path = write_jsonl(
+        tmp_path / "in.jsonl", [{"id": "a", "text": "é x"} | odd, {"id": -5, "text": "y"}]
+    )
+    out = run(
+        path,
+        stages=["fuzzy", "rules"],
+        settings=["rules.min_words=1", "rules.min_stop_words=0", "rules.min_word_length=0"],
+    )
+    assert shards(out) == [
+        {"id": -5, "text": "y", "source": "in"},
+        {"id": "a", "text": "é x", "source": "in"} | odd,
+    ]

@@ -20,7 +20,7 @@ def sentences(source, count):
 
 
 def cut_by_hand(text, grams):
-    """tools/openwebtext/filter_ngrams.py: (pieces of more than 200 characters, cuts)."""
+    """Megatron-LM's filter of n-grams: (pieces of more than 200 characters, cuts)."""
     pieces, cuts = [], 0
     while True:
         words = [(m.group(), m.start(), m.end()) for m in re.finditer(r"\w+", text.lower())]

@@ -72,7 +72,7 @@ BROKEN = {
     "too many ellipses": prose_like(60) + "\u2026" * 7,
     "bullet lines": "\n".join(["- " + prose_like(10)] * 10),
     "lines that end in an ellipsis": "\n".join([prose_like(12) + "...", *[prose_like(12)] * 2] * 2),
-    "too few words with letters": prose_like(60) + " 1234" * 16,
+    "too few words with letters": prose_like(63) + " 1234" * 16,
     "too few stop words": prose_like(60).replace("of", "off"),
 }
 KEPT = {
