@@ -1,6 +1,7 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mtcli.core.data.tokenize import Tokenizer
-    from mtcli.core.evaluate.encode import Encoder
     from mtcli.core.evaluate.tasks.registry import TaskRun
     from mtcli.core.evaluate.tasks.task import Report
     from mtcli.core.inference.model import OpenModel
@@ -164,6 +164,7 @@ def eval(
     kept = _items_file(items, json_out, checkpoint)
 
     def work(runtime: "Runtime") -> dict[str, Any] | None:
+        from mtcli.core.evaluate.encode import encoder_for
         from mtcli.core.evaluate.encoders import encoder_runs
         from mtcli.core.evaluate.journal import Journal
         from mtcli.core.evaluate.packing import BATCH_TOKENS
@@ -176,10 +177,11 @@ def eval(
         tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
         journal = Journal(kept if runtime.rank == 0 else None, opened.identity())
         if opened.scorer.config.model.head == "lm":
-            encoder = _encoder(opened, tokenizer)
+            text = _tokenizer(opened, tokenizer)
             about = Evaluation(
-                opened.scorer, encoder, options, tokens, journal, _sharing(opened), opened.end_ids()
-            )
+                opened.scorer, encoder_for(text), options, tokens, journal, _sharing(opened),
+                replace(opened, tokenizer=text).end_ids(),
+            )  # fmt: skip
             runs = task_runs(specs, about)
         else:
             others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
@@ -276,12 +278,6 @@ def _sharing(opened: "OpenModel") -> Callable[[Any], Any]:
 
     world = opened.scorer.groups.world
     return lambda value: gather_values(value, world)[0]
-
-
-def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
-    from mtcli.core.evaluate.encode import encoder_for
-
-    return encoder_for(_tokenizer(opened, tokenizer))
 
 
 def _tokenizer(opened: "OpenModel", tokenizer: str | None) -> "Tokenizer":
