@@ -175,18 +175,17 @@ def eval(
         opened = open_model(checkpoint, overrides, runtime, encoders=True)
         options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed, ngrams)
         tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
-        journal = Journal(kept if runtime.rank == 0 else None, opened.identity())
+        read = replace(opened, tokenizer=_tokenizer(opened, tokenizer))
+        journal = Journal(kept if runtime.rank == 0 else None, read.identity())
         if opened.scorer.config.model.head == "lm":
-            text = _tokenizer(opened, tokenizer)
-            about = Evaluation(
-                opened.scorer, encoder_for(text), options, tokens, journal, _sharing(opened),
-                replace(opened, tokenizer=text).end_ids(),
-            )  # fmt: skip
+            encoder, share = encoder_for(read.require_tokenizer()), _sharing(opened)
+            kinds = encoder, options, tokens, journal, share, read.end_ids()
+            about = Evaluation(opened.scorer, *kinds)
             runs = task_runs(specs, about)
         else:
             others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
             models = [one.scorer for one in (opened, *others)]
-            runs = encoder_runs(specs, models, _tokenizer(opened, tokenizer), limit, tokens)
+            runs = encoder_runs(specs, models, read.require_tokenizer(), limit, tokens)
         summary = _summary(checkpoint, opened, runtime)
         if runtime.rank == 0:
             _announce(summary, runs)
