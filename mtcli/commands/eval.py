@@ -1,6 +1,7 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from mtcli.core.config.model import ModelConfig
     from mtcli.core.data.tokenize import Tokenizer
-    from mtcli.core.evaluate.encode import Encoder
     from mtcli.core.evaluate.tasks.registry import TaskRun
     from mtcli.core.evaluate.tasks.task import Report
     from mtcli.core.inference.model import OpenModel
@@ -162,6 +162,7 @@ def eval(
     kept = _items_file(items, json_out, checkpoint)
 
     def work(runtime: "Runtime") -> dict[str, Any] | None:
+        from mtcli.core.evaluate.encode import encoder_for
         from mtcli.core.evaluate.encoders import encoder_runs
         from mtcli.core.evaluate.journal import Journal
         from mtcli.core.evaluate.packing import BATCH_TOKENS
@@ -172,17 +173,17 @@ def eval(
         opened = open_model(checkpoint, overrides, runtime, encoders=True)
         options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed, ngrams)
         tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
-        journal = Journal(kept if runtime.rank == 0 else None, opened.identity())
+        read = replace(opened, tokenizer=_tokenizer(opened, tokenizer))
+        journal = Journal(kept if runtime.rank == 0 else None, read.identity())
         if opened.scorer.config.model.head == "lm":
-            encoder = _encoder(opened, tokenizer)
-            about = Evaluation(
-                opened.scorer, encoder, options, tokens, journal, _sharing(opened), opened.end_ids()
-            )
+            encoder, share = encoder_for(read.require_tokenizer()), _sharing(opened)
+            kinds = encoder, options, tokens, journal, share, read.end_ids()
+            about = Evaluation(opened.scorer, *kinds)
             runs = task_runs(specs, about)
         else:
             others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
             models = [one.scorer for one in (opened, *others)]
-            runs = encoder_runs(specs, models, _tokenizer(opened, tokenizer), limit, tokens)
+            runs = encoder_runs(specs, models, read.require_tokenizer(), limit, tokens)
         summary = _summary(checkpoint, opened, runtime)
         if runtime.rank == 0:
             _announce(summary, runs)
@@ -296,12 +297,6 @@ def _require_members(models: "dict[str, ModelConfig | None]") -> None:
     )
     hint = "classifiers of one kind and tokenizer, classification or multiple_choice"
     raise wrong(f"--ensemble of models that do not vote on the same: {said}", hint, "--ensemble")
-
-
-def _encoder(opened: "OpenModel", tokenizer: str | None) -> "Encoder":
-    from mtcli.core.evaluate.encode import encoder_for
-
-    return encoder_for(_tokenizer(opened, tokenizer))
 
 
 def _tokenizer(opened: "OpenModel", tokenizer: str | None) -> "Tokenizer":

@@ -35,7 +35,7 @@ from mtcli.core.schedule.generators import forward_only
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
 
 
-class Prefix(NamedTuple):
+class ReadPrefix(NamedTuple):
     """Tokens that were read, and their keys and values in this rank's layers."""
 
     length: int
@@ -71,17 +71,17 @@ class InferenceModel:
         return outputs
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, after: Prefix | None = None) -> Prefix:
+    def read(self, tokens: Tensor, after: ReadPrefix | None = None) -> ReadPrefix:
         """Reads tokens [P] once that many rows begin with, after those of `after`."""
         start = 0 if after is None else after.length
         positions = torch.arange(start, start + len(tokens))[None]
         cache, before = Cache(), None if after is None else after.cache
         given = self._inputs(tokens[None], positions=positions, cache=cache, prefix=before)
         self.forward([given])
-        return Prefix(start + len(tokens), cache if before is None else cache.after(before))
+        return ReadPrefix(start + len(tokens), cache if before is None else cache.after(before))
 
     @torch.no_grad()
-    def score(self, batch: ScoreBatch, after: Prefix | None = None) -> tuple[Tensor, Tensor]:
+    def score(self, batch: ScoreBatch, after: ReadPrefix | None = None) -> tuple[Tensor, Tensor]:
         """Scores targets: (log-probability of each [N] float32, whether it is the argmax [N] bool).
 
         Data parallel ranks, and rows of a grid of tp ranks, score different rows of the batch. All
