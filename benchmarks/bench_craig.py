@@ -73,7 +73,7 @@ class Curve(NamedTuple):
 
 
 EPOCHS_OF_ALL = 20  # gradients of a run, in passes over all training data
-RATES = (0.3, 0.1, 0.03, 0.01)
+RATES = (0.3, 0.1, 0.03)
 PENALTY = 1e-5
 PARTS = (0.1, 0.3)
 
@@ -96,7 +96,7 @@ def logistic() -> dict[str, list[dict]]:
         best = min(range(len(RATES)), key=lambda i: np.mean([r.losses[-1] for r in runs[i]]))
         found[name] = [run._asdict() | {"rate": RATES[best]} for run in runs[best]]
         goal = 1.05 * np.mean([run["losses"][-1] for run in found["all data"]])
-        reached = [found for run in runs[best] if (found := _first_below(run, goal))]
+        reached = [at for run in runs[best] if (at := _first_below(run, goal))]
         told = "never"
         if reached:
             gradients, seconds = np.mean(reached, 0)

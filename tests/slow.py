@@ -66,6 +66,18 @@ SLOW = {
             "4 bits, overlapped", "largest, 2 bits",
         ),
     },
+    # select
+    "test_proxies.py": {
+        "test_proxies_are_the_last_layers_gradients_on_every_layout": (
+            "1-*", "2-*tp=2*", "4-*tp_mode=2d*",
+        ),
+    },
+    "test_select.py": {
+        "test_two_ranks_choose_what_one_does": ("tp=2",),
+        "test_sources_of_a_blend_are_chosen_from_by_their_weights": (),
+        "test_training_refuses_a_subset_of_other_sequences": ("*batch.seq_len*", "*'other'*hash"),
+        "test_a_run_that_selects_again_has_the_same_losses_resumed_on_two_ranks": (),
+    },
     # commands
     "test_eval.py": {
         "test_the_real_files_have_the_numbers_of_transformers": ("gpt2",),

@@ -67,6 +67,14 @@ ProxyKind = Annotated[
         "layer's weights, or its mean hidden state",
     ),
 ]
+GreedyKind = Annotated[
+    Literal["lazy", "naive", "stochastic"],
+    typer.Option(
+        "--greedy",
+        help="craig: how picks are found; lazy and naive find the same, stochastic looks at some "
+        "random candidates each time",
+    ),
+]
 TargetData = Annotated[
     list[str],
     typer.Option(
@@ -91,6 +99,7 @@ def select(
     cover: Cover = None,
     method: Method = "craig",
     proxy: ProxyKind = "gradient",
+    greedy: GreedyKind = "lazy",
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     json_out: JsonOut = None,
@@ -101,7 +110,16 @@ def select(
     from mtcli.core.select.request import SelectRequest, require_request
 
     request = SelectRequest(
-        tuple(data), model, tuple(overrides), fraction, size, cover, method, proxy, tuple(target)
+        data=tuple(data),
+        model=model,
+        overrides=tuple(overrides),
+        fraction=fraction,
+        size=size,
+        cover=cover,
+        method=method,
+        proxy=proxy,
+        target=tuple(target),
+        greedy=greedy,
     )
     train, *_ = collect_errors(
         lambda: train_settings(overrides, device=device),

@@ -195,7 +195,7 @@ def test_a_run_that_selects_again_has_the_same_losses_resumed_on_two_ranks(home,
     [
         ({"data.reselect_every": 2}, "reselect_every=2 with no data.subset"),
         (
-            {"data.subset": "s.json", "data.train": "talk.jsonl"},
+            {"data.subset": "s.json", "data.format": "conversations"},
             "with data.format='conversations', whose rows are no fixed sequences",
         ),
     ],

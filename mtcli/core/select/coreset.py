@@ -20,9 +20,10 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.select.distances import Points, nearest, similarities
-from mtcli.core.select.facility_location import Goal, lazy_greedy
+from mtcli.core.select.facility_location import GREEDY, Goal, Greedy
 
-MOST = 1 << 16  # points that greedy sees at once
+MOST = 1 << 16  # points that greedy sees at once; more are dealt into parts
+PART = 1 << 14  # points of a part: n * PART distances are made
 OVERSAMPLED = 2  # times its share that a part chooses for the second round
 DENSE_BYTES = 1 << 30  # of similarities in float64 that are kept in memory
 DENSE = math.isqrt(DENSE_BYTES // 8)  # points that have so many
@@ -52,6 +53,7 @@ class Work:
     world: Axis
     device: torch.device
     seed: int
+    greedy: Greedy = "lazy"
     advance: Callable[[int], object] = lambda done: None
 
 
@@ -180,7 +182,7 @@ def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Par
 
     Where the second round could not see what twice their shares are, parts choose their shares.
     """
-    number = -(-len(group.points) // MOST)
+    number = 1 if len(group.points) <= MOST else -(-len(group.points) // PART)
     over = OVERSAMPLED if number > 1 and OVERSAMPLED * group.size <= MOST else 1
     over = 1 if target.cover is not None else over
     dealt = np.random.default_rng([work.seed, 0]).permutation(len(group.points))
@@ -213,7 +215,9 @@ def _pick(proxies: Tensor, part: _Part, work: Work, ranks: int) -> _Picked:
     goal = Goal(part.size)
     if part.residual >= 0.0:
         goal = Goal(part.size, float(counts.double().sum()) * points.reach - part.residual)
-    order = lazy_greedy(similar, counts, goal, lambda done: work.advance(done * ranks)).order
+    order = GREEDY[work.greedy](
+        similar, counts, goal, lambda done: work.advance(done * ranks), work.seed
+    ).order
     chosen = torch.tensor(sorted(order), device=work.device)
     place, _ = nearest(points, chosen, lambda done: None)
     carried = place.bincount(counts.double(), len(chosen)).tolist()

@@ -7,7 +7,7 @@ of their sums, the lowest index is picked. n points and candidates; b of them at
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +17,11 @@ LOSS = 0.1  # of stochastic greedy: its expected value is 1 - 1/e - LOSS of the 
 TIES = 32.0  # roundings by which equal gains may differ
 FIRST_REFRESH = 8  # candidates whose gains lazy greedy computes again at once, at first
 Advance = Callable[[int], object]
+Greedy = Literal["lazy", "naive", "stochastic"]
 
 
 class Similarities(Protocol):
-    """Similarities s_ij >= 0 of n points i to n candidates j, made when they are asked for."""
+    """Similarities s_ij = s_ji >= 0 of n points, which are the candidates too, made when asked."""
 
     size: int  # n
     block: int  # candidates whose rows are in memory at once
@@ -30,7 +31,7 @@ class Similarities(Protocol):
 
 
 class MatrixSimilarities:
-    """Similarities that are all in memory, [candidates, points]."""
+    """Similarities that are all in memory, [n, n]."""
 
     def __init__(self, rows: Tensor, block: int = 64) -> None:
         self.matrix, self.size, self.block = rows, len(rows), block
@@ -60,36 +61,47 @@ class Picks(NamedTuple):
 
 
 def lazy_greedy(
-    similarities: Similarities, counts: Tensor, goal: Goal, advance: Advance = lambda done: None
+    similarities: Similarities,
+    counts: Tensor,
+    goal: Goal,
+    advance: Advance = lambda done: None,
+    seed: int = 0,
 ) -> Picks:
     """The greedy picks, by gains that are computed again only where they may be the largest.
 
     A gain never grows, so an old one is a bound (Minoux, 1978). The largest bounds are refreshed
-    in blocks of 8, 16, ... until no other one can win or tie. `counts` are the m_i [n].
+    in blocks of 8, 16, ... until no other one can win or tie. Where a pick came nearer to fewer
+    points than the last one took refreshes, all bounds are lowered by exactly what it took away.
+    `counts` are the m_i [n]; the seed decides nothing.
     """
     state = _State(similarities, counts)
-    bounds = state.gains(torch.arange(similarities.size, device=counts.device))
+    bounds, refreshed = state.gains(torch.arange(similarities.size, device=counts.device)), 0
     while not state.reached(goal):
         stale, best, fresh, refresh = bounds.clone(), -math.inf, [], FIRST_REFRESH
         while True:
             top, candidates = stale.topk(min(refresh, len(stale)))
-            candidates = candidates[top >= state.tying(best)]
-            candidates = candidates[~state.chosen[candidates]]
+            candidates = candidates[(top >= state.tying(best)) & (top > -math.inf)]
             if not len(candidates):
                 break
             gains = state.gains(candidates)
             bounds[candidates], stale[candidates] = gains, -math.inf
             fresh.append(candidates)
             best, refresh = max(best, float(gains.max())), 2 * refresh
+        refreshed = max(refreshed // 2, sum(map(len, fresh)))
         winner = state.first_of_best(torch.cat(fresh), bounds)
-        state.pick(winner, float(bounds[winner]))
+        before = state.pick(winner, float(bounds[winner]))
+        state.lower_(bounds, before, most=refreshed)
         bounds[winner] = -math.inf
         advance(1)
     return state.picks
 
 
 def naive_greedy(
-    similarities: Similarities, counts: Tensor, goal: Goal, advance: Advance = lambda done: None
+    similarities: Similarities,
+    counts: Tensor,
+    goal: Goal,
+    advance: Advance = lambda done: None,
+    seed: int = 0,
 ) -> Picks:
     """The greedy picks, by the gains of all candidates at each: n^2 similarities a pick."""
     everyone = torch.arange(similarities.size, device=counts.device)
@@ -122,6 +134,9 @@ def stochastic_greedy(
 
     state = _State(similarities, counts)
     return _scan(state, some(), goal, advance)
+
+
+GREEDY = {"lazy": lazy_greedy, "naive": naive_greedy, "stochastic": stochastic_greedy}
 
 
 def _scan(state: "_State", candidates: Iterator[Tensor], goal: Goal, advance: Advance) -> Picks:
@@ -163,14 +178,30 @@ class _State:
         of_them = gains[candidates]
         return int(candidates[of_them >= self.tying(float(of_them.max()))].min())
 
-    def pick(self, candidate: int, gain: float) -> None:
-        """Adds a candidate that has this gain."""
+    def lower_(self, bounds: Tensor, before: Tensor, most: int) -> None:
+        """Lowers bounds of gains by what the last pick took away, by way of the points that it is
+        nearer to than the picks `before`, where these are at most so many. Similarities are the
+        same from i to j as from j to i."""
+        changed = (self.best > before).nonzero().flatten()
+        if len(changed) > most:
+            return
+        # of the sums' rounding
+        slack = TIES * torch.finfo(bounds.dtype).eps * bounds.clamp(min=0.0)
+        for some in changed.split(self.similarities.block):
+            low, high = before[some][:, None], self.best[some][:, None]
+            taken = self.similarities.rows(some).clamp_(low, high).sub_(low)
+            bounds -= self.counts[some] @ taken
+        bounds += slack
+
+    def pick(self, candidate: int, gain: float) -> Tensor:
+        """Adds a candidate that has this gain; returns the largest similarities before it [n]."""
         row = self.similarities.rows(torch.tensor([candidate], device=self.best.device))[0]
-        self.best = torch.maximum(self.best, row)
+        before, self.best = self.best, torch.maximum(self.best, row)
         self.chosen[candidate] = True
         self.picks.order.append(candidate)
         self.picks.gains.append(gain)
         self.value += gain
+        return before
 
     def reached(self, goal: Goal) -> bool:
         """Whether picks end here."""

@@ -35,6 +35,7 @@ class SelectRequest(NamedTuple):
     method: Method
     proxy: Proxy
     target: tuple[str, ...]
+    greedy: Literal["lazy", "naive", "stochastic"] = "lazy"
 
 
 def require_request(request: SelectRequest, world: int) -> None:

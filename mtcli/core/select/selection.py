@@ -107,7 +107,7 @@ def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset
         known = ModelRecord(path=request.model, hash=weights_hash(checkpoint))
         judge_by = Judge(replace(opened.scorer, config=config), request.proxy, known)
     candidates = together(world, lambda: _opened(config, request))
-    work = Work(world, runtime.device, config.seed)
+    work = Work(world, runtime.device, config.seed, request.greedy)
     return choose_from(candidates, request, judge_by, work, console)
 
 

@@ -115,7 +115,7 @@ def test_a_cover_is_the_fewest_greedy_picks_whose_bound_is_small_enough():
 
 
 def in_parts(runtime, n, size, most):
-    coreset.MOST = most
+    coreset.MOST = coreset.PART = most
     work = Work(world_axis(runtime.rank, runtime.world, runtime.recorder), runtime.device, 5)
     chosen = choose(clusters(n), together(n), Quota([size]), work)
     return chosen.indices.tolist(), chosen.weights.tolist(), chosen.objective

@@ -1,0 +1,131 @@
+"""Facility location: speed beside apricot and submodlib, and the memory and time of large sets.
+
+    python benchmarks/bench_select.py peers      # n = 8,000, k = 800, on the same similarities
+    python benchmarks/bench_select.py memory     # n = 50,000, d = 64, k = 5,000: the peak
+    python benchmarks/bench_select.py million    # n = 1,000,000, d = 64, k = 10,000
+
+`peers` counts processor seconds, all contenders in turn in one process, the least of the repeats:
+each is given the n x n similarities in memory. `million` also chooses 1 % of a sub-sample at once
+and in parts, and compares their objectives. Peers are those of `pip install 'mtcli[test]'`.
+"""
+
+import argparse
+import resource
+import time
+
+import numpy as np
+import torch
+from progress import in_turn, say
+from tqdm import tqdm
+
+from mtcli.core.parallel.groups import world_axis
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.select import coreset
+from mtcli.core.select.coreset import Quota, Work, choose
+from mtcli.core.select.facility_location import Goal, MatrixSimilarities, lazy_greedy
+
+WIDTH, CENTRES = 64, 500
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("peers", "memory", "million"))
+    parser.add_argument("--n", type=int, help="points [8000, 50000 or 1000000]")
+    parser.add_argument("--k", type=int, help="picks [a tenth of them; of a million a hundredth]")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    n = args.n or {"peers": 8000, "memory": 50_000, "million": 1_000_000}[args.what]
+    k = args.k or n // (100 if args.what == "million" else 10)
+    if args.what == "peers":
+        peers(n, k, args.repeats)
+    elif args.what == "memory":
+        large(n, k)
+    else:
+        large(n, k)
+        parts_beside_all(min(n, 32_768))
+
+
+def clusters(n: int, seed: int = 0) -> torch.Tensor:
+    """Points [n, 64] around 500 centres, float32, as proxies of sequences lie."""
+    random = torch.Generator().manual_seed(seed)
+    centres = 2.0 * torch.randn(CENTRES, WIDTH, generator=random)
+    of = torch.randint(CENTRES, (n,), generator=random)
+    return centres[of] + torch.randn(n, WIDTH, generator=random)
+
+
+def peers(n: int, k: int, repeats: int) -> None:
+    """Prints processor seconds and objectives of ours, apricot's and submodlib's lazy greedy."""
+    points = clusters(n).double()
+    distances = torch.cdist(points, points)
+    matrix = (distances.max() - distances).numpy()
+    contenders = {"mtcli": _ours, "apricot": _apricot, "submodlib": _submodlib}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    values = {}
+    for name in in_turn(contenders, repeats):
+        begin = time.process_time(), time.perf_counter()
+        chosen = contenders[name](matrix, k)
+        times[name].append(time.process_time() - begin[0])
+        values[name] = float(matrix[chosen].max(0).sum())
+        wall = time.perf_counter() - begin[1]
+        say(f"{name:12}{times[name][-1]:>9.2f} s of processor, {wall:.2f} s")
+    for name, seconds in times.items():
+        ratio = min(seconds) / min(times["mtcli"])
+        say(f"{name:12}{min(seconds):>9.2f} s{ratio:>8.1f} x   objective {values[name]:,.6f}")
+
+
+def _ours(matrix: np.ndarray, k: int) -> list[int]:
+    similar = MatrixSimilarities(torch.from_numpy(matrix))
+    return lazy_greedy(similar, torch.ones(len(matrix), dtype=torch.float64), Goal(k)).order
+
+
+def _apricot(matrix: np.ndarray, k: int) -> list[int]:
+    from apricot import FacilityLocationSelection
+
+    made = FacilityLocationSelection(k, metric="precomputed", optimizer="lazy")
+    return made.fit(matrix).ranking.tolist()
+
+
+def _submodlib(matrix: np.ndarray, k: int) -> list[int]:
+    from submodlib import FacilityLocationFunction
+
+    made = FacilityLocationFunction(
+        n=len(matrix), mode="dense", sijs=matrix.astype(np.float32), separate_rep=False
+    )
+    picks = made.maximize(budget=k, optimizer="LazyGreedy", show_progress=False)
+    return [index for index, _ in picks]
+
+
+def large(n: int, k: int) -> None:
+    """Chooses k of n points, and prints the time, and the peak of the process's memory."""
+    points = clusters(n)
+    say(f"{n:,} points, {k:,} picks: {coreset.planned_bytes([n], WIDTH) / 2**30:.2f} GiB planned")
+    begin, spent = time.perf_counter(), time.process_time()
+    chosen = _chosen(points, k)
+    seconds, spent = time.perf_counter() - begin, time.process_time() - spent
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    say(f"{seconds:.1f} s, {spent:.1f} s of processor, {peak:.2f} GiB at the peak of the process")
+    say(f"objective {chosen.objective:,.1f}, L(S) {chosen.bound:,.1f}")
+
+
+def parts_beside_all(n: int) -> None:
+    """Prints the objective of 1 % of n points, chosen in parts, as a share of that of all."""
+    points, most = clusters(n, seed=1), coreset.MOST
+    at_once = _chosen(points, n // 100)
+    coreset.MOST = coreset.PART = n // 8
+    in_parts = _chosen(points, n // 100)
+    coreset.MOST = most
+    share = in_parts.objective / at_once.objective
+    say(f"{n:,} points in 8 parts: {share:.4f} of lazy greedy's objective over all of them")
+    say(f"L(S) {in_parts.bound:,.1f} in parts, {at_once.bound:,.1f} over all")
+
+
+def _chosen(points: torch.Tensor, k: int) -> coreset.Chosen:
+    with tqdm(total=None, unit="step", leave=False) as bar:
+        work = Work(world_axis(0, 1, FlightRecorder()), torch.device("cpu"), 0, advance=bar.update)
+        return choose(points, [np.arange(len(points))], Quota([k]), work)
+
+
+if __name__ == "__main__":
+    main()
