@@ -129,9 +129,21 @@ SLOW = {
         "test_slurm_tasks_find_each_other": (),
         "test_torchrun_starts_it_and_bf16_keeps_float32_masters": (),
     },
+    "test_sweep.py": {
+        "test_hyperband_stops_the_same_trials_in_one_array_or_in_many": (),
+        "test_the_median_rule_stops_trials_and_a_run_goes_on_from_there": (),
+        "test_seeds_of_shared_batches_are_runs_of_that_order": (),
+        "test_json_on_stdout_has_all_trials_and_nothing_else": (),
+        "test_a_trial_s_folder_goes_on_with_train_and_is_exported": (),
+    },
     # core
     "test_task_files.py": {
         "test_figures_are_lm_evals_own": ("hellaswag-2", "winogrande-2", "race-0", "piqa-2"),
+    },
+    "test_array.py": {
+        "test_models_of_an_array_are_runs_of_their_own": (
+            "gpt fp64", "llama fp32", "lamb", "dropout", "mixture with a capacity",
+        ),
     },
     "test_aux_losses.py": {
         "test_gradients_are_those_of_the_formulas": ("4-*", "2-{'pp': 2*"),

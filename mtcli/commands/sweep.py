@@ -58,6 +58,10 @@ MaxFused = Annotated[
         "--max-fused", metavar="B", min=1, max=10_000, help="models of an array at most [memory]"
     ),
 ]
+Sampler = Annotated[
+    str | None,
+    typer.Option("--sampler", metavar="optuna[:NAME]", help="have Optuna choose --random N trials"),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="go on from the newest checkpoint of each trial")
 ]
@@ -78,6 +82,7 @@ def sweep(
     seeds: Seeds = None,
     shared_batches: SharedBatches = False,
     max_fused: MaxFused = None,
+    sampler: Sampler = None,
     resume: Resume = False,
     nproc: Nproc = 1,
     json_out: JsonOut = None,
@@ -90,6 +95,7 @@ def sweep(
     asked = {
         "vary": vary, "random": random, "seeds": seeds, "shared_batches": shared_batches,
         "hyperband": hyperband, "median": median, "max_fused": max_fused, "resume": resume,
+        "sampler": sampler,
     }  # fmt: skip
     plan = sweep_plan(config, overrides, Path(output), num_ranks(nproc), asked)
     if environment_world() is None and not resume:

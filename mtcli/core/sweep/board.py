@@ -23,8 +23,11 @@ MOST_ROWS = 24  # of the table on a terminal
 class Board:
     """The progress of a sweep on stderr; of ranks but the first nothing. Use it as a context."""
 
-    def __init__(self, records: Sequence[TrialRecord], output: Path, speaks: bool) -> None:
-        self.records, self.output, self.speaks = records, output, speaks
+    def __init__(
+        self, records: Sequence[TrialRecord], output: Path, steps: int, speaks: bool
+    ) -> None:
+        """`steps` are those of all trials together."""
+        self.records, self.output, self.steps, self.speaks = records, output, steps, speaks
         self.bar: Any = None
         self.live: Live | None = None
         self.rate = 0.0
@@ -33,13 +36,12 @@ class Board:
         if not self.speaks:
             return self
         console = Console(stderr=True)
-        steps = sum(record.trial.config.train.steps for record in self.records)
         done = sum(len(record.losses) for record in self.records)
         if console.is_terminal:
             self.live = Live(console=console, refresh_per_second=4, get_renderable=self._table)
             self.live.start()
         else:
-            self.bar = tqdm(total=steps, initial=done, unit="step", file=sys.stderr)
+            self.bar = tqdm(total=self.steps, initial=done, unit="step", file=sys.stderr)
         return self
 
     def __exit__(self, *error: object) -> None:

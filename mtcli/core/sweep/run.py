@@ -26,9 +26,11 @@ from mtcli.core.sweep.board import Board
 from mtcli.core.sweep.live import LiveArray, Watcher
 from mtcli.core.sweep.record import ArrayRecord, TrialRecord
 from mtcli.core.sweep.run_plan import SweepPlan, partition_notes
+from mtcli.core.sweep.sampling import Proposals, Sampling
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
-from mtcli.core.sweep.trials import partitions
+from mtcli.core.sweep.trials import name_of, partitions
 
+MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing of each other
 STOP_FILE = "stop"  # in the sweep's folder: it is told to stop where there is one
 
 
@@ -43,7 +45,10 @@ class Sweep:
         self.by_name = {record.name: record for record in self.records}
         self.arrays: list[ArrayRecord] = []
         self.interrupted = False
-        self.board = Board(self.records, plan.output, speaks=runtime.rank == 0)
+        every = [record.trial.config.train.steps for record in self.records]
+        if plan.sampling:
+            every = [plan.space.base.train.steps] * plan.sampling.trials
+        self.board = Board(self.records, plan.output, sum(every), speaks=runtime.rank == 0)
         self.watcher = Watcher(
             self.board.say, self.board.stepped, lambda _: self.write(), self._stops
         )
@@ -54,11 +59,18 @@ class Sweep:
         with self.board:
             for note in partition_notes(self.plan):
                 self.board.say(note)
+            if self.plan.sampling:
+                self._sample(self.plan.sampling)
+                return self._ended()
             for group in self._partitions():
                 if self.plan.hyperband:
                     self._hyperband(group, self.plan.hyperband)
                 else:
                     self._train_all(group)
+        return self._ended()
+
+    def _ended(self) -> bool:
+        """Writes the last records; returns whether all trials ended."""
         self.write()
         self._clear_stop_file()
         return not self.interrupted
@@ -74,6 +86,8 @@ class Sweep:
     def _records(self) -> list[TrialRecord]:
         """The records of all trials, as rank 0 finds them."""
         plan = self.plan
+        if plan.sampling:
+            return []
         if not plan.resume:
             new = partial(records_of.require_new, plan.trials, plan.output)
             together(self.world, new if self.world.rank == 0 else bool)
@@ -85,6 +99,31 @@ class Sweep:
         return [
             [self.by_name[trial.name] for trial in group] for group in partitions(self.plan.trials)
         ]
+
+    def _sample(self, sampling: Sampling) -> None:
+        """Trains the trials that a sampler proposes, as many at a time as one array takes."""
+        speaks = self.runtime.rank == 0
+        study = Proposals(sampling, self.plan.output) if speaks else None
+        shape = self.plan.trials[0].config
+        size = self.plan.max_fused or min(self.capacity(shape), MOST_ASKED)
+        shared = self.plan.asked["shared_batches"]
+        while not self.interrupted:
+            own = study.ask(size) if study else None
+            asked = gather_values(own, self.world)[0]
+            if not asked:
+                return
+            points = [values for _, values in asked]
+            trials = self.plan.space.checked(points, shared, self.runtime.world)
+            names = [name_of(values) for values in points]
+            new = [trial for trial in trials if trial.name not in self.by_name]
+            self.records += records_of.restored(new, self.plan.output, keeps_stopped=True)
+            self.by_name |= {record.name: record for record in self.records}
+            for group in partitions(trials):
+                self._train_all([self.by_name[trial.name] for trial in group])
+            for (number, _), name in zip(asked, names, strict=True):
+                record = self.by_name[name]
+                if study and record.ended:
+                    study.tell(number, None if record.status == "diverged" else record.score)
 
     def _train_all(self, group: Sequence[TrialRecord]) -> None:
         """Trains a partition's trials, one array after another."""

@@ -9,6 +9,7 @@ from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.data.loader import require_data
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.sweep.rules import array_problems
+from mtcli.core.sweep.sampling import Sampling, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
 from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, infusible_fields, partitions
 
@@ -22,6 +23,8 @@ class SweepPlan(NamedTuple):
     resume: bool
     hyperband: Hyperband | None
     median: int  # steps between applications of the median rule; 0: none
+    space: SweepSpace
+    sampling: Sampling | None  # where trials are proposed as the sweep goes on; `trials` is one
     fields: tuple[str, ...]  # that are varied
     asked: Mapping[str, Any]  # by the command line, for sweep.json
 
@@ -35,7 +38,8 @@ def sweep_plan(
     trains, and data that is not there.
     """
     space = SweepSpace(source, overrides, output)
-    rule, varied, *_ = collect_errors(
+    sampler, rule, varied, *_ = collect_errors(
+        lambda: read_sampler(asked["sampler"]),
         lambda: read_hyperband(asked["hyperband"]),
         lambda: space.read(asked["vary"]),
         lambda: _require_one_rule(asked),
@@ -44,7 +48,12 @@ def sweep_plan(
     if asked["seeds"] and any(one.field == "seed" for one in varied):
         hint = "leave out --seeds, or --vary seed"
         raise wrong("seed is varied, and --seeds varies it too", hint, "--seeds")
-    drawn = asked["random"] or (rule.trials() if rule and any(v.range for v in varied) else 0)
+    ranges = any(one.range for one in varied)
+    drawn = asked["random"] or (rule.trials() if rule and ranges else 0)
+    sampling = None
+    if sampler:
+        sampling = Sampling(sampler, varied, asked["random"], space.base.seed)
+        drawn = 1
     points = space.points(varied, Budget(drawn, asked["seeds"] or 0))
     trials = space.checked(points, asked["shared_batches"], world)
     first = [group[0].config for group in partitions(trials)]
@@ -62,6 +71,8 @@ def sweep_plan(
         resume=asked["resume"],
         hyperband=rule,
         median=asked["median"] or 0,
+        space=space,
+        sampling=sampling,
         fields=tuple(dict.fromkeys(field for point in points for field in point)),
         asked=asked,
     )
@@ -93,6 +104,14 @@ def _require_one_rule(asked: Mapping[str, Any]) -> None:
     if asked["hyperband"] and asked["median"]:
         hint = "leave one of them out"
         raise wrong("Hyperband and the median rule both stop trials", hint, "--median")
+    if not asked["sampler"]:
+        return
+    if not asked["random"]:
+        raise wrong("a sampler proposes any number of trials", "--random N", "--sampler")
+    for flag in ("hyperband", "seeds"):
+        if asked[flag]:
+            message = f"--{flag} takes all trials at once, and a sampler proposes some at a time"
+            raise wrong(message, f"leave out --{flag}", "--sampler")
 
 
 def _require_array(config: Any, world: int) -> None:

@@ -61,8 +61,13 @@ class Range(NamedTuple):
             number = math.exp(math.log(self.low) + share * math.log(self.high / self.low))
         else:
             number = self.low + share * (self.high - self.low)
-        number = min(max(number, self.low), self.high)
-        return round(number) if self.whole else float(f"{number:.{SIGNIFICANT}g}")
+        return self.rounded(number)
+
+    def rounded(self, number: float) -> float | int:
+        """A number as trials have it: to four digits, and within the range."""
+        if self.whole:
+            return round(min(max(number, self.low), self.high))
+        return min(max(float(f"{number:.{SIGNIFICANT}g}"), self.low), self.high)
 
 
 class Varied(NamedTuple):
@@ -254,6 +259,11 @@ def trial_name(point: Mapping[str, Any], short: Mapping[str, str]) -> str:
     if len(name) <= LONGEST_NAME:
         return name
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def name_of(point: Mapping[str, Any]) -> str:
+    """The name of a trial by its values alone."""
+    return trial_name(point, short_names(list(point)))
 
 
 def _shown(value: Any) -> str:

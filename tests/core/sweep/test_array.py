@@ -131,3 +131,58 @@ def test_models_of_an_array_are_runs_of_their_own(case):
     model, options = CASES[case]
     worst = difference(ALONE, configs_of(model, **options), 4)
     assert max(worst.values()) < TOLERANCE[options.get("precision", "fp64")], worst
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+def test_a_model_that_is_not_finite_stays_as_it_was_and_the_others_do_not_notice(precision):
+    configs = configs_of(GPT, precision)
+    sound, expected = as_array(ALONE, configs, 3)
+    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    for member in array.members:
+        initialise(member)
+    loaders = [MicroBatchLoader(Samples(c), c, array.groups) for c in configs]
+    loader = ArrayLoader(loaders)
+    done = [array.train_step(loader)]
+    poisoned = array.members[1].strategy.shards
+    poisoned["blocks.2.mlp.up.weight"].tensor[3, 5] = float("nan")
+    before = {name: shard.tensor.clone() for name, shard in poisoned.items()}
+    done += [array.train_step(loader) for _ in range(2)]
+    loader.close()
+    assert [step[1].outcome for step in done] == ["updated", "fault", "fault"]
+    for name, shard in poisoned.items():
+        assert torch.equal(shard.tensor.nan_to_num(7.0), before[name].nan_to_num(7.0))
+    for index in (0, 2):
+        for mine, wanted in zip(done, expected, strict=True):
+            assert mine[index]._replace(seconds=0.0) == wanted[index]._replace(seconds=0.0)
+        ours, theirs = (x.members[index].strategy.shards for x in (array, sound))
+        assert all(torch.equal(ours[name].tensor, theirs[name].tensor) for name in theirs)
+
+
+def test_a_compacted_array_goes_on_as_before_with_the_models_that_are_left():
+    configs = configs_of(LLAMA, "fp64")
+    whole, expected = as_array(ALONE, configs, 4)
+    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    for member in array.members:
+        initialise(member)
+    loader = ArrayLoader([MicroBatchLoader(Samples(c), c, array.groups) for c in configs])
+    for _ in range(2):
+        array.train_step(loader)
+    bytes_before = array.memory.bytes
+    array.compact([2, 0])
+    loader.compact([2, 0])
+    assert abs(array.memory.bytes / bytes_before - 2 / 3) < 0.01
+    for wanted in expected[2:]:
+        made = array.train_step(loader)
+        assert made[0].loss == pytest.approx(wanted[2].loss, rel=1e-12)
+        assert made[1].loss == pytest.approx(wanted[0].loss, rel=1e-12)
+    loader.close()
+    for member, index in zip(array.members, (2, 0), strict=True):
+        theirs = whole.members[index]
+        for kind in ("weights", "state"):
+            ours, wanted = (
+                {n: s.tensor for n, s in x.strategy.shards.items()}
+                if kind == "weights"
+                else x.optimizer.state()
+                for x in (member, theirs)
+            )
+            assert distance(ours, wanted) < 1e-12

@@ -11,7 +11,7 @@ from mtcli.core.sweep.run_plan import partition_notes, sweep_plan
 from mtcli.core.sweep.trials import Range, partitions, split_values
 
 NOTHING = {
-    **dict.fromkeys(("random", "seeds", "hyperband", "median", "max_fused")),
+    **dict.fromkeys(("random", "seeds", "hyperband", "median", "max_fused", "sampler")),
     **{"shared_batches": False, "resume": False},
 }
 

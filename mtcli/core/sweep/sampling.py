@@ -1,0 +1,108 @@
+"""Trials that Optuna proposes, a few at a time: asked for before an array and told of after it.
+
+The study is a journal file in the sweep's folder, which Optuna's dashboard opens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.synonyms import closest
+from mtcli.core.sweep.trials import Varied
+
+if TYPE_CHECKING:
+    import optuna
+
+NAME = "optuna.log"
+STUDY = "sweep"
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "gp": "GPSampler", "qmc": "QMCSampler"}
+
+
+class Sampling(NamedTuple):
+    """A sampler, what it chooses from, and how many trials it proposes."""
+
+    sampler: str
+    varied: Sequence[Varied]
+    trials: int
+    seed: int
+
+
+def read_sampler(text: str | None) -> str | None:
+    """The sampler of --sampler optuna or optuna:NAME. Raises MtcliError where there is none such,
+    or Optuna is not installed."""
+    if text is None:
+        return None
+    tool, _, name = text.partition(":")
+    hint = f"optuna, or optuna:{', optuna:'.join(SAMPLERS)}{closest(name, SAMPLERS)}"
+    if tool != "optuna" or (name or "tpe") not in SAMPLERS:
+        raise wrong(f"there is no sampler {text!r}", hint, "--sampler")
+    from importlib.util import find_spec
+
+    if find_spec("optuna") is None:
+        hint = "pip install 'mtcli[sweep]'"
+        raise wrong("--sampler optuna needs optuna, which is not installed", hint, "--sampler")
+    return name or "tpe"
+
+
+class Proposals:
+    """Optuna's study of a sweep, on the rank that asks it."""
+
+    def __init__(self, sampling: Sampling, output: Path) -> None:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.sampling = sampling
+        sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])(seed=sampling.seed)
+        storage = JournalStorage(JournalFileBackend(str(output / NAME)))
+        about = {"study_name": STUDY, "direction": "minimize", "load_if_exists": True}
+        self.study = optuna.create_study(storage=storage, sampler=sampler, **about)
+
+    def ask(self, most: int) -> list[tuple[int, dict[str, Any]]]:
+        """The numbers and values of up to `most` trials: those that an earlier start has not told
+        of, then new ones; none where all have been proposed."""
+        waiting = [t for t in self.study.trials if t.state.name == "RUNNING"]
+        found = [(trial.number, self._values(trial.params)) for trial in waiting[:most]]
+        left = self.sampling.trials - len(self.study.trials)
+        for _ in range(min(left, most - len(found))):
+            trial = self.study.ask(self._distributions())
+            found.append((trial.number, self._values(trial.params)))
+        return found
+
+    def tell(self, number: int, score: float | None) -> None:
+        """Tells the loss of a trial, or that it has none: it diverged."""
+        from optuna.trial import TrialState
+
+        if score is None:
+            self.study.tell(number, state=TrialState.FAIL)
+        else:
+            self.study.tell(number, score)
+
+    def _distributions(self) -> dict[str, "optuna.distributions.BaseDistribution"]:
+        from optuna.distributions import (
+            CategoricalDistribution,
+            FloatDistribution,
+            IntDistribution,
+        )
+
+        found: dict[str, Any] = {}
+        for one in self.sampling.varied:
+            if one.range is None:
+                found[one.field] = CategoricalDistribution(list(range(len(one.values))))
+            elif one.range.whole:
+                found[one.field] = IntDistribution(int(one.range.low), int(one.range.high))
+            else:
+                low, high = one.range.low, one.range.high
+                found[one.field] = FloatDistribution(low, high, log=one.range.logarithmic)
+        return found
+
+    def _values(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The values of the fields: of a list by their place in it, numbers as trials name them."""
+        return {
+            one.field: one.values[params[one.field]]
+            if one.range is None
+            else one.range.rounded(params[one.field])
+            for one in self.sampling.varied
+        }

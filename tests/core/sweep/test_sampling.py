@@ -1,0 +1,41 @@
+"""Optuna's proposals: within the ranges, told of their losses, and the same study after a stop."""
+
+import pytest
+from tiny import write_run
+
+from mtcli.core.sweep.sampling import Proposals, Sampling
+from mtcli.core.sweep.trials import SweepSpace
+
+optuna = pytest.importorskip("optuna")
+
+
+def proposals(folder, trials):
+    space = SweepSpace(str(write_run(folder)), [], folder / "out")
+    fields = ("optimizer.lr=1e-4..1e-1", "optimizer.warmup_steps=0..5", "seed=3,4")
+    return Proposals(Sampling("tpe", space.read(fields), trials, seed=1), folder)
+
+
+def test_a_study_proposes_legal_trials_and_is_told_their_losses(tmp_path):
+    study = proposals(tmp_path, 40)
+    seen = []
+    while asked := study.ask(4):
+        assert len(asked) == 4
+        for number, values in asked:
+            rate = values["optimizer.lr"]
+            assert 1e-4 <= rate <= 1e-1 and values["seed"] in (3, 4)
+            assert values["optimizer.warmup_steps"] in range(6)
+            seen.append(rate)
+            study.tell(number, None if rate > 0.05 else abs(rate - 0.01))
+    assert len(seen) == 40
+    states = [trial.state.name for trial in study.study.trials]
+    assert states.count("FAIL") == sum(rate > 0.05 for rate in seen)
+    assert study.study.best_value == min(abs(rate - 0.01) for rate in seen)
+
+
+def test_what_was_asked_and_not_told_is_proposed_again(tmp_path):
+    before = proposals(tmp_path, 5)
+    told, *waiting = before.ask(3)
+    before.tell(told[0], 1.0)
+    after = proposals(tmp_path, 5)
+    assert after.ask(2) == waiting
+    assert len(after.ask(9)) == 2 + 2
