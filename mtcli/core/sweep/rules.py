@@ -37,9 +37,6 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(
             message, "model.aux_loss_coeff balances experts", "model.router_bias_update_rate"
         )
-    if config.lora.rank:
-        message = f"lora.rank={config.lora.rank}: adapters are not fused"
-        yield Problem(message, "mtcli train takes it, one model at a time", "lora.rank")
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
     if train.cuda_graphs:

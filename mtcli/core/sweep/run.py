@@ -18,7 +18,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import world_axis
 from mtcli.core.plan.hardware import GPUS, HERE, Device, shared
-from mtcli.core.plan.memory import memory
+from mtcli.core.plan.memory import frozen_bytes, memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.sweep import record as records_of
@@ -238,7 +238,8 @@ class Sweep:
             by_step.setdefault(records_of.saved_step(record.trial), []).append(record)
         packed = []
         for same in by_step.values():
-            most = self.plan.max_fused or self.capacity(same[0].trial.config)
+            largest = max((r.trial.config for r in same), key=lambda config: config.lora.rank)
+            most = self.plan.max_fused or self.capacity(largest)
             number = -(-len(same) // most)
             size = -(-len(same) // number)
             packed += [same[first : first + size] for first in range(0, len(same), size)]
@@ -258,11 +259,14 @@ class Sweep:
 
 
 def capacity(config: RunConfig, runtime: Runtime) -> int:
-    """The models of an array that the plan says a rank has memory for; at least 1."""
-    device = _device(runtime)
-    need = memory(Workload.of(config, runtime.world), device)
-    each = need.total - device.reserved_bytes
-    return max(1, int((device.usable_bytes - device.reserved_bytes) / each))
+    """The models of an array that the plan says a rank has memory for; at least 1.
+
+    The weights that adapters are trained for are there once for all of them.
+    """
+    device, work = _device(runtime), Workload.of(config, runtime.world)
+    once = device.reserved_bytes + frozen_bytes(work)
+    each = memory(work, device).total - once
+    return max(1, int((device.usable_bytes - once) / each))
 
 
 def _device(runtime: Runtime) -> Device:

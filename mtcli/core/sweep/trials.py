@@ -30,6 +30,7 @@ FUSIBLE = {
     *(f"optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip")),
     *(f"optimizer.{name}" for name in ("schedule", "warmup_steps", "decay_steps")),
     *(f"optimizer.{name}" for name in ("momentum", "nesterov", "trust_bounds")),
+    *(f"lora.{name}" for name in ("rank", "alpha", "dropout")),
     *(f"train.{name}" for name in ("loss_scale", "initial_loss_scale", "loss_scale_window")),
     *(f"train.{name}" for name in ("loss_scale_hysteresis", "on_nonfinite", "output")),
 }
@@ -289,7 +290,8 @@ def _infusible(config: RunConfig) -> str:
     """All of a config that models of one array share, as text."""
     flat = dict(_leaves(config.model_dump(mode="json")))
     shared = {field: value for field, value in flat.items() if field not in FUSIBLE}
-    return json.dumps([shared, config.optimizer.num_moments], sort_keys=True)
+    kinds = config.optimizer.num_moments, config.lora.rank > 0
+    return json.dumps([shared, kinds], sort_keys=True)
 
 
 def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
