@@ -135,6 +135,7 @@ SLOW = {
         "test_seeds_of_shared_batches_are_runs_of_that_order": (),
         "test_json_on_stdout_has_all_trials_and_nothing_else": (),
         "test_a_trial_s_folder_goes_on_with_train_and_is_exported": (),
+        "test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on": (),
     },
     # core
     "test_task_files.py": {
@@ -143,6 +144,9 @@ SLOW = {
     "test_array.py": {
         "test_models_of_an_array_are_runs_of_their_own": (
             "gpt fp64", "llama fp32", "lamb", "dropout", "mixture with a capacity",
+        ),
+        "test_adapters_of_an_array_are_runs_of_their_own_on_one_base": (
+            "gpt fp32", "llama fp32", "gpt bf16", "lamb", "recomputed",
         ),
     },
     "test_aux_losses.py": {

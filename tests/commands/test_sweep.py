@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from chats import save_model, sums, write_lines
 from command_line import mtcli
 from tiny import write_run
 
@@ -27,7 +28,9 @@ def assert_same_run(made, wanted, tolerance=1e-10):
     """Two run folders have the same losses, and the same tensors in their newest checkpoints."""
     for a, b in zip(curves(made), curves(wanted), strict=True):
         assert a == pytest.approx(b, rel=tolerance)
-    ours, alone = open_checkpoint(made), open_checkpoint(wanted)
+    ours, alone = (
+        x.adapters.own if x.adapters else x for x in map(open_checkpoint, (made, wanted))
+    )
     assert (ours.step, sorted(ours.names())) == (alone.step, sorted(alone.names()))
     assert ours.extra == alone.extra
     for name in alone.names():
@@ -177,3 +180,27 @@ def test_json_on_stdout_has_all_trials_and_nothing_else(tmp_path):
     assert scores == sorted(scores)
     refused = sweep(config, "--vary", "optimizer.nam=adamw", "--json", "-")
     assert refused.returncode == 2 and not json.loads(refused.stdout)["ok"]
+
+
+def test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on(tmp_path):
+    save_model(tmp_path / "llama")
+    write_lines(tmp_path / "my.jsonl", sums(20))
+    settings = ["data.train=my.jsonl", "batch.seq_len=128", "batch.global_batch_size=2"]
+    settings += ["optimizer.lr=1e-2", "train.precision=fp64", "train.epochs=2"]
+    settings += ["lora.dropout=0.1"]
+    words = [word for item in settings for word in ("--set", item)]
+    varied = ("--vary", "lora.rank=2,5", "--vary", "lora.alpha=4,16")
+    started = ("sweep", "llama", *words, *varied, "--output", "out")
+    assert mtcli(*started, folder=tmp_path, fault=stop_after_two_steps).returncode == 130
+    done = mtcli(*started, "--resume", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    own = ("--set", "lora.rank=2", "--set", "lora.alpha=16", "--set", "train.output=alone")
+    done = mtcli("train", "llama", *words, *own, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    trial = tmp_path / "out" / "rank=2_alpha=16"
+    assert_same_run(trial, tmp_path / "alone")
+    assert {".adapter." in name for name in open_checkpoint(trial).adapters.own.names()} == {True}
+    texts = [(f / "config.toml").read_text() for f in (trial, tmp_path / "alone")]
+    assert texts[0].replace("out/rank=2_alpha=16", "alone") == texts[1]
+    done = mtcli("shard", trial, "peft", "--to", "peft", folder=tmp_path)
+    assert done.returncode == 0, done.stderr

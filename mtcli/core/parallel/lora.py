@@ -20,7 +20,6 @@ from mtcli.core.mesh.adapters import LoraTarget
 from mtcli.kernels.dropout import dropout
 from mtcli.kernels.gemm import linear, runs_in_float32
 
-
 AdapterSides = dict[str, dict[str, nn.Parameter]]  # of sides a and b by target
 
 

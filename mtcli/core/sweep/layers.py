@@ -81,7 +81,9 @@ class ArrayLayers(LayerFactory):
         """The streams of all models, of their own seeds and probabilities."""
         of_scores = site.endswith(".probabilities")
         models = [config.model for config in self.configs]
-        return self._streams(site, [m.attention_dropout if of_scores else m.dropout for m in models])
+        return self._streams(
+            site, [m.attention_dropout if of_scores else m.dropout for m in models]
+        )
 
     def adapter(self, name: str) -> "ArrayAdapter | None":
         """The adapters of all models, of their own ranks, scales and dropouts."""

@@ -98,7 +98,9 @@ class ArrayMemory:
         frozen = {} if index else self.frozen.model(0)
         moments = {kind: array.model(index) for kind, array in self.moments.items()}
         weights, masters, gradients = self.weights, self.masters, self.gradients
-        return ModelTensors(*(x.model(index) for x in (weights, masters, gradients)), moments, frozen)
+        return ModelTensors(
+            *(x.model(index) for x in (weights, masters, gradients)), moments, frozen
+        )
 
     def compact(self, keep: Sequence[int]) -> None:
         """Keeps some models, in the order given; the memory of the others is freed."""

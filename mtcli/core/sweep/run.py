@@ -25,7 +25,7 @@ from mtcli.core.sweep import record as records_of
 from mtcli.core.sweep.board import Board
 from mtcli.core.sweep.live import LiveArray, Watcher
 from mtcli.core.sweep.record import ArrayRecord, TrialRecord
-from mtcli.core.sweep.run_plan import SweepPlan, partition_notes
+from mtcli.core.sweep.run_plan import SweepPlan, partition_notes, planned
 from mtcli.core.sweep.sampling import Proposals, Sampling
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
 from mtcli.core.sweep.trials import name_of, partitions
@@ -47,7 +47,7 @@ class Sweep:
         self.interrupted = False
         every = [record.trial.config.train.steps for record in self.records]
         if plan.sampling:
-            every = [plan.space.base.train.steps] * plan.sampling.trials
+            every = [plan.trials[0].config.train.steps] * plan.sampling.trials
         self.board = Board(self.records, plan.output, sum(every), speaks=runtime.rank == 0)
         self.watcher = Watcher(
             self.board.say, self.board.stepped, lambda _: self.write(), self._stops
@@ -113,7 +113,8 @@ class Sweep:
             if not asked:
                 return
             points = [values for _, values in asked]
-            trials = self.plan.space.checked(points, shared, self.runtime.world)
+            world = self.runtime.world
+            trials = planned(self.plan.space.checked(points, shared, world), world, resume=True)
             names = [name_of(values) for values in points]
             new = [trial for trial in trials if trial.name not in self.by_name]
             self.records += records_of.restored(new, self.plan.output, keeps_stopped=True)
