@@ -15,7 +15,7 @@ from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.sweep.rules import array_problems
 from mtcli.core.sweep.sampling import Sampling, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
-from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, infusible_fields, partitions
+from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
 
 
 class SweepPlan(NamedTuple):
@@ -106,7 +106,7 @@ def _planned(config: RunConfig, world: int, resume: bool) -> RunConfig:
 
 def partition_notes(plan: SweepPlan) -> list[str]:
     """Says which varied fields partition the trials, and into how many sets."""
-    fields, sets = infusible_fields(plan.fields), len(partitions(plan.trials))
+    fields, sets = partitioning_fields(plan.trials, plan.fields), len(partitions(plan.trials))
     if not fields:
         return []
     what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'} more than numbers"
