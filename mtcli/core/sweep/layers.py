@@ -17,7 +17,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.lora import AdapterSides, AdapterSite, output_blocks
-from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
+from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard, weighted_sum
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
@@ -62,8 +62,11 @@ class ArrayLayers(LayerFactory):
 
     def loss(self, table: "ArrayEmbedding", bias: nn.Parameter | None = None) -> "ArrayLoss":
         """Cross entropy of each model."""
-        assert bias is None, "heads that have a bias are not fused"
-        return ArrayLoss(table, self)
+        return ArrayLoss(table, bias, self)
+
+    def dense(self, name: str) -> "ArrayLinear":  # type: ignore[override]
+        """A linear layer of the head."""
+        return ArrayLinear(name, self)
 
     def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
         """The GEMM of each model."""
@@ -231,16 +234,18 @@ class ArrayAddNorm(ArrayNorm):
 
 
 class ArrayLoss:
-    """Cross entropy of each model's logits, over its token table."""
+    """Cross entropy of each model's logits, over its token table and maybe a bias [B, V]."""
 
-    def __init__(self, table: ArrayEmbedding, build: ArrayLayers) -> None:
+    def __init__(
+        self, table: ArrayEmbedding, bias: nn.Parameter | None, build: ArrayLayers
+    ) -> None:
         described = build.table["embedding.weight"]
-        self.table = table
+        self.table, self.bias = table, bias
         self.shard = VocabShard(0, described.shape[0], build.groups.tp)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x -> logits [B * T, V], padding columns included."""
-        return array_linear(x_TD, self.table.weight)
+        return array_linear(x_TD, self.table.weight, self.bias)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""
@@ -250,11 +255,7 @@ class ArrayLoss:
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(each model's sum of weight times cross entropy [B], the sum of scale [B] times these)"""
-        losses_T = self.losses(x_TD, labels_T)
-        if weights_T is not None:
-            losses_T = losses_T * weights_T
-        sums_B = losses_T.view(len(scale), -1).sum(1)
-        return sums_B.detach(), (sums_B * scale).sum()
+        return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
 
 
 def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:

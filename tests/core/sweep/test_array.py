@@ -3,7 +3,19 @@ losses after every step."""
 
 import pytest
 import torch
-from tiny import DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
+from tiny import (
+    BERT,
+    CHOOSING,
+    CLASSIFYING,
+    DOCUMENTS,
+    DROPPING,
+    GPT,
+    LLAMA,
+    MOE,
+    EncoderSamples,
+    Samples,
+    run_config,
+)
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep.array import ModelArray, array_groups
@@ -41,7 +53,7 @@ def alone(runtime, config, steps, base):
     """The trainer of a run of its own and its steps."""
     trainer = Trainer(config, runtime)
     begin(trainer, base)
-    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(steps)]
     loader.close()
     return trainer, done
@@ -60,13 +72,23 @@ def begin(run, base):
     run.optimizer.reset_masters()
 
 
+def samples(config):
+    """The data of a run, of another order for each seed where it is an encoder's."""
+    if config.model.head == "lm":
+        return Samples(config)
+    rows = EncoderSamples(config)
+    own = rows.rows
+    rows.rows = lambda start, count: own(start + 4 * (config.seed % 7), count)
+    return rows
+
+
 def as_array(runtime, configs, steps):
     """The array of these models and its steps."""
     array = ModelArray(configs, array_groups(configs[0], runtime))
     for member in array.members:
         begin(member, array.members[0])
     widest = max(configs, key=lambda c: c.model.dropout + c.model.attention_dropout)
-    loaders = [MicroBatchLoader(Samples(c), widest, array.groups) for c in configs]
+    loaders = [MicroBatchLoader(samples(c), widest, array.groups) for c in configs]
     loader = ArrayLoader(loaders)
     done = [array.train_step(loader) for _ in range(steps)]
     loader.close()
@@ -144,6 +166,11 @@ CASES = {
     "post norm": (GPT | {"norm_order": "post"}, {}),
     "mixture": (MOE, {}),
     "mixture with a capacity": (CAPPED, {}),
+    "masked tokens": (BERT | {"sentence_order": False}, {}),
+    "masked tokens and order": (BERT | DROPPING, {"batch": {"micro_batch_size": 2}}),
+    "masked fp32": (BERT, {"precision": "fp32"}),
+    "classes": (BERT | DROPPING | CLASSIFYING, {}),
+    "choices": (BERT | CHOOSING | {"norm_order": "post"}, {"batch": {"micro_batch_size": 2}}),
     "mixture with a shared expert": (SHARED | {"drop_policy": "position"}, {}),
 }
 
