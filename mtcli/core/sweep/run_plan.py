@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.fine_tuning import require_weights, source_of, starting_tokenizer
+from mtcli.core.checkpoint.fine_tuning import require_weights, starting_tokenizer
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.loading import Table
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.loader import require_data
@@ -34,14 +35,18 @@ class SweepPlan(NamedTuple):
 
 
 def sweep_plan(
-    source: str, overrides: Sequence[str], output: Path, world: int, asked: Mapping[str, Any]
+    source: str | Table,
+    overrides: Sequence[str],
+    output: Path,
+    world: int,
+    asked: Mapping[str, Any],
 ) -> SweepPlan:
     """The plan of a command line; `asked` are its flags by name.
 
     Raises MtcliError with all that is wrong: unknown fields and values, configs that no array
     trains, and data that is not there.
     """
-    space = SweepSpace(source_of(source), overrides, output)
+    space = SweepSpace(source, overrides, output)
     sampler, rule, varied, *_ = collect_errors(
         lambda: read_sampler(asked["sampler"]),
         lambda: read_hyperband(asked["hyperband"]),
@@ -83,7 +88,8 @@ def planned(trials: Sequence[Trial], world: int, resume: bool) -> list[Trial]:
     """The trials, with the steps of their epochs. Raises MtcliError with all that keeps them out of
     arrays, and what is wrong with their data and, unless they `resume`, first weights."""
     groups = partitions(trials)
-    firsts = [partial(_planned, group[0].config, world, resume) for group in groups]
+    slowest = (max(group, key=lambda t: t.config.optimizer.warmup_steps) for group in groups)
+    firsts = [partial(_planned, trial.config, world, resume) for trial in slowest]
     found = {}
     for group, config in zip(groups, collect_errors(*firsts), strict=True):
         for trial in group:
@@ -94,7 +100,7 @@ def planned(trials: Sequence[Trial], world: int, resume: bool) -> list[Trial]:
 
 
 def _planned(config: RunConfig, world: int, resume: bool) -> RunConfig:
-    """The config of an array's first model with the steps of its epochs."""
+    """The config of an array's model with the steps of its epochs."""
     checks = [require_data, require_subset, *([] if resume else [require_weights])]
     collect_errors(
         partial(_require_array, config, world), *(partial(check, config) for check in checks)
