@@ -204,3 +204,25 @@ def test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on(tmp_
     assert texts[0].replace("out/rank=2_alpha=16", "alone") == texts[1]
     done = mtcli("shard", trial, "peft", "--to", "peft", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_sixteen_rates_are_sixteen_runs_and_the_one_that_diverges_is_alone_in_it(tmp_path):
+    rates = (1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2)
+    rates += (2e-2, 1e3)
+    config = write_run(tmp_path, train={"steps": 30, "precision": "fp32"})
+    done = sweep(config, "--vary", f"optimizer.lr={','.join(map(str, rates))}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert len(found["arrays"]) == 1 and found["arrays"][0]["last_step"] == 30
+    assert [t["status"] for t in found["trials"]] == ["finished"] * 15 + ["diverged"]
+    assert found["trials"][-1]["name"] == "lr=1000" and "lr=1000" in done.stderr
+    assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
+    for rate in rates[:-1]:
+        output = ("--set", f"train.output={tmp_path / 'alone' / str(rate)}")
+        alone = mtcli("train", config, "--set", f"optimizer.lr={rate}", *output)
+        assert alone.returncode == 0, alone.stderr
+        made, wanted = (
+            [row["loss"] for row in metrics(folder)]
+            for folder in (tmp_path / "out" / f"lr={rate:g}", tmp_path / "alone" / str(rate))
+        )
+        assert len(made) == 30 and made == pytest.approx(wanted, rel=1e-5), rate
