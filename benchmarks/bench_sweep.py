@@ -42,11 +42,12 @@ from mtcli.core.training.step import Trainer
 
 # Overrides of the preset `tiny`, whose own sizes are hidden 256 and 2 x 2,048 tokens a step.
 MODELS = {
+    "mini": "num_layers=2 hidden_size=32 num_heads=2 vocab_size=256 max_seq_len=32",
     "small": "num_layers=2 hidden_size=64 num_heads=2 vocab_size=512 max_seq_len=64",
     "medium": "num_layers=4 hidden_size=128 num_heads=4 vocab_size=1024 max_seq_len=128",
     "tiny": "",
 }
-BATCHES = {"small": (64, 4, 4), "medium": (128, 4, 4), "tiny": (256, 8, 16)}
+BATCHES = {"mini": (32, 4, 4), "small": (64, 4, 4), "medium": (128, 4, 4), "tiny": (256, 8, 16)}
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 TOLERANCE = 1e-5  # float32, relative, of losses over the measured steps
 

@@ -268,3 +268,21 @@ def test_adapters_of_an_array_are_runs_of_their_own_on_one_base(case):
     configs = lora_configs(model, **options)
     worst = difference(ALONE, configs, 4)
     assert max(worst.values()) < TOLERANCE[options.get("precision", "fp64")], worst
+
+
+@pytest.mark.parametrize("model", [GPT, BERT, BERT | CHOOSING], ids=["gpt", "masked", "choices"])
+def test_each_model_of_an_array_is_evaluated_as_alone(model):
+    configs = configs_of(model)
+    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    expected = []
+    for member, config in zip(array.members, configs, strict=True):
+        initialise(member)
+        trainer = Trainer(config, ALONE)
+        begin(trainer, member)
+        loader = MicroBatchLoader(samples(config), config, trainer.groups)
+        expected.append(trainer.evaluate(loader))
+        loader.close()
+    loaders = [MicroBatchLoader(samples(c), c, array.groups) for c in configs]
+    loader = ArrayLoader(loaders)
+    assert array.evaluate(loader) == pytest.approx(expected, rel=1e-12)
+    loader.close()
