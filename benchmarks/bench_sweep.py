@@ -63,7 +63,7 @@ def main() -> None:
         return
     words = [sys.executable, __file__, "--child", "1", "--model", args.model]
     words += ["--models", args.models, "--steps", str(args.steps), "--threads", str(args.threads)]
-    words += ["--contenders", args.contenders]
+    words += ["--contenders", args.contenders, "--set", *args.set]
     sys.exit(subprocess.run(words, env=environ).returncode)
 
 
@@ -74,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="alone among them")
+    parser.add_argument("--set", nargs="*", default=[], help="fields of the config: lora.rank=8")
     parser.add_argument("--whole", action="store_true", help="command lines instead of steps")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -188,7 +189,8 @@ def measure(args: argparse.Namespace) -> None:
     print(f"{'models':>6} {'contender':<15}" + "".join(f"{name:>10}" for name in names))
     for count in map(int, args.models.split(",")):
         rates = [f"optimizer.lr={1e-3 * (1 + i / count)}" for i in range(count)]
-        configs = [load_config("tiny", [*overrides(args.model, 1000), rate]) for rate in rates]
+        fixed = [*overrides(args.model, 1000), *args.set]
+        configs = [load_config("tiny", [*fixed, rate]) for rate in rates]
         asked = {name: CONTENDERS[name] for name in args.contenders.split(",")}
         every = {name: make(configs, compiled) for name, (make, compiled) in asked.items()}
         best = in_turns(every, args.steps)
