@@ -350,7 +350,7 @@ def plot(record: dict[str, Any], path: str) -> None:
         panel.set(title=name, xlabel="models", ylim=(0, None))
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("samples or tokens per second, all models")
-    panels[0].legend(fontsize=7)
+    panels[0].legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=120)
 
 
