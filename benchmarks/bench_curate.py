@@ -31,6 +31,7 @@ from mtcli.core.curate.config import load_config
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import jaccard, shingle_set
 from mtcli.core.curate.minhash import make_signatures
+from mtcli.core.curate.engine import LocalEngine
 from mtcli.core.curate.pipeline import curate
 from mtcli.core.curate.request import CurateRequest
 from mtcli.core.curate.stages import make_stage

@@ -111,6 +111,7 @@ def curate(
     from time import perf_counter
 
     from mtcli.core.curate.config import load_config
+    from mtcli.core.curate.engine import LocalEngine
     from mtcli.core.curate.pipeline import curate as run
     from mtcli.core.curate.request import CurateRequest
     from mtcli.core.runtime.launch import cores
@@ -136,7 +137,8 @@ def curate(
             print_facts({name: _told(name, value) for name, value in found.items()})
         return
     began = perf_counter()
-    report = run(request, lambda line: typer.echo(line, err=True))
+    engine = LocalEngine(request.workers)
+    report = run(request, engine, lambda line: typer.echo(line, err=True))
     timing = {"seconds": perf_counter() - began, "workers": request.workers}
     timing |= {"output": str(output)}
     if report["blend"]:

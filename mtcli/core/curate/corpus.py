@@ -12,7 +12,7 @@ import numpy as np
 
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import Part, save_arrays
+from mtcli.core.curate.parts import Files, Part, save_arrays
 
 
 class Removals(NamedTuple):
@@ -43,10 +43,23 @@ CORPUS_REASONS: dict[str, tuple[str, ...]] = {
 
 
 class ChangedLines(NamedTuple):
-    """Documents of a part whose lines have changed: their rows, and the folder of the new ones."""
+    """Documents of a part whose lines have changed: their rows, and the files of the new ones."""
 
     rows: Array
-    folder: Path
+    files: Files
+
+
+class Slice(NamedTuple):
+    """A part, which of its documents are left, and the number of the first."""
+
+    part: Part
+    alive: Array
+    first: int
+
+    @property
+    def numbers(self) -> Array:
+        """The numbers of the documents that are left."""
+        return self.first + np.flatnonzero(self.alive)
 
 
 class Corpus:
@@ -67,6 +80,14 @@ class Corpus:
     def alive_of(self, index: int) -> Array:
         """Which documents of a part are left."""
         return self.alive[self.bounds[index] : self.bounds[index + 1]]
+
+    def slice(self, index: int) -> Slice:
+        """A part by itself."""
+        return Slice(self.parts[index], self.alive_of(index), int(self.bounds[index]))
+
+    def new_slices(self) -> dict[int, Slice]:
+        """The parts that are not of an older corpus."""
+        return {i: self.slice(i) for i, part in enumerate(self.parts) if not part.against}
 
     def column(self, name: str, index: int | None = None) -> Array:
         """An array of all documents [size, ...], or one row of an array that is by column."""
@@ -126,24 +147,39 @@ class Corpus:
         """Decides who stays of each cluster: one of the older corpus, else of the best source, else
         the smallest id. Jaccards are left at 1."""
         members = np.concatenate([np.zeros(0, np.int64), *clusters])
-        ranks = {source: rank for rank, source in enumerate(priority)}
-        keys, sources = self.keys(members), self.sources(members)
-        removed: list[tuple[int, int, int]] = []
-        start = 0
-        for cluster in clusters:
-            stop = start + len(cluster)
-            named = sorted(
-                zip(keys[start:stop], sources[start:stop], cluster.tolist(), strict=True)
-            )
-            root = named[0][2]
-            best = min(named, key=lambda m: (m[2] < self.num_new, ranks.get(m[1], len(ranks))))[2]
-            new = (number for number in cluster.tolist() if number < self.num_new)
-            removed += [(number, best, root) for number in new if number != best]
-            start = stop
-        removed.sort()
-        table = np.array(removed, np.int64).reshape(-1, 3)
-        ones = np.ones(len(table))
-        return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
+        names = list(zip(self.keys(members), self.sources(members), strict=True))
+        return table_of(decide(clusters, names, self.num_new, priority))
+
+
+def decide(
+    clusters: Sequence[Array],
+    names: Sequence[tuple[bytes, str]],
+    num_new: int,
+    priority: Sequence[str],
+) -> list[tuple[int, int, int]]:
+    """(removed, kept, root) by clusters; `names` are the key and the source of each member."""
+    ranks = {source: rank for rank, source in enumerate(priority)}
+    removed: list[tuple[int, int, int]] = []
+    start = 0
+    for cluster in clusters:
+        stop = start + len(cluster)
+        named = sorted(
+            (key, source, number)
+            for (key, source), number in zip(names[start:stop], cluster.tolist(), strict=True)
+        )
+        root = named[0][2]
+        best = min(named, key=lambda m: (m[2] < num_new, ranks.get(m[1], len(ranks))))[2]
+        new = (number for number in cluster.tolist() if number < num_new)
+        removed += [(number, best, root) for number in new if number != best]
+        start = stop
+    return removed
+
+
+def table_of(removed: Sequence[tuple[int, int, int]]) -> Removals:
+    """Removals of (removed, kept, root), sorted; Jaccards are 1."""
+    table = np.array(sorted(removed), np.int64).reshape(-1, 3)
+    ones = np.ones(len(table))
+    return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
 
 
 class PassResult(NamedTuple):

@@ -182,8 +182,8 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
 def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
     """What was cut of each document that had an n-gram of a task, by number."""
     found = {}
-    for index, (rows, folder) in sorted(result.changed.items()):
-        told = json.loads((folder / "cuts.json").read_text())
+    for index, (rows, files) in sorted(result.changed.items()):
+        told = json.loads(bytes(files.data("cuts.json")))
         found |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
     return found
 
