@@ -86,6 +86,11 @@ def test_the_answer_in_json_has_the_report_and_the_time(tmp_path):
         (["a.jsonl", "--output", "o", "--config", "c.toml"], "there is no config file"),
         (["a.jsonl", "--output", "a.jsonl"], "a.jsonl is a file"),
         (["a.jsonl", "--output", "o", "--text-key", "body"], 'no key "body"'),
+        (["a.jsonl", "--output", "o", "--address", "head:6379"], "joins no cluster"),
+        (
+            ["a.jsonl", "--output", "o", "--engine", "ray", "--address", "h:1", "--workers", "2"],
+            "its own cores",
+        ),
         (["train-quality", "--good", "a.jsonl", "--output", "q"], "--bad: no input"),
         (["a.jsonl", "--good", "a.jsonl", "--output", "q"], "a word too many"),
         (["a.jsonl", "--output", "o", "--set", "decontaminate.tasks=['t']"], "t cannot be read"),

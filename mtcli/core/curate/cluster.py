@@ -37,7 +37,7 @@ from mtcli.core.curate.fuzzy import (
     unique_pairs,
 )
 from mtcli.core.curate.hashing import Array, jaccard, shingle_set
-from mtcli.core.curate.parts import LINES, Files, Lines
+from mtcli.core.curate.parts import LINES, Files, Lines, Part
 from mtcli.core.curate.shards import ShardJob, ShardPlan, keyed_lines, route_slice, write_lines
 from mtcli.core.curate.workers import Work
 
@@ -71,8 +71,13 @@ class Cluster(Protocol):
 class Objects:
     """Files of a folder that a task wrote, as objects of a cluster."""
 
-    def __init__(self, slots: Sequence[Ref]) -> None:
+    def __init__(self, slots: Sequence[Ref | None]) -> None:
         self._slots = tuple(slots)
+
+    def only(self, *names: str) -> "Objects":
+        """The object with a file, for each name, and the rest; a task fetches no other."""
+        kept = {REST, *(SLOTS[name] for name in names)}
+        return Objects([ref if i in kept else None for i, ref in enumerate(self._slots)])
 
     def array(self, name: str) -> Array:
         """Fetches an array."""
@@ -83,7 +88,9 @@ class Objects:
         return memoryview(self._file(name))
 
     def _file(self, name: str) -> Array:
-        return self._slots[SLOTS.get(name, REST)]()[name]
+        slot = self._slots[SLOTS.get(name, REST)]
+        assert slot is not None, f"{name} was left out"
+        return slot()[name]
 
 
 class ClusterEngine(NamedTuple):
@@ -94,8 +101,9 @@ class ClusterEngine(NamedTuple):
     def map(
         self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
     ) -> Iterator[Any]:
-        """Maps by a task for each item."""
-        for (found,) in self.cluster.run(partial(_plain, work), list(items), what):
+        """Maps by a task for each item; parts come without texts and signatures."""
+        lean = [_lean(item) if isinstance(item, Slice) else item for item in items]
+        for (found,) in self.cluster.run(partial(_plain, work), lean, what):
             yield found()
 
     def make(
@@ -109,7 +117,7 @@ class ClusterEngine(NamedTuple):
         """Shuffles the hashes of texts."""
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
-        rows = run(partial(_split_texts, count), groups, "exact: shuffle", count)
+        rows = run(partial(_split_texts, count), _leaner(groups), "exact: shuffle", count)
         stars = _only(run(_same_stars, _turned(rows), "exact: group"))
         return table_of(_gathered(self._decided(corpus, groups, stars, priority)))
 
@@ -121,9 +129,11 @@ class ClusterEngine(NamedTuple):
             return table_of([])
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
-        rows = run(partial(_split_bands, count), groups, "fuzzy: shuffle bands", count)
+        of = _leaner(groups, "bands.npy")
+        rows = run(partial(_split_bands, count), of, "fuzzy: shuffle bands", count)
         buckets = run(_buckets, _turned(rows), "fuzzy: buckets", 2)
-        signatures = self._look_up(groups, [row[1] for row in buckets], _signatures)
+        of = _leaner(groups, "signatures.npy")
+        signatures = self._look_up(of, [row[1] for row in buckets], _signatures)
         work = partial(_likely_pairs, count, corpus.num_new, min_matches(config))
         items = [(*row, found) for row, found in zip(buckets, signatures, strict=True)]
         pairs = run(_unique, _turned(run(work, items, "fuzzy: pairs", count)), "fuzzy: pairs", 2)
@@ -146,7 +156,10 @@ class ClusterEngine(NamedTuple):
         changed = {job.corpus.slice(index).first: one for index, one in job.changed.items()}
         rows = run(
             partial(_split_lines, job.plan, count),
-            [(group, [changed.get(one.first) for one in group]) for group in groups],
+            [
+                (group, [changed.get(one.first) for one in group])
+                for group in _leaner(groups, LINES)
+            ],
             "shuffle lines",
             count,
         )
@@ -183,7 +196,7 @@ class ClusterEngine(NamedTuple):
         self, groups: list[Group], pairs: Sequence[tuple[Ref, ...]], work: Callable
     ) -> list[Ref]:
         """Runs `work` over (pairs, their numbers, the texts of those) of each partition."""
-        texts = self._look_up(groups, [row[1] for row in pairs], _texts)
+        texts = self._look_up(_leaner(groups, LINES), [row[1] for row in pairs], _texts)
         items = [(*row, found) for row, found in zip(pairs, texts, strict=True)]
         return _only(self.cluster.run(work, items, "fuzzy: verify"))
 
@@ -205,10 +218,21 @@ class ClusterEngine(NamedTuple):
     ) -> list[Ref]:
         """(removed, kept, root) of the components of each partition."""
         wanted = _only(self.cluster.run(_members, stars, "decide"))
-        names = self._look_up(groups, wanted, _names)
+        names = self._look_up(_leaner(groups), wanted, _names)
         items = list(zip(stars, wanted, names, strict=True))
         work = partial(_decide, corpus.num_new, priority)
         return _only(self.cluster.run(work, items, "decide"))
+
+
+def _leaner(groups: Sequence[Group], *names: str) -> list[Group]:
+    """Groups without the files that a phase does not read."""
+    return [tuple(_lean(one, *names) for one in group) for group in groups]
+
+
+def _lean(one: Slice, *names: str) -> Slice:
+    files = one.part.files
+    assert isinstance(files, Objects), "made by this engine"
+    return one._replace(part=Part(files.only(*names), one.part.against))
 
 
 # What tasks do: each is given an item, and returns a tuple

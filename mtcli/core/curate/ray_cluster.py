@@ -4,7 +4,9 @@ Tasks run again wherever a node died, as often as it takes; what its object stor
 by the tasks that made it (Ray's lineage). Objects that do not fit in memory are spilled by Ray.
 """
 
+import io
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +23,27 @@ CONNECT_SECONDS = 5.0
 SAME = "inputs, task files, models and the output must have one path on all nodes"
 
 
-class RayRef(NamedTuple):
+class RayRef:
     """A value in the object stores of a cluster."""
 
-    ref: Any
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
 
     def __call__(self) -> Any:
         """Fetches the value; where its node died, it is made anew."""
         import ray
 
         return ray.get(self.ref)
+
+
+class Held(NamedTuple):
+    """A value that came to a task with its arguments."""
+
+    value: Any
+
+    def __call__(self) -> Any:
+        """The value."""
+        return self.value
 
 
 class RayCluster:
@@ -50,10 +63,18 @@ class RayCluster:
     def run(
         self, function: Callable[[Any], tuple], items: Sequence[Any], what: str, returns: int = 1
     ) -> list[tuple[Ref, ...]]:
-        """Runs a task for each item. A task returns None first: waiting for it fetches no data."""
+        """Runs a task for each item. A task returns None first: waiting for it fetches no data.
+
+        All that an item refers to are arguments of its task, which Ray waits for, and makes anew,
+        before it gives the task a core. A task that fetched them itself could hold the very core
+        on which they would be made.
+        """
         held = self._ray.put(function)
         task = self._call.options(num_returns=returns + 1, max_retries=-1)
-        rows = [task.remote(held, item) for item in items]
+        rows = []
+        for item in items:
+            data, refs = _without_refs(item)
+            rows.append(task.remote(held, data, *refs))
         with tqdm(total=len(rows), desc=what, file=sys.stderr, leave=False, delay=0.5) as bar:
             for row in rows:
                 self._wait(row[0])
@@ -74,8 +95,27 @@ class RayCluster:
             raise failed(said, "is its head up, and memory left on its nodes?") from error
 
 
-def _call(function: Callable[[Any], tuple], item: Any) -> tuple:
-    return (None, *function(item))
+def _call(function: Callable[[Any], tuple], data: bytes, *values: Any) -> tuple:
+    unpickler = pickle.Unpickler(io.BytesIO(data))  # of our own driver, never read from a file
+    unpickler.persistent_load = lambda place: Held(values[place])  # type: ignore[method-assign]
+    return (None, *function(unpickler.load()))
+
+
+def _without_refs(item: Any) -> tuple[bytes, list[Any]]:
+    """An item pickled, with places where it referred to values, and those."""
+    refs: list[Any] = []
+
+    def place(value: Any) -> int | None:
+        if not isinstance(value, RayRef):
+            return None
+        refs.append(value.ref)
+        return len(refs) - 1
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=5)
+    pickler.persistent_id = place  # type: ignore[method-assign]
+    pickler.dump(item)
+    return file.getvalue(), refs
 
 
 @contextmanager
