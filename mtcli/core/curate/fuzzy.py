@@ -127,15 +127,15 @@ def likely_pairs(known: "Known", buckets: "Buckets") -> Pairs:
     parts = [_empty()]
     for chunk in _small_buckets(numbers, begins, sizes):
         parts.append(_likely(known, *chunk))
-    for start, size in zip(begins, sizes, strict=True):
-        if size > ALL_PAIRS:
-            parts.append(_large_bucket(known, numbers[start : start + size]))
+    large = sizes > ALL_PAIRS
+    for start, size in zip(begins[large], sizes[large], strict=True):
+        parts.append(_large_bucket(known, numbers[start : start + size]))
     return Pairs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _small_buckets(numbers: Array, begins: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
     """Yields all pairs (first, second) within buckets of at most ALL_PAIRS, in bounded chunks."""
-    for size in range(2, ALL_PAIRS + 1):
+    for size in np.unique(sizes[(sizes > 1) & (sizes <= ALL_PAIRS)]).tolist():
         starts = begins[sizes == size]
         left, right = np.triu_indices(size, 1)
         step = max(1, FILTERED // len(left))

@@ -186,9 +186,19 @@ def load_line(line: bytes) -> dict[str, Any]:
     import orjson
 
     try:
-        return orjson.loads(line)
+        record = orjson.loads(line)
     except orjson.JSONDecodeError:  # what `json_line` left to the standard library
         return json.loads(line)
+    return json.loads(line) if any(map(_is_rounded, record.values())) else record
+
+
+def _is_rounded(value: object) -> bool:
+    """Whether a value holds what orjson may have made of an integer of more than 64 bits."""
+    if isinstance(value, float):
+        return abs(value) >= 1 << 63
+    if isinstance(value, dict):
+        return any(map(_is_rounded, value.values()))
+    return isinstance(value, list) and any(map(_is_rounded, value))
 
 
 def json_page(record: Mapping[str, object]) -> str:

@@ -277,8 +277,9 @@ def test_everything_may_be_removed(run, tmp_path):
     assert shards(out) == [] and len(removed(out)) == 1
 
 
-def test_odd_values_of_other_keys_survive(run, tmp_path):
-    odd = {"big": 10**40, "half": "\ud83d", "none": None, "deep": {"a": [1.5, True, "é"]}, "n": -1}
+@pytest.mark.parametrize("half", ["\ud83d", "whole"])
+def test_odd_values_of_other_keys_survive(half, run, tmp_path):
+    odd = {"big": 10**40, "half": half, "none": None, "deep": {"a": [1.5, True, -(2**70)]}, "n": -1}
     path = write_jsonl(
         tmp_path / "in.jsonl", [{"id": "a", "text": "é x"} | odd, {"id": -5, "text": "y"}]
     )
