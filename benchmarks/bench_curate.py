@@ -136,7 +136,7 @@ def whole_rates(texts, repeats, folder):
         "pipeline": lambda: run_curate(path, folder / "all", ALL),
     }
     rates = {name: size / seconds for name, seconds in best(contenders, repeats).items()}
-    few = texts[: max(50, len(texts) // 20)]  # peers are slow: a twentieth of the text
+    few = texts[: max(50, len(texts) // 40)]  # peers are slow: a fortieth of the text
     some, small = write_corpus(few, folder / "few")
     peers = {"datasketch": lambda: datasketch_pairs(few, 0.8)}
     if find_spec("datatrove"):

@@ -10,6 +10,7 @@ from typing import Any
 from mtcli.core.config.errors import wrong
 from mtcli.core.curate.documents import BadRecord, CorpusFiles, blocks_of
 from mtcli.core.curate.minhash import bands_of
+from mtcli.core.curate.parts import load_line
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.request import CurateRequest, find_corpora
 from mtcli.core.data.documents import Reading
@@ -55,7 +56,9 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
 def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
     """(documents, bytes of text) of a corpus, from some blocks that are spread over it."""
     blocks = blocks_of(files, request.split_on_blank)
-    reading = Reading(request.text_key, request.split_on_blank, False, None, whole=True)
+    reading = Reading(
+        request.text_key, request.split_on_blank, False, None, whole=True, parse=load_line
+    )
     reader = Reader(reading, files.names, {})
     step = -(-len(blocks) // SAMPLED_BLOCKS)
     documents = text = 0

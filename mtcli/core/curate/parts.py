@@ -181,15 +181,15 @@ def document_of(line: bytes, key: bytes, size: int) -> Document:
     return Document(key, record.pop("source"), record.pop("text"), size, record)
 
 
-def load_line(line: bytes) -> dict[str, Any]:
-    """The record of a line that `json_line` wrote."""
+def load_line(line: bytes | str) -> Any:
+    """The value of a line of JSON, as json.loads has it. Raises ValueError where it is none."""
     import orjson
 
     try:
         record = orjson.loads(line)
-    except orjson.JSONDecodeError:  # what `json_line` left to the standard library
+    except orjson.JSONDecodeError:  # half of a surrogate pair, NaN, deep lists, or no JSON
         return json.loads(line)
-    return json.loads(line) if any(map(_is_rounded, record.values())) else record
+    return json.loads(line) if _is_rounded(record) else record
 
 
 def _is_rounded(value: object) -> bool:

@@ -29,7 +29,7 @@ from mtcli.core.curate.output import (
     outputs,
     require_free,
 )
-from mtcli.core.curate.parts import Part, PartWriter, document_of, json_page
+from mtcli.core.curate.parts import Part, PartWriter, document_of, json_page, load_line
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.report import build_report, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
@@ -117,7 +117,9 @@ class _Pipeline:
     def _read(self, inputs: CorpusFiles, group: StageGroup, folder: Path) -> list[Part]:
         request = self.request
         blocks = blocks_of(inputs, request.split_on_blank)
-        reading = Reading(request.text_key, request.split_on_blank, False, None, whole=True)
+        reading = Reading(
+            request.text_key, request.split_on_blank, False, None, whole=True, parse=load_line
+        )
         before = self._lines_before(blocks) if len(blocks) > 1 else {}
         reader = Reader(reading, inputs.names, before)
         work = partial(_read_block, BlockWork(group, self.config, request.skip_bad), reader)
