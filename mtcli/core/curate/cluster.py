@@ -115,6 +115,8 @@ class ClusterEngine(NamedTuple):
 
     def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
         """Shuffles the hashes of texts."""
+        if not corpus.parts:
+            return table_of(np.zeros((0, 3), np.int64))
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
         rows = run(partial(_split_texts, count), _leaner(groups), "exact: shuffle", count)
@@ -126,7 +128,7 @@ class ClusterEngine(NamedTuple):
     ) -> Removals:
         """Shuffles bands by their hashes, then pairs, then edges of verified pairs."""
         if not corpus.parts:
-            return table_of([])
+            return table_of(np.zeros((0, 3), np.int64))
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
         of = _leaner(groups, "bands.npy")
@@ -143,7 +145,7 @@ class ClusterEngine(NamedTuple):
         shares = self._compared(groups, compared, partial(_jaccards, config.shingle))
         found = _gathered(tables)
         values = np.concatenate([share() for share in shares])
-        ordered = values[np.argsort([removed for removed, _, _ in found], kind="stable")]
+        ordered = values[np.argsort(found[:, 0], kind="stable")]
         return table_of(found)._replace(jaccard=ordered)
 
     def write(self, job: ShardJob) -> list[dict[str, Any]]:
@@ -381,7 +383,7 @@ def _members(star: Ref) -> tuple[Array]:
 
 def _decide(
     num_new: int, priority: tuple[str, ...], item: tuple[Ref, Ref, Sequence[Ref]]
-) -> tuple[list[tuple[int, int, int]]]:
+) -> tuple[Array]:
     """(removed, kept, root) of stars, by the names that were looked up of their members."""
     star, wanted = item[0](), item[1]()
     names = [name for ref in item[2] for name in ref()]
@@ -395,7 +397,7 @@ def _decide(
 
 
 def _kept_pairs(table: Ref) -> tuple[Array, Array]:
-    pairs = np.array([row[:2] for row in table()], np.int64).reshape(-1, 2)
+    pairs = table()[:, :2]
     return pairs, np.unique(pairs)
 
 
@@ -473,5 +475,5 @@ def _only(rows: Sequence[tuple[Ref, ...]]) -> list[Ref]:
     return [row[0] for row in rows]
 
 
-def _gathered(tables: Sequence[Ref]) -> list[tuple[int, int, int]]:
-    return [row for table in tables for row in table()]
+def _gathered(tables: Sequence[Ref]) -> Array:
+    return np.concatenate([table() for table in tables])

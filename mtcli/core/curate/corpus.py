@@ -156,8 +156,8 @@ def decide(
     names: Sequence[tuple[bytes, str]],
     num_new: int,
     priority: Sequence[str],
-) -> list[tuple[int, int, int]]:
-    """(removed, kept, root) by clusters; `names` are the key and the source of each member."""
+) -> Array:
+    """(removed, kept, root) [removed, 3] by clusters, and the key and source of each member."""
     ranks = {source: rank for rank, source in enumerate(priority)}
     removed: list[tuple[int, int, int]] = []
     start = 0
@@ -172,12 +172,12 @@ def decide(
         new = (number for number in cluster.tolist() if number < num_new)
         removed += [(number, best, root) for number in new if number != best]
         start = stop
-    return removed
+    return np.array(removed, np.int64).reshape(-1, 3)
 
 
-def table_of(removed: Sequence[tuple[int, int, int]]) -> Removals:
-    """Removals of (removed, kept, root), sorted; Jaccards are 1."""
-    table = np.array(sorted(removed), np.int64).reshape(-1, 3)
+def table_of(removed: Array) -> Removals:
+    """Removals of (removed, kept, root) [removed, 3], sorted; Jaccards are 1."""
+    table = removed[np.argsort(removed[:, 0], kind="stable")]
     ones = np.ones(len(table))
     return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
 

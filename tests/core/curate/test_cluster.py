@@ -86,10 +86,12 @@ def test_a_cluster_of_any_size_writes_the_bytes_of_one_machine(
 
 
 def test_a_cluster_writes_nothing_of_nothing(run, tmp_path):
-    path = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "text": "x"}])
-    stages = ["rules", "exact", "fuzzy"]
-    one = tree(run(path, stages=stages, name="one"))
-    assert tree(run(path, stages=stages, engine=ClusterEngine(EagerCluster(2)))) == one
+    for number, records in enumerate([[], [{"id": "a", "text": "x"}]]):
+        path = write_jsonl(tmp_path / f"{number}.jsonl", records)
+        stages = ["rules", "exact", "fuzzy"]
+        one = tree(run(path, stages=stages, name=f"one{number}"))
+        engine = ClusterEngine(EagerCluster(2))
+        assert tree(run(path, stages=stages, name=f"many{number}", engine=engine)) == one
 
 
 def components_by_hand(edges):
