@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 
+from mtcli.core.curate import pipeline
 from mtcli.core.curate.batch import BATCH_BYTES, Batch
 from mtcli.core.curate.config import load_config
 from mtcli.core.curate.documents import Document
@@ -41,6 +42,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = ["argparse", "csv", "heapq", "shutil", "textwrap", "tarfile", "zipfile", "pathlib"]
 MODULES += ["logging", "random"]
 PLANTED = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+HAS_RAY = find_spec("ray") is not None
 ALL = ["normalise", "language", "rules", "exact", "fuzzy"]
 
 
@@ -154,6 +156,50 @@ def write_corpus(texts, folder):
     records = [{"id": f"d{n:07d}", "text": text} for n, text in enumerate(texts)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path, sum(len(text.encode()) for text in texts) / 1e6
+
+
+def ray_share(texts, repeats, folder):
+    """The rate of `--engine ray` on two cores over that of two local workers, by the clock."""
+    from mtcli.core.curate.cluster import ClusterEngine
+    from mtcli.core.curate.ray_cluster import ray_cluster
+
+    path, _ = write_corpus(texts, folder / "corpus")
+    config, least = load_config(None, [f"stages={ALL}"]), {}
+    request = CurateRequest((str(path),), folder / "r", config, 2, force=True)
+    with ray_cluster(None, 2) as cluster:
+        for _ in range(repeats):
+            for name, engine in (("local", LocalEngine(2)), ("ray", ClusterEngine(cluster))):
+                began = time.perf_counter()
+                curate(request, engine, lambda _: None)
+                seconds = time.perf_counter() - began
+                least[name] = min(least.get(name, seconds), seconds)
+    return least["local"] / least["ray"]
+
+
+def head(texts, folder):
+    """Processor seconds of one process for a million removed documents: the report, and
+    removed.jsonl.zst."""
+    path, _ = write_corpus([text[:200] for text in [*texts, *texts]], folder / "twice")
+    spent, names = [], ("build_report", "removed_lines")
+    whole = {name: getattr(pipeline, name) for name in names}
+
+    def timed(name):
+        def work(*arguments):
+            began = time.process_time()
+            found = whole[name](*arguments)
+            found = found if name == "build_report" else list(found)
+            spent.append(time.process_time() - began)
+            return found
+
+        return work
+
+    for name in names:
+        setattr(pipeline, name, timed(name))
+    report = run_curate(path, folder / "twice-out", ["exact"])
+    for name in names:
+        setattr(pipeline, name, whole[name])
+    (stage,) = report["stages"]
+    return sum(spent) / (stage["documents_in"] - stage["documents_out"]) * 1e6
 
 
 def memory(source, folder, sizes=(20, 40, 80, 160)):
@@ -376,9 +422,12 @@ def main():
             "extract_mb_per_s": lambda: extraction_rates(options.repeats),
             "whole_mb_per_s": lambda: whole_rates(texts, options.repeats, folder),
             "scaling": lambda: scaling(texts, options.repeats, folder),
+            "ray_share": lambda: ray_share(texts, options.repeats, folder),
+            "head_s_per_million": lambda: head(texts, folder),
             "memory_mb_by_mb": lambda: memory(source, folder),
         }
-        found = {name: figures[name]() for name in options.only or figures}
+        wanted = options.only or [name for name in figures if name != "ray_share" or HAS_RAY]
+        found = {name: figures[name]() for name in wanted}
     text = json.dumps(found, indent=2)
     sys.stdout.write(text + "\n")
     if options.json:

@@ -224,6 +224,8 @@ def _train_quality(
 def _told(name: str, value: Any) -> str:
     if isinstance(value, int | float) and name.endswith("_bytes"):
         return f"{value / 1e6:,.1f} MB"
+    if isinstance(value, list):
+        return ", ".join(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

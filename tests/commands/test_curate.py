@@ -67,6 +67,19 @@ def test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes(corpus):
     assert files(corpus / "killed") == want
 
 
+def test_the_memory_that_is_said_beforehand_is_enough_and_not_twice_as_much(corpus):
+    arguments = ["curate", "a.jsonl", "b.jsonl", "--output", "o", "--workers", "1"]
+    said = json.loads(mtcli(*arguments, "--dry-run", "--json", "-", folder=corpus).stdout)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mtcli", *arguments], cwd=corpus, env=os.environ,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0 and usage.ru_maxrss * 1024 < said["memory_bytes"] < usage.ru_maxrss * 2048
+    written = sum(path.stat().st_size for path in (corpus / "o").glob("shard-*"))
+    assert written < said["output_bytes"] < said["disk_bytes"] and said["documents"] == 1200
+
+
 def test_the_answer_in_json_has_the_report_and_the_time(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "x"}\n')
     arguments = ["curate", "a.jsonl", "--output", "out", "--set", "stages=['exact']"]

@@ -17,7 +17,8 @@ from mtcli.core.data.documents import Reading
 
 SAMPLED_BLOCKS = 8
 SAMPLED_DOCUMENTS = 5000  # of a block
-WORKER_BYTES = 180 << 20  # a process with its libraries and a batch's arrays
+PROCESS_BYTES = 140 << 20  # a process with its libraries and a batch's arrays: 120 were measured
+FORKED_BYTES = 80 << 20  # a worker, which shares its libraries with the process that forked it
 FINAL_BYTES = 64  # per document in the process that decides: hashes, orders, routes
 BAND_BYTES = 40  # per document in each worker that sorts a band
 KEY_BYTES = 40  # of an id and its offset
@@ -37,9 +38,10 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
     if "fuzzy" in stages:
         per_document += request.config.fuzzy.hashes + 8 * bands_of(request.config.fuzzy)[0]
     workers = request.workers
-    shard = request.config.shard_mb * 1_000_000
-    deciding = WORKER_BYTES + FINAL_BYTES * documents
-    each = WORKER_BYTES + max(BAND_BYTES * documents if "fuzzy" in stages else 0, 2 * shard)
+    shard = 2 * min(request.config.shard_mb * 1_000_000, text)
+    phase = max(BAND_BYTES * documents if "fuzzy" in stages else 0, shard)
+    deciding = PROCESS_BYTES + FINAL_BYTES * documents
+    working = workers * (FORKED_BYTES + phase) if workers > 1 else phase
     return {
         "files": len(corpora.new.sources),
         "input_bytes": corpora.new.size,
@@ -47,7 +49,7 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
         "text_bytes": text,
         "stages": list(stages),
         "workers": workers,
-        "memory_bytes": deciding + each * (workers if workers > 1 else 0) + 2 * shard,
+        "memory_bytes": deciding + working,
         "disk_bytes": int(text * (1 + RATIO) + per_document * documents),
         "output_bytes": int(text * RATIO),
     }
