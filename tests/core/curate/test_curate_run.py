@@ -73,6 +73,15 @@ def test_near_duplicates_are_those_of_exact_all_pairs(
         assert line["cluster"] == roots[line["id"]] and line["stage"] == "fuzzy"
 
 
+def test_a_crowd_of_near_copies_leaves_one(prose, run, tmp_path):
+    crowd, other = prose(), prose()
+    texts = [f"{crowd} {number}" for number in range(90)] + [crowd] * 50 + [other]
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": n, "text": t} for n, t in enumerate(texts)])
+    out = run(path, stages=FUZZY)
+    assert [record["id"] for record in shards(out)] == [0, 140]
+    assert {line["kept_id"] for line in removed(out)} == {0} and len(removed(out)) == 139
+
+
 def test_no_workers_no_order_of_files_and_no_kill_change_a_byte(
     prose, run, tmp_path, small_blocks, monkeypatch
 ):
