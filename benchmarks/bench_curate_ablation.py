@@ -139,22 +139,18 @@ def draw(rows: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(9.0, 4.2), layout="constrained")
     axes = figure.subplots()
-    names = [row["after"] for row in rows]
     means = [sum(row["losses"]) / len(row["losses"]) for row in rows]
-    colours = ["#9a9a9a", *["#2f6fb0"] * (len(rows) - 2), "#5a9e5a"]
-    axes.bar(names, means, color=colours, width=0.65)
-    for place, (row, mean) in enumerate(zip(rows, means, strict=True)):
-        axes.plot([place] * len(row["losses"]), row["losses"], "k.", markersize=4)
-        axes.annotate(
-            f"{mean:.3f}", (place, max(row["losses"])), (0, 5), textcoords="offset points",
-            ha="center", fontsize=9,
-        )  # fmt: skip
-    low, high = min(means), max(means)
+    names = [row["after"] for row in rows[:-1]]
+    axes.plot(names, means[:-1], "o-", color="#2f6fb0", label="after the stages so far")
+    axes.axhline(means[-1], color="#5a9e5a", linestyle="--", label="clean articles alone")
+    for name, row, mean in zip(names, rows, means, strict=False):
+        axes.plot([name] * len(row["losses"]), row["losses"], "k.", markersize=4)
+        axes.annotate(f"{mean:.3f}", (name, mean), (8, 4), textcoords="offset points")
+    axes.plot([], [], "k.", markersize=4, label="each seed")
+    axes.legend()
     axes.set(ylabel="loss on held-out WikiText, nats per byte")
-    axes.set_ylim(low - 0.15 * (high - low), high + 0.15 * (high - low))
-    axes.tick_params(axis="x", labelsize=9)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
+    axes.margins(x=0.09)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
