@@ -100,6 +100,8 @@ def test_the_answer_in_json_has_the_report_and_the_time(tmp_path):
         (["a.jsonl", "--output", "a.jsonl"], "a.jsonl is a file"),
         (["a.jsonl", "--output", "o", "--text-key", "body"], 'no key "body"'),
         (["a.jsonl", "--output", "o", "--address", "head:6379"], "joins no cluster"),
+        (["a.jsonl", "--output", "/proc/x"], "--output: /proc/x cannot be written"),
+        (["a.jsonl", "--output", "o", "--set", "fuzzy.threshold=0"], "a number from 0.01 to 1"),
         (
             ["a.jsonl", "--output", "o", "--engine", "ray", "--address", "h:1", "--workers", "2"],
             "its own cores",

@@ -37,7 +37,7 @@ from mtcli.core.curate.shards import ShardJob, changed_lines, plan_shards, sampl
 from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
 from mtcli.core.data.documents import Reading
 from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
-from mtcli.core.runtime.atomic_writes import write_text
+from mtcli.core.runtime.atomic_writes import folder_of, write_text
 from mtcli.core.runtime.process_pool import Progress
 
 Say = Callable[[str], None]
@@ -55,8 +55,9 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
         return report
     require_free(request)
     work = request.output / WORK
-    try:
+    with folder_of("--output", request.output):
         work.mkdir(parents=True, exist_ok=True)
+    try:
         with open(work / "lock", "ab") as lock:
             lock_output(lock, request.output)
             begin(work, request, corpora)
