@@ -135,9 +135,10 @@ def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
         ray.init(**where, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         said = f"no Ray cluster at {address or 'this machine'}: {str(error).splitlines()[0]}"
-        raise wrong(said, "`ray start --head` starts one, and says its address", "--address") from (
-            error
-        )
+        hint = "`ray start --head` starts one, and says its address"
+        if "AuthToken" in str(error):
+            hint = "set RAY_AUTH_MODE=token where `ray start` made a token, or disabled where not"
+        raise wrong(said, hint, "--address") from error
     try:
         yield RayCluster()
     finally:
