@@ -37,7 +37,8 @@ def cut_corpus(
         return {}
     job = _CutJob(config, TaskNgrams(config), common)
     found = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
-    return {index: ChangedLines(files.array("rows"), files) for index, files in found.items()}
+    rows = {index: np.array(files.array("rows")) for index, files in found.items()}  # in memory
+    return {index: ChangedLines(rows[index], files) for index, files in found.items()}
 
 
 def cut_removals(corpus: Corpus, changed: dict[int, ChangedLines]) -> Removals:

@@ -4,6 +4,7 @@ Number 0 is the first document of the first part. Which number a document has fo
 names and sizes of the files alone.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import numpy as np
 
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import Files, Part, save_arrays
+from mtcli.core.curate.parts import Files, Lines, Part, save_arrays
+
+OPEN_PARTS = 64  # of which texts are read: a process may have 1,024 files open
 
 
 class Removals(NamedTuple):
@@ -70,6 +73,7 @@ class Corpus:
         counts = [part.count for part in self.parts]
         self.bounds = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.alive = np.ones(self.size, bool)
+        self._open: OrderedDict[int, Lines] = OrderedDict()
         self.num_new = int(sum(part.count for part in self.parts if not part.against))
 
     @property
@@ -91,8 +95,9 @@ class Corpus:
 
     def column(self, name: str, index: int | None = None) -> Array:
         """An array of all documents [size, ...], or one row of an array that is by column."""
+        # Copies, a part at a time: an array that is mapped holds a file open.
         arrays = (part.array(name) for part in self.parts)
-        found = [array if index is None else array[index] for array in arrays]
+        found = [np.array(array if index is None else array[index]) for array in arrays]
         return np.concatenate(found) if found else np.zeros(0, np.uint64)
 
     def take(self, name: str, numbers: Array) -> Array:
@@ -141,7 +146,11 @@ class Corpus:
     def text(self, number: int) -> str:
         """A document's text."""
         index = int(self.owners(np.array([number]))[0])
-        return self.parts[index].lines.text(int(number - self.bounds[index]))
+        lines = self._open.pop(index, None) or self.parts[index].lines
+        self._open[index] = lines  # the last one now
+        if len(self._open) > OPEN_PARTS:
+            self._open.popitem(last=False)
+        return lines.text(int(number - self.bounds[index]))
 
     def removals(self, clusters: Sequence[Array], priority: Sequence[str]) -> Removals:
         """Decides who stays of each cluster: one of the older corpus, else of the best source, else

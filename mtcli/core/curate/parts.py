@@ -144,9 +144,9 @@ class Part:
         data, ends = self.array("keys").tobytes(), self.array("key_ends").tolist()
         return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
-    @cached_property
+    @property
     def lines(self) -> "Lines":
-        """The documents' JSON lines."""
+        """The documents' JSON lines: a file that is open as long as they are held."""
         return Lines(self.files.data(LINES), self.array("line_ends"))
 
     def removed(self) -> Iterator[bytes]:
@@ -158,7 +158,7 @@ class Lines:
     """A file of lines, each found by its number."""
 
     def __init__(self, data: Any, ends: Array) -> None:
-        self._ends, self._data = [0, *ends.tolist()], data
+        self._ends, self._data = [0, *ends.tolist()], data  # a copy: no file of it stays open
 
     def __getitem__(self, row: int) -> bytes:
         return bytes(self._data[self._ends[row] : self._ends[row + 1]])

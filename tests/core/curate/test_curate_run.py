@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 from itertools import combinations
 
@@ -71,6 +72,24 @@ def test_near_duplicates_are_those_of_exact_all_pairs(
     for line in gone:
         assert line["jaccard"] == pytest.approx(jaccard(texts[line["id"]], texts[line["kept_id"]]))
         assert line["cluster"] == roots[line["id"]] and line["stage"] == "fuzzy"
+
+
+def test_a_corpus_has_more_parts_than_files_may_be_open(prose, run, tmp_path, small_blocks):
+    texts = [prose(200) for _ in range(170)]
+    texts += [f"{text} {number}" for number, text in enumerate(texts)]
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": n, "text": t} for n, t in enumerate(texts)])
+    tasks = write_jsonl(tmp_path / "task.jsonl", [{"text": text} for text in texts[:170]])
+    settings = [f"decontaminate.tasks=['{tasks}']"]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, limits[1]))
+    try:
+        out = run(path, stages=["exact", "fuzzy", "decontaminate"], settings=settings)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    reasons = [line["reason"] for line in removed(out)]
+    assert (
+        shards(out) == [] and sorted(reasons) == ["near duplicate"] * 170 + ["nothing left"] * 170
+    )
 
 
 def test_a_crowd_of_near_copies_leaves_one(prose, run, tmp_path):
