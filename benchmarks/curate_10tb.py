@@ -3,7 +3,8 @@
     python benchmarks/curate_10tb.py [--tb 10] [--cores 512] [--dollars 0.05]
 
 Sizes follow from what each document leaves with the cluster; seconds from the measured rates of one
-core; cost from a price per core and hour, which is a rented machine's, and an assumption.
+core. Assumptions, each an option: how much of that rate is left where many cores and Ray share the
+work, the share of documents that goes, and the price of a rented core.
 """
 
 import argparse
@@ -27,8 +28,8 @@ def rows_of(rates: dict, options: argparse.Namespace) -> dict[str, str]:
     removed = documents * options.removed
     kept = text * (1 - options.removed)
     shuffled = documents * bands * 16 + kept
-    share = rates["scaling"] / 2 * rates["ray_share"]
-    core_seconds = text / 1e6 / rates["whole_mb_per_s"]["pipeline"] / share
+    rate = rates["whole_mb_per_s"]["pipeline"] * options.efficiency
+    core_seconds = text / 1e6 / rate
     nodes = options.cores / CORES_PER_NODE
     work = core_seconds / options.cores
     network = shuffled / (nodes * NODE_GB_PER_S * 1e9)
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--removed", type=float, default=0.5, help="share of documents")
     parser.add_argument("--cores", type=int, default=512)
     parser.add_argument("--dollars", type=float, default=0.05, help="of a core for an hour")
+    parser.add_argument("--efficiency", type=float, default=0.7, help="of a core among many")
     parser.add_argument("--rates", default=str(RATES), help="what bench_curate.py --json wrote")
     options = parser.parse_args()
     rates = json.loads(Path(options.rates).read_text())
