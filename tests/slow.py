@@ -37,6 +37,11 @@ SLOW = {
     "test_curate_run.py": {
         "test_near_duplicates_are_those_of_exact_all_pairs": ("0.8",),
     },
+    "test_ray.py": {
+        "test_a_node_killed_midway_loses_nothing": (),
+        "test_an_error_in_a_task_is_the_user_s_as_on_one_machine": (),
+        "test_two_nodes_write_the_bytes_of_one_machine": (),
+    },
     "test_bench_gpu.py": {
         "test_a_pair_is_measured_in_processes_of_their_own_and_kept": (),
         "test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read": (),

@@ -1,12 +1,17 @@
 """`mtcli curate`: clean, filter, deduplicate and decontaminate a corpus."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mtcli.commands.options import JsonOut, Overrides
 from mtcli.commands.output import answer, answering, print_facts
+
+if TYPE_CHECKING:
+    from mtcli.core.curate.engine import Engine
 
 TRAIN = "train-quality"  # in the place of an input
 
@@ -77,6 +82,18 @@ Bad = Annotated[
         help="curate train-quality: crawled text; any number of times.",
     ),
 ]
+EngineName = Annotated[
+    Literal["local", "ray"],
+    typer.Option(help="local: processes of this machine; ray: tasks of a Ray cluster."),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="--engine ray: join this cluster.",
+        show_default="one of --workers cores is started here",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 
@@ -95,6 +112,8 @@ def curate(
     split_on: SplitOn = None,
     format: Format = None,
     skip_bad: SkipBad = False,
+    engine: EngineName = "local",
+    address: Address = None,
     dry_run: DryRun = False,
     resume: Resume = False,
     force: Force = False,
@@ -115,6 +134,7 @@ def curate(
     from mtcli.core.curate.request import CurateRequest
     from mtcli.core.runtime.launch import cores
 
+    _check_engine(engine, address, workers)
     request = CurateRequest(
         inputs=tuple(inputs),
         output=output,
@@ -136,7 +156,8 @@ def curate(
             print_facts({name: _told(name, value) for name, value in found.items()})
         return
     began = perf_counter()
-    report = run(request, lambda line: typer.echo(line, err=True))
+    with _open_engine(engine, address, request.workers) as opened:
+        report = run(request, opened, lambda line: typer.echo(line, err=True))
     timing = {"seconds": perf_counter() - began, "workers": request.workers}
     timing |= {"output": str(output)}
     if report["blend"]:
@@ -145,6 +166,31 @@ def curate(
         timing |= commands_of(report["blend"], output)
     if answer(report | timing, json_out):
         _show(report | timing, output)
+
+
+def _check_engine(engine: str, address: str | None, workers: int | None) -> None:
+    """Raises MtcliError for flags that do not go together."""
+    from mtcli.core.config.errors import wrong
+
+    if address and engine != "ray":
+        raise wrong(f"--engine is {engine}, and joins no cluster", "--engine ray", "--address")
+    if address and workers:
+        hint = "leave --workers out"
+        raise wrong(f"the cluster at {address} has its own cores", hint, "--workers")
+
+
+@contextmanager
+def _open_engine(engine: str, address: str | None, workers: int) -> "Iterator[Engine]":
+    from mtcli.core.curate.engine import LocalEngine
+
+    if engine == "local":
+        yield LocalEngine(workers)
+        return
+    from mtcli.core.curate.cluster import ClusterEngine
+    from mtcli.core.curate.ray_cluster import ray_cluster
+
+    with ray_cluster(address, workers) as cluster:
+        yield ClusterEngine(cluster)
 
 
 def _train_quality(
@@ -178,6 +224,8 @@ def _train_quality(
 def _told(name: str, value: Any) -> str:
     if isinstance(value, int | float) and name.endswith("_bytes"):
         return f"{value / 1e6:,.1f} MB"
+    if isinstance(value, list):
+        return ", ".join(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

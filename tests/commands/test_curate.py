@@ -17,6 +17,13 @@ from mtcli.core.curate.config import load_config
 from mtcli.core.data.blend import blend_indices
 
 ROOT = Path(__file__).parent.parent.parent
+# Tells its own peak: what the system says of a child counts its parent's memory before the exec.
+PEAK = """
+import atexit, re
+atexit.register(lambda: print(*re.findall(r"VmHWM.*", open("/proc/self/status").read())))
+from mtcli.__main__ import main
+main()
+"""
 STAGES = 'stages=["normalise", "language", "exact", "fuzzy"]'
 
 
@@ -67,6 +74,18 @@ def test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes(corpus):
     assert files(corpus / "killed") == want
 
 
+def test_the_memory_that_is_said_beforehand_is_enough_and_not_twice_as_much(corpus):
+    arguments = ["curate", "a.jsonl", "b.jsonl", "--output", "o", "--workers", "1"]
+    said = json.loads(mtcli(*arguments, "--dry-run", "--json", "-", folder=corpus).stdout)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *arguments], cwd=corpus, check=True, capture_output=True
+    )
+    peak = 1024 * int(done.stdout.split()[-2])
+    assert peak < said["memory_bytes"] < 2 * peak
+    written = sum(path.stat().st_size for path in (corpus / "o").glob("shard-*"))
+    assert written < said["output_bytes"] < said["disk_bytes"] and said["documents"] == 1200
+
+
 def test_the_answer_in_json_has_the_report_and_the_time(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "x"}\n')
     arguments = ["curate", "a.jsonl", "--output", "out", "--set", "stages=['exact']"]
@@ -86,6 +105,13 @@ def test_the_answer_in_json_has_the_report_and_the_time(tmp_path):
         (["a.jsonl", "--output", "o", "--config", "c.toml"], "there is no config file"),
         (["a.jsonl", "--output", "a.jsonl"], "a.jsonl is a file"),
         (["a.jsonl", "--output", "o", "--text-key", "body"], 'no key "body"'),
+        (["a.jsonl", "--output", "o", "--address", "head:6379"], "joins no cluster"),
+        (["a.jsonl", "--output", "/proc/x"], "--output: /proc/x cannot be written"),
+        (["a.jsonl", "--output", "o", "--set", "fuzzy.threshold=0"], "a number from 0.01 to 1"),
+        (
+            ["a.jsonl", "--output", "o", "--engine", "ray", "--address", "h:1", "--workers", "2"],
+            "its own cores",
+        ),
         (["train-quality", "--good", "a.jsonl", "--output", "q"], "--bad: no input"),
         (["a.jsonl", "--good", "a.jsonl", "--output", "q"], "a word too many"),
         (["a.jsonl", "--output", "o", "--set", "decontaminate.tasks=['t']"], "t cannot be read"),

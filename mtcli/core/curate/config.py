@@ -92,7 +92,7 @@ class QualityConfig(Section):
     """The label of a fastText model whose probability is the score."""
     keep: Literal["pareto", "threshold"] = "pareto"
     """pareto: keep where a Pareto draw, keyed by the document's id, exceeds 1 - score."""
-    alpha: Real = Field(default=9.0, gt=0.0, le=1e6)
+    alpha: Real = Field(default=9.0, ge=0.001, le=1e6)
     """The Pareto distribution's shape."""
     min_score: Real = Field(default=0.5, ge=0.0, le=1.0)
     """The least score that keep = "threshold" keeps."""
@@ -110,7 +110,7 @@ class ExactConfig(Section):
 class FuzzyConfig(Section):
     """One document kept of those that resemble each other: MinHash, LSH, verified Jaccard."""
 
-    threshold: Real = Field(default=0.8, gt=0.0, le=1.0)
+    threshold: Real = Field(default=0.8, ge=0.01, le=1.0)
     """The least Jaccard similarity of two duplicates' sets of shingles."""
     shingle: Int = Field(default=5, ge=1, le=64)
     """Characters in a shingle."""

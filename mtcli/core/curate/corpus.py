@@ -4,6 +4,7 @@ Number 0 is the first document of the first part. Which number a document has fo
 names and sizes of the files alone.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import numpy as np
 
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import Part, save_arrays
+from mtcli.core.curate.parts import Files, Lines, Part, save_arrays
+
+OPEN_PARTS = 64  # of which texts are read: a process may have 1,024 files open
 
 
 class Removals(NamedTuple):
@@ -43,10 +46,23 @@ CORPUS_REASONS: dict[str, tuple[str, ...]] = {
 
 
 class ChangedLines(NamedTuple):
-    """Documents of a part whose lines have changed: their rows, and the folder of the new ones."""
+    """Documents of a part whose lines have changed: their rows, and the files of the new ones."""
 
     rows: Array
-    folder: Path
+    files: Files
+
+
+class Slice(NamedTuple):
+    """A part, which of its documents are left, and the number of the first."""
+
+    part: Part
+    alive: Array
+    first: int
+
+    @property
+    def numbers(self) -> Array:
+        """The numbers of the documents that are left."""
+        return self.first + np.flatnonzero(self.alive)
 
 
 class Corpus:
@@ -57,6 +73,7 @@ class Corpus:
         counts = [part.count for part in self.parts]
         self.bounds = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.alive = np.ones(self.size, bool)
+        self._open: OrderedDict[int, Lines] = OrderedDict()
         self.num_new = int(sum(part.count for part in self.parts if not part.against))
 
     @property
@@ -68,10 +85,19 @@ class Corpus:
         """Which documents of a part are left."""
         return self.alive[self.bounds[index] : self.bounds[index + 1]]
 
+    def slice(self, index: int) -> Slice:
+        """A part by itself."""
+        return Slice(self.parts[index], self.alive_of(index), int(self.bounds[index]))
+
+    def new_slices(self) -> dict[int, Slice]:
+        """The parts that are not of an older corpus."""
+        return {i: self.slice(i) for i, part in enumerate(self.parts) if not part.against}
+
     def column(self, name: str, index: int | None = None) -> Array:
         """An array of all documents [size, ...], or one row of an array that is by column."""
+        # Copies, a part at a time: an array that is mapped holds a file open.
         arrays = (part.array(name) for part in self.parts)
-        found = [array if index is None else array[index] for array in arrays]
+        found = [np.array(array if index is None else array[index]) for array in arrays]
         return np.concatenate(found) if found else np.zeros(0, np.uint64)
 
     def take(self, name: str, numbers: Array) -> Array:
@@ -120,30 +146,49 @@ class Corpus:
     def text(self, number: int) -> str:
         """A document's text."""
         index = int(self.owners(np.array([number]))[0])
-        return self.parts[index].lines.text(int(number - self.bounds[index]))
+        lines = self._open.pop(index, None) or self.parts[index].lines
+        self._open[index] = lines  # the last one now
+        if len(self._open) > OPEN_PARTS:
+            self._open.popitem(last=False)
+        return lines.text(int(number - self.bounds[index]))
 
     def removals(self, clusters: Sequence[Array], priority: Sequence[str]) -> Removals:
         """Decides who stays of each cluster: one of the older corpus, else of the best source, else
         the smallest id. Jaccards are left at 1."""
         members = np.concatenate([np.zeros(0, np.int64), *clusters])
-        ranks = {source: rank for rank, source in enumerate(priority)}
-        keys, sources = self.keys(members), self.sources(members)
-        removed: list[tuple[int, int, int]] = []
-        start = 0
-        for cluster in clusters:
-            stop = start + len(cluster)
-            named = sorted(
-                zip(keys[start:stop], sources[start:stop], cluster.tolist(), strict=True)
-            )
-            root = named[0][2]
-            best = min(named, key=lambda m: (m[2] < self.num_new, ranks.get(m[1], len(ranks))))[2]
-            new = (number for number in cluster.tolist() if number < self.num_new)
-            removed += [(number, best, root) for number in new if number != best]
-            start = stop
-        removed.sort()
-        table = np.array(removed, np.int64).reshape(-1, 3)
-        ones = np.ones(len(table))
-        return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
+        names = list(zip(self.keys(members), self.sources(members), strict=True))
+        return table_of(decide(clusters, names, self.num_new, priority))
+
+
+def decide(
+    clusters: Sequence[Array],
+    names: Sequence[tuple[bytes, str]],
+    num_new: int,
+    priority: Sequence[str],
+) -> Array:
+    """(removed, kept, root) [removed, 3] by clusters, and the key and source of each member."""
+    ranks = {source: rank for rank, source in enumerate(priority)}
+    removed: list[tuple[int, int, int]] = []
+    start = 0
+    for cluster in clusters:
+        stop = start + len(cluster)
+        named = sorted(
+            (key, source, number)
+            for (key, source), number in zip(names[start:stop], cluster.tolist(), strict=True)
+        )
+        root = named[0][2]
+        best = min(named, key=lambda m: (m[2] < num_new, ranks.get(m[1], len(ranks))))[2]
+        new = (number for number in cluster.tolist() if number < num_new)
+        removed += [(number, best, root) for number in new if number != best]
+        start = stop
+    return np.array(removed, np.int64).reshape(-1, 3)
+
+
+def table_of(removed: Array) -> Removals:
+    """Removals of (removed, kept, root) [removed, 3], sorted; Jaccards are 1."""
+    table = removed[np.argsort(removed[:, 0], kind="stable")]
+    ones = np.ones(len(table))
+    return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
 
 
 class PassResult(NamedTuple):

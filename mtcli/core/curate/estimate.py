@@ -10,13 +10,15 @@ from typing import Any
 from mtcli.core.config.errors import wrong
 from mtcli.core.curate.documents import BadRecord, CorpusFiles, blocks_of
 from mtcli.core.curate.minhash import bands_of
+from mtcli.core.curate.parts import load_line
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.request import CurateRequest, find_corpora
 from mtcli.core.data.documents import Reading
 
 SAMPLED_BLOCKS = 8
 SAMPLED_DOCUMENTS = 5000  # of a block
-WORKER_BYTES = 180 << 20  # a process with its libraries and a batch's arrays
+PROCESS_BYTES = 140 << 20  # a process with its libraries and a batch's arrays: 120 were measured
+FORKED_BYTES = 80 << 20  # a worker, which shares its libraries with the process that forked it
 FINAL_BYTES = 64  # per document in the process that decides: hashes, orders, routes
 BAND_BYTES = 40  # per document in each worker that sorts a band
 KEY_BYTES = 40  # of an id and its offset
@@ -36,9 +38,10 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
     if "fuzzy" in stages:
         per_document += request.config.fuzzy.hashes + 8 * bands_of(request.config.fuzzy)[0]
     workers = request.workers
-    shard = request.config.shard_mb * 1_000_000
-    deciding = WORKER_BYTES + FINAL_BYTES * documents
-    each = WORKER_BYTES + max(BAND_BYTES * documents if "fuzzy" in stages else 0, 2 * shard)
+    shard = 2 * min(request.config.shard_mb * 1_000_000, text)
+    phase = max(BAND_BYTES * documents if "fuzzy" in stages else 0, shard)
+    deciding = PROCESS_BYTES + FINAL_BYTES * documents
+    working = workers * (FORKED_BYTES + phase) if workers > 1 else phase
     return {
         "files": len(corpora.new.sources),
         "input_bytes": corpora.new.size,
@@ -46,7 +49,7 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
         "text_bytes": text,
         "stages": list(stages),
         "workers": workers,
-        "memory_bytes": deciding + each * (workers if workers > 1 else 0) + 2 * shard,
+        "memory_bytes": deciding + working,
         "disk_bytes": int(text * (1 + RATIO) + per_document * documents),
         "output_bytes": int(text * RATIO),
     }
@@ -55,7 +58,9 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
 def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
     """(documents, bytes of text) of a corpus, from some blocks that are spread over it."""
     blocks = blocks_of(files, request.split_on_blank)
-    reading = Reading(request.text_key, request.split_on_blank, False, None, whole=True)
+    reading = Reading(
+        request.text_key, request.split_on_blank, False, None, whole=True, parse=load_line
+    )
     reader = Reader(reading, files.names, {})
     step = -(-len(blocks) // SAMPLED_BLOCKS)
     documents = text = 0

@@ -4,6 +4,7 @@ import numpy as np
 import xxhash
 
 from mtcli.core.curate.batch import Batch
+from mtcli.core.curate.corpus import Corpus, Removals
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import Array
 
@@ -15,6 +16,22 @@ def text_hashes(documents: list[Document], _: Batch) -> dict[str, Array]:
         for document in documents
     ]
     return {"text_hash": np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)}
+
+
+def find_same(corpus: Corpus, priority: tuple[str, ...]) -> Removals:
+    """Finds exact duplicates among the documents that are alive."""
+    numbers = np.flatnonzero(corpus.alive)
+    groups = same_texts(corpus.column("text_hash")[numbers].reshape(-1, 2))
+    return corpus.removals([numbers[rows] for rows in clusters_of(groups)], priority)
+
+
+def clusters_of(groups: Array) -> list[Array]:
+    """The rows of each group of two and more, ascending."""
+    order = np.argsort(groups, kind="stable")
+    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    sizes = np.diff(np.append(begins, len(order)))
+    several = zip(begins[sizes > 1], sizes[sizes > 1], strict=True)
+    return [order[start : start + size] for start, size in several]
 
 
 def same_texts(hashes: Array) -> Array:

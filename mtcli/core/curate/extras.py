@@ -1,4 +1,4 @@
-"""The libraries of the `curate` extra, imported when a stage needs one."""
+"""The libraries of the `curate` and `ray` extras, imported when a stage needs one."""
 
 from importlib import import_module
 from types import ModuleType
@@ -6,10 +6,10 @@ from types import ModuleType
 from mtcli.core.config.errors import wrong
 
 
-def require(module: str, stage: str) -> ModuleType:
-    """Imports a module of the extra. Raises MtcliError where it is not installed."""
+def require(module: str, stage: str, extra: str = "curate") -> ModuleType:
+    """Imports a module of an extra. Raises MtcliError where it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         message = f"{stage} needs the package {error.name}, which is not installed"
-        raise wrong(message, "pip install 'mtcli[curate]'") from None
+        raise wrong(message, f"pip install 'mtcli[{extra}]'") from None

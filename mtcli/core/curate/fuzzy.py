@@ -7,7 +7,7 @@ then is not looked at, which changes no component.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,23 @@ class Pairs(NamedTuple):
     matches: Array
 
 
+class Buckets(NamedTuple):
+    """Documents' numbers bucket by bucket: where each begins, and how many it has."""
+
+    numbers: Array
+    begins: Array
+    sizes: Array
+
+
+class Known(NamedTuple):
+    """What tells likely pairs: documents' signatures by their numbers, which documents are new (the
+    first `num_new`), and the fewest values that a likely pair shares."""
+
+    signatures: Callable[[Array], Array]
+    num_new: int
+    least: int
+
+
 def min_matches(config: FuzzyConfig) -> int:
     """The fewest values of two signatures that a pair at the threshold shares, but for a chance of
     one in a hundred thousand; two values are equal by chance with 1 in 256."""
@@ -64,7 +81,7 @@ def find_near(
         pass
     pairs = _merged(folder, bands)
     verify = partial(verify_pairs, corpus, config.shingle)
-    components = _Components()
+    components = Components()
     known: dict[tuple[int, int], float] = {}
     for start in range(0, len(pairs.first), ROUND):
         part = slice(start, start + ROUND)
@@ -97,22 +114,28 @@ def band_candidates(
         ordered = keys[order]
         begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
         sizes = np.diff(np.append(begins, len(order)))
-        least = min_matches(config)
-        parts = [_empty()]
-        for chunk in _small_buckets(numbers[order], begins, sizes):
-            parts.append(_likely(corpus, *chunk, least))
-        for start, size in zip(begins, sizes, strict=True):
-            if size > ALL_PAIRS:
-                parts.append(_large_bucket(corpus, numbers[order[start : start + size]], least))
-        merged = Pairs(*map(np.concatenate, zip(*parts, strict=True)))
-        save_arrays(path, durable=False, **merged._asdict())
+        known = Known(partial(corpus.take, "signatures"), corpus.num_new, min_matches(config))
+        pairs = likely_pairs(known, Buckets(numbers[order], begins, sizes))
+        save_arrays(path, durable=False, **pairs._asdict())
     progress(1)
     return band
 
 
+def likely_pairs(known: "Known", buckets: "Buckets") -> Pairs:
+    """The pairs within buckets that their signatures take for duplicates."""
+    numbers, begins, sizes = buckets
+    parts = [_empty()]
+    for chunk in _small_buckets(numbers, begins, sizes):
+        parts.append(_likely(known, *chunk))
+    large = sizes > ALL_PAIRS
+    for start, size in zip(begins[large], sizes[large], strict=True):
+        parts.append(_large_bucket(known, numbers[start : start + size]))
+    return Pairs(*map(np.concatenate, zip(*parts, strict=True)))
+
+
 def _small_buckets(numbers: Array, begins: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
     """Yields all pairs (first, second) within buckets of at most ALL_PAIRS, in bounded chunks."""
-    for size in range(2, ALL_PAIRS + 1):
+    for size in np.unique(sizes[(sizes > 1) & (sizes <= ALL_PAIRS)]).tolist():
         starts = begins[sizes == size]
         left, right = np.triu_indices(size, 1)
         step = max(1, FILTERED // len(left))
@@ -122,22 +145,22 @@ def _small_buckets(numbers: Array, begins: Array, sizes: Array) -> Iterator[tupl
             yield members[:, left].ravel(), members[:, right].ravel()
 
 
-def _likely(corpus: Corpus, first: Array, second: Array, least: int) -> Pairs:
+def _likely(known: Known, first: Array, second: Array) -> Pairs:
     """Those of the pairs whose signatures say that they may be duplicates; none of two old ones."""
-    new = first < corpus.num_new
+    new = first < known.num_new
     first, second = first[new], second[new]
     if not first.size:
         return _empty()
-    same = corpus.take("signatures", first) == corpus.take("signatures", second)
+    same = known.signatures(first) == known.signatures(second)
     matches = np.count_nonzero(same, axis=1)
-    likely = matches >= least
+    likely = matches >= known.least
     return Pairs(first[likely], second[likely], matches[likely])
 
 
-def _large_bucket(corpus: Corpus, members: Array, least: int) -> Pairs:
+def _large_bucket(known: Known, members: Array) -> Pairs:
     """Pairs of a large bucket: equal signatures with their first, others with the most alike."""
-    signatures = corpus.take("signatures", np.sort(members))
     members = np.sort(members)
+    signatures = known.signatures(members)
     rows, firsts, inverse = np.unique(signatures, axis=0, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
     others = np.flatnonzero(firsts[inverse] != np.arange(len(members)))
@@ -145,10 +168,10 @@ def _large_bucket(corpus: Corpus, members: Array, least: int) -> Pairs:
     parts = [Pairs(*equal, np.full(len(others), signatures.shape[1]))]
     for start in range(0, len(rows), WINDOW):
         window = rows[start : start + WINDOW]
-        parts.append(_window_pairs(window, members[firsts[start : start + WINDOW]], least))
+        parts.append(_window_pairs(window, members[firsts[start : start + WINDOW]], known.least))
     pairs = Pairs(*map(np.concatenate, zip(*parts, strict=True)))
     first, second = np.minimum(pairs[0], pairs[1]), np.maximum(pairs[0], pairs[1])
-    new = first < corpus.num_new
+    new = first < known.num_new
     return Pairs(first[new], second[new], pairs.matches[new])
 
 
@@ -168,11 +191,16 @@ def _empty() -> Pairs:
 
 
 def _merged(folder: Path, bands: int) -> Pairs:
-    """The pairs of all bands, each once, the most alike first."""
+    """The pairs of all bands."""
     parts = []
     for band in range(bands):
         with np.load(folder / f"band-{band:04d}.npz") as arrays:
             parts.append(Pairs(*(arrays[name] for name in Pairs._fields)))
+    return unique_pairs(parts)
+
+
+def unique_pairs(parts: Sequence[Pairs]) -> Pairs:
+    """All pairs once, the most alike first."""
     first, second, matches = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((second, first, -matches))
     first, second, matches = first[order], second[order], matches[order]
@@ -215,30 +243,14 @@ def _jaccards(found: Removals, known: dict[tuple[int, int], float], verify: Call
     return np.array([known[pair] for pair in pairs])
 
 
-class _Components:
+class Components:
     """Union-find over the documents that were joined; the smallest number is a root."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
 
-    def differ(self, one: int, other: int) -> bool:
-        """Whether two documents are in different components."""
-        return self._root(one) != self._root(other)
-
-    def join(self, one: int, other: int) -> None:
-        """Makes one component of two."""
-        low, high = sorted((self._root(one), self._root(other)))
-        self._parents[high] = low
-        self._parents.setdefault(low, low)
-
-    def clusters(self) -> list[Array]:
-        """The components of two and more, each ascending, by their smallest."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for number in sorted(self._parents):
-            found[self._root(number)].append(number)
-        return [np.array(found[root], np.int64) for root in sorted(found)]
-
-    def _root(self, number: int) -> int:
+    def root(self, number: int) -> int:
+        """The smallest number of a document's component."""
         parents = self._parents
         root = number
         while (above := parents.get(root, root)) != root:
@@ -246,3 +258,20 @@ class _Components:
         while number != root:
             parents[number], number = root, parents[number]
         return root
+
+    def differ(self, one: int, other: int) -> bool:
+        """Whether two documents are in different components."""
+        return self.root(one) != self.root(other)
+
+    def join(self, one: int, other: int) -> None:
+        """Makes one component of two."""
+        low, high = sorted((self.root(one), self.root(other)))
+        self._parents[high] = low
+        self._parents.setdefault(low, low)
+
+    def clusters(self) -> list[Array]:
+        """The components of two and more, each ascending, by their smallest."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for number in sorted(self._parents):
+            found[self.root(number)].append(number)
+        return [np.array(found[root], np.int64) for root in sorted(found)]

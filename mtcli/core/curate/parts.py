@@ -1,10 +1,11 @@
-"""Parts: what a worker makes of a block, a folder that appears whole or not at all.
+"""Parts: what a worker makes of a block, files that appear together or not at all.
 
 A part holds documents as the JSON lines that shards are made of, and arrays beside them that are
 read without the text: where lines begin, keys, and what the corpus stages look at. Row i of every
 array is document i.
 """
 
+import io
 import json
 import os
 import shutil
@@ -12,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mtcli.core.config.untrusted import open_untrusted, parse_json, read_untrusted
+from mtcli.core.config.untrusted import open_untrusted, parse_json
 from mtcli.core.curate.documents import Document, id_of
 from mtcli.core.curate.hashing import Array
 from mtcli.core.runtime.atomic_writes import sync_folder
@@ -85,26 +86,53 @@ class PartWriter:
         publish(self._aside, self.folder)
 
 
+class Files(Protocol):
+    """Files that a worker wrote together, wherever they are kept."""
+
+    def array(self, name: str) -> Array:
+        """An array that was saved under a name."""
+
+    def data(self, name: str) -> Any:
+        """The bytes of a file, as a buffer."""
+
+
+class Folder:
+    """Files in a folder, mapped and not read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def array(self, name: str) -> Array:
+        """Maps an array."""
+        path = self.path / f"{name}.npy"
+        return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
+
+    def data(self, name: str) -> Any:
+        """Maps a file."""
+        with open_untrusted(self.path / name) as file:
+            empty = not os.fstat(file.fileno()).st_size
+            return b"" if empty else mmap(file.fileno(), 0, access=ACCESS_READ)
+
+
 class Part:
     """A part that is there, read as it is asked for."""
 
-    def __init__(self, folder: Path, against: bool = False) -> None:
-        self.folder, self.against = folder, against
+    def __init__(self, files: Files, against: bool = False) -> None:
+        self.files, self.against = files, against
 
-    def __reduce__(self) -> tuple[type, tuple[Path, bool]]:
-        return Part, (self.folder, self.against)  # without what is mapped
+    def __reduce__(self) -> tuple[type, tuple[Files, bool]]:
+        return Part, (self.files, self.against)  # without what is mapped
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """What the worker counted."""
-        found = parse_json(read_untrusted(self.folder / SUMMARY))
+        found = parse_json(bytes(self.files.data(SUMMARY)))
         assert isinstance(found, dict), "written by PartWriter"
         return found
 
     def array(self, name: str) -> Array:
-        """An array, mapped and not read."""
-        path = self.folder / f"{name}.npy"
-        return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
+        """An array of the part."""
+        return self.files.array(name)
 
     @property
     def count(self) -> int:
@@ -116,27 +144,24 @@ class Part:
         data, ends = self.array("keys").tobytes(), self.array("key_ends").tolist()
         return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
-    @cached_property
+    @property
     def lines(self) -> "Lines":
-        """The documents' JSON lines."""
-        return Lines(self.folder / LINES, self.array("line_ends"))
+        """The documents' JSON lines: a file that is open as long as they are held."""
+        return Lines(self.files.data(LINES), self.array("line_ends"))
 
     def removed(self) -> Iterator[bytes]:
         """The lines of documents that per-document stages left out."""
-        with open_untrusted(self.folder / REMOVED) as file:
-            yield from file
+        yield from io.BytesIO(self.files.data(REMOVED))
 
 
 class Lines:
     """A file of lines, each found by its number."""
 
-    def __init__(self, path: Path, ends: Array) -> None:
-        self._ends = [0, *ends.tolist()]
-        with open_untrusted(path) as file:
-            self._data = mmap(file.fileno(), 0, access=ACCESS_READ) if len(ends) else b""
+    def __init__(self, data: Any, ends: Array) -> None:
+        self._ends, self._data = [0, *ends.tolist()], data  # a copy: no file of it stays open
 
     def __getitem__(self, row: int) -> bytes:
-        return self._data[self._ends[row] : self._ends[row + 1]]
+        return bytes(self._data[self._ends[row] : self._ends[row + 1]])
 
     def text(self, row: int) -> str:
         """The text of a document."""
@@ -156,14 +181,24 @@ def document_of(line: bytes, key: bytes, size: int) -> Document:
     return Document(key, record.pop("source"), record.pop("text"), size, record)
 
 
-def load_line(line: bytes) -> dict[str, Any]:
-    """The record of a line that `json_line` wrote."""
+def load_line(line: bytes | str) -> Any:
+    """The value of a line of JSON, as json.loads has it. Raises ValueError where it is none."""
     import orjson
 
     try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:  # what `json_line` left to the standard library
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:  # half of a surrogate pair, NaN, deep lists, or no JSON
         return json.loads(line)
+    return json.loads(line) if _is_rounded(record) else record
+
+
+def _is_rounded(value: object) -> bool:
+    """Whether a value holds what orjson may have made of an integer of more than 64 bits."""
+    if isinstance(value, float):
+        return abs(value) >= 1 << 63
+    if isinstance(value, dict):
+        return any(map(_is_rounded, value.values()))
+    return isinstance(value, list) and any(map(_is_rounded, value))
 
 
 def json_page(record: Mapping[str, object]) -> str:

@@ -16,10 +16,9 @@ import numpy as np
 from mtcli.core.config.errors import failed
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.contamination import cut_corpus, cut_removals
-from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals
+from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals, Slice
 from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, count_lines
-from mtcli.core.curate.exact import same_texts
-from mtcli.core.curate.fuzzy import find_near
+from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.html import report_html
 from mtcli.core.curate.output import (
     REPORT_HTML,
@@ -30,29 +29,21 @@ from mtcli.core.curate.output import (
     outputs,
     require_free,
 )
-from mtcli.core.curate.parts import Part, PartWriter, document_of, json_page, part_folder
+from mtcli.core.curate.parts import Part, PartWriter, document_of, json_page, load_line
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.report import build_report, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
-from mtcli.core.curate.shards import (
-    ShardJob,
-    changed_lines,
-    gather_routes,
-    plan_shards,
-    route_part,
-    write_shard,
-)
+from mtcli.core.curate.shards import ShardJob, changed_lines, plan_shards, sample_keys
 from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
-from mtcli.core.curate.workers import Runner
 from mtcli.core.data.documents import Reading
 from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
-from mtcli.core.runtime.atomic_writes import write_text
+from mtcli.core.runtime.atomic_writes import folder_of, write_text
 from mtcli.core.runtime.process_pool import Progress
 
 Say = Callable[[str], None]
 
 
-def curate(request: CurateRequest, say: Say) -> dict[str, Any]:
+def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
     """Writes the shards, the removed documents and the report to `output`; returns the report.
 
     Raises MtcliError for inputs and configurations that are wrong, for an output that exists, and
@@ -64,12 +55,13 @@ def curate(request: CurateRequest, say: Say) -> dict[str, Any]:
         return report
     require_free(request)
     work = request.output / WORK
-    try:
+    with folder_of("--output", request.output):
         work.mkdir(parents=True, exist_ok=True)
+    try:
         with open(work / "lock", "ab") as lock:
             lock_output(lock, request.output)
             begin(work, request, corpora)
-            report = _Pipeline(request, corpora, work, say).run()
+            report = _Pipeline(request, corpora, work, engine, say).run()
         shutil.rmtree(work)
     except OSError as error:
         raise failed(f"{request.output}: {error}", "free space, then --resume") from None
@@ -79,10 +71,11 @@ def curate(request: CurateRequest, say: Say) -> dict[str, Any]:
 class _Pipeline:
     """One run, in its work folder."""
 
-    def __init__(self, request: CurateRequest, corpora: Corpora, work: Path, say: Say) -> None:
+    def __init__(
+        self, request: CurateRequest, corpora: Corpora, work: Path, engine: Engine, say: Say
+    ) -> None:
         self.request, self.corpora, self.work, self.say = request, corpora, work, say
-        self.config = request.config
-        self.run_phase = Runner(request.workers)
+        self.config, self.engine = request.config, engine
         self.groups = passes_of(self.config.ordered)
 
     def run(self) -> dict[str, Any]:
@@ -119,31 +112,28 @@ class _Pipeline:
         parts = self._read(inputs, group, folder)
         if self.corpora.old and any("exact" in g.corpus or "fuzzy" in g.corpus for g in [group]):
             old = self._read(self.corpora.old, features, self.work / "against-0")
-            parts += [Part(part.folder, against=True) for part in old]
+            parts += [Part(part.files, against=True) for part in old]
         return parts
 
     def _read(self, inputs: CorpusFiles, group: StageGroup, folder: Path) -> list[Part]:
         request = self.request
         blocks = blocks_of(inputs, request.split_on_blank)
-        reading = Reading(request.text_key, request.split_on_blank, False, None, whole=True)
-        missing = [block for block in blocks if not part_folder(folder, block.number).exists()]
-        if missing:
-            before = self._lines_before(blocks) if len(blocks) > 1 else {}
-            reader = Reader(reading, inputs.names, before)
-            work = partial(
-                _read_block, BlockWork(group, self.config, request.skip_bad), reader, folder
-            )
-            size = sum(block.size for block in missing)
-            for _ in self.run_phase(work, missing, size, "read", "B"):
-                pass
-        return [Part(part_folder(folder, block.number)) for block in blocks]
+        reading = Reading(
+            request.text_key, request.split_on_blank, False, None, whole=True, parse=load_line
+        )
+        before = self._lines_before(blocks) if len(blocks) > 1 else {}
+        reader = Reader(reading, inputs.names, before)
+        work = partial(_read_block, BlockWork(group, self.config, request.skip_bad), reader)
+        items = {block.number: block for block in blocks}
+        found = self.engine.make(work, items, folder, "read", "B")
+        return [Part(found[number]) for number in items]
 
     def _lines_before(self, blocks: list[TextBlock]) -> dict[tuple[str, int], int]:
         """Counts the lines before each file range that starts inside of a file."""
         pieces = [piece for block in blocks for piece in block.pieces]
         split = [piece for piece in pieces if piece.stop < piece.source.size]
         size = sum(piece.stop - piece.start for piece in split)
-        counts = self.run_phase(count_lines, split, size, "count lines", "B")
+        counts = self.engine.map(count_lines, split, size, "count lines", "B")
         found, lines = {}, 0
         for piece, count in zip(split, counts, strict=True):
             lines = count + (lines if piece.start else 0)
@@ -154,17 +144,16 @@ class _Pipeline:
         """Runs further per-document stages over what the last pass left."""
         folder = self.work / f"pass-{number}"
         corpus = last.corpus
-        new = [index for index, part in enumerate(corpus.parts) if not part.against]
-        missing = [index for index in new if not part_folder(folder, index).exists()]
-        block_work = BlockWork(group, self.config, True)
-        work = partial(_reread_part, block_work, corpus, last.changed, folder)
-        for _ in self.run_phase(work, missing, len(missing), f"pass {number + 1}"):
-            pass
-        parts = [Part(part_folder(folder, index)) for index in new]
+        items = {
+            index: (one, last.changed.get(index)) for index, one in corpus.new_slices().items()
+        }
+        work = partial(_reread, BlockWork(group, self.config, True))
+        found = self.engine.make(work, items, folder, f"pass {number + 1}")
+        parts = [Part(found[index]) for index in items]
         if self.corpora.old and group.corpus:
             features = StageGroup((), tuple(s for s in group.corpus if s != "decontaminate"))
             old = self._read(self.corpora.old, features, self.work / f"against-{number}")
-            parts += [Part(part.folder, against=True) for part in old]
+            parts += [Part(part.files, against=True) for part in old]
         return parts
 
     # Decisions
@@ -178,7 +167,7 @@ class _Pipeline:
             folder = self.work / f"{stage}-{number}"
             path = folder.with_suffix(".npz")
             if stage == "decontaminate":
-                changed = cut_corpus(corpus, self.config.decontaminate, folder, self.run_phase)
+                changed = cut_corpus(corpus, self.config.decontaminate, folder, self.engine)
             if not path.exists():
                 self._removals(stage, corpus, folder, changed).save(path)
             removals[stage] = Removals.load(path)
@@ -194,22 +183,20 @@ class _Pipeline:
     ) -> Removals:
         priority = self.config.priority(stage)
         if stage == "exact":
-            return _exact(corpus, priority)
+            return self.engine.same(corpus, priority)
         if stage == "fuzzy":
-            return find_near(corpus, self.config.fuzzy, priority, folder, self.run_phase)
+            return self.engine.near(corpus, self.config.fuzzy, priority, folder)
         return cut_removals(corpus, changed)
 
     # Output
 
     def _write_shards(self, last: PassResult, made: Path) -> list[dict[str, Any]]:
         corpus = last.corpus
-        plan = plan_shards(corpus, self.config.shard_mb * 1_000_000, bool(self.config.blend))
-        indices = [i for i, part in enumerate(corpus.parts) if not part.against]
-        route = partial(route_part, corpus, plan)
-        routes = list(self.run_phase(route, indices, len(indices), "sort ids"))
-        job = ShardJob(corpus, plan, gather_routes(routes, plan), made, last.changed)
-        work, count = partial(write_shard, job), len(plan.names)
-        return list(self.run_phase(work, range(count), count, "write shards"))
+        by_source, slices = bool(self.config.blend), list(corpus.new_slices().values())
+        sample = partial(sample_keys, by_source)
+        samples = self.engine.map(sample, slices, len(slices), "sample ids")
+        plan = plan_shards(samples, self.config.shard_mb * 1_000_000, by_source)
+        return self.engine.write(ShardJob(corpus, plan, made, last.changed))
 
     def _write_removed(self, results: list[PassResult], made: Path) -> None:
         import zstandard
@@ -237,45 +224,23 @@ class _Pipeline:
 
 
 def _read_block(
-    work: BlockWork, reader: Reader, folder: Path, block: TextBlock, progress: Progress
+    work: BlockWork, reader: Reader, block: TextBlock, folder: Path, progress: Progress
 ) -> None:
-    writer = PartWriter(part_folder(folder, block.number))
-    work.run((item for piece in block.pieces for item in reader.read(piece, progress)), writer)
+    items = (item for piece in block.pieces for item in reader.read(piece, progress))
+    work.run(items, PartWriter(folder))
 
 
-def _reread_part(
-    work: BlockWork,
-    corpus: Corpus,
-    changed: Mapping[int, ChangedLines],
-    folder: Path,
-    index: int,
-    progress: Progress,
+def _reread(
+    work: BlockWork, item: tuple[Slice, ChangedLines | None], folder: Path, progress: Progress
 ) -> None:
-    work.run(_documents(corpus, index, changed), PartWriter(part_folder(folder, index)))
-    progress(1)
+    work.run(_documents(*item), PartWriter(folder))
 
 
-def _documents(
-    corpus: Corpus, index: int, changed: Mapping[int, ChangedLines]
-) -> Iterator[Document]:
+def _documents(one: Slice, changed: ChangedLines | None) -> Iterator[Document]:
     """The documents of a part that are left."""
-    part = corpus.parts[index]
-    cut = changed_lines(changed.get(index))
-    keys, lines = part.keys(), part.lines
-    for row in np.flatnonzero(corpus.alive_of(index)).tolist():
+    cut = changed_lines(changed)
+    keys, lines = one.part.keys(), one.part.lines
+    for row in np.flatnonzero(one.alive).tolist():
         document = document_of(cut[row] if row in cut else lines[row], keys[row], 0)
         document.size = len(document.text.encode("utf-8", "surrogatepass"))
         yield document
-
-
-def _exact(corpus: Corpus, priority: tuple[str, ...]) -> Removals:
-    numbers = np.flatnonzero(corpus.alive)
-    groups = same_texts(corpus.column("text_hash")[numbers].reshape(-1, 2))
-    order = np.argsort(groups, kind="stable")
-    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    sizes = np.diff(np.append(begins, len(order)))
-    clusters = [
-        np.sort(numbers[order[start : start + size]])
-        for start, size in zip(begins[sizes > 1], sizes[sizes > 1], strict=True)
-    ]
-    return corpus.removals(clusters, priority)

@@ -21,6 +21,7 @@ from mtcli.core.curate.config import QualityConfig
 from mtcli.core.curate.documents import BadRecord, Document, blocks_of, find_files
 from mtcli.core.curate.extras import require
 from mtcli.core.curate.hashing import SECOND, Array, mix
+from mtcli.core.curate.parts import load_line
 from mtcli.core.curate.reading import Reader
 from mtcli.core.data.documents import Reading
 from mtcli.core.runtime.atomic_writes import aside
@@ -219,7 +220,9 @@ def _sums(values: Array, bounds: Array) -> Array:
 def _batches(inputs: Sequence[str], text_key: str) -> Iterator[Batch]:
     """The documents of a corpus, in batches."""
     files = find_files(inputs)
-    reader = Reader(Reading(text_key, False, False, None, whole=True), files.names, {})
+    reader = Reader(
+        Reading(text_key, False, False, None, whole=True, parse=load_line), files.names, {}
+    )
     held: list[Document] = []
     for item in _documents(reader, files):
         held.append(item)

@@ -24,13 +24,14 @@ class Reader(NamedTuple):
         if piece.source.kind == "warc":
             yield from read_warc(piece.source, name, progress)
             return
+        unnamed = stem(name)
         for item in read_documents(piece, self.reading, progress):
             if isinstance(item, Bad):
                 yield BadRecord(name, before + item.line, item.reason)
             else:
-                yield self._document(item, name, before + item.line)
+                yield self._document(item, name, before + item.line, unnamed)
 
-    def _document(self, item: Text, name: str, line: int) -> Document | BadRecord:
+    def _document(self, item: Text, name: str, line: int, unnamed: str) -> Document | BadRecord:
         fields = dict(item.fields or {})
         fields.pop(self.reading.text_key, None)
         identity, source = fields.pop("id", None), fields.pop("source", None)
@@ -38,7 +39,7 @@ class Reader(NamedTuple):
         if key is None:
             return BadRecord(name, line, '"id" is neither text nor a whole number')
         if source is None:
-            source = stem(name)
+            source = unnamed
         elif not isinstance(source, str):
             return BadRecord(name, line, '"source" is no text')
         return Document(key, source, item.text, item.size, fields)

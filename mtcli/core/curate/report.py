@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.config.untrusted import parse_json
 from mtcli.core.curate.blend import blend_of
 from mtcli.core.curate.config import Stage, as_dict
 from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
@@ -182,8 +182,8 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
 def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
     """What was cut of each document that had an n-gram of a task, by number."""
     found = {}
-    for index, (rows, folder) in sorted(result.changed.items()):
-        told = parse_json(read_untrusted(folder / "cuts.json"))
+    for index, (rows, files) in sorted(result.changed.items()):
+        told = parse_json(bytes(files.data("cuts.json")))
         found |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
     return found
 

@@ -6,16 +6,16 @@ blend, sources come apart first. Shards are written aside.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from mtcli.core.curate.corpus import ChangedLines, Corpus
+from mtcli.core.curate.corpus import ChangedLines, Corpus, Slice
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import LINES, Lines
+from mtcli.core.curate.parts import LINES, Lines, Part
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.process_pool import Progress
 
@@ -39,22 +39,24 @@ class Routes(NamedTuple):
     bounds: Array
 
 
-def plan_shards(corpus: Corpus, shard_bytes: int, by_source: bool) -> ShardPlan:
+def sample_keys(
+    by_source: bool, one: Slice, progress: Progress = lambda _: None
+) -> list[tuple[bytes, int]]:
+    """Samples the sort keys of a part, each with the bytes of lines up to the next."""
+    keys = sort_keys(one.part, by_source)
+    order = sorted(np.flatnonzero(one.alive).tolist(), key=keys.__getitem__)
+    lengths = np.diff(one.part.array("line_ends"), prepend=0)
+    step = max(1, -(-len(order) // SAMPLED))
+    runs = [order[start : start + step] for start in range(0, len(order), step)]
+    progress(1)
+    return [(keys[members[0]], int(lengths[members].sum())) for members in runs]
+
+
+def plan_shards(
+    samples: Iterable[list[tuple[bytes, int]]], shard_bytes: int, by_source: bool
+) -> ShardPlan:
     """Divides the sort keys so that shards have about `shard_bytes` of lines each."""
-    sampled: list[tuple[bytes, int]] = []
-    for index, part in enumerate(corpus.parts):
-        if part.against:
-            continue
-        keys = sort_keys(corpus, index, by_source)
-        order = sorted(np.flatnonzero(corpus.alive_of(index)).tolist(), key=keys.__getitem__)
-        if not order:
-            continue
-        lengths = np.diff(part.array("line_ends"), prepend=0)
-        step = -(-len(order) // SAMPLED)
-        for start in range(0, len(order), step):
-            members = order[start : start + step]
-            sampled.append((keys[members[0]], int(lengths[members].sum())))
-    sampled.sort()
+    sampled = sorted(chain.from_iterable(samples))
     sources = sorted({key.partition(b"\0")[0] for key, _ in sampled}) if by_source else [b""]
     splitters: list[bytes] = []
     names: list[str] = []
@@ -85,9 +87,8 @@ def file_stem(source: str) -> str:
     return safe if safe == source else f"{safe}-{xxhash.xxh32_hexdigest(source.encode())}"
 
 
-def sort_keys(corpus: Corpus, index: int, by_source: bool) -> list[bytes]:
+def sort_keys(part: Part, by_source: bool) -> list[bytes]:
     """What the documents of a part are sorted by [documents]."""
-    part = corpus.parts[index]
     keys = part.keys()
     if not by_source:
         return keys
@@ -95,12 +96,9 @@ def sort_keys(corpus: Corpus, index: int, by_source: bool) -> list[bytes]:
     return [names[of] + key for of, key in zip(part.array("sources"), keys, strict=True)]
 
 
-def route_part(
-    corpus: Corpus, plan: ShardPlan, index: int, progress: Progress = lambda _: None
-) -> Array:
+def route_slice(plan: ShardPlan, one: Slice, progress: Progress = lambda _: None) -> Array:
     """The shard of each document of a part, -1 for those that were left out [documents]."""
-    keys = sort_keys(corpus, index, plan.by_source)
-    alive = corpus.alive_of(index)
+    keys, alive = sort_keys(one.part, plan.by_source), one.alive
     shards = [
         bisect_right(plan.splitters, key) if left else -1
         for key, left in zip(keys, alive, strict=True)
@@ -118,22 +116,28 @@ def gather_routes(routes: Sequence[Array], plan: ShardPlan) -> Routes:
 
 
 class ShardJob(NamedTuple):
-    """What a worker needs to write shards; `changed` are lines by part, of documents that were cut:
-    their rows, and the lines."""
+    """What is written as shards; `changed` are lines by part, of documents that were cut: their
+    rows, and the lines."""
 
     corpus: Corpus
     plan: ShardPlan
-    routes: Routes
     folder: Path
     changed: Mapping[int, ChangedLines]
 
 
-def write_shard(job: ShardJob, number: int, progress: Progress = lambda _: None) -> dict[str, Any]:
+def write_shard(
+    job: ShardJob, routes: Routes, number: int, progress: Progress = lambda _: None
+) -> dict[str, Any]:
     """Writes a shard where it is not there; returns its name, documents and bytes of lines."""
+    found = write_lines(job.folder / job.plan.names[number], sorted(_lines_of(job, routes, number)))
+    progress(1)
+    return found
+
+
+def write_lines(path: Path, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """Writes (key, line) as a shard where it is not there."""
     import zstandard
 
-    lines = sorted(_lines_of(job, number))
-    path = job.folder / job.plan.names[number]
     if not path.exists():
         with atomic_file(path) as aside, open(aside, "wb") as file:
             size = sum(len(line) for _, line in lines)
@@ -141,34 +145,35 @@ def write_shard(job: ShardJob, number: int, progress: Progress = lambda _: None)
             with compressor.stream_writer(file, size=size, closefd=False) as stream:
                 for _, line in lines:
                     stream.write(line)
-    progress(1)
     size = sum(len(line) for _, line in lines)
     return {"name": path.name, "documents": len(lines), "bytes": size}
 
 
-def _lines_of(job: ShardJob, number: int) -> list[tuple[bytes, bytes]]:
+def _lines_of(job: ShardJob, routes: Routes, number: int) -> list[tuple[bytes, bytes]]:
     """(sort key, line) of each document of a shard."""
-    corpus, routes = job.corpus, job.routes
+    corpus = job.corpus
     numbers = routes.numbers[routes.bounds[number] : routes.bounds[number + 1]]
     found = []
     owners = corpus.owners(numbers)
     for index in np.unique(owners).tolist():
-        keys = sort_keys(corpus, index, job.plan.by_source)
-        lines = corpus.parts[index].lines
-        lines_of = partial(_line, lines, changed_lines(job.changed.get(index)))
-        for row in (numbers[owners == index] - corpus.bounds[index]).tolist():
-            found.append((keys[row], lines_of(row)))
+        part = corpus.parts[index]
+        rows = (numbers[owners == index] - corpus.bounds[index]).tolist()
+        found += keyed_lines(part, rows, job.plan.by_source, job.changed.get(index))
     return found
+
+
+def keyed_lines(
+    part: Part, rows: Iterable[int], by_source: bool, changed: ChangedLines | None
+) -> list[tuple[bytes, bytes]]:
+    """(sort key, line) of some documents of a part."""
+    keys, lines, cut = sort_keys(part, by_source), part.lines, changed_lines(changed)
+    return [(keys[row], cut[row] if row in cut else lines[row]) for row in rows]
 
 
 def changed_lines(changed: ChangedLines | None) -> dict[int, bytes]:
     """The lines of documents that were cut, by row."""
     if changed is None:
         return {}
-    rows, folder = changed
-    lines = Lines(folder / LINES, np.load(folder / "line_ends.npy"))
+    rows, files = changed
+    lines = Lines(files.data(LINES), files.array("line_ends"))
     return {row: lines[place] for place, row in enumerate(rows.tolist())}
-
-
-def _line(lines: Lines, changed: Mapping[int, bytes], row: int) -> bytes:
-    return changed[row] if row in changed else lines[row]

@@ -1,8 +1,10 @@
 """What a worker does to a block: the per-document stages, then what corpus stages will look at."""
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,12 +129,19 @@ class StageCount:
 
 
 class BlockWork:
-    """Runs a pass's stages over documents and writes a part."""
+    """Runs a pass's stages over documents and writes a part.
+
+    It is pickled as what it is made of: a process elsewhere makes its own, once.
+    """
 
     def __init__(self, group: StageGroup, config: CurateConfig, skip_bad: bool) -> None:
+        self._made_of = group, config, skip_bad
         self._stages = [(stage, make_stage(stage, config)) for stage in group.documents]
         self._features = [make_feature(stage, config) for stage in group.corpus]
         self._skip_bad = skip_bad
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "BlockWork"], tuple[bytes]]:
+        return _made_once, (pickle.dumps(self._made_of),)
 
     def run(self, items: Iterable[Document | BadRecord], writer: PartWriter) -> None:
         """Runs over a block's documents. Raises MtcliError for a bad line that is not skipped."""
@@ -168,6 +177,12 @@ class BlockWork:
                 bad.append(str(item))
             else:
                 raise wrong(str(item), "mend it, or --skip-bad to leave such records out")
+
+
+@cache
+def _made_once(data: bytes) -> BlockWork:
+    """The work that was pickled: by our own process, never read from a file."""
+    return BlockWork(*pickle.loads(data))
 
 
 def removal(document: Document, stage: str, reason: str, detail: dict[str, object]) -> dict:

@@ -11,7 +11,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import IO, Any, NamedTuple
@@ -45,14 +45,15 @@ NEAR_END = 1 << 10  # letters in which most texts have such a place
 class Reading(NamedTuple):
     """Options of reading: JSON's key, whether blank lines divide texts, whether long ones may be
     split, the most bytes of UTF-8 that a document may have (None: HELD_BYTES, but for plain text
-    that is split, of which only a part is in memory), and whether each Text carries all keys of its
-    record and its line."""
+    that is split, of which only a part is in memory), whether each Text carries all keys of its
+    record and its line, and what parses JSON, as json.loads does."""
 
     text_key: str
     blank: bool
     cuttable: bool
     max_bytes: int | None = None
     whole: bool = False
+    parse: Callable[[str], Any] = json.loads
 
     @property
     def most(self) -> int:
@@ -253,7 +254,7 @@ def _decoded_lines(chunk: bytes) -> Iterator[str | Bad]:
 def _record(line: str, number: int, reading: Reading) -> Text | Bad:
     key = reading.text_key
     try:
-        record = json.loads(line)
+        record = reading.parse(line)
     except (ValueError, RecursionError) as error:
         return Bad(number, "bad JSON", f"not JSON: {error}")
     if not isinstance(record, dict):

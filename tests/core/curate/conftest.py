@@ -25,13 +25,15 @@ def prose():
 def run(tmp_path):
     """Curates in this process, on one worker unless told; returns the output folder."""
     from mtcli.core.curate.config import load_config
+    from mtcli.core.curate.engine import LocalEngine
     from mtcli.core.curate.pipeline import curate
     from mtcli.core.curate.request import CurateRequest
 
-    def run(*inputs, stages=(), name="out", settings=(), **options):
+    def run(*inputs, stages=(), name="out", settings=(), engine=None, **options):
         config = load_config(None, [f"stages={list(stages)}", *settings])
         output = tmp_path / name
-        curate(CurateRequest(tuple(map(str, inputs)), output, config, **options), lambda _: None)
+        request = CurateRequest(tuple(map(str, inputs)), output, config, **options)
+        curate(request, engine or LocalEngine(request.workers), lambda _: None)
         return output
 
     return run

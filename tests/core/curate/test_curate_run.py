@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 from itertools import combinations
 
@@ -71,6 +72,33 @@ def test_near_duplicates_are_those_of_exact_all_pairs(
     for line in gone:
         assert line["jaccard"] == pytest.approx(jaccard(texts[line["id"]], texts[line["kept_id"]]))
         assert line["cluster"] == roots[line["id"]] and line["stage"] == "fuzzy"
+
+
+def test_a_corpus_has_more_parts_than_files_may_be_open(prose, run, tmp_path, small_blocks):
+    texts = [prose(200) for _ in range(170)]
+    texts += [f"{text} {number}" for number, text in enumerate(texts)]
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": n, "text": t} for n, t in enumerate(texts)])
+    tasks = write_jsonl(tmp_path / "task.jsonl", [{"text": text} for text in texts[:170]])
+    settings = [f"decontaminate.tasks=['{tasks}']"]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, limits[1]))
+    try:
+        out = run(path, stages=["exact", "fuzzy", "decontaminate"], settings=settings)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    reasons = [line["reason"] for line in removed(out)]
+    assert (
+        shards(out) == [] and sorted(reasons) == ["near duplicate"] * 170 + ["nothing left"] * 170
+    )
+
+
+def test_a_crowd_of_near_copies_leaves_one(prose, run, tmp_path):
+    crowd, other = prose(), prose()
+    texts = [f"{crowd} {number}" for number in range(90)] + [crowd] * 50 + [other]
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": n, "text": t} for n, t in enumerate(texts)])
+    out = run(path, stages=FUZZY)
+    assert [record["id"] for record in shards(out)] == [0, 140]
+    assert {line["kept_id"] for line in removed(out)} == {0} and len(removed(out)) == 139
 
 
 def test_no_workers_no_order_of_files_and_no_kill_change_a_byte(
@@ -277,8 +305,9 @@ def test_everything_may_be_removed(run, tmp_path):
     assert shards(out) == [] and len(removed(out)) == 1
 
 
-def test_odd_values_of_other_keys_survive(run, tmp_path):
-    odd = {"big": 10**40, "half": "\ud83d", "none": None, "deep": {"a": [1.5, True, "é"]}, "n": -1}
+@pytest.mark.parametrize("half", ["\ud83d", "whole"])
+def test_odd_values_of_other_keys_survive(half, run, tmp_path):
+    odd = {"big": 10**40, "half": half, "none": None, "deep": {"a": [1.5, True, -(2**70)]}, "n": -1}
     path = write_jsonl(
         tmp_path / "in.jsonl", [{"id": "a", "text": "é x"} | odd, {"id": -5, "text": "y"}]
     )

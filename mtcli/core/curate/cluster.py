@@ -1,0 +1,479 @@
+"""Runs a curation on many machines: tasks over groups of parts, and shuffles between them.
+
+Texts, signatures and bands stay with the cluster, as objects that tasks return. What tasks exchange
+is divided by a hash or a range into as many partitions as there are groups: task p of a phase is
+given what all tasks of the phase before returned for p. The head has a few bytes per document, and
+writes the report. All decisions are those of one machine: the output has the same bytes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mtcli.core.config.errors import failed
+from mtcli.core.curate.components import (
+    both_ways,
+    checksum,
+    downwards,
+    large_star,
+    once,
+    small_star,
+)
+from mtcli.core.curate.config import FuzzyConfig
+from mtcli.core.curate.corpus import ChangedLines, Corpus, Removals, Slice, decide, table_of
+from mtcli.core.curate.engine import Make
+from mtcli.core.curate.exact import same_texts
+from mtcli.core.curate.fuzzy import (
+    Buckets,
+    Components,
+    Known,
+    Pairs,
+    likely_pairs,
+    min_matches,
+    unique_pairs,
+)
+from mtcli.core.curate.hashing import Array, jaccard, shingle_set
+from mtcli.core.curate.parts import LINES, Files, Lines, Part
+from mtcli.core.curate.shards import ShardJob, ShardPlan, keyed_lines, route_slice, write_lines
+from mtcli.core.curate.workers import Work
+
+GROUP_PARTS = 512  # of about 8 MB of input each: what a task works through
+SETS = 4096  # of shingles that a task holds while it verifies pairs
+# Files that are read without the rest of their part; others are one object together.
+SLOTS = {LINES: 0, "signatures.npy": 1, "bands.npy": 2, "matches.npy": 3, "num_matches.npy": 3}
+REST = 4
+
+Ref = Callable[[], Any]  # a value that a task returned, fetched by calling it
+Group = tuple[Slice, ...]
+
+
+class Cluster(Protocol):
+    """Machines that run tasks."""
+
+    @property
+    def cores(self) -> int:
+        """How many tasks run at a time."""
+
+    def run(
+        self, function: Callable[[Any], tuple], items: Sequence[Any], what: str, returns: int = 1
+    ) -> list[tuple[Ref, ...]]:
+        """Runs `function(item)` as a task for each item, and waits; returns what each returned, as
+        `returns` values apart.
+
+        Raises the first task's error.
+        """
+
+
+class Objects:
+    """Files of a folder that a task wrote, as objects of a cluster."""
+
+    def __init__(self, slots: Sequence[Ref | None]) -> None:
+        self._slots = tuple(slots)
+
+    def only(self, *names: str) -> "Objects":
+        """The object with a file, for each name, and the rest; a task fetches no other."""
+        kept = {REST, *(SLOTS[name] for name in names)}
+        return Objects([ref if i in kept else None for i, ref in enumerate(self._slots)])
+
+    def array(self, name: str) -> Array:
+        """Fetches an array."""
+        return self._file(f"{name}.npy")
+
+    def data(self, name: str) -> Any:
+        """Fetches a file's bytes."""
+        return memoryview(self._file(name))
+
+    def _file(self, name: str) -> Array:
+        slot = self._slots[SLOTS.get(name, REST)]
+        assert slot is not None, f"{name} was left out"
+        return slot()[name]
+
+
+class ClusterEngine(NamedTuple):
+    """Tasks of a cluster, and objects that it keeps; no file but the shards."""
+
+    cluster: Cluster
+
+    def map(
+        self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
+    ) -> Iterator[Any]:
+        """Maps by a task for each item; parts come without texts and signatures."""
+        lean = [_lean(item) if isinstance(item, Slice) else item for item in items]
+        for (found,) in self.cluster.run(partial(_plain, work), lean, what):
+            yield found()
+
+    def make(
+        self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
+    ) -> Mapping[int, Files]:
+        """Makes each folder in a task; its files become objects."""
+        found = self.cluster.run(partial(_packed, work), list(items.values()), what, REST + 1)
+        return {number: Objects(slots) for number, slots in zip(items, found, strict=True)}
+
+    def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
+        """Shuffles the hashes of texts."""
+        if not corpus.parts:
+            return table_of(np.zeros((0, 3), np.int64))
+        groups = self._groups(corpus)
+        run, count = self.cluster.run, len(groups)
+        rows = run(partial(_split_texts, count), _leaner(groups), "exact: shuffle", count)
+        stars = _only(run(_same_stars, _turned(rows), "exact: group"))
+        return table_of(_gathered(self._decided(corpus, groups, stars, priority)))
+
+    def near(
+        self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
+    ) -> Removals:
+        """Shuffles bands by their hashes, then pairs, then edges of verified pairs."""
+        if not corpus.parts:
+            return table_of(np.zeros((0, 3), np.int64))
+        groups = self._groups(corpus)
+        run, count = self.cluster.run, len(groups)
+        of = _leaner(groups, "bands.npy")
+        rows = run(partial(_split_bands, count), of, "fuzzy: shuffle bands", count)
+        buckets = run(_buckets, _turned(rows), "fuzzy: buckets", 2)
+        of = _leaner(groups, "signatures.npy")
+        signatures = self._look_up(of, [row[1] for row in buckets], _signatures)
+        work = partial(_likely_pairs, count, corpus.num_new, min_matches(config))
+        items = [(*row, found) for row, found in zip(buckets, signatures, strict=True)]
+        pairs = run(_unique, _turned(run(work, items, "fuzzy: pairs", count)), "fuzzy: pairs", 2)
+        edges = self._compared(groups, pairs, partial(_edges, config.shingle, config.threshold))
+        tables = self._decided(corpus, groups, self._stars(edges), priority)
+        compared = run(_kept_pairs, tables, "fuzzy: kept", 2)
+        shares = self._compared(groups, compared, partial(_jaccards, config.shingle))
+        found = _gathered(tables)
+        values = np.concatenate([share() for share in shares])
+        ordered = values[np.argsort(found[:, 0], kind="stable")]
+        return table_of(found)._replace(jaccard=ordered)
+
+    def write(self, job: ShardJob) -> list[dict[str, Any]]:
+        """Shuffles lines by the range of their keys."""
+        names = job.plan.names
+        if not names:
+            return []
+        groups = self._groups(job.corpus)
+        run, count = self.cluster.run, len(groups)
+        changed = {job.corpus.slice(index).first: one for index, one in job.changed.items()}
+        rows = run(
+            partial(_split_lines, job.plan, count),
+            [
+                (group, [changed.get(one.first) for one in group])
+                for group in _leaner(groups, LINES)
+            ],
+            "shuffle lines",
+            count,
+        )
+        items = list(enumerate(_turned(rows)))
+        written = run(partial(_write_shards, names, count, job.folder), items, "write shards")
+        found = [shard for (ref,) in written for shard in ref()]
+        if missing := [name for name in names if not (job.folder / name).exists()]:
+            said = f"{len(missing)} of {len(names)} shards that other nodes wrote are not here"
+            raise failed(said, f"{job.folder} must be one folder on all nodes")
+        return found
+
+    def _groups(self, corpus: Corpus) -> list[Group]:
+        """Parts that lie together, a few groups for each core."""
+        count = len(corpus.parts)
+        groups = min(count, max(2 * self.cluster.cores, -(-count // GROUP_PARTS)))
+        bounds = [count * number // groups for number in range(groups + 1)]
+        return [
+            tuple(corpus.slice(index) for index in range(start, stop))
+            for start, stop in zip(bounds, bounds[1:], strict=False)
+        ]
+
+    def _look_up(
+        self, groups: list[Group], wanted: Sequence[Ref], read: Callable[[Group, Array], Any]
+    ) -> list[tuple[Ref, ...]]:
+        """What `read(group, numbers)` says of the numbers, which are sorted, that each partition
+        wants: by partition, its rows from each group."""
+        count = len(groups)
+        starts = np.array([group[0].first for group in groups[1:]], np.int64)
+        asked = self.cluster.run(partial(_by_group, starts), wanted, "look up", count)
+        items = list(zip(groups, _turned(asked), strict=True))
+        return _turned(self.cluster.run(partial(_rows, read), items, "look up", count))
+
+    def _compared(
+        self, groups: list[Group], pairs: Sequence[tuple[Ref, ...]], work: Callable
+    ) -> list[Ref]:
+        """Runs `work` over (pairs, their numbers, the texts of those) of each partition."""
+        texts = self._look_up(_leaner(groups, LINES), [row[1] for row in pairs], _texts)
+        items = [(*row, found) for row, found in zip(pairs, texts, strict=True)]
+        return _only(self.cluster.run(work, items, "fuzzy: verify"))
+
+    def _stars(self, edges: list[Ref]) -> list[Ref]:
+        """(document, smallest of its component) of all edges, all of a component together."""
+        run, count = self.cluster.run, len(edges)
+        before, now = None, [0]
+        while now != before:
+            for split, step in ((both_ways, large_star), (downwards, small_star)):
+                rows = run(partial(_split_edges, split, 0, count), edges, "components", count)
+                made = run(partial(_star, step), _turned(rows), "components", 2)
+                edges = [row[0] for row in made]
+            before, now = now, [sum(row[1]() for row in made) % (1 << 64)]
+        rows = run(partial(_split_edges, once, 1, count), edges, "components", count)
+        return _only(run(partial(_star, once), _turned(rows), "components", 2))
+
+    def _decided(
+        self, corpus: Corpus, groups: list[Group], stars: list[Ref], priority: tuple[str, ...]
+    ) -> list[Ref]:
+        """(removed, kept, root) of the components of each partition."""
+        wanted = _only(self.cluster.run(_members, stars, "decide"))
+        names = self._look_up(_leaner(groups), wanted, _names)
+        items = list(zip(stars, wanted, names, strict=True))
+        work = partial(_decide, corpus.num_new, priority)
+        return _only(self.cluster.run(work, items, "decide"))
+
+
+def _leaner(groups: Sequence[Group], *names: str) -> list[Group]:
+    """Groups without the files that a phase does not read."""
+    return [tuple(_lean(one, *names) for one in group) for group in groups]
+
+
+def _lean(one: Slice, *names: str) -> Slice:
+    files = one.part.files
+    assert isinstance(files, Objects), "made by this engine"
+    return one._replace(part=Part(files.only(*names), one.part.against))
+
+
+# What tasks do: each is given an item, and returns a tuple
+
+
+def _plain(work: Work, item: Any) -> tuple:
+    return (work(item, _quiet),)
+
+
+def _packed(work: Make, item: Any) -> tuple:
+    slots: list[dict[str, Array]] = [{} for _ in range(REST + 1)]
+    with TemporaryDirectory() as name:
+        folder = Path(name) / "part"
+        work(item, folder, _quiet)
+        for path in sorted(folder.iterdir()):
+            is_array = path.suffix == ".npy"
+            read = np.load(path) if is_array else np.fromfile(path, np.uint8)
+            slots[SLOTS.get(path.name, REST)][path.name] = read
+    return tuple(slots)
+
+
+def _quiet(_: float) -> None:
+    """Progress that nobody is told."""
+
+
+def _split_texts(count: int, group: Group) -> tuple:
+    hashes = [one.part.array("text_hash").reshape(-1, 2)[one.alive] for one in group]
+    numbers = np.concatenate([one.numbers for one in group])
+    return _divided(np.concatenate([*hashes]), numbers, count)
+
+
+def _divided(keys: Array, numbers: Array, count: int) -> tuple:
+    """(keys, numbers) of each partition, by the key or its first column."""
+    of = (keys if keys.ndim == 1 else keys[:, 0]) % np.uint64(count)
+    order = np.argsort(of, kind="stable")
+    bounds = np.searchsorted(of[order], np.arange(1, count, dtype=np.uint64))
+    split = zip(np.split(keys[order], bounds), np.split(numbers[order], bounds), strict=True)
+    return tuple(split)
+
+
+def _same_stars(rows: Sequence[Ref]) -> tuple:
+    hashes, numbers = map(np.concatenate, zip(*(ref() for ref in rows), strict=True))
+    first = numbers[same_texts(hashes)]
+    other = first != numbers
+    return (np.stack([numbers[other], first[other]], axis=1),)
+
+
+def _split_bands(count: int, group: Group) -> tuple:
+    parts = []
+    for one in group:
+        keys = one.part.array("bands")[:, one.alive]
+        # A band's number is mixed in, so that no two bands share a bucket.
+        salted = keys + (np.arange(len(keys), dtype=np.uint64) << np.uint64(1))[:, None]
+        parts.append((salted.ravel(), np.tile(one.numbers, len(keys))))
+    return _divided(*map(np.concatenate, zip(*parts, strict=True)), count)
+
+
+def _buckets(rows: Sequence[Ref]) -> tuple[Buckets, Array]:
+    """The buckets of two and more documents, and the numbers of those."""
+    keys, numbers = map(np.concatenate, zip(*(ref() for ref in rows), strict=True))
+    order = np.lexsort((numbers, keys))
+    keys, numbers = keys[order], numbers[order]
+    sizes = np.diff(np.append(np.flatnonzero(_changes(keys)), len(keys)))
+    numbers = numbers[np.repeat(sizes > 1, sizes)]
+    sizes = sizes[sizes > 1]
+    return Buckets(numbers, np.cumsum(sizes) - sizes, sizes), np.unique(numbers)
+
+
+def _changes(values: Array) -> Array:
+    first = np.ones(len(values), bool)
+    first[1:] = values[1:] != values[:-1]
+    return first
+
+
+def _likely_pairs(
+    count: int, num_new: int, least: int, item: tuple[Ref, Ref, Sequence[Ref]]
+) -> tuple:
+    """The likely pairs of a partition's buckets, divided by their first."""
+    buckets, wanted = item[0](), item[1]()
+    rows = [found for ref in item[2] if len(found := ref())]
+    signatures = np.concatenate(rows) if rows else np.zeros((0, 1), np.uint8)
+    known = Known(lambda some: signatures[np.searchsorted(wanted, some)], num_new, least)
+    pairs = likely_pairs(known, buckets)
+    of = pairs.first % count
+    return tuple(Pairs(*(column[of == place] for column in pairs)) for place in range(count))
+
+
+def _unique(rows: Sequence[Ref]) -> tuple[Array, Array]:
+    """Pairs [pairs, 2], the most alike first, and the numbers in them."""
+    pairs = unique_pairs([ref() for ref in rows])
+    both = np.stack([pairs.first, pairs.second], axis=1).astype(np.int64)
+    return both, np.unique(both)
+
+
+def _edges(size: int, threshold: float, item: tuple[Ref, Ref, Sequence[Ref]]) -> tuple:
+    """Those of the pairs that are duplicates; none whose documents are one component by then."""
+    components, found = Components(), []
+    similar = _Similarity(size, item)
+    for pair in item[0]().tolist():
+        if components.differ(*pair) and similar(*pair) >= threshold:
+            components.join(*pair)
+            found.append(pair)
+    return (np.array(found, np.int64).reshape(-1, 2),)
+
+
+def _jaccards(size: int, item: tuple[Ref, Ref, Sequence[Ref]]) -> tuple:
+    similar = _Similarity(size, item)
+    return (np.array([similar(*pair) for pair in item[0]().tolist()], np.float64),)
+
+
+class _Similarity:
+    """The Jaccard similarity of two documents' shingles, from texts that were looked up."""
+
+    def __init__(self, size: int, item: tuple[Ref, Ref, Sequence[Ref]]) -> None:
+        texts = [text for ref in item[2] for text in ref()]
+        self._texts = dict(zip(item[1]().tolist(), texts, strict=True))
+        self._size, self._sets = size, dict[int, Array]()
+
+    def __call__(self, one: int, other: int) -> float:
+        return jaccard(self._set(one), self._set(other))
+
+    def _set(self, number: int) -> Array:
+        if number not in self._sets:
+            if len(self._sets) >= SETS:
+                self._sets.clear()
+            self._sets[number] = shingle_set(self._texts[number], self._size)
+        return self._sets[number]
+
+
+def _split_edges(
+    prepare: Callable[[Array], Array], column: int, count: int, ref: Ref
+) -> tuple[Array, ...]:
+    edges = prepare(ref())
+    of = edges[:, column] % count
+    return tuple(edges[of == place] for place in range(count))
+
+
+def _star(step: Callable[[Array], Array], rows: Sequence[Ref]) -> tuple[Array, int]:
+    edges = step(np.concatenate([ref() for ref in rows]))
+    return edges, checksum(edges)
+
+
+def _members(star: Ref) -> tuple[Array]:
+    return (np.unique(star()),)
+
+
+def _decide(
+    num_new: int, priority: tuple[str, ...], item: tuple[Ref, Ref, Sequence[Ref]]
+) -> tuple[Array]:
+    """(removed, kept, root) of stars, by the names that were looked up of their members."""
+    star, wanted = item[0](), item[1]()
+    names = [name for ref in item[2] for name in ref()]
+    star = star[np.lexsort((star[:, 0], star[:, 1]))]
+    begins = np.flatnonzero(_changes(star[:, 1]))
+    leaves = np.split(star[:, 0], begins[1:]) if len(star) else []
+    clusters = [np.append(star[at, 1], some) for at, some in zip(begins, leaves, strict=True)]
+    members = [np.searchsorted(wanted, cluster).tolist() for cluster in clusters]
+    ordered = [names[place] for places in members for place in places]
+    return (decide(clusters, ordered, num_new, priority),)
+
+
+def _kept_pairs(table: Ref) -> tuple[Array, Array]:
+    pairs = table()[:, :2]
+    return pairs, np.unique(pairs)
+
+
+def _by_group(starts: Array, wanted: Ref) -> tuple[Array, ...]:
+    numbers = wanted()
+    return tuple(np.split(numbers, np.searchsorted(numbers, starts)))
+
+
+def _rows(read: Callable[[Group, Array], Any], item: tuple[Group, Sequence[Ref]]) -> tuple:
+    """What `read` says of all numbers that were asked for, for each partition that asked."""
+    group, refs = item
+    asked = [ref() for ref in refs]
+    found = read(group, np.concatenate(asked))
+    bounds = np.cumsum([0, *map(len, asked)])
+    return tuple(found[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False))
+
+
+def _signatures(group: Group, numbers: Array) -> Array:
+    return _corpus(group).take("signatures", numbers - group[0].first)
+
+
+def _names(group: Group, numbers: Array) -> list[tuple[bytes, str]]:
+    corpus, rows = _corpus(group), numbers - group[0].first
+    return list(zip(corpus.keys(rows), corpus.sources(rows), strict=True))
+
+
+def _texts(group: Group, numbers: Array) -> list[str]:
+    found, lines, last = [""] * len(numbers), Lines(b"", np.zeros(0)), None
+    for place, part, row in _corpus(group).located(numbers - group[0].first):
+        if part is not last:  # of one part at a time, to keep no more in memory
+            lines, last = Lines(part.files.data(LINES), part.array("line_ends")), part
+        found[place] = lines.text(row)
+    return found
+
+
+def _corpus(group: Group) -> Corpus:
+    return Corpus([one.part for one in group])
+
+
+def _split_lines(
+    plan: ShardPlan, count: int, item: tuple[Group, Sequence[ChangedLines | None]]
+) -> tuple:
+    """(key, line) by shard, of each partition."""
+    found: list[dict[int, list[tuple[bytes, bytes]]]] = [{} for _ in range(count)]
+    for one, changed in zip(*item, strict=True):
+        if one.part.against:
+            continue
+        rows = np.flatnonzero(one.alive).tolist()
+        shards = route_slice(plan, one)[rows].tolist()
+        lines = keyed_lines(one.part, rows, plan.by_source, changed)
+        for shard, line in zip(shards, lines, strict=True):
+            of = shard * count // len(plan.names)
+            found[of].setdefault(shard, []).append(line)
+    return tuple(found)
+
+
+def _write_shards(
+    names: Sequence[str], count: int, folder: Path, item: tuple[int, Sequence[Ref]]
+) -> tuple[list[dict[str, Any]]]:
+    partition, refs = item
+    lines: dict[int, list[tuple[bytes, bytes]]] = {}
+    for ref in refs:
+        for shard, some in ref().items():
+            lines.setdefault(shard, []).extend(some)
+    mine = [shard for shard in range(len(names)) if shard * count // len(names) == partition]
+    return ([write_lines(folder / names[shard], sorted(lines.get(shard, []))) for shard in mine],)
+
+
+def _turned(rows: Sequence[Sequence[Ref]]) -> list[tuple[Ref, ...]]:
+    """What each task was returned for, from what each task returned."""
+    return list(zip(*rows, strict=True))
+
+
+def _only(rows: Sequence[tuple[Ref, ...]]) -> list[Ref]:
+    return [row[0] for row in rows]
+
+
+def _gathered(tables: Sequence[Ref]) -> Array:
+    return np.concatenate([table() for table in tables])

@@ -1,0 +1,102 @@
+"""Where the work of a run is done: on this machine's processes (here), or on a cluster.
+
+An engine maps over items, makes files, and does what needs documents of all parts at once:
+duplicates, and the shards. All engines write the same bytes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from mtcli.core.curate.config import FuzzyConfig
+from mtcli.core.curate.corpus import Corpus, Removals
+from mtcli.core.curate.exact import find_same
+from mtcli.core.curate.fuzzy import find_near
+from mtcli.core.curate.parts import Files, Folder, part_folder
+from mtcli.core.curate.shards import ShardJob, gather_routes, route_slice, write_shard
+from mtcli.core.curate.workers import Runner, Work
+from mtcli.core.runtime.process_pool import Progress
+
+Make = Callable[[Any, Path, Progress], None]  # writes the files of an item into a folder
+
+
+class Engine(Protocol):
+    """What a pipeline runs on."""
+
+    def map(
+        self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
+    ) -> Iterator[Any]:
+        """Yields `work(item, progress)` of each item, in order."""
+
+    def make(
+        self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
+    ) -> Mapping[int, Files]:
+        """Runs `work(item, its folder, progress)` for each item; returns the files by number.
+
+        With the unit B, an item's `size` is its share of the progress.
+        """
+
+    def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
+        """Finds exact duplicates."""
+
+    def near(
+        self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
+    ) -> Removals:
+        """Finds near duplicates; `folder` is for what is spilled."""
+
+    def write(self, job: ShardJob) -> list[dict[str, Any]]:
+        """Writes the shards that are not there; returns name, documents and bytes of each."""
+
+
+class LocalEngine(NamedTuple):
+    """Processes of this machine, and folders that a later run goes on from."""
+
+    workers: int
+
+    def map(
+        self, work: Work, items: Iterable[Any], total: float, what: str, unit: str = "it"
+    ) -> Iterator[Any]:
+        """Maps over forked processes."""
+        return Runner(self.workers)(work, items, total, what, unit)
+
+    def make(
+        self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
+    ) -> Mapping[int, Files]:
+        """Makes the folders that are not there."""
+        folder.mkdir(exist_ok=True)
+        paths = {number: part_folder(folder, number) for number in items}
+        missing = [(path, items[number]) for number, path in paths.items() if not path.exists()]
+        total = sum(item.size if unit == "B" else 1 for _, item in missing)
+        for _ in self.map(partial(_make, work, unit), missing, total, what, unit):
+            pass
+        return {number: Folder(path) for number, path in paths.items()}
+
+    def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
+        """Sorts the hashes of all texts."""
+        return find_same(corpus, priority)
+
+    def near(
+        self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
+    ) -> Removals:
+        """Sorts each band's hashes in a process, and joins the pairs in this one."""
+
+        def run(work: Work, items: Iterable[Any], count: int, what: str) -> Iterator[Any]:
+            return self.map(work, items, count, what)
+
+        return find_near(corpus, config, priority, folder, run)
+
+    def write(self, job: ShardJob) -> list[dict[str, Any]]:
+        """Routes documents to shards in this process, and writes a shard at a time in each."""
+        slices = list(job.corpus.new_slices().values())
+        routes = self.map(partial(route_slice, job.plan), slices, len(slices), "sort ids")
+        count = len(job.plan.names)
+        work = partial(write_shard, job, gather_routes(list(routes), job.plan))
+        return list(self.map(work, range(count), count, "write shards"))
+
+
+def _make(work: Make, unit: str, item: tuple[Path, Any], progress: Progress) -> None:
+    path, rest = item
+    work(rest, path, progress)
+    if unit != "B":
+        progress(1)

@@ -1,0 +1,82 @@
+"""A real Ray cluster of two nodes on this machine; each test starts one."""
+
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+from corpora import refusal, tree, write_jsonl
+
+from mtcli.core.curate import documents as documents_module
+from mtcli.core.curate.cluster import ClusterEngine
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from mtcli.core.curate.ray_cluster import RayCluster, ray_cluster  # noqa: E402
+
+WORDS = re.findall(r"[a-z]{2,}", Path(random.__file__).read_text())
+STAGES = ["normalise", "exact", "fuzzy", "decontaminate", "rules"]
+
+
+@pytest.fixture
+def nodes():
+    """A head and a second node, of a CPU each."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    second = cluster.add_node(num_cpus=1)
+    yield cluster, second
+    cluster.shutdown()
+
+
+@pytest.fixture
+def curated(run, tmp_path, monkeypatch):
+    """Curates six megabytes in blocks of one, a tenth of it copies, by an engine."""
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", 1 << 20)
+    source, texts = random.Random(5), []
+    for number in range(2400):
+        text = " ".join(source.choices(WORDS, k=350))
+        texts.append(source.choice(texts) + " again" if texts and number % 10 == 0 else text)
+    records = [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", records[n::2]) for n in range(2)]
+    tasks = write_jsonl(tmp_path / "task.jsonl", [{"text": texts[1]}, {"text": texts[7]}])
+    settings = [f"decontaminate.tasks=['{tasks}']", "rules.min_stop_words=0", "shard_mb=1"]
+
+    def curated(name, engine=None):
+        return tree(run(*files, stages=STAGES, settings=settings, name=name, engine=engine))
+
+    return curated
+
+
+def test_two_nodes_write_the_bytes_of_one_machine(nodes, curated):
+    with ray_cluster(nodes[0].address, 1) as cluster:
+        assert cluster.cores == 2
+        assert curated("many", ClusterEngine(cluster)) == curated("one")
+
+
+def test_a_node_killed_midway_loses_nothing(nodes, curated):
+    class Dying(RayCluster):
+        """It loses its second node when a phase begins."""
+
+        phase, died = "fuzzy: pairs", False
+
+        def run(self, function, items, what, returns=1):
+            if what == self.phase and not self.died:
+                self.died = True
+                nodes[0].remove_node(nodes[1], allow_graceful=False)
+            return super().run(function, items, what, returns)
+
+    with ray_cluster(nodes[0].address, 1):
+        cluster = Dying()
+        assert curated("many", ClusterEngine(cluster)) == curated("one")
+        assert cluster.died
+
+
+def test_an_error_in_a_task_is_the_user_s_as_on_one_machine(run, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a", "text": "one"}\n{"id": "b", "te\n')
+    one = refusal(lambda: run(path))
+    with ray_cluster(None, 1) as cluster:
+        assert refusal(lambda: run(path, engine=ClusterEngine(cluster), force=True)) == one
+        os.environ.pop("RAY_ADDRESS", None)
