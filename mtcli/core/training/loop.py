@@ -16,6 +16,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
+from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
@@ -52,7 +53,7 @@ def train(
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
-    with _locked(config, resume, world):
+    with _locked(config, resume, runtime.attempt, world):
         start = starting_point(config, world)
         config = with_tokenizer(config, start)
         if start.step >= config.train.steps:
@@ -64,14 +65,16 @@ def train(
 
 
 @contextmanager
-def _locked(config: RunConfig, resumes: bool, world: Axis) -> Iterator[None]:
+def _locked(config: RunConfig, resumes: bool, attempt: Attempt, world: Axis) -> Iterator[None]:
     """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused."""
     with ExitStack() as stack:
 
         def take() -> str:
             if world.rank:
                 return ""
-            return stack.enter_context(held(Path(config.train.output), resumes))
+            patience = config.train.timeout / 2.0  # the watchdogs of those who wait have more
+            folder = Path(config.train.output)
+            return stack.enter_context(held(folder, resumes, attempt, patience))
 
         checked_later = partial(require_data, config)
         (notice,) = together(world, lambda: collect_errors(take, otherwise=checked_later))
@@ -99,7 +102,7 @@ def _train(
         sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     about = loader.batches.describe()
-    log.begin(runtime.world, trainer.state_bytes(), str(start), about)
+    log.begin(runtime, trainer.state_bytes(), str(start), about)
     stopped = False
     next_step = Rounds(trainer).train if trainer.alone else trainer.train_step
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
