@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from drills import Drill
+from drills import EVERY, Drill
 
 KILLS = int(os.environ.get("KILLS", "4"))
-APART = 4  # steps between kills; every third one is saved
+APART = 4  # steps between kills
 DEADLINE = 240.0
 PACED = Path(__file__).parent / "paced.py"
 
@@ -25,11 +25,11 @@ PACED = Path(__file__).parent / "paced.py"
 class Nodes:
     """Two nodes of a run, whose rendezvous is on a third."""
 
-    def __init__(self, folder, steps, *words):
-        self.folder, self.pace = folder, folder / "pace"
+    def __init__(self, folder, steps, **environ):
+        self.folder, self.pace, self.environ = folder, folder / "pace", environ
         self.folder.mkdir()
         self.drill = Drill(folder / "nodes", timeout=60.0)
-        self.words = ["train", self.drill.config, "--set", f"train.steps={steps}", *words]
+        self.words = ["train", self.drill.config, "--set", f"train.steps={steps}"]
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -44,7 +44,7 @@ class Nodes:
         limits = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(2 * KILLS + 6)]
         command = ["-m", "torch.distributed.run", *limits, "--monitor-interval", "0.1", *rendezvous]
         command = [sys.executable, *command, PACED, *self.words]
-        environ = os.environ | {"PACE": str(self.pace), "GLOO_SOCKET_IFNAME": "lo"}
+        environ = os.environ | self.environ | {"PACE": str(self.pace), "GLOO_SOCKET_IFNAME": "lo"}
         with open(self.folder / f"agent-{node}", "ab") as output:
             self.agents[node] = subprocess.Popen(
                 list(map(str, command)), env=environ, stdout=output, stderr=output
@@ -57,10 +57,11 @@ class Nodes:
         part.rename(self.pace)
 
     def reach(self, step):
-        """Returns when a step's loss is written."""
+        """Returns when a step's loss is written, and the last checkpoint before it."""
         self.allow(step)
-        log = self.drill.output / "metrics.jsonl"
+        log, saved = self.drill.output / "metrics.jsonl", step // EVERY * EVERY
         self.until(lambda: log.exists() and step in self.drill.losses(), f"step {step}")
+        self.until(lambda: saved in self.drill.steps(), f"the checkpoint of step {saved}")
 
     def worker(self, node, other_than=None):
         """The process of a node's rank."""
@@ -122,8 +123,8 @@ def two_nodes(tmp_path):
     """Starts two nodes of a run of some steps."""
     started = []
 
-    def start(steps, *words):
-        nodes = Nodes(tmp_path / f"run-{len(started)}", steps, *words)
+    def start(steps, **environ):
+        nodes = Nodes(tmp_path / f"run-{len(started)}", steps, **environ)
         started.append(nodes)
         for node in (0, 1):
             nodes.start(node)
@@ -166,7 +167,8 @@ def test_ranks_of_two_nodes_that_are_killed_in_turn_meet_again_and_have_the_undi
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_leaves_and_joins_again_has_the_undisturbed_curve(node, two_nodes, tmp_path):
-    nodes = two_nodes(9)
+    """An agent that stays tells one that joins nothing of a store that it shares with its ranks."""
+    nodes = two_nodes(9, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     nodes.reach(5)
     nodes.leave(node)
     nodes.start(node)

@@ -16,9 +16,10 @@ A rank reads and writes 4 keys of its own. Imports no torch.
 import json
 import os
 import secrets
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 CALLED_OFF = "called off"
 LONGEST = 0.25  # seconds between looks at the store
+NAMED = 4  # ranks that an error describes one by one; the others are counted
 
 
 class Attempt(NamedTuple):
@@ -54,21 +56,39 @@ class Attempt(NamedTuple):
         return record.get(name) == self.record()[name]
 
 
+class Join(NamedTuple):
+    """What a rank says of itself when it joins."""
+
+    token: str  # random
+    restarts: int
+    device: str  # its kind
+    host: str
+
+
 class Meeting(NamedTuple):
-    """One rank's part in agreeing on an attempt: Raises MtcliError after `timeout` seconds."""
+    """One rank's part in agreeing on an attempt. `device` is the kind it computes on."""
 
     store: "dist.Store"
     rank: int
     world: int
     timeout: float
+    device: str
 
     def agree(self, environ: Mapping[str, str] = os.environ) -> tuple[str, Attempt]:
-        """(a name for keys of this attempt alone, what it is), the same on every rank."""
+        """(a name for keys of this attempt alone, what it is), the same on every rank.
+
+        Raises MtcliError where ranks are missing after `timeout` seconds, and on every rank where
+        their devices are of several kinds.
+        """
         token = secrets.token_hex(8)
         end = time.monotonic() + self.timeout
-        self.store.set(f"join/{self.rank}", json.dumps([token, times_restarted(environ)]))
+        join = Join(token, times_restarted(environ), self.device, socket.gethostname())
+        self.store.set(f"join/{self.rank}", json.dumps(join))
         name, verdict = self._convene(token, end) if self.rank == 0 else self._follow(token, end)
-        launch, number, restarted = json.loads(verdict)
+        launch, number, restarted, differ = json.loads(verdict)
+        if differ:
+            hint = "nvidia-smi on that host says what its driver lacks; --set train.device=cuda has"
+            raise failed(differ, f"{hint} a rank without a GPU say so itself")
         return name, Attempt(launch, job_name(environ), number, restarted)
 
     def _convene(self, own: str, end: float) -> tuple[str, str]:
@@ -76,18 +96,19 @@ class Meeting(NamedTuple):
         store, seats, joins = self.store, Counter[str](), self._keys("join")
         self._await(lambda: store.check(joins), end, joins)
         while True:
-            tokens = [json.loads(one) for one in store.multi_get(joins)]
-            if tokens[0][0] != own:
+            here = [Join(*json.loads(one)) for one in store.multi_get(joins)]
+            tokens = [join.token for join in here]
+            if tokens[0] != own:
                 raise failed("another process has joined as rank 0", "end the one that was left")
             name = secrets.token_hex(8)
             store.multi_set(
-                [f"seat/{token}/{seats[token]}" for token, _ in tokens], [name] * self.world
+                [f"seat/{token}/{seats[token]}" for token in tokens], [name] * self.world
             )
-            seats.update(token for token, _ in tokens)
+            seats.update(tokens)
             answers = [f"{name}/{key}" for key in joins[1:]]
 
-            def changed(known: list[Any] = tokens) -> bool:
-                return [json.loads(one) for one in store.multi_get(joins)] != known
+            def changed(known: list[str] = tokens) -> bool:
+                return [json.loads(one)[0] for one in store.multi_get(joins)] != known
 
             def settled(answers: list[str] = answers) -> bool:
                 return not answers or store.check(answers) or changed()
@@ -97,8 +118,8 @@ class Meeting(NamedTuple):
                 store.set(f"{name}/verdict", CALLED_OFF)
                 continue
             launch, number = store.compare_set("launch", "", own).decode(), store.add("attempts", 1)
-            restarted = number > 1 or any(times for _, times in tokens)
-            verdict = json.dumps([launch, number, restarted])
+            restarted = number > 1 or any(join.restarts for join in here)
+            verdict = json.dumps([launch, number, restarted, differing(here)])
             store.set(f"{name}/verdict", verdict)
             return name, verdict
 
@@ -135,6 +156,20 @@ class Meeting(NamedTuple):
         message = f"after {self.timeout:g} s, of {self.world} ranks these have not started: "
         message += ", ".join(names or ["0"])
         return failed(message, "raise train.timeout if they need longer")
+
+
+def differing(joins: Sequence[Join]) -> str:
+    """Names the ranks whose device is not that of most; empty where all have one kind.
+
+    Of as many of each, those without a GPU: a node whose driver is broken computes on its CPU.
+    """
+    kinds = Counter(join.device for join in joins)
+    usual = max(kinds, key=lambda kind: (kinds[kind], kind != "cpu"))
+    odd = [(rank, join) for rank, join in enumerate(joins) if join.device != usual]
+    words = [f"rank {rank} on {join.host} has {join.device}" for rank, join in odd[:NAMED]]
+    words += [f"{len(odd) - NAMED} more ranks differ"] if len(odd) > NAMED else []
+    others = f"{kinds[usual]} of {len(joins)} ranks have {usual}"
+    return f"ranks compute on different devices: {', '.join(words)}; {others}" if odd else ""
 
 
 def times_restarted(environ: Mapping[str, str] = os.environ) -> int:

@@ -86,7 +86,7 @@ def meet(rank: int, world: int, timeout: float, device: torch.device) -> tuple[d
     """
     limit, later = timedelta(seconds=timeout), timedelta(seconds=timeout + LATER)
     kept = _connect(rank, limit)
-    name, attempt = Meeting(kept, rank, world, timeout).agree()
+    name, attempt = Meeting(kept, rank, world, timeout, device.type).agree()
     store = dist.PrefixStore(name, kept)
     members = {"store": store, "rank": rank, "world_size": world, "timeout": later}
     if device.type == "cuda":
@@ -98,7 +98,8 @@ def meet(rank: int, world: int, timeout: float, device: torch.device) -> tuple[d
 
 def attempt_alone(timeout: float) -> Attempt:
     """The attempt of a run of one rank, as its launcher's store tells."""
-    return Meeting(_connect(0, timedelta(seconds=timeout)), 0, 1, timeout).agree()[1]
+    store = _connect(0, timedelta(seconds=timeout))
+    return Meeting(store, 0, 1, timeout, "any").agree()[1]
 
 
 def on_one_machine(environ: Mapping[str, str]) -> bool:

@@ -1,6 +1,7 @@
 """Ranks that meet through a store in which earlier attempts have left their keys."""
 
 import json
+import socket
 import threading
 import time
 
@@ -8,16 +9,18 @@ import pytest
 import torch.distributed as dist
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.runtime.attempts import Attempt, Meeting, alone
+from mtcli.core.runtime.attempts import Attempt, Join, Meeting, alone, differing
 
 TIMEOUT = 60.0  # seconds that no test waits for, but where it says so
+DEAD = json.dumps(["of a dead rank", 0, "cuda", "node-1"])  # has joined before
 
 
 class Ranks:
     """Ranks of one attempt in threads, and what each has agreed on or raised."""
 
-    def __init__(self, store, world, counts=None, timeout=TIMEOUT):
+    def __init__(self, store, world, counts=None, timeout=TIMEOUT, devices=None):
         self.store, self.world, self.timeout = store, world, timeout
+        self.devices = devices or {}
         self.counts, self.answers, self.threads = counts or {}, {}, {}
 
     def start(self, *ranks):
@@ -34,7 +37,8 @@ class Ranks:
             self.answers[rank] = error
 
     def _meeting(self, rank):
-        return Meeting(self.store, rank, self.world, self.timeout)
+        device = self.devices.get(rank, "cuda")
+        return Meeting(self.store, rank, self.world, self.timeout, device)
 
     def together(self):
         """What all have agreed on."""
@@ -84,7 +88,7 @@ def test_nodes_that_count_restarts_differently_meet_and_know_that_they_were_rest
 
 def test_a_rank_that_died_after_it_joined_is_not_taken_for_its_successor():
     store = dist.HashStore()
-    store.set("join/1", json.dumps(["of a dead rank", 0]))
+    store.set("join/1", DEAD)
     ranks = Ranks(store, 3).start(0, 2)
     until(lambda: store.check(["seat/of a dead rank/0"]))  # rank 0 has counted it in
     time.sleep(0.05)
@@ -96,7 +100,7 @@ def test_a_roster_that_a_dead_rank_0_has_left_is_not_followed():
     store = dist.HashStore()
     ranks = Ranks(store, 2).start(1)
     until(lambda: store.check(["join/1"]))
-    token, _ = json.loads(store.get("join/1"))
+    token, *_ = json.loads(store.get("join/1"))
     store.set(f"seat/{token}/0", "left")  # a rank 0 that was killed before all had answered
     until(lambda: store.check(["left/join/1"]))
     assert not ranks.answers
@@ -108,8 +112,8 @@ def test_a_roster_that_a_dead_rank_0_has_left_is_not_followed():
 def test_a_second_rank_0_ends_the_first():
     ranks = Ranks(dist.HashStore(), 2).start(0)
     until(lambda: ranks.store.check(["join/0"]))
-    ranks.store.set("join/0", json.dumps(["another's", 0]))
-    ranks.store.set("join/1", json.dumps(["its peer's", 0]))
+    ranks.store.set("join/0", DEAD)
+    ranks.store.set("join/1", DEAD)
     ranks.threads[0].join(timeout=TIMEOUT)
     assert "another process has joined as rank 0" in str(ranks.answers[0])
 
@@ -118,9 +122,9 @@ def test_a_second_rank_0_ends_the_first():
 def test_ranks_that_do_not_start_are_named(rank, there, missing):
     store = dist.HashStore()
     for one in there:
-        store.set(f"join/{one}", json.dumps(["t", 0]))
+        store.set(f"join/{one}", DEAD)
     with pytest.raises(MtcliError) as caught:
-        Meeting(store, rank, 4, 0.2).agree({})
+        Meeting(store, rank, 4, 0.2, "cpu").agree({})
     (problem,) = caught.value.problems
     assert problem.message == f"after 0.2 s, of 4 ranks these have not started: {missing}"
     assert problem.hint == "raise train.timeout if they need longer" and caught.value.code == 1
@@ -128,11 +132,38 @@ def test_ranks_that_do_not_start_are_named(rank, there, missing):
 
 def test_a_rank_that_joined_and_died_is_named_too():
     store = dist.HashStore()
-    store.set("join/1", json.dumps(["of a dead rank", 0]))
+    store.set("join/1", DEAD)
     ranks = Ranks(store, 3, timeout=0.5).start(0, 2)
     for thread in ranks.threads.values():
         thread.join(timeout=TIMEOUT)
     assert "of 3 ranks these have not started: 1" in str(ranks.answers[0])
+
+
+def test_a_rank_on_another_kind_of_device_is_named_on_every_rank_and_nobody_waits():
+    ranks = Ranks(dist.HashStore(), 4, devices={2: "cpu"}).start(*range(4))
+    for thread in ranks.threads.values():
+        thread.join(timeout=TIMEOUT)
+    host = socket.gethostname()
+    for rank in range(4):
+        (problem,) = ranks.answers[rank].problems
+        assert problem.message == (
+            f"ranks compute on different devices: rank 2 on {host} has cpu; 3 of 4 ranks have cuda"
+        )
+        assert "nvidia-smi" in problem.hint and ranks.answers[rank].code == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (["cuda"] * 3, ""),
+        (["cpu", "cuda"], "rank 0 on n0 has cpu; 1 of 2 ranks have cuda"),
+        (["cpu", "cuda", "cpu"], "rank 1 on n1 has cuda; 2 of 3 ranks have cpu"),
+        (["cuda"] * 6 + ["cpu"] * 6, "rank 9 on n9 has cpu, 2 more ranks differ; 6 of 12 ranks"),
+    ],
+)
+def test_ranks_that_differ_are_those_unlike_most_or_those_without_a_gpu(devices, said):
+    found = differing([Join("", 0, kind, f"n{rank}") for rank, kind in enumerate(devices)])
+    assert said in found and bool(said) is bool(found)
 
 
 @pytest.mark.parametrize(
