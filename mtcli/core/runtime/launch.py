@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder, Reached
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.attempts import Attempt, alone, keeps_store
 from mtcli.core.runtime.slurm import slurm_task
 from mtcli.core.runtime.worker_errors import (
@@ -171,13 +171,9 @@ def _start(
     if debug_collectives:
         check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
 
-    def mark() -> Reached:
-        """A mark in the CUDA stream: whether the device has got there."""
-        event = torch.cuda.Event()
-        event.record()
-        return event.query
+    from mtcli.core.parallel.health.cuda_mark import CudaMark
 
-    recorder = FlightRecorder(check, mark if where.type == "cuda" else None)
+    recorder = FlightRecorder(check, CudaMark if where.type == "cuda" else None)
     return Runtime(rank, world, local_rank, local_world, where, recorder, attempt), store
 
 

@@ -22,6 +22,7 @@ from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
+from mtcli.core.training.rank_times import RankTimes, StepTimer, rank_times
 from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_lock import held
@@ -103,11 +104,13 @@ def _train(
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     about = loader.batches.describe()
     log.begin(runtime, trainer.state_bytes(), str(start), about)
-    stopped = False
+    stopped, timer = False, StepTimer(runtime.recorder, world.rank, world.size)
     next_step = Rounds(trainer).train if trainer.alone else trainer.train_step
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
+            timer.begin()
             step = next_step(loader)
+            timer.end(step.seconds)
             if step.outcome == "fault":
                 _skip(trainer, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":
@@ -115,8 +118,10 @@ def _train(
             valid_loss, distance = None, trainer.exchange.distance()
             if valid and step.step % config.train.eval_every == 0:
                 valid_loss = trainer.evaluate(valid)
-            stopped, sync_bytes = _agreed(trainer, stop.received > 0)
-            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, distance)
+            told_now = step.step % config.train.log_every == 0
+            times = timer.taken() if told_now else []
+            stopped, sync_bytes, ranks = _agreed(trainer, stop.received > 0, times)
+            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, distance, ranks)
             log.step(step, told)
             saver.poll()
             every = config.train.save_every or config.train.steps
@@ -158,10 +163,12 @@ def _skip(trainer: Trainer, step: Step, where: str) -> None:
         sys.stderr.write(f"\nwarning: skipped {message}\n")
 
 
-def _agreed(trainer: Trainer, stops: bool) -> tuple[bool, int]:
-    """Whether any rank stops, so that all leave the loop after the same step, and the bytes that
-    all ranks sent for data parallelism since the last call."""
-    own = [float(stops), float(trainer.sync_traffic.taken())]
+def _agreed(
+    trainer: Trainer, stops: bool, times: list[float]
+) -> tuple[bool, int, RankTimes | None]:
+    """Whether any rank stops, so that all leave the loop after the same step; the bytes that all
+    ranks sent for data parallelism since the last call; and how long each took, where they tell."""
+    own = [float(stops), float(trainer.sync_traffic.taken()), *times]
     sums = torch.tensor(own, dtype=torch.float64).to(trainer.groups.device)
-    stopped, sent = all_reduce(sums, trainer.groups.world).tolist()
-    return stopped > 0.0, round(sent)
+    stopped, sent, *of_ranks = all_reduce(sums, trainer.groups.world).tolist()
+    return stopped > 0.0, round(sent), rank_times(of_ranks)

@@ -23,6 +23,7 @@ from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untru
 from mtcli.core.mesh.parameters import count_adapters, count_parameters, forward_flops
 from mtcli.core.runtime.atomic_writes import folder_of, write_text
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.rank_times import RankTimes
 
 
 def open_trackers(config: RunConfig) -> list[Any]:
@@ -96,6 +97,7 @@ class StepFacts(NamedTuple):
     valid_loss: float | None  # of the average of replicas, where it was asked for
     sync_bytes: int  # that all ranks sent each other for data parallelism
     replica_distance: float | None  # root mean square, from the average; None where all are equal
+    ranks: RankTimes | None = None  # where they are told in this step
 
 
 class RunRecords:
@@ -291,6 +293,8 @@ def _row(config: RunConfig, step: Any, told: StepFacts, peak: float) -> dict[str
     }
     if step.replica_steps:
         row["replica_steps"] = step.replica_steps
+    if told.ranks is not None:
+        row |= told.ranks.row()
     if told.replica_distance is not None:
         row["replica_distance"] = told.replica_distance
     if told.valid_loss is not None:
