@@ -57,7 +57,9 @@ def train(
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.runtime.attempts import times_restarted
     from mtcli.core.runtime.launch import environment_world
+    from mtcli.core.runtime.slurm import require_srun
 
+    require_srun(nproc)
     overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
     source = source_of(config, init)
     start = partial(_require_start, source, overrides, resume or times_restarted() > 0)
