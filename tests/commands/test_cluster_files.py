@@ -124,9 +124,7 @@ def environ_of(document, container):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_batch_script_trains_on_the_nodes_of_its_job_and_goes_on_when_it_is_submitted_again(
-    script, cluster
-):
+def test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again(script, cluster):
     drill, environ, address = cluster
     job = {"SLURM_JOB_ID": str(free_port() % 20000), "SLURM_JOB_NUM_NODES": str(NODES)}
     job |= {"SLURM_JOB_NODELIST": f"{address},{address}", "SLURM_NTASKS": str(NODES)}

@@ -152,7 +152,7 @@ def resumed_from(nodes):
     return [row["step"] for row in map(json.loads, lines) if row["event"] == "resumed"]
 
 
-def test_ranks_of_two_nodes_that_are_killed_in_turn_meet_again_and_have_the_undisturbed_curve(
+def test_ranks_that_are_killed_in_turn_meet_again_and_have_the_undisturbed_curve(
     two_nodes, tmp_path
 ):
     """Every second time the rank that comes next is killed too, as it starts."""
