@@ -290,9 +290,13 @@ def test_an_attempt_goes_on_in_the_folder_of_its_own_launch_alone(tmp_path):
     assert "already holds a run" in refused_to(AGAIN, tmp_path / "run")
 
 
-def test_an_attempt_waits_for_a_rank_of_its_launch_to_end_and_for_no_other(tmp_path, other):
+def test_an_attempt_waits_for_a_rank_of_its_launch_to_end_and_for_no_other(
+    tmp_path, other, monkeypatch
+):
     run_of(tmp_path / "run", FIRST)
-    assert "is held by another run" in refused_to(AGAIN._replace(launch="b"), tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(run_lock, "sleep", lambda _: pytest.fail("it waits for another's run"))
+        assert "is held by another run" in refused_to(AGAIN._replace(launch="b"), tmp_path / "run")
     threading.Timer(0.2, other.kill).start()
     with held(tmp_path / "run", False, AGAIN, patience=60.0) as notice:
         assert "which has died" in notice
