@@ -30,11 +30,11 @@ while words[0].startswith("--"):
 step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
 step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 step |= {"SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"]}
-tasks = [
-    subprocess.Popen(words, env=os.environ | step | {"SLURM_PROCID": str(task),
-                     "SLURM_NODEID": str(task), "SLURM_LOCALID": "0"})
-    for task in range(2)
-]
+tasks = []
+for task in map(str, range(2)):
+    place = {"SLURM_PROCID": task, "SLURM_NODEID": task, "SLURM_LOCALID": "0"}
+    host = {"PET_RDZV_CONF": f"is_host={1 - int(task)}"}  # here all nodes have one name
+    tasks.append(subprocess.Popen(words, env=os.environ | step | place | host))
 sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """
@@ -62,6 +62,7 @@ def cluster(tmp_path):
     if address is None:
         pytest.skip("this machine has no address that another could reach")
     environ = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    environ |= {"PET_LOCAL_ADDR": address}  # a node's own name, where it has one
     return Drill(tmp_path / "run", timeout=60.0), environ, address
 
 
@@ -161,8 +162,13 @@ def test_the_pods_of_a_manifest_train_together(manifest, cluster):
     words = [local(word) for word in container["command"] + container["args"]]
     told = {name: local(value) for name, value in told.items()}
     pods = [
-        subprocess.Popen(words, env=environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for _ in range(NODES)
+        subprocess.Popen(
+            words,
+            env=environ | told | {"PET_RDZV_CONF": f"is_host={int(node == 0)}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for node in range(NODES)
     ]
     answers = [pod.communicate(timeout=DEADLINE) for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], answers
