@@ -31,7 +31,7 @@ _COLLECTIVES = (
 SAVING = "saving"  # the axis on which ranks wait for each other's parts of a save
 
 
-class Mark(Protocol):
+class QueueMark(Protocol):
     """A mark in a device's queue."""
 
     def reached(self) -> bool:
@@ -82,7 +82,7 @@ class Call:
             self.channel = "{} {}>{}".format(axis.name, *(axis.ranks[end] for end in ends))
         self.number = recorder.counts[self.channel] = recorder.counts.get(self.channel, 0) + 1
         self.since, self.thread = 0.0, 0
-        self.began: Mark | None = None
+        self.began: QueueMark | None = None
 
     def __enter__(self) -> None:
         if self.recorder.mark is not None:
@@ -154,11 +154,13 @@ class FlightRecorder:
     a collective down takes 0.9 us and a message 2.2 us (AMD EPYC, Python 3.11).
     """
 
-    def __init__(self, check: Check | None = None, mark: Callable[[], Mark] | None = None) -> None:
+    def __init__(
+        self, check: Check | None = None, mark: Callable[[], QueueMark] | None = None
+    ) -> None:
         self.check, self.mark = check, mark
         self.counts: dict[str, int] = {}  # collectives so far, by axis or pair
         self.waits: dict[int, Call] = {}  # by thread
-        self.queued: deque[tuple[Call, Mark]] = deque()
+        self.queued: deque[tuple[Call, QueueMark]] = deque()
         self.looking = Lock()  # at `queued`
         self.waited = 0.0  # seconds for other ranks, or of the device
         self.breaks: list[Broken] = []

@@ -69,7 +69,7 @@ def test_a_device_that_waits_by_itself_is_asked_whether_it_has_got_past():
     reached = {"all_gather": False, "all_reduce": False}
     clock = iter([10.0, 10.25, 20.0, 21.5])
 
-    class QueueMark:
+    class Marked:
         def __init__(self):
             self.at = next(clock)
 
@@ -79,7 +79,7 @@ def test_a_device_that_waits_by_itself_is_asked_whether_it_has_got_past():
         def seconds_since(self, earlier):
             return self.at - earlier.at
 
-    recorder = FlightRecorder(mark=QueueMark)
+    recorder = FlightRecorder(mark=Marked)
     calls = [recorder.call(op, axis(recorder)) for op in reached]
     for call in calls:
         with call:
