@@ -1,6 +1,7 @@
-"""A rank that is slower than the others is named, in metrics and in the report of the run."""
+"""A rank whose node is slow, or has no GPU where the others have, is named."""
 
 import json
+import os
 import time
 
 from command_line import mtcli
@@ -46,6 +47,27 @@ def test_a_rank_that_sleeps_is_named_as_the_straggler(tmp_path):
     assert times["computing_seconds"]["max"] > SECONDS
     named = f"rank {slowest[0]['rank']} in {slowest[0]['steps']}"
     assert named in page.read_text() and named in mtcli("profile", drill.output).stdout
+
+
+def see_no_gpu(rank):
+    """A fault: all ranks but one have GPUs, as far as bring-up goes."""
+    import torch
+
+    from mtcli.core.runtime import launch
+
+    torch.cuda.set_device = lambda device: None
+    kind = "cpu" if rank == SLOW else "cuda"
+    launch._device = lambda name, local_rank: torch.device(kind, 0 if kind == "cuda" else None)
+
+
+def test_a_rank_that_has_no_gpu_where_the_others_have_is_named_at_the_start(tmp_path):
+    drill = Drill(tmp_path)
+    done = drill.train(nproc=4, fault=see_no_gpu)
+    assert done.codes == [1] * 4
+    for error in done.errors:
+        assert f"rank {SLOW} on {os.uname().nodename} has cpu; 3 of 4 ranks have cuda" in error
+        assert "hint: nvidia-smi on that host" in error
+    assert not drill.output.exists()
 
 
 def test_one_rank_tells_of_no_others(tmp_path):

@@ -20,6 +20,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 CALLED_OFF = "called off"
 LONGEST = 0.25  # seconds between looks at the store
+PARTING = 10.0  # seconds for ranks to read why they end
 NAMED = 4  # ranks that an error describes one by one; the others are counted
 
 
@@ -87,9 +89,19 @@ class Meeting(NamedTuple):
         name, verdict = self._convene(token, end) if self.rank == 0 else self._follow(token, end)
         launch, number, restarted, differ = json.loads(verdict)
         if differ:
+            self._part(name)
             hint = "nvidia-smi on that host says what its driver lacks; --set train.device=cuda has"
             raise failed(differ, f"{hint} a rank without a GPU say so itself")
         return name, Attempt(launch, job_name(environ), number, restarted)
+
+    def _part(self, name: str) -> None:
+        """Has rank 0, which may host the store, leave when the others have read the verdict."""
+        if self.rank:
+            self.store.set(f"{name}/told/{self.rank}", "")
+            return
+        told = [f"{name}/{key}" for key in self._keys("told")[1:]]
+        with suppress(MtcliError):
+            self._await(lambda: self.store.check(told), time.monotonic() + PARTING, told)
 
     def _convene(self, own: str, end: float) -> tuple[str, str]:
         """Rank 0's part."""
