@@ -152,6 +152,7 @@ def resumed_from(nodes):
     return [row["step"] for row in map(json.loads, lines) if row["event"] == "resumed"]
 
 
+@pytest.mark.timeout(DEADLINE * (KILLS + 1))
 def test_ranks_that_are_killed_in_turn_meet_again_and_have_the_undisturbed_curve(
     two_nodes, tmp_path
 ):
