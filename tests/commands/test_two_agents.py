@@ -75,9 +75,10 @@ class Nodes:
         return self.until(found, f"a rank on node {node}")
 
     def kill(self, node):
-        """Kills a node's rank; returns its process id."""
+        """Kills a node's rank, as the other begins its next step; returns its process id."""
         worker = self.worker(node)
         worker.kill()
+        self.allow(int(self.pace.read_text()) + 1)
         return worker.pid
 
     def leave(self, node):
